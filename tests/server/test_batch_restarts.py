@@ -5,18 +5,34 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
+from cbatch.errors import EngineClosedError
+from cbatch.server.batch_store import BatchStore
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import call, wait_until
-from tests.server.kept import answers, batch_of, begun, ended, kept_app, line, lines
+from tests.server.kept import (
+    answers,
+    batch_of,
+    begun,
+    begun_over,
+    ended,
+    kept_app,
+    line,
+    lines,
+    upload,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from starlette.applications import Starlette
 
 N = 40
 MANY = lines(*(line(f"r{i}") for i in range(N)))
@@ -82,6 +98,61 @@ def test_engine_that_is_closed_leaves_its_batches_to_the_next(tmp_path: Path) ->
         assert batch_of(app, id)["status"] == "in_progress"
     with kept_app(tmp_path) as app:
         assert len(answers(app, ended(app, id))) == N
+
+
+STEPS = ("save", "adopt_file", "put_file")
+
+
+class Ending:
+    """Ends a server's work before or after a step of its store: what follows is left to the next server."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, i_end: int, *, is_after: bool) -> None:
+        self.n_steps, self._i_end, self._is_after = 0, i_end, is_after
+        self.has_come = threading.Event()
+        for name in STEPS:
+            monkeypatch.setattr(BatchStore, name, self._watched(getattr(BatchStore, name)))
+
+    def _watched(self, do: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            self.n_steps += 1
+            is_end = self.n_steps > self._i_end
+            if is_end and not (self._is_after and self.n_steps == self._i_end + 1):
+                self.has_come.set()
+                raise EngineClosedError("as if killed")
+            found = do(*args)
+            if is_end:
+                self.has_come.set()
+                raise EngineClosedError("as if killed")
+            return found
+
+        return watched
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_server_may_end_at_any_step_of_a_batch(tmp_path: Path, *, is_after: bool) -> None:
+    wrong = line("wrong", messages=[])
+    data = lines(*(line(f"r{i}") for i in range(5)), wrong)
+    for i_end in range(99):
+        folder = tmp_path / str(i_end)
+        with pytest.MonkeyPatch.context() as patch, kept_app(folder) as app:
+            file = upload(app, data).json()["id"]
+            ending = Ending(patch, i_end, is_after=is_after)
+            id = begun_over(app, file)
+            _wait(app, id, ending)
+        with kept_app(folder) as app:
+            batch = ended(app, id)
+            assert batch["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
+            assert len(answers(app, batch)) == 6
+            assert len(call(app, "/v1/files").json()["data"]) == 3
+            assert not [*(folder / "kept" / "work").iterdir()]
+            assert len([*(folder / "kept" / "content").iterdir()]) == 3
+        if not ending.has_come.is_set():
+            break
+    assert i_end > 5
+
+
+def _wait(app: Starlette, id: str, ending: Ending) -> None:
+    wait_until(lambda: ending.has_come.is_set() or batch_of(app, id)["status"] == "completed")
 
 
 PROGRAM = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import stat
 import tracemalloc
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from cbatch.server import batch_store, create_app
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.multipart_upload import Upload
-from tests.server.clients import call, error_of
+from tests.server.clients import Running, call, error_of, running, wait_until
 from tests.server.kept import kept_app, upload
 
 if TYPE_CHECKING:
@@ -93,6 +94,31 @@ def test_upload_is_never_whole_in_memory(tmp_path: Path) -> None:
             tracemalloc.stop()
     assert file["bytes"] == n * size
     assert peak < 20 * size
+
+
+def half_sent(server: Running) -> socket.socket:
+    """A connection with the first half of an upload."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\ncontent-type: " + TYPE
+    connection.sendall(head + b"\r\n\r\n" + part("file", b"x" * 999, "a"))
+    return connection
+
+
+def test_client_that_leaves_amid_its_upload_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "kept" / "content"
+    with kept_app(tmp_path) as app, running(app) as server:
+        with half_sent(server):
+            wait_until(lambda: any(folder.iterdir()))
+        wait_until(lambda: not any(folder.iterdir()))
+        wait_until(lambda: app.state.desk.meters.n_http["/files", 499] == 1)
+
+
+def test_upload_that_stops_is_told(tmp_path: Path) -> None:
+    with kept_app(tmp_path, body_timeout_s=0.05) as app, running(app) as server:
+        with half_sent(server) as connection:
+            assert b" 408 " in connection.recv(4096)
+        assert not any((tmp_path / "kept" / "content").iterdir())
 
 
 def test_files_are_listed_by_pages(tmp_path: Path) -> None:
