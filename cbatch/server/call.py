@@ -174,7 +174,7 @@ class Answering:
     async def _queue(self, visit: Visit, n_slots: int) -> BatchResponse:
         """Give the prompts to the engine. Where they are to wait or are many, each is checked before any runs."""
         desk, call = self._desk, self._call
-        if desk.n_open > n_slots or call.is_counted or len(call.prompts) > 1:
+        if desk.has_queue(n_slots) or call.is_counted or len(call.prompts) > 1:
             call.n_prompt_tokens = await desk.in_thread(self._checked_tokens)
             desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
         visit.response = await desk.in_thread(self._submit)

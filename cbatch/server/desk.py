@@ -99,6 +99,7 @@ class Desk:
         self.is_draining = False
         """Whether new calls are refused; from any thread or handler of a signal."""
         self._visits: dict[int, Visit] = {}
+        self._n_in_flight = 0
         self._sizes: Sizes | None = None
         self.pulse = Pulse(engine, clock)
         self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
@@ -142,7 +143,7 @@ class Desk:
     @property
     def n_in_flight(self) -> int:
         """Choices of all calls that are being answered."""
-        return sum(visit.n_choices for visit in self._visits.values())
+        return self._n_in_flight
 
     @property
     def n_open(self) -> int:
@@ -158,18 +159,35 @@ class Desk:
         """
         if self.is_draining:
             raise draining()
-        n_before, n_limit = self.n_open, self.settings.max_queue
-        n_waiting = max(0, n_before + n_choices - n_slots)
-        if n_limit is not None and n_before and n_waiting > n_limit:
-            raise queue_full(max(0, n_before - n_slots), n_limit)
+        if self.settings.max_queue is not None:
+            self._check_queue(n_choices, n_slots, self.settings.max_queue)
         visit = Visit(n_choices, self.clock())
         self._visits[id(visit)] = visit
-        self.room.set_calls(self.n_in_flight)
+        self._count(n_choices)
         try:
             yield visit
         finally:
             del self._visits[id(visit)]
-            self.room.set_calls(self.n_in_flight)
+            self._count(-n_choices)
+
+    def _count(self, n_choices: int) -> None:
+        self._n_in_flight += n_choices
+        self.room.set_calls(self._n_in_flight)
+
+    def _check_queue(self, n_choices: int, n_slots: int, n_limit: int) -> None:
+        """Raise a `HttpProblemError` where so many choices more would make the queue too long."""
+        n_before = self.n_open
+        if n_before and n_before + n_choices - n_slots > n_limit:
+            raise queue_full(max(0, n_before - n_slots), n_limit)
+
+    def has_queue(self, n_slots: int) -> bool:
+        """Return whether the engine has more choices than slots. The oldest calls are looked at, and no more."""
+        n_open = 0
+        for visit in self._visits.values() if self._n_in_flight > n_slots else ():
+            n_open += visit.n_open
+            if n_open > n_slots:
+                return True
+        return False
 
     def n_queued_tokens(self, n_slots: int) -> int:
         """Return the prompt tokens of calls that wait, as far as they were counted; the oldest calls have the slots."""
@@ -185,12 +203,12 @@ class Desk:
         Raises:
             HttpProblemError: it would wait, with more than the queue has room for.
         """
-        n_limit, n_queued = self.settings.max_queue_tokens, self.n_queued_tokens(n_slots)
-        visit.n_prompt_tokens = n_tokens
-        is_alone = self.n_open == visit.n_open
-        if n_limit is None or is_alone:
+        n_limit = self.settings.max_queue_tokens
+        if n_limit is None:
             return
-        if self.n_queued_tokens(n_slots) > max(n_limit, n_queued):
+        n_queued, is_alone = self.n_queued_tokens(n_slots), self.n_open == visit.n_open
+        visit.n_prompt_tokens = n_tokens
+        if not is_alone and self.n_queued_tokens(n_slots) > max(n_limit, n_queued):
             visit.n_prompt_tokens = 0
             raise tokens_full(n_queued, n_limit)
 

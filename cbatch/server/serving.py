@@ -157,6 +157,7 @@ def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Con
         log_config=None,
         log_level="error",  # what clients do wrong is in cbatch's own log
         access_log=False,
+        proxy_headers=False,
         lifespan="off",
         ws="none",
         server_header=False,
