@@ -178,7 +178,9 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     for name in draw(st.lists(st.sampled_from(NAMES[path]), max_size=3)):
         body[name] = draw(value_of(name))
     for _ in range(draw(st.integers(0, 2))):
-        place = draw(st.sampled_from([*places_in(body)] or [("x",)]))
+        if not body:
+            break
+        place = draw(st.sampled_from([*places_in(body)]))
         at: Any = body
         for key in place[:-1]:
             at = at[key]
