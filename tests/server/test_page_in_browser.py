@@ -204,6 +204,24 @@ def test_wrong_setting_is_told_before_anything_is_asked(
         assert script.asked == []
 
 
+def test_adapter_may_be_chosen(browser: Browser) -> None:
+    backend = FakeBackend(2, 512)
+    backend.adapters = (EVIL, "b")
+    with scripted(browser, says("x"), says("y"), engine=Engine(backend), model_name="m") as (
+        script,
+        tab,
+    ):
+        ask(tab)
+        wait_for_answers(tab, 1)
+        names = tab.js("[...document.querySelector('#model').options].map(o => o.text)")
+        assert names == ["m", EVIL, "b"]
+        tab.choose("#model", "b")
+        tab.until_text("#model-name", "m · b")
+        ask(tab)
+        wait_for_answers(tab, 2)
+        assert [asked["model"] for asked in script.asked] == ["m", "b"]
+
+
 def test_message_is_edited_and_answered_anew(browser: Browser) -> None:
     with scripted(browser, says("one"), says("two"), says("three")) as (script, tab):
         ask(tab, "Frist")

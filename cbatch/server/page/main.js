@@ -139,7 +139,6 @@ async function meet(signal) {
   byId("status").title = "";
   const { n_ctx: window, params = {} } = found.default_generation_settings ?? {};
   const names = models.data.map(({ id }) => String(id));
-  setText(byId("model-name"), String(found.model_alias));
   byId("model-name").title = String(found.model_path ?? "");
   setText(byId("model-size"), `${whole(found.total_slots)} slot${found.total_slots === 1 ? "" : "s"} of ${whole(window)} tokens`);
   byId("model-size").title = String(found.build_info);
@@ -148,10 +147,18 @@ async function meet(signal) {
   const before = select.value;
   select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
   if (names.includes(before)) select.value = before;
-  select.closest("label").hidden = names.length < 2;
+  byId("model-row").hidden = names.length < 2;
+  showModel();
   settings.showDefaults(params, found.chat_template);
   byId("key-open").hidden = !api.key();
   showRoom();
+}
+
+/** Show whose answers come: the model's, or an adapter's. */
+function showModel() {
+  const alias = String(facts.model_alias);
+  const chosen = byId("model").value;
+  setText(byId("model-name"), chosen === alias || !chosen ? alias : `${alias} · ${chosen}`);
 }
 
 // ---- the key ----
@@ -291,6 +298,7 @@ chat.setUp({
   model: () => byId("model").value || null,
 });
 
+byId("model").addEventListener("input", showModel);
 byId("composer").addEventListener("submit", submit);
 byId("question").addEventListener("input", grow);
 byId("question").addEventListener("keydown", (event) => {
