@@ -244,12 +244,12 @@ class ServedBatch:
     gate: Gate
     prefix: str
     max_line_bytes: int
-    n_done: int = 0
+    n_done: int = field(default=0, init=False)
     """Answers on disk."""
-    n_failed: int = 0
+    n_failed: int = field(default=0, init=False)
     """Errors on disk."""
-    _stop: Stopper = field(default_factory=lambda: Stopper(lambda words: None))
-    _work: Work | None = None
+    _stop: Stopper = field(default_factory=lambda: Stopper(lambda words: None), init=False)
+    _work: Work | None = field(default=None, init=False)
 
     def run(
         self, max_time_s: float | None, on_ended: Callable[[BatchResult | None], object]

@@ -28,7 +28,7 @@ from cbatch.server.batch_store import new_file_id
 from cbatch.server.http_errors import NO_RETRY, SOON, HttpProblemError, draining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
@@ -46,6 +46,9 @@ _N_UNFINISHED = 256
 
 _N_PROBLEMS = 100
 """Most lines that a batch tells as wrong: our choice."""
+
+_CLOSE_S = 20.0
+"""Seconds for lines that run to be given back at the end; a step of a large model may take some of them."""
 
 _AGAIN_S = 15.0
 """Seconds until a run is tried again that a full disk, or `cancel_all`, has ended."""
@@ -170,20 +173,25 @@ class Batches:
     # ---- the end ----
 
     def close(self) -> None:
-        """End all work, to be continued by the next server on the same folder; wait until it is on disk."""
+        """End all work, to be continued by the next server on the same folder.
+
+        Waits until it is on disk; where the engine does not answer, only for a while: the next server does the rest.
+        """
         with self._changed:
             self._is_closed = True
             jobs = [*self._jobs.values()]
             self._changed.notify_all()
         for job in jobs:
             job.stop()
-            if job.run is not None:
-                job.run.cancel()
-        for job in jobs:
-            if job.thread is not None:
-                job.thread.join()
+        canceller = threading.Thread(target=_cancel_all, args=[jobs], daemon=True)
+        canceller.start()
+        ends_s = time.monotonic() + _CLOSE_S
+        threads = [canceller, *(job.thread for job in jobs if job.thread is not None)]
+        for thread in threads:
+            thread.join(max(0.0, ends_s - time.monotonic()))
         self._room.close()
-        self.store.close()
+        if not any(thread.is_alive() for thread in threads):
+            self.store.close()
 
     # ---- one batch, in its thread ----
 
@@ -209,11 +217,10 @@ class Batches:
             _log.fail(f"batch {job.batch.id} has failed")
             with suppress(Exception):  # what is there is not lost
                 self._publish(job.batch)
-            known = isinstance(error, ConfigError)
-            words = str(error) if known else "an internal error"
-            self._fail(
-                job, [{"code": "storage_changed" if known else "internal_error", "message": words}]
-            )
+            code = "storage_changed" if isinstance(error, ConfigError) else "internal_error"
+            words = str(error) if isinstance(error, ConfigError) else "an internal error"
+            with suppress(OSError, sqlite3.Error):  # then the next server finds out
+                self._fail(job, [_problem(code, words)])
         finally:
             if job.batch.has_ended:
                 with self._changed:
@@ -223,7 +230,7 @@ class Batches:
     def _is_through(self, job: _Job) -> bool:
         """Take a batch to its end; False where it must be tried again later."""
         try:
-            if not job.is_checked and job.batch.status == "validating":
+            if job.batch.status == "validating":
                 self._check(job)
             if job.batch.status == "in_progress":
                 self._run(job)
@@ -268,10 +275,10 @@ class Batches:
         elif found.problems:
             self._fail(job, [{**asdict(p.error), "line": p.line} for p in found.problems])
         else:
-            job.is_checked = True
             with self._changed:
                 if batch.status == "validating":
                     self._move(job, "in_progress", "in_progress_at")
+                    job.is_checked = True
 
     def _run(self, job: _Job) -> None:
         """Run the requests, unless the batch is cancelled or its time is over before its turn comes."""
@@ -401,9 +408,15 @@ class Batches:
     def _move(self, job: _Job, status: str, stamp: str) -> None:
         """Give a batch another status, on disk too; within the lock."""
         batch = job.batch
+        before = batch.status, getattr(batch, stamp)
         batch.status = status
         setattr(batch, stamp, int(self._clock()))
-        self.store.save(batch)
+        try:
+            self.store.save(batch)
+        except BaseException:
+            batch.status = before[0]
+            setattr(batch, stamp, before[1])
+            raise
         if batch.has_ended:
             self.n_ended[status] += 1
             _log.tell(
@@ -416,6 +429,12 @@ class Batches:
                 failed=batch.n_failed,
                 elapsed_s=int(self._clock()) - batch.created_at,
             )
+
+
+def _cancel_all(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        if job.run is not None:
+            job.run.cancel()
 
 
 def _problem(code: str, message: str) -> dict[str, Any]:

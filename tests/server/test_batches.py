@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import sqlite3
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.files.output import durable
 from cbatch.server import batches
+from cbatch.server.batch_store import Batch, BatchStore
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
 from tests.server.kept import (
@@ -372,6 +374,26 @@ def test_full_disk_holds_a_batch_up_and_loses_nothing(
         batch = ended(app, id)
         assert batch["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
         assert len(answers(app, batch)) == 9
+
+
+@pytest.mark.parametrize("i_full", range(6))
+def test_full_disk_of_the_index_holds_a_batch_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i_full: int
+) -> None:
+    save, n_saved = BatchStore.save, [0]
+
+    def refuse(store: BatchStore, batch: Batch) -> None:
+        n_saved[0] += 1
+        if n_saved[0] == i_full + 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        save(store, batch)
+
+    monkeypatch.setattr(BatchStore, "save", refuse)
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, many(3)))
+        assert batch["status"] == "completed"
+        assert len(answers(app, batch)) == 3
 
 
 def test_error_of_the_server_itself_costs_no_answer_that_is_there(
