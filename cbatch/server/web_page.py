@@ -65,11 +65,15 @@ class PageFile:
 def page_files() -> tuple[PageFile, ...]:
     """Return the files of the page, read once."""
     folder = files("cbatch.server") / "page"
-    found = sorted(folder.iterdir(), key=lambda file: file.name)
-    return tuple(_page_file(file.name, file.read_bytes()) for file in found)
+    found = {file.name: file for file in folder.iterdir()}
+    kinds = {name: _MEDIA_TYPES.get(name.rpartition(".")[2]) for name in sorted(found)}
+    # what is of no known kind, such as an editor's copy, is not of the page
+    return tuple(
+        _page_file(name, kind, found[name].read_bytes()) for name, kind in kinds.items() if kind
+    )
 
 
-def _page_file(name: str, content: bytes) -> PageFile:
+def _page_file(name: str, media_type: str, content: bytes) -> PageFile:
     path = "/" if name == "index.html" else f"/page/{name}"
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    return PageFile(path, _MEDIA_TYPES[name.rpartition(".")[2]], content, tag)
+    return PageFile(path, media_type, content, tag)

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+import cbatch
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.server import create_app
@@ -21,6 +22,7 @@ from tests.server.clients import fake_app, running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from starlette.requests import Request
 
@@ -312,6 +314,24 @@ def test_stop_frees_the_slot(browser: Browser) -> None:
         wait_until(lambda: app.state.desk.engine.stats().n_running == 0)
         assert app.state.desk.engine.slots()[0].status == "free"
         assert tab.js("document.activeElement.id") == "question"
+
+
+def test_model_that_ships_answers_in_the_page(browser: Browser, test_model: Path) -> None:
+    with (
+        cbatch.load(test_model, parallel=2, n_threads=1) as engine,
+        running(create_app(engine)) as server,
+        browser.tab() as tab,
+    ):
+        tab.open(f"{server.url}/")
+        tab.click("[data-view=settings]")
+        tab.fill("#temperature", "0")
+        tab.fill("#n", "2")
+        ask(tab, "What is 2+3?")
+        wait_for_answers(tab, 2)
+        texts = "[...document.querySelectorAll('.answer .body')].map(b => b.innerText)"
+        assert tab.js(texts) == ["5", "5"]
+        assert tab.js("document.querySelector('#min_p').placeholder") == "0.05"
+        assert tab.complaints == []
 
 
 # ---- foreign words ----
