@@ -133,9 +133,18 @@ def asked_of(
         options.setdefault(option, (option, value))
     if "max_tokens" in options and options["max_tokens"][1] is None:
         del options["max_tokens"]  # no cap was asked for
+    _ignore_moot_format(options, asked.ignored)
     asked.fields = {option: name for option, (name, _) in options.items()}
     asked.options = _built(options)
     return asked
+
+
+def _ignore_moot_format(options: dict[str, tuple[str, Any]], ignored: list[str]) -> None:
+    """Leave out the format of a text where tools must be called: such an answer has no text."""
+    _, choice = options.get("tool_choice", ("", None))
+    if "tools" in options and (choice == "required" or isinstance(choice, Mapping)):
+        name, _ = options.pop("response_format", ("", None))
+        ignored += filter(None, [name])
 
 
 def _check_without_effect(name: str, value: Any, *, is_strict: bool) -> None:
@@ -387,6 +396,7 @@ def asked_under(
         if problem.param is not None and problem.param in options:
             problem.param = options[problem.param][0]
         raise
-    asked.ignored[:0] = ignored
+    moot = (options[name][0] if name in options else name for name in asked.ignored)
+    asked.ignored = [*ignored, *moot]
     asked.fields |= {option: given for option, (given, _) in options.items()}
     return asked

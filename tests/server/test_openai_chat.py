@@ -23,6 +23,7 @@ from cbatch.server.answer_events import (
 )
 from cbatch.server.openai_answers import Head
 from cbatch.server.openai_chat import ChatCall, ChatStream
+from cbatch.server.responses_api import ResponsesCall
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, USER, call, error_of, events_of, fake_app
 
@@ -181,6 +182,21 @@ def test_whole_answer_with_calls_has_no_empty_content() -> None:
     assert (message["content"], message["reasoning_content"]) == (None, "Well")
     assert message["tool_calls"] == [call_.as_dict()]
     assert choice["finish_reason"] == "tool_calls"
+
+
+def test_format_of_a_text_is_moot_where_a_call_is_demanded() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    format = {"type": "json_object"}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        body = {"messages": USER, "tools": tools, "tool_choice": choice, "response_format": format}
+        asked = ChatCall.of(body).asked
+        assert (asked.options.response_format, asked.ignored) == (None, ["response_format"])
+    asked = ChatCall.of({**body, "tool_choice": "none"}).asked
+    assert asked.options.response_format is not None
+    assert asked.ignored == []
+    flat = [{"type": "function", "name": "f", "parameters": {}}]
+    more = {"tools": flat, "tool_choice": "required", "text": {"format": format}}
+    assert ResponsesCall.of({"input": "Hi", **more}).asked.ignored == ["text"]
 
 
 def test_unknown_fields_are_named_in_a_header() -> None:
