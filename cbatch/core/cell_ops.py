@@ -40,11 +40,6 @@ class SlotCells:
         self.loads: list[tuple[Slot, int, int]] = []
 
     @property
-    def n_to_copy(self) -> int:
-        """Cells that the plan copies from slot to slot."""
-        return sum(n for _, _, n in self.copies)
-
-    @property
     def has_ops(self) -> bool:
         """Whether the backend has an operation to do, or a slot to bind anew."""
         events = self.clears or self.trims or self.shifts or self.saves or self.forgets

@@ -212,10 +212,14 @@ class SlotPlan:
 
         Admission stops once the plan copies more than `n_copied_max` cells; the copy past the limit is still made.
         """
-        waiting = takewhile(_is_ready, self.books.queue.candidates(self.ledger.running))
+        # a sequence whose prompt is refused ends before the next plan
+        waiting = takewhile(
+            lambda d: d.is_prepared and d.error is None,
+            self.books.queue.candidates(self.ledger.running),
+        )
         first = [*islice(waiting, N_LOOK)]
         demand = self._demand()
-        while n_copied_max is None or self.cells.n_to_copy <= n_copied_max:
+        while n_copied_max is None or sum(n for _, _, n in self.cells.copies) <= n_copied_max:
             n_left = len(self.leaves)
             driver = self._let_one_in(first, demand)
             if driver is None:
@@ -351,8 +355,3 @@ class SlotPlan:
         """Go on in a view of slots and cells as they are."""
         self.cells = self.cells.view()
         self.ledger = self.cells.ledger
-
-
-def _is_ready(driver: SequenceDriver) -> bool:
-    """Whether a waiting sequence's prompt is tokens already; a refused one ends before the next plan."""
-    return driver.is_prepared and driver.error is None

@@ -25,7 +25,7 @@ def test_rates_and_first_tokens_of_rounds_are_compared() -> None:
     assert (found["ratio"], found["ratio_min"], found["ratio_max"]) == (1.0, 0.5, 2.0)
 
 
-def test_servers_that_generate_different_numbers_of_tokens_are_not_compared() -> None:
+def test_servers_with_different_numbers_of_tokens_are_not_compared() -> None:
     with pytest.raises(SystemExit, match=r"\[3, 4\]"):
         compare([(Clients(3, 1.0), Clients(4, 1.0))], is_streamed=False)
 

@@ -405,7 +405,7 @@ def test_request_too_long_for_its_next_worker_fails_alone(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("where", ["message", "options"])
-def test_value_that_json_does_not_have_is_refused_by_name_and_nothing_is_queued(where: str) -> None:
+def test_value_that_json_does_not_have_is_refused_and_nothing_is_queued(where: str) -> None:
     odd: Any = datetime(2024, 1, 2, tzinfo=timezone.utc)
     message = {"role": "user", "content": "a", **({"at": odd} if where == "message" else {})}
     options = {"chat_template_kwargs": {"at": odd}} if where == "options" else {}

@@ -122,7 +122,7 @@ def test_stopped_worker_holds_up_no_other_and_is_replaced_when_killed(test_model
     assert {type(r.error) for r in found} == {type(None), PromptTooLongError}
 
 
-def test_stopped_worker_is_found_and_a_list_and_its_neighbours_are_answered(
+def test_stopped_worker_is_found_and_a_list_and_others_are_answered(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cbatch.worker.replica.N_STOPPED_MAX", 2)
