@@ -126,7 +126,7 @@ def check_requests(
             if not seen.add(item_key(item), rival_key(item)):
                 error = error or _TWICE
             if error is not None and len(problems) < n_problems:
-                problems.append(LineProblem(_line_number(item), error))
+                problems.append(LineProblem(_line_number(item), _for_clients(error)))
     return Checked(n_items, reader.model, problems)
 
 
@@ -134,6 +134,13 @@ _NOT_ASKED = Reply(0, {})
 _TWICE = ItemError(
     "duplicate_custom_id", "the custom_id of a line before: each must be unique", "custom_id"
 )
+
+
+def _for_clients(error: ItemError) -> ItemError:
+    """Return an error without the way out that only who runs the server has."""
+    if error.code != "line_too_long":
+        return error
+    return replace(error, message=error.message.partition(":")[0])
 
 
 def _line_number(item: Item) -> int:
