@@ -78,7 +78,7 @@ class Reason(Enum):
     OWNER = "it looks into the thread that computes, or at its clock"
     DEATH = "an engine that fails is closed, a worker that dies is replaced: tests/worker/test_deaths.py"
     AT_ONCE = "orders have to be known at once, and chunks not joined: a worker reads and writes when it can"
-    LONG = "its subject is scheduling, and it takes long"
+    LONG = "it takes long, and over more kinds it would see the same code"
     ONE_BACKEND = "it looks into the only backend, has it stop, or counts who waits for its slots"
 
 

@@ -383,7 +383,7 @@ def test_handler_that_closes_an_engine_being_closed_waits_for_nobody(*, is_threa
 
     with alarms(handle) as ring:
         backend.ring = ring_main if is_threaded else ring
-        response = engine.run(["a", "b", "c"])
+        response = engine.run(["a", "b", "c"], options={"ignore_eos": True})
         engine.close()
     assert has_struck.is_set()
     assert backend.is_closed
@@ -438,7 +438,7 @@ WORKS: dict[str, Callable[[Engine, BatchResponse], object]] = {
 }
 
 
-@each_kind
+@no_pool(Reason.LONG)
 @pytest.mark.parametrize("name", WORKS)
 def test_handler_at_any_line_may_ask_the_thread_that_computes(name: str) -> None:
     options = {"ignore_eos": True, "max_tokens": 2, "seed": 1}
@@ -462,7 +462,7 @@ def test_handler_at_any_line_may_ask_the_thread_that_computes(name: str) -> None
     assert n_line > 10
 
 
-@each_kind
+@no_pool(Reason.LONG)
 def test_ctrl_c_at_any_line_of_a_run_leaves_no_id_taken() -> None:
     own = BatchPrompt(prompt="a", id="own", options={"ignore_eos": True, "max_tokens": 2})
 

@@ -686,7 +686,7 @@ def test_cuts_between_steps_change_no_token() -> None:
 
 
 @given(workloads())
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_plan_twice_is_the_same_plan_and_changes_nothing(workload: Workload) -> None:
     with short_limits(workload.n_targets):
         play(workload, is_watched=True)  # which compares before and after each plan
