@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
 import openai
+import pydantic
 import pytest
 
 from cbatch import Engine
@@ -115,6 +117,60 @@ def test_answer_matches_its_schema(client: Any) -> None:
     assert json.loads(text).keys() == {"sum"}
     chunks = client.chat.completions.create(**asked, stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+
+
+class Sum(pydantic.BaseModel):
+    sum: int = pydantic.Field(ge=0, le=99)
+
+
+def test_helpers_of_the_package_parse_what_a_class_describes(client: Any) -> None:
+    asked = {"model": "m", "max_tokens": 40, "messages": SUM}
+    (choice,) = client.chat.completions.parse(**asked, response_format=Sum).choices
+    with client.chat.completions.stream(**asked, response_format=Sum) as stream:
+        streamed = stream.get_final_completion().choices[0].message.parsed
+    more = {"model": "m", "max_output_tokens": 40, "input": SUM, "text_format": Sum}
+    with client.responses.stream(**more) as events:
+        response = events.get_final_response().output_parsed
+    parsed = choice.message.parsed
+    assert isinstance(parsed, Sum)
+    assert parsed == streamed == response == client.responses.parse(**more).output_parsed
+
+
+def test_text_of_a_chunk_has_its_log_probabilities(client: Any) -> None:
+    asked = {"model": "m", "messages": SUM, "logprobs": True, "top_logprobs": 1, "stream": True}
+    parts = [c.choices[0] for c in client.chat.completions.create(**asked) if c.choices]
+    said = [part for part in parts if part.delta.content]
+    assert said
+    for part in said:
+        assert "".join(t.token for t in part.logprobs.content) == part.delta.content
+    asked = {"model": "m", "input": SUM, "include": ["message.output_text.logprobs"]}
+    with client.responses.stream(**asked) as events:
+        deltas = [e for e in events if e.type == "response.output_text.delta"]
+        (item,) = events.get_final_response().output
+    assert deltas
+    for delta in deltas:
+        assert "".join(t.token for t in delta.logprobs) == delta.delta
+    assert len(item.content[0].logprobs) == sum(len(delta.logprobs) for delta in deltas)
+
+
+def test_clients_of_an_event_loop_are_answered_together(server: Running) -> None:
+    async def ask() -> list[str]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            sums = [[{"role": "user", "content": f"What is {i}+3?"}] for i in range(6)]
+            whole = [client.chat.completions.create(model="m", messages=chat) for chat in sums]
+            told = [answer.choices[0].message.content for answer in await asyncio.gather(*whole)]
+            stream = await client.chat.completions.create(model="m", messages=SUM, stream=True)
+            parts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+            return [*told, "".join(parts)]
+
+    assert asyncio.run(ask()) == ["3", "4", "5", "6", "7", "8", "5"]
+
+
+def test_tokens_of_an_input_are_those_of_its_usage(client: Any) -> None:
+    counted = client.responses.input_tokens.count(model="m", input=SUM)
+    used = client.responses.create(model="m", input=SUM).usage
+    assert counted.input_tokens == used.input_tokens
 
 
 def test_completion_echoes_with_log_probabilities(client: Any) -> None:
