@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anthropic
+import pydantic
 import pytest
 
 from cbatch import Engine
@@ -110,6 +112,32 @@ def test_thinking_and_calls_come_and_are_told_back() -> None:
             {"role": "user", "content": [told]},
         ]
         assert client.messages.create(**{**asked, "messages": turns}).stop_reason == "tool_use"
+
+
+class Sum(pydantic.BaseModel):
+    sum: Literal["five", "six"]
+
+
+def test_helpers_of_the_package_parse_what_a_class_describes(client: Any) -> None:
+    asked = {**ASKED, "max_tokens": 60, "output_format": Sum}
+    parsed = client.messages.parse(**asked).parsed_output
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message().parsed_output
+    assert isinstance(parsed, Sum)
+    assert parsed == streamed == client.beta.messages.parse(**asked).parsed_output
+
+
+def test_clients_of_an_event_loop_are_answered_together(server: Running) -> None:
+    async def ask() -> list[str]:
+        settings: dict[str, Any] = {"base_url": server.url, "api_key": "none", "max_retries": 0}
+        async with anthropic.AsyncAnthropic(**settings) as client:
+            sums = [[{"role": "user", "content": f"What is {i}+3?"}] for i in range(6)]
+            whole = [client.messages.create(**{**ASKED, "messages": chat}) for chat in sums]
+            told = [message.content[0].text for message in await asyncio.gather(*whole)]
+            async with client.messages.stream(**ASKED) as stream:
+                return [*told, "".join([text async for text in stream.text_stream])]
+
+    assert asyncio.run(ask()) == ["3", "4", "5", "6", "7", "8", "5"]
 
 
 def test_errors_are_of_their_own_kinds(client: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cbatch import Engine
 from cbatch.server import create_app
 from tests.server.clients import Running, running
-from tests.test_tool_calls import SAID, Speaker
+from tests.test_tool_calls import SAID, THINK_END, Speaker
 from tests.test_tools import TIME
 
 if TYPE_CHECKING:
@@ -80,7 +80,10 @@ def test_tool_is_called_and_its_answer_read() -> None:
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         asked: dict[str, Any] = {"model": "m", "messages": SUM, "tools": [TIME]}
-        (choice,) = client.chat.completions.create(**asked).choices
+        answer = client.chat.completions.create(**asked)
+        n_thought = SAID.index(THINK_END) + 1
+        assert answer.usage.completion_tokens_details.reasoning_tokens == n_thought
+        (choice,) = answer.choices
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls"
         assert (call.function.name, json.loads(call.function.arguments)) == (
