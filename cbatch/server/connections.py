@@ -27,6 +27,9 @@ _log = Log("cbatch.server")
 _N_TOLD = 64
 """Connections above the limit that are answered; those above these are closed at once. Our choice."""
 
+_SURPLUS_S = 1.0
+"""Seconds for a header over a connection above the limit, so that a question for health finds room. Our choice."""
+
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
     HTTPStatus.NOT_IMPLEMENTED: "its transfer-encoding is not supported",
@@ -63,6 +66,7 @@ class GuardedProtocol(_Parser):
         """Make one of limits, and of what uvicorn gives to its own."""
         super().__init__(**given)
         self._limits = limits
+        self._header_s = limits.header_timeout_s
         self._n_header_bytes = self._n_unsent = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
@@ -86,6 +90,7 @@ class GuardedProtocol(_Parser):
             return
         if n_above > 0:
             self.app_state = {**self.app_state, CROWDED: True}
+            self._header_s = min(self._header_s, _SURPLUS_S)
         self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -124,8 +129,7 @@ class GuardedProtocol(_Parser):
 
     def _await_header(self) -> None:
         if self._header_timer is None:
-            seconds = self._limits.header_timeout_s
-            self._header_timer = self.loop.call_later(seconds, self._end_header)
+            self._header_timer = self.loop.call_later(self._header_s, self._end_header)
 
     def _forget_header(self) -> None:
         self._n_header_bytes = 0

@@ -218,7 +218,7 @@ def test_client_that_never_reads_is_dropped(is_streamed: bool) -> None:
         with_small_buffers(server)
         sent = request(CHAT, {**LONG, "stream": is_streamed})
         with connected(server, sent, 4096):
-            wait_until(lambda: app.state.desk.engine.stats().n_finished.get("length", 0) == 1)
+            wait_until(lambda: sum(app.state.desk.engine.stats().n_finished.values()) == 1)
             wait_until(lambda: not server.server.server_state.connections)
             wait_until(lambda: not app.state.desk.n_in_flight)
         with server.client() as client:
@@ -236,6 +236,15 @@ def test_slow_reader_takes_no_place_in_the_queue() -> None:
             with server.client() as client:
                 assert client.post(CHAT, json=ASKED).status_code == 200
             wait_until(lambda: desk.n_in_flight == 1)  # the slow one is still there
+
+
+@pytest.mark.real
+def test_surplus_connection_that_asks_nothing_makes_room_soon() -> None:
+    with fake_app() as app, running(app, n_max=1) as server, connected(server):
+        wait_until(lambda: len(server.server.server_state.connections) == 1)
+        with connected(server) as surplus:
+            assert rest_of(surplus).data == b""
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 # ---- clients that vanish ----
