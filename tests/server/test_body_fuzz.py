@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 RESPONSES, COUNT = "/v1/responses", "/v1/messages/count_tokens"
+COUNT_INPUT = f"{RESPONSES}/input_tokens"
 
 OPTIONS = {f.name: f.metadata.get("limits", ()) for f in fields(RunOptions)}
 """The limits of each option, as they are declared."""
@@ -120,6 +121,9 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         },
     ],
     COUNT: [{"messages": USER}],
+    COUNT_INPUT: [
+        {"input": "Hi", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"}
+    ],
     "/tokenize": [{"content": "ab", "with_pieces": True}, {"prompt": "ab"}, {"messages": USER}],
     "/detokenize": [{"tokens": [5, 6]}],
     "/apply-template": [{"messages": USER}],
@@ -130,6 +134,7 @@ OWN: dict[str, set[str]] = {
     MESSAGES: {*anthropic_fields.OWN, *anthropic_fields.IGNORED, *anthropic_fields.REFUSED},
     RESPONSES: {*responses_fields.OWN, *responses_fields.IGNORED, *responses_fields.REFUSED},
 }
+OWN[COUNT_INPUT] = OWN[RESPONSES]
 NAMES = {path: sorted({*OF_ALL, *OWN.get(path, ()), *GOOD[path][0]}) for path in GOOD}
 """The fields of each path."""
 
