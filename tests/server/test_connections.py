@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ import pytest
 from cbatch import Engine
 from cbatch.bench.http_faults import MOMENTS, vanish_all
 from cbatch.bench.http_load import heard, n_open_files, request
+from cbatch.errors import ConfigError
 from cbatch.server import create_app
+from cbatch.server.serving import limits_for
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, USER, Running, call, fake_app, running, wait_until
 
@@ -202,6 +205,24 @@ def test_connections_far_above_the_limit_are_closed() -> None:
         with server.client() as client:
             wait_until(lambda: not server.server.server_state.connections)
             assert client.post(CHAT, json=ASKED).status_code == 200
+
+
+def test_limit_of_open_files_is_raised_or_lowers_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [(256, 10_000)]
+    chosen: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: chosen.append(pair))
+    assert limits_for(1000).n_max == 1000
+    ((n_files, n_hard),) = chosen
+    assert n_files > 1000
+    assert n_hard == 10_000
+    limits.append((256, 512))
+    assert 100 < limits_for(None).n_max < 512
+    assert chosen[-1] == (512, 512)
+    with pytest.raises(ConfigError, match=r"--max-connections 1000 needs .* allows 512"):
+        limits_for(1000)
 
 
 def with_small_buffers(server: Running) -> None:
