@@ -103,6 +103,8 @@ class Asleep:
         self.backends[0].wait_until_held()
         assert at_each(self.engine) == [[f"r{i}" for i in range(self.n)], []]
         self.first, self.second = first, second
+        running = [pool.requests[f"r{i}"] for i in range(min(self.n, first.n_slots))]
+        wait_until(lambda: all(asked.has_begun for asked in running))  # the client knows it too
         return self
 
     def take_over(self) -> None:
@@ -360,12 +362,14 @@ def test_requests_for_slots_stay_where_these_are() -> None:
 def test_slots_keep_their_numbers_when_a_place_is_given_up() -> None:
     launches = Launches(partial(MortalBackend, 2, 256, 256))
     with launches.engine(2, options=OPTIONS) as engine:
-        launches.backends[0].hold_at = 0
+        at = launches.links.index(workers_of(engine).ready[0].link)
+        first, second = launches.backends[at], launches.backends[1 - at]
+        first.hold_at = 0
         response = engine.run([item(text_of(9), "gone", slot=1)], ask_again=True)
-        launches.backends[0].wait_until_held()
+        first.wait_until_held()
         launches.error = EngineError("no memory")
-        launches.links[0].kill()
-        launches.backends[0].release()
+        launches.links[at].kill()
+        first.release()
         [lost] = all_results(response)
         assert (lost.error, engine.parallel) == (launches.error, 2)
         with pytest.raises(ConfigError, match="request 'r': slot=1 was that of a worker that"):
@@ -379,7 +383,7 @@ def test_slots_keep_their_numbers_when_a_place_is_given_up() -> None:
             (3, True),
         ]
         check_empty(engine)
-    chunks = [chunk for plan in launches.backends[1].plans for chunk in plan.chunks]
+    chunks = [chunk for plan in second.plans for chunk in plan.chunks]
     assert {chunk.slot for chunk in chunks} == {0, 1}
 
 
