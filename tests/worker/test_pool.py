@@ -362,7 +362,7 @@ def test_requests_for_slots_stay_where_these_are() -> None:
 def test_slots_keep_their_numbers_when_a_place_is_given_up() -> None:
     launches = Launches(partial(MortalBackend, 2, 256, 256))
     with launches.engine(2, options=OPTIONS) as engine:
-        at = launches.links.index(workers_of(engine).ready[0].link)
+        at = [id(link) for link in launches.links].index(id(workers_of(engine).ready[0].link))
         first, second = launches.backends[at], launches.backends[1 - at]
         first.hold_at = 0
         response = engine.run([item(text_of(9), "gone", slot=1)], ask_again=True)
