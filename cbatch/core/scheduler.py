@@ -31,11 +31,10 @@ N_STEPS_MAX = 64
 """Most steps in one run. Seconds end most runs earlier, so this only sizes the buffers."""
 
 RUN_S = 0.5
-"""How long a run takes: a step that ends later is its last. Orders from outside end it earlier, and so do deadlines."""
+"""How long a run takes: a step that ends later is its last. A command or a deadline ends the run earlier."""
 
 SHORT_RUN_S = 0.02
-"""The same where output is streamed, for its tokens come at once, may end by a stop string, or a slot is free for one
-that waits."""
+"""The same where output is streamed, where a stop string may end it, or where a slot is free while a sequence waits."""
 
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
@@ -199,14 +198,13 @@ class ContinuousBatchScheduler:
         return [d for d in slots.rows() if d.n_turn >= self._quantum]
 
     def _free_cells_for_rows(self, slots: SlotPlan) -> bool:
-        """Free cells until every decoding sequence can have one; return whether a slot was taken.
+        """Free cells until every decoding sequence can have one; return whether waiting sequences must stay out.
 
         Slots that retain cells are emptied first.
         """
-        n_left = len(slots.leaves)
-        if self._is_pool_full:
-            _make_all_room(slots)
-        has_preempted = len(slots.leaves) > n_left
+        has_preempted = self._is_pool_full
+        if has_preempted and _make_all_room(slots):
+            slots.make_room(slots.ledger.n_pool)  # also what a victim has left in its slot
         while running := slots.rows():
             n_rows = max(1, _n_single(running))
             slots.make_room(n_rows)
@@ -497,7 +495,9 @@ class ContinuousBatchScheduler:
         }
         if result.code not in _UNCHANGED:
             self._settle_cells(drivers, result)
-        if result.code == 1 and self._is_pool and _make_all_room(self._batcher.slot_plan()):
+        if (
+            result.code == 1 and self._is_pool and _make_all_room(self._batcher.slot_plan())
+        ):  # a trial
             self._is_pool_full = True
             return
         is_again = not result.n_steps and bool(self.bisection.suspects())

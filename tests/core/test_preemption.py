@@ -194,6 +194,20 @@ def test_pool_that_the_backend_found_full_preempts_and_admits_nobody() -> None:
     check_streams(rig, requests)
 
 
+def test_pool_that_the_backend_found_full_retains_no_cells_of_the_victim() -> None:
+    codes: list[int] = []
+    rig = hopeful(6400, share_prefixes=True, code=lambda _: codes.pop() if codes else 0)
+    requests = make_sequences(3, n_prompt=80, max_tokens=6)
+    rig.submit(*requests)
+    until(rig, lambda: all(d.n_output for d in rig.drivers.values()))
+    codes.append(1)
+    one_step(rig)
+    step = one_step(rig)
+    assert (step.binds, step.clears, preempted(rig)) == ((), (2,), {"2": 1})
+    drive(rig)
+    check_streams(rig, requests)
+
+
 def test_pool_filled_on_purpose_moves_on_in_every_step() -> None:
     rig = hopeful(16)
     rig.submit(*make_sequences(6, max_tokens=12))
