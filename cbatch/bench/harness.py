@@ -47,18 +47,19 @@ def parser(
     return made
 
 
-def take_turns(n_rounds: int, *ways: Callable[[], T]) -> list[tuple[T, ...]]:
-    """Do all ways in each round, in every second round backwards; return what they returned in each but the first.
+def take_turns(n_rounds: int, *ways: Callable[[], T], n_warm_up: int = 1) -> list[tuple[T, ...]]:
+    """Do all ways in each round, in every second round backwards; return what they returned in the rounds that count.
 
     Args:
-        n_rounds: rounds after one that warms up.
+        n_rounds: rounds that count.
         ways: what is compared.
+        n_warm_up: rounds before them.
     """
     rounds: list[tuple[T, ...]] = []
-    for i in range(n_rounds + 1):
+    for i in range(n_warm_up + n_rounds):
         found = [way() for way in (ways[::-1] if i % 2 else ways)]
         rounds.append(tuple(found[::-1] if i % 2 else found))
-    return rounds[1:]
+    return rounds[n_warm_up:]
 
 
 def median(values: Iterable[float], n_digits: int = 3) -> float:

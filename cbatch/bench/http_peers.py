@@ -163,7 +163,8 @@ def main() -> None:
                 request("/v1/completions", body_of(line, is_streamed=is_streamed)) for line in lines
             ]
             turns = (partial(measure, way, bodies, a.clients) for way in ways)
-            rounds = [(ours, theirs) for ours, theirs in take_turns(a.rounds, *turns)]
+            found = take_turns(a.rounds, *turns, n_warm_up=0)  # each server is cold
+            rounds = [(ours, theirs) for ours, theirs in found]
             emit(
                 requests=path.stem,
                 streamed=is_streamed,
