@@ -91,12 +91,14 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
     first = next(lines, b"") or b""
     try:
         hello = read_hello(first)
-        runtime = _load(hello.load)
+        said = _Kept()
+        with _logs_to(said, hello.log_level):
+            runtime = _load(hello.load)
     except CBatchError as error:
         _refuse(first, sink, error)
         return
     try:
-        if serve(runtime, hello, lines, sink) is not Ending.DONE:
+        if serve(runtime, hello, lines, sink, said=said.records) is not Ending.DONE:
             leave()
     finally:
         runtime.close()
@@ -140,6 +142,7 @@ def serve(
     options: RunOptions | None = None,
     finishes: bool = False,
     hang_up: Callable[[], object] | None = None,
+    said: Iterable[logging.LogRecord] = (),
 ) -> Ending:
     """Serve a runtime to a client whose first line is known; see `serve_client`.
 
@@ -151,6 +154,7 @@ def serve(
         options: as there.
         finishes: finish the requests in flight when the lines end; else they are cancelled.
         hang_up: as there.
+        said: lines of the log that the client gets first.
     """
     frames = FrameSink(sink, hello.frames)
     try:
@@ -160,7 +164,10 @@ def serve(
     outbox = Outbox(frames, lambda: host.leave(), hello.credit)
     host = Host(runtime, outbox, options)
     reader = threading.Thread(target=host.read, args=(lines,), name="cbatch-lines", daemon=True)
-    with _logs_to(outbox, hello.log_level):
+    log = LogToOutbox(outbox)
+    for record in said:
+        log.handle(record)
+    with _logs_to(log, hello.log_level):
         reader.start()
         try:
             if host.wait() is Ending.LEFT:
@@ -179,10 +186,22 @@ def _leave(hang_up: Callable[[], object] | None, reader: threading.Thread) -> No
         reader.join()
 
 
+class _Kept(logging.Handler):
+    """Keeps lines of the log until there is somebody to send them to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self.records.append(record)
+
+
 @contextmanager
-def _logs_to(outbox: Outbox, level: int) -> Iterator[None]:
-    """Send the log's lines of at least this level to a client."""
-    handler, logger = LogToOutbox(outbox), logging.getLogger("cbatch")
+def _logs_to(handler: logging.Handler, level: int) -> Iterator[None]:
+    """Have a handler take the log's lines of at least this level."""
+    logger = logging.getLogger("cbatch")
     handler.setLevel(level)
     before, is_lower = logger.level, level < logger.getEffectiveLevel()
     logger.addHandler(handler)
