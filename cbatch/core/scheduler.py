@@ -330,12 +330,12 @@ class ContinuousBatchScheduler:
     def _measured_budget(self, n_rows: int, n_running: int, *, is_watched: bool) -> int | None:
         """Return what keeps the step within the time it may take, by what steps took so far.
 
-        The time that a step may take by default is counted from the width it has when all prompts are through,
-        so that one early decoder does not hold up all newcomers.
+        The time that a step may take by default is counted from the width it has when all prompts are through. Where
+        newcomers outnumber the sequences that decode there is no limit: few early ones do not hold up many.
         """
         if self.options.itl_ms is not None:
             limit_s = self.options.itl_ms * 1e-3
-        elif is_watched:
+        elif is_watched and n_running <= 2 * n_rows:
             decode_s = self.costs.decode_s(n_rows) or 0.0
             limit_s = MIXED_OVER_DECODE * max(decode_s, self.costs.seen_s(n_running))
         else:

@@ -190,6 +190,18 @@ def test_long_prompt_makes_no_step_longer_than_about_two_without_it(n_decoding: 
     assert len(chunks) <= 40  # some hundred tokens fit in a second
 
 
+def test_newcomers_that_outnumber_those_who_decode_have_the_whole_step() -> None:
+    rig = make_scheduler(8, 4096, 2048, cost=COST)
+    rig.submit(*make_sequences(3, n_prompt=64, max_tokens=500))
+    while any(d.n_output < 2 for d in rig.drivers.values()):
+        one_step(rig)
+    for driver in rig.drivers.values():
+        driver.reply.is_watched = True
+    late = [make_request(f"late {i}", [i + 1] * 500, max_tokens=9) for i in range(4)]
+    rig.submit(*late)
+    assert sum(len(c.tokens) for c in bare_step(rig).chunks) == 3 + 4 * 500
+
+
 def test_one_reader_among_many_is_enough_to_spare_it() -> None:
     rig = load_followers(8)
     rig.drivers["3"].reply.is_watched = True
