@@ -1,5 +1,6 @@
 """`cbatch serve`: a model behind HTTP."""
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -262,9 +263,14 @@ def _with_files(create: "Callable[..., Starlette]", folder: Path | None) -> "tup
 
 
 def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:
-    """Show the log with times, from --log-level on, or with a line for each request."""
+    """Show the log with times, from --log-level on, or with a line for each request and llama.cpp's warnings."""
     ctx.obj.says_events = log_format is LogFormat.JSON
-    show_log(ctx, ctx.find_root().params.get("log_level") or LogLevel.INFO, has_time=True)
+    level: LogLevel | None = ctx.find_root().params.get("log_level")
+    show_log(ctx, level or LogLevel.INFO, has_time=True)
+    if level is None:
+        of_llama = logging.getLogger("cbatch.llama")
+        ctx.call_on_close(lambda before=of_llama.level: of_llama.setLevel(before))
+        of_llama.setLevel(logging.WARNING)
 
 
 def _say_ready(ctx: typer.Context, *texts: str) -> None:

@@ -65,7 +65,7 @@ def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
     ) as process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
-        line = next(line for line in lines if "serving" in line)
+        line = next(line for line in lines if "serving chat at " in line)
         found = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert found is not None, line
         with httpx.Client(base_url=found[0], timeout=60) as client:
