@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import emit, median, parser, percentile, ratios, take_turns
 from cbatch.bench.http_load import N_BYTES_A_READ, get, heard, request, served
+from cbatch.worker.placement import my_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ def llama_server(program: str, model: str, n_slots: int, n_window: int) -> Itera
     """Run llama-server for the block, with a window of its own for each slot; gives its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
-    n_threads = str(len(os.sched_getaffinity(0)))
+    n_threads = str(len(my_cores()))
     command = [program, "-m", model, "-np", str(n_slots), "-c", str(n_slots * n_window), "-no-kvu"]
     command += ["-t", n_threads, "-tb", n_threads, "--port", str(port), "--no-webui"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
