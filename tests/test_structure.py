@@ -61,11 +61,9 @@ def test_answers_do_not_depend_on_company_where_that_is_promised() -> None:
 
 @pytest.mark.real
 def test_answers_validate_where_cells_are_taken_back() -> None:
-    with cbatch.load(parallel=8, n_ctx=384, kv="unified", swap_mib=0) as small:
-        for _ in range(4):  # grammars that come late leave room in the pool
-            assert structure_runs.run(small, 48).n_right > 24
-            if small.stats().n_preempted:
-                break
+    # one answer of 200 tokens leaves little of 256 cells to its neighbours
+    with cbatch.load(parallel=8, n_ctx=256, kv="unified", swap_mib=0) as small:
+        assert structure_runs.run(small, 48).n_right > 24
         assert small.stats().n_preempted > 0
 
 

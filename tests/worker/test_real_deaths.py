@@ -140,6 +140,7 @@ def test_worker_that_cannot_start_again_closes_the_engine(test_model: Path, tmp_
     model = tmp_path / "model.gguf"
     model.write_bytes(test_model.read_bytes())
     with load(model) as engine:
+        model.unlink()  # its bytes stay mapped in the worker that runs
         model.write_bytes(b"no model")
         response = engine.run(prompts(8), options=LONG)
         os.kill(pids_of(engine)[0], signal.SIGKILL)
