@@ -28,6 +28,7 @@ from cbatch.cache.cell_file import (
     opened_file,
 )
 from cbatch.errors import CacheError, ConfigError
+from cbatch.folders import sync_folder
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
@@ -201,7 +202,10 @@ class CacheStore:
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
-        _sync_folder(self._folder)
+        with suppress(
+            OSError
+        ):  # not every file system can; the file is whole with its name or without
+            sync_folder(self._folder)
 
     def _trim(self, kept: str) -> None:
         """Remove the least recently used files until the rest is small enough, as far as the folder can be listed."""
@@ -323,16 +327,6 @@ def _write_part(path: Path, parts: Sequence[bytes | memoryview], now_s: float) -
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Put a new name on the disk, where the file system can; the file is whole with its name or without."""
-    with suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _tried_to_remove(path: Path) -> OSError | None:

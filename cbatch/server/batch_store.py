@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from cbatch.errors import ConfigError
+from cbatch.folders import sync_folder
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class BatchStore:
         """Enter the answers of a batch as a file of this id; the same call again changes nothing."""
         place = self._files / id
         _link(source, place)
-        _sync_folder(self._files)
+        sync_folder(self._files)
         return self.put_file(id, name, BATCH_OUTPUT, place.stat().st_size, seconds)
 
     def delete_file(self, id: str) -> None:
@@ -397,7 +398,7 @@ class Arriving:
         """Enter the file, which is whole."""
         with disk_problems():
             os.fsync(self._fd)
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
             file = self._store.put_file(self._path.name, name, purpose, self.n_bytes, seconds)
         self._is_kept = True
         return file
@@ -442,15 +443,6 @@ def _new_id(prefix: str, dash: str = "-") -> str:
 def new_file_id() -> str:
     """Return an id for a file that will be made."""
     return _new_id("file")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _as_text(batch: Batch) -> str:

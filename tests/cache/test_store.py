@@ -273,9 +273,9 @@ def test_named_folder_in_a_home_that_is_not_there_is_refused(
         Engine(FakeBackend(2, 64, 64), threaded=False).open()
 
 
-def test_store_and_its_files_depend_on_errors_and_the_log_alone() -> None:
+def test_store_and_its_files_depend_on_few_modules_of_the_face() -> None:
     assert (inside("cache.store"), inside("cache.cell_file")) == (
-        {"errors", "cache.cell_file", "logs"},
+        {"errors", "cache.cell_file", "folders", "logs"},
         {"errors"},
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import OutputError
+from cbatch.folders import sync_folder as sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,12 +133,3 @@ def _give(file: int | Path, wanted: os.stat_result) -> bool:
             os.chown(file, owner, wanted.st_gid)
             return True
     return False
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
