@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -85,7 +84,16 @@ def rss_mib(pid: int) -> float:
 def served(model: str | None, *arguments: str) -> Iterator[Server]:
     """Run `cbatch serve` for the block, with the model that ships inside for None."""
     own = [] if model is None else ["-m", model]
-    command = [sys.executable, "-m", "cbatch.cli", "serve", *own, "--port", "0", *arguments]
+    with serving(*own, "--port", "0", *arguments) as (process, place):
+        last: deque[str] = deque(maxlen=100)
+        threading.Thread(target=last.extend, args=(process.stderr,), daemon=True).start()
+        yield Server(process, int(place.rpartition(":")[2]), last)
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `cbatch serve` for the block, with files in a folder of its own; gives the place that the server names."""
+    command = [sys.executable, "-m", "cbatch.cli", "serve", *arguments]
     with (
         TemporaryDirectory() as folder,
         subprocess.Popen(
@@ -95,14 +103,13 @@ def served(model: str | None, *arguments: str) -> Iterator[Server]:
         assert process.stderr is not None
         try:
             said = process.stderr.readline()
-            found = re.search(r"serving .* at http://\S+:(\d+),", said)
+            found = re.search(r"serving .* at (\S+), ", said)
             if found is None:
+                process.terminate()
                 raise SystemExit(f"the server did not start: {said}{process.stderr.read()}")
-            last: deque[str] = deque(maxlen=100)
-            threading.Thread(target=last.extend, args=(process.stderr,), daemon=True).start()
-            yield Server(process, int(found[1]), last)
+            yield process, found[1]
         finally:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             process.wait()
 
 

@@ -10,30 +10,38 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
+from cbatch.bench import http_load
 from cbatch.cli import app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
+
+
+@contextmanager
+def started(model: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`cbatch serve` with two slots; it is killed where a test leaves it running."""
+    own = ["-m", str(model), "--port", "0", "--threads", "1", "--parallel", "2"]
+    command = [sys.executable, "-m", "cbatch.cli", "serve", *own, *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.real
 def test_serve_answers_until_it_is_told_to_end(test_model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n\nother\n")
-    arguments = ["--port", "0", "--threads", "1", "--parallel", "2", "--api-key-file", str(keys)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "cbatch.cli", "serve", "-m", str(test_model), *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with started(test_model, "--api-key-file", str(keys)) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
         found = re.search(r"serving (\S+) at (http://127\.0\.0\.1:\d+), 2 slots", line)
@@ -56,13 +64,7 @@ def test_serve_answers_until_it_is_told_to_end(test_model: Path, tmp_path: Path)
 @pytest.mark.real
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
-    arguments = ["--port", "0", "--threads", "1", "--parallel", "2", "--log-format", log_format]
-    arguments += ["--no-page"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "cbatch.cli", "serve", "-m", str(test_model), *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with started(test_model, "--log-format", log_format, "--no-page") as process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         line = next(line for line in lines if "serving chat at " in line)
@@ -148,25 +150,12 @@ def _certificate(folder: Path, password: str | None) -> tuple[str, str]:
     return certificate, key
 
 
-@contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server of the command line, and where it says that it is."""
-    own = ["--threads", "1", "--parallel", "2", "--replicas", "1", "-m", str(model)]
-    command = [sys.executable, "-m", "cbatch.cli", "serve", *own, *arguments]
-    with (
-        TemporaryDirectory() as folder,
-        subprocess.Popen(
-            [*command, "--files-dir", folder], stderr=subprocess.PIPE, text=True
-        ) as process,
-    ):
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        found = re.search(r"serving \S+ at (\S+), 2 slots", line)
-        assert found is not None, line
-        try:
-            yield process, found[1]
-        finally:
-            process.terminate()
+def serving(
+    model: Path, *arguments: str
+) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    """A server of the command line with two slots, and where it says that it is."""
+    own = ("--threads", "1", "--parallel", "2", "--replicas", "1", "-m", str(model))
+    return http_load.serving(*own, *arguments)
 
 
 @pytest.mark.real

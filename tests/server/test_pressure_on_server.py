@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from functools import partial
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -28,8 +29,9 @@ from tests.server.clients import (
 from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
+    from anyio.abc import TaskGroup
     from starlette.applications import Starlette
 
     from tests.server.clients import Running
@@ -236,29 +238,46 @@ def _holds(engine: Engine, backend: GatedBackend) -> bool:
 # ---- too many ----
 
 
+@dataclass(frozen=True)
+class Callers:
+    """Clients of an app in one loop, whose answers are kept in the order in which they come."""
+
+    client: httpx.AsyncClient
+    tasks: TaskGroup
+    answers: list[httpx.Response] = field(default_factory=list)
+
+    async def ask(self, path: str, body: Any) -> None:
+        self.answers.append(await self.client.post(path, json=body))
+
+    def start(self, path: str, body: Any) -> None:
+        """Have a call made meanwhile, which is answered when the block ends."""
+        self.tasks.start_soon(self.ask, path, body)
+
+
+@asynccontextmanager
+async def callers(app: Starlette) -> AsyncIterator[Callers]:
+    transport = httpx.ASGITransport(app)
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+        anyio.create_task_group() as tasks,
+    ):
+        yield Callers(client, tasks)
+
+
 def test_queue_that_is_full_is_told() -> None:
     backend, engine = gated(1)
     with engine, fake_app(engine=engine, max_queue=1) as app:
 
         async def main() -> list[httpx.Response]:
-            found: list[httpx.Response] = []
-            transport = httpx.ASGITransport(app)
-            async with (
-                httpx.AsyncClient(transport=transport, base_url="http://t") as client,
-                anyio.create_task_group() as tasks,
-            ):
-
-                async def ask() -> None:
-                    found.append(await client.post(CHAT, json=SHORT))
-
-                tasks.start_soon(ask)
-                tasks.start_soon(ask)
+            async with callers(app) as some:
+                for _ in range(2):
+                    some.start(CHAT, SHORT)
                 while app.state.desk.n_in_flight < 2:
                     await anyio.lowlevel.checkpoint()
-                found.append(await client.post(CHAT, json=SHORT))
-                found.append(await client.get("/health"))
+                await some.ask(CHAT, SHORT)
+                some.answers.append(await some.client.get("/health"))
                 backend.release()
-            return found
+            return some.answers
 
         refused, health, *answers = anyio.run(main)
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
@@ -278,32 +297,22 @@ def test_queue_with_too_many_prompt_tokens_is_told(is_streamed: bool) -> None:
             await anyio.to_thread.run_sync(wait_until, lambda: desk.n_queued_tokens(1) == n_tokens)
 
         async def main() -> list[httpx.Response]:
-            found: list[httpx.Response] = []
-            transport = httpx.ASGITransport(app)
-            async with (
-                httpx.AsyncClient(transport=transport, base_url="http://t") as client,
-                anyio.create_task_group() as tasks,
-            ):
-
-                async def ask() -> None:
-                    found.append(await client.post(COMPLETIONS, json=asked))
-
+            async with callers(app) as some:
                 for n in (1, 2, 3):  # the first has the slot, the others wait with 30 tokens each
-                    tasks.start_soon(ask)
+                    some.start(COMPLETIONS, asked)
                     await until(30 * (n - 1))
-                await ask()
-                short = {**asked, "prompt": "x"}
-                tasks.start_soon(partial(client.post, COMPLETIONS, json=short))
+                await some.ask(COMPLETIONS, asked)
+                some.start(COMPLETIONS, {**asked, "prompt": "x"})
                 await until(61)
                 backend.release()
-            return found
+            return some.answers
 
         refused, *answers = anyio.run(main)
     error = error_of(refused, 429)
     assert error["code"] == "rate_limit_exceeded"
     assert "60 prompt tokens wait already, of at most 70" in error["message"]
     assert refused.headers["retry-after"] == "1"
-    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert [answer.status_code for answer in answers] == [200] * 4
 
 
 def test_lone_call_is_answered_whatever_its_prompts() -> None:
