@@ -23,7 +23,7 @@ from cbatch.files.places import stdin, stdout
 from cbatch.interrupts import Postponed
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker.framing import read_lines
-from cbatch.worker.host import Ending
+from cbatch.worker.host import SessionEnd
 from cbatch.worker.line_session import serve_lines
 from cbatch.worker.listening import Listener, hang_up
 from cbatch.worker.service import refusal, serve_client
@@ -93,9 +93,9 @@ def daemon(
                     )
     finally:
         text.close()
-    if ending is Ending.LEFT:
+    if ending is SessionEnd.LEFT:
         say("cbatch: the reader of the stream has left, so the daemon ends here")
-    if ending is Ending.FAILED:
+    if ending is SessionEnd.FAILED:
         raise typer.Exit(ExitCode.STOPPED)
 
 
@@ -109,7 +109,7 @@ def _serve(
     is_tagged: bool,
     is_apart: bool = True,
     hang_up: Callable[[], object] | None = None,
-) -> Ending:
+) -> SessionEnd:
     """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it."""
     head = without_mark(source) if _peek(source) == BOM_UTF8[:1] else b""
     if not head and _peek(source) == b"{":
@@ -121,8 +121,8 @@ def _serve(
 
 
 def _serve_clients(
-    serve: Callable[..., Ending], listener: Listener, text: StreamWriter, *, is_tagged: bool
-) -> Ending:
+    serve: Callable[..., SessionEnd], listener: Listener, text: StreamWriter, *, is_tagged: bool
+) -> SessionEnd:
     """Serve one client after the other until the engine stops."""
     text.write(f"cbatch: listening on {listener.name}\n".encode(errors="backslashreplace"))
     for client in listener.clients():
@@ -138,9 +138,9 @@ def _serve_clients(
         finally:
             hang_up(client)  # first: a thread may still read there
             source.close()
-        if ending is Ending.FAILED:
+        if ending is SessionEnd.FAILED:
             return ending
-    return Ending.DONE
+    return SessionEnd.DONE
 
 
 def _peek(source: BufferedReader) -> bytes:

@@ -22,7 +22,7 @@ GRACE_S = 2.0
 
 def main() -> None:
     """Serve the engine of this process to its client, until stdin ends or the client asks for the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for who started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the client
     source, sink = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

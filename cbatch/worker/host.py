@@ -63,7 +63,7 @@ _LOOK_S = 0.05
 """How often requests are cancelled that were on their way into the queue."""
 
 
-class Ending(Enum):
+class SessionEnd(Enum):
     """Why a client's time with a worker is over, in either dialect."""
 
     DONE = "the input has ended, or the client asked for the end, and all is done"
@@ -107,7 +107,7 @@ class Host:
         """The target of each request in flight, by id."""
         self._ids, self._options = Ids(), _LastOptions(options or RunOptions())
         self._later: set[threading.Thread] = set()
-        self._ending: Ending | None = None
+        self._ending: SessionEnd | None = None
         self._closing: list[object] = []
         """The number of `close`, once it was asked for."""
         self._changed = Sleepers()
@@ -128,25 +128,25 @@ class Host:
                 elif line.strip() and self._do(line):
                     break
         except (OSError, ValueError):  # the other side is gone; a closed file raises a ValueError
-            self.end(Ending.LEFT)
-        self.end(Ending.DONE)
+            self.end(SessionEnd.LEFT)
+        self.end(SessionEnd.DONE)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: SessionEnd) -> None:
         """Have the client's time be over; what comes first counts."""
         self._ending = self._ending or ending
         self._changed.wake()
 
     def leave(self) -> None:
         """Note that the reader has left, also where its lines have ended before."""
-        self._ending = Ending.LEFT
+        self._ending = SessionEnd.LEFT
         self._changed.wake()
 
-    def wait(self) -> Ending:
+    def wait(self) -> SessionEnd:
         """Return why the client's time is over, when it is."""
         self._changed.wait_for(lambda: self._ending is not None)
-        return cast("Ending", self._ending)
+        return cast("SessionEnd", self._ending)
 
-    def finish(self, *, is_patient: bool) -> Ending:
+    def finish(self, *, is_patient: bool) -> SessionEnd:
         """Return when every request has ended and every command was answered, with why the client's time is over.
 
         Requests are cancelled, unless `is_patient` and only the lines have ended; then paused ones go on, for nobody
@@ -156,8 +156,8 @@ class Host:
             with suppress(EngineClosedError):
                 for id in [*self._batches]:
                     self._runtime.orders.resume(id)
-            self._changed.wait_for(lambda: self._is_idle or self._ending is not Ending.DONE)
-        while not self._is_idle and self._ending is not Ending.FAILED:
+            self._changed.wait_for(lambda: self._is_idle or self._ending is not SessionEnd.DONE)
+        while not self._is_idle and self._ending is not SessionEnd.FAILED:
             with suppress(EngineClosedError):
                 self._runtime.cancel_all()
             self._changed.wait_for(lambda: self._is_idle, _LOOK_S)
@@ -176,7 +176,9 @@ class Host:
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
         """Hand output to the thread that writes. Owner thread."""
-        if self._ending is not Ending.FAILED:  # else the client knows what becomes of its requests
+        if (
+            self._ending is not SessionEnd.FAILED
+        ):  # else the client knows what becomes of its requests
             self._outbox.deliver(chunks, [result for _, result in results])
         for _, result in results:
             self._batches.pop(result.id, None)
@@ -187,7 +189,7 @@ class Host:
         """Tell why the engine has stopped, where nobody has closed it; requests in flight get no results then."""
         if cause is not None:
             self._outbox.put("died", error_as_json(cause))
-            self.end(Ending.FAILED)
+            self.end(SessionEnd.FAILED)
 
     def _admit(self, ids: Sequence[str]) -> None:
         """Tell which requests are computed from now on, before that can end the process. Owner thread."""
@@ -487,7 +489,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """The rest of a command that may take seconds, or wait for room: those behind it do not wait."""
+    """The rest of a command that may take seconds, or wait for room: those after it do not wait."""
 
     work: Callable[[], object]
     undo: Callable[[], object] = bool

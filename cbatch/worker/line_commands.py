@@ -189,7 +189,7 @@ class _Prefix:
         return self.id is None and self.slot is None
 
     def take_from(self, text: str) -> str:
-        """Read the prefix of a line; return what stands behind it.
+        """Read the prefix of a line; return what stands after it.
 
         Raises:
             LineError: a wrong id or slot, or a second one.
@@ -236,7 +236,7 @@ def _number(name: str, word: str, low: int, high: int, *, before: int | None = N
 def _command(text: str, prefix: _Prefix) -> Command:
     """Return the command of a line without its prefix."""
     if not text:
-        raise _WrongError("no command behind REQ or SLOT")
+        raise _WrongError("no command after REQ or SLOT")
     word, rest = (*text.split(None, 1), "")[:2]
     name = word.upper()
     if name in _NOT_HERE:
@@ -258,7 +258,7 @@ def _start(name: str, rest: str) -> Start:
 
 
 def _path_and_numbers(name: str, rest: str, form: str) -> list[str]:
-    """Return a path, which may have blanks, and the words behind it."""
+    """Return a path, which may have blanks, and the words after it."""
     words = rest.rsplit(maxsplit=form.count("<") - 1)
     if len(words) != form.count("<"):
         raise _WrongError(f"{name} is {name} {form}")

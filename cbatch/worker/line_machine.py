@@ -46,7 +46,7 @@ class EngineMachine:
     def start(
         self, key: str, tokens: Sequence[int], n_total: int, n_quantum: int | None, slot: int
     ) -> None:
-        """Queue a request for a slot; the request pauses behind each quantum."""
+        """Queue a request for a slot; the request pauses after each quantum."""
         own = RunOptions(
             max_tokens=n_total, strict_max_tokens=True, slot=slot, pause_every=n_quantum
         )

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from cbatch.errors import EngineClosedError
-from cbatch.worker.host import Ending
+from cbatch.worker.host import SessionEnd
 from cbatch.worker.line_machine import EngineMachine
 from cbatch.worker.lines import Lines
 from cbatch.worker.streams import FrameOutput, StreamWriter
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 _LONGEST_WAIT_S = 1.0
-"""Ctrl-C that comes just before a wait is noticed behind it."""
+"""Ctrl-C that comes just before a wait is noticed after it."""
 
 _N_AHEAD = 256
-"""Lines that may be read before they are done: our choice; who sends more waits."""
+"""Lines that may be read before they are done: our choice; a client that sends more waits."""
 
 
 def serve_lines(
@@ -36,7 +36,7 @@ def serve_lines(
     options: RunOptions,
     *,
     is_tagged: bool,
-) -> Ending:
+) -> SessionEnd:
     """Do what lines say until they end and all is done, or the reader of the frames has left.
 
     Args:
@@ -64,7 +64,7 @@ class _Session:
     ) -> None:
         self._runtime = runtime
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._ending = Ending.DONE
+        self._ending = SessionEnd.DONE
         self._room = threading.Semaphore(_N_AHEAD)
         self._is_over = False
         self._frames = StreamWriter(fd, partial(self._inbox.put, self._leave))
@@ -77,7 +77,7 @@ class _Session:
         output = FrameOutput(self._frames, text, is_tagged=is_tagged)
         self._lines = Lines(self._machine, output, is_tagged=is_tagged)
 
-    def serve(self, lines: Iterable[bytes]) -> Ending:
+    def serve(self, lines: Iterable[bytes]) -> SessionEnd:
         self._runtime.on_end = self._tell_end
         try:
             self._check_engine()
@@ -131,9 +131,9 @@ class _Session:
         self._room.release()
 
     def _leave(self) -> None:
-        self._ending = Ending.LEFT
+        self._ending = SessionEnd.LEFT
         self._lines.leave()
 
     def _fail(self, error: EngineClosedError) -> None:
-        self._ending = Ending.FAILED
+        self._ending = SessionEnd.FAILED
         self._lines.fail(error)

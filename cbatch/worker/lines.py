@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 MORE = -4
-"""A frame's value behind a quantum: the request lives."""
+"""A frame's value after a quantum: the request lives."""
 
 END = -1
 """A frame's value at the end of a request."""
@@ -79,7 +79,7 @@ class Machine(Protocol):
 
 
 class Row(Protocol):
-    """What the model says behind a request's last token, in a shared step and alone."""
+    """What the model says after a request's last token, in a shared step and alone."""
 
     @property
     def id(self) -> str:
@@ -144,7 +144,7 @@ class Lines:
     def take_output(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
-        """Take new tokens of requests, and results of those that ended."""
+        """Take new tokens of requests, and results of requests that ended."""
         requests = {request.key: request for request in self._slots.active}
         over: list[Request] = []
         for chunk in chunks:
@@ -275,7 +275,7 @@ class Lines:
             self._grant(request, n_tokens)
 
     def _grant(self, request: Request, n_tokens: int) -> None:
-        """Give a request a turn, now or behind the one that runs."""
+        """Give a request a turn, now or after the one that runs."""
         if sum(request.later) + request.n_due + request.n_more >= request.n_left:
             what = f"request {request.id} has turns for all of its {request.n_left} tokens"
             raise LineError(request.id, what)
@@ -327,7 +327,7 @@ class Lines:
             self._end(request, "cancelled")
 
     def _refuse(self, id: int | None, words: str) -> None:
-        """Tell what is wrong with a line, with a frame that ends it: behind the turn of the request that it names."""
+        """Tell what is wrong with a line, with a frame that ends it: after the turn of the request that it names."""
         self._out.say(f"error in line {self._n_lines}: {words}", id or 0)
         active = self._slots.active
         request = self._slots.find(id or 0) if self._is_tagged else next(iter(active), None)
@@ -339,7 +339,7 @@ class Lines:
             self._out.mark(request.id, MORE)
 
     def _mark(self, request: Request, value: int) -> None:
-        """Write the frame behind a turn, and those of lines that were refused meanwhile."""
+        """Write the frame after a turn, and those of lines that were refused meanwhile."""
         # a stream has one end, but where no id tells streams apart each line has its own
         is_stream = value == END and self._is_tagged and request.id
         n_owed, request.n_owed = request.n_owed, 0

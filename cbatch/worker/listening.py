@@ -77,7 +77,7 @@ class Listener:
     def _next(self) -> socket.socket | OSError:
         while True:
             with suppress(Empty):
-                # Ctrl-C that comes just before a wait is noticed behind it
+                # Ctrl-C that comes just before a wait is noticed after it
                 return self._clients.get(timeout=_LONGEST_WAIT_S)
 
     def close(self) -> None:

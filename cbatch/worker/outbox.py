@@ -174,7 +174,7 @@ class Outbox:
                 while self._has(kind) and (n_left > 0 or kind in _ANSWERS):
                     values.append(self._next(kind))
                     n_left -= size_of(values[-1])
-                if self._has(kind):  # what comes behind it in a frame comes behind it in the next
+                if self._has(kind):  # what comes after it in a frame comes after it in the next
                     break
             self._changed.notify_all()  # there may be room
         return {kind: values for kind, values in frame.items() if values} or None

@@ -19,9 +19,9 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
-from cbatch.worker.books_lock import BooksLock
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin, in_messages
+from cbatch.worker.requests_lock import RequestsLock
 from cbatch.worker.routing import Routing, beginnings
 from cbatch.worker.shapes import as_count, as_list, as_object, as_text, as_texts
 from cbatch.worker.wire import stats_of_json, step_of_json
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from cbatch.runtime.interface import Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import StepRecord
-    from cbatch.worker.books_lock import Work
     from cbatch.worker.connection import Connection, Link, Reply
     from cbatch.worker.requests import Asked
+    from cbatch.worker.requests_lock import Work
 
 _log = Log("cbatch")
 
@@ -96,13 +96,13 @@ class Pool:
         self._owner, self._can_replace = owner, can_replace
         self.held: deque[Asked] = deque()
         """Requests that wait for a worker, the oldest first."""
-        self._books = BooksLock(self._flush)
+        self._lock = RequestsLock(self._flush)
         self.routing = Routing()
         self._changed = Sleepers()
         """Threads that wait for a worker."""
         self._is_loaded = False
         self._places = [Replica(self, i, launch) for i, launch in enumerate(launches)]
-        """All places, also those that are given up, so that the number of a slot means the same for ever."""
+        """All places, also places that are given up, so that the number of a slot means the same for ever."""
         self._replicas = [*self._places]
         """Those where there is a worker, or will be."""
         self._is_over = threading.Event()
@@ -132,7 +132,7 @@ class Pool:
             self.look()
 
     def look(self) -> None:
-        """Find workers that a signal has stopped, and kill those that are for long."""
+        """Find workers that a signal has stopped, and kill workers that stay stopped."""
         were_stopped = [replica for replica in self._replicas if replica.is_stopped]
         for replica in [*self._replicas]:
             replica.look()
@@ -191,7 +191,7 @@ class Pool:
     def ask_all(
         self, op: str, read: Callable[[Any], _T] | None = None, **fields: object
     ) -> list[tuple[Connection, _T]]:
-        """Put a question to every worker; return the answers of those that live. See `ask`."""
+        """Put a question to every worker; return the answers of workers that live. See `ask`."""
         calls = [(connection, connection.call(op, read, **fields)) for connection in self.ready]
         found = []
         for connection, call in calls:
@@ -238,13 +238,13 @@ class Pool:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock on the books of requests; what is posted to workers meanwhile is sent behind it."""
-        with self._books.held():
+        """Hold the lock on the requests; what is posted to workers meanwhile is sent after it."""
+        with self._lock.held():
             yield
 
     def do_soon(self, work: Work) -> None:
         """Have work done with the lock, and what it returns without. Does not wait; a finalizer may call it."""
-        self._books.do_soon(work)
+        self._lock.do_soon(work)
 
     def _flush(self) -> None:
         for connection in self.ready:
@@ -334,7 +334,7 @@ class Pool:
             self.check_open()
 
     def _forget(self, gone: Sequence[Asked]) -> None:
-        """Drop requests whose submission is taken back; workers end those that they have."""
+        """Drop requests whose submission is taken back; workers end the requests that they have."""
         calls = []
         with self.lock():
             for asked in gone:
@@ -364,7 +364,7 @@ class Pool:
                     self._drop(asked)
 
     def _drop(self, asked: Asked) -> None:
-        """Take a request out of the books. With the lock."""
+        """Forget a request. With the lock."""
         if self.requests.get(asked.id) is asked:
             del self.requests[asked.id]
         if asked.worker is not None:
@@ -478,7 +478,7 @@ class Pool:
         if admitted and self.on_admit is not None:
             self.on_admit(admitted)
         with self.lock():
-            # all is read before the books change: what cannot be read ends the worker
+            # all is read before a request changes: what cannot be read ends the worker
             heard, ended = self._read(connection, said)
             for id in admitted:
                 if (known := connection.requests.get(id)) is not None:
@@ -517,7 +517,7 @@ class Pool:
         return heard, ended
 
     def _take_events(self, connection: Connection, said: dict[str, Any]) -> None:
-        """Take what a frame has besides output; answers to calls last, for they come behind it."""
+        """Take what a frame has besides output; answers to calls last, for they come after it."""
         for name, level, text, values in said.get("logs", ()):
             logger, more = logging.getLogger(as_text(name)), {FIELDS: as_object(values)}
             words, n = as_text(text), as_count(level)
@@ -579,7 +579,7 @@ class Pool:
             self._cut_off(asked, None)
 
     def _hold(self, back: Sequence[Asked]) -> None:
-        """Have requests wait for another worker, before those that came later. With the lock."""
+        """Have requests wait for another worker, before later requests. With the lock."""
         for asked in back:
             if asked.worker is not None:
                 asked.worker.requests.pop(asked.id, None)

@@ -302,7 +302,7 @@ class Asked:
         return chunk
 
     def hear(self, chunk: BatchOutputChunk) -> list[BatchOutputChunk]:
-        """Keep a chunk that its worker has sent, and return it; nothing of one that comes behind its choice's end."""
+        """Keep a chunk that its worker has sent, and return it; nothing of one that comes after its choice's end."""
         if chunk.index in self.ended:
             return []
         if chunk.finish_reason is not None:

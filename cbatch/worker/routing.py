@@ -28,7 +28,7 @@ N_TOKENS_PER_BLOCK = 64
 def beginnings(prompt: BatchPrompt, options: RunOptions) -> Iterator[int]:
     """Yield a number for each beginning of a prompt, the shortest first: equal beginnings have equal numbers.
 
-    A cache key counts as a beginning, for its cells are in the memory of who computed them last.
+    A cache key counts as a beginning, for its cells are in the memory of the worker that computed them last.
     """
     own = RunOptions.of(prompt.options)
     key = options.cache_key if own.cache_key is None else own.cache_key

@@ -17,7 +17,7 @@ from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
 from cbatch.worker.framing import N_LINE_MAX, FrameSink, framed, read_lines, write_some
-from cbatch.worker.host import Ending, Host, LogToOutbox
+from cbatch.worker.host import Host, LogToOutbox, SessionEnd
 from cbatch.worker.outbox import Outbox
 from cbatch.worker.placement import place
 from cbatch.worker.wire import (
@@ -98,7 +98,7 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
         _refuse(first, sink, error)
         return
     try:
-        if serve(runtime, hello, lines, sink, said=said.records) is not Ending.DONE:
+        if serve(runtime, hello, lines, sink, said=said.records) is not SessionEnd.DONE:
             leave()
     finally:
         runtime.close()
@@ -112,7 +112,7 @@ def serve_client(
     *,
     options: RunOptions | None = None,
     hang_up: Callable[[], object] | None = None,
-) -> Ending:
+) -> SessionEnd:
     """Serve one client of a daemon that has its model, from its first line on; its requests are finished at the end.
 
     Args:
@@ -143,7 +143,7 @@ def serve(
     finishes: bool = False,
     hang_up: Callable[[], object] | None = None,
     said: Iterable[logging.LogRecord] = (),
-) -> Ending:
+) -> SessionEnd:
     """Serve a runtime to a client whose first line is known; see `serve_client`.
 
     Args:
@@ -160,7 +160,7 @@ def serve(
     try:
         frames.write(dumps(_ready(runtime)))
     except OSError:
-        return Ending.LEFT
+        return SessionEnd.LEFT
     outbox = Outbox(frames, lambda: host.leave(), hello.credit)
     host = Host(runtime, outbox, options)
     reader = threading.Thread(target=host.read, args=(lines,), name="cbatch-lines", daemon=True)
@@ -170,7 +170,7 @@ def serve(
     with _logs_to(log, hello.log_level):
         reader.start()
         try:
-            if host.wait() is Ending.LEFT:
+            if host.wait() is SessionEnd.LEFT:
                 _leave(hang_up, reader)
             return host.finish(is_patient=finishes)
         finally:
@@ -253,14 +253,14 @@ def refusal(first: bytes, error: CBatchError) -> bytes:
     return framed(dumps(plain_json(said)), frames)
 
 
-def _refuse(first: bytes, sink: int, error: CBatchError) -> Ending:
+def _refuse(first: bytes, sink: int, error: CBatchError) -> SessionEnd:
     data = memoryview(refusal(first, error))
     try:
         while data:
             data = data[write_some(sink, data) :]
     except OSError:
-        return Ending.LEFT
-    return Ending.DONE
+        return SessionEnd.LEFT
+    return SessionEnd.DONE
 
 
 def _ready(runtime: LocalRuntime) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who has which slot, whose turn is next, and who may be continued."""
+"""Which request has which slot, which has the next turn, and which may be continued."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Request:
     n_more: int = 0
     """Tokens of the turn beyond those that are due: the machine pauses in the middle of a long one."""
     n_owed: int = 0
-    """Frames for refused lines that come behind the turn."""
+    """Frames for refused lines that come after the turn."""
     tokens: array[int] = field(default_factory=partial(array, "i"))
     """Of prompt and output so far."""
     is_in_prompt: bool = True
@@ -135,7 +135,7 @@ class SlotTable:
         return [r for r in owners if r is not None and r.quantum and not r.n_due]
 
     def pass_on(self, last: Request) -> None:
-        """Let the next turn be that of a slot behind this request's."""
+        """Let the next turn be that of a slot after this request's."""
         self._cursor = (last.slot + 1) % len(self._owners)
 
     # ---- as text ----

@@ -69,7 +69,7 @@ def path_of(model: Any) -> str | None:
 
 
 def settings_of(options: EngineOptions, n: int) -> list[dict[str, Any]]:
-    """Return the settings of each of `n` workers, by name: those that differ from the default.
+    """Return the settings of each of `n` workers, by name: settings that differ from the default.
 
     Raises:
         ConfigError: there are not enough slots, cells, MiB or places in the queue for each to have one.

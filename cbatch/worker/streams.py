@@ -52,7 +52,7 @@ def lines_of(source: BinaryIO, head: bytes = b"") -> Iterator[bytes]:
 
 
 class StreamWriter:
-    """Writes to a descriptor in a thread of its own; who gives it bytes never waits for the reader."""
+    """Writes to a descriptor in a thread of its own; the thread that gives it bytes never waits for the reader."""
 
     def __init__(self, fd: int, on_left: Callable[[], object]) -> None:
         """Start to write.
@@ -118,7 +118,7 @@ class StreamWriter:
 
 
 def frame(id: int, value: int, *, is_tagged: bool) -> bytes:
-    """Return one frame: the value, behind the id where frames are tagged."""
+    """Return one frame: the value, after the id where frames are tagged."""
     return _PACK_FRAME(FRAME, id, value) if is_tagged else _PACK_VALUE(value)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.options import RunOptions
-    from cbatch.worker.host import Ending
+    from cbatch.worker.host import SessionEnd
 
 
 class Program:
@@ -40,7 +40,7 @@ class Program:
         self.input = open(in_write, "wb", buffering=0)  # noqa: SIM115
         self.output = open(out_read, "rb")  # noqa: SIM115
         self._is_by_length = hello.get("frames") == "length"
-        self.ending: Ending | None = None
+        self.ending: SessionEnd | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self.raw(first or json.dumps({"cbatch": 1, **hello}).encode())

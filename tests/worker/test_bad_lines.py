@@ -15,7 +15,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.engine_options import ScheduleOptions
 from cbatch.options import RunOptions
 from cbatch.worker.framing import N_LINE_MAX
-from cbatch.worker.host import Ending
+from cbatch.worker.host import SessionEnd
 from tests.profiles import examples
 from tests.worker.programs import Program
 
@@ -169,7 +169,7 @@ def test_random_lines_are_answered_and_stop_nobody(
         for line in wrong:
             program.raw(line)
         found = program.rest()
-        assert program.ending is Ending.DONE
+        assert program.ending is SessionEnd.DONE
         assert [slot.status for slot in program.runtime.slots()] == ["free"] * 3
         assert not [*program.runtime.orders.routes]
     [result] = [r for r in found["results"] if r["id"] == "neighbour"]
@@ -205,4 +205,4 @@ def test_wrong_first_line_is_refused_by_name(first: bytes) -> None:
         assert said["cbatch"] == 1
         assert said["error"]["type"] == "ConfigError"
         assert program.rest() == {}
-        assert program.ending is Ending.DONE
+        assert program.ending is SessionEnd.DONE

@@ -11,7 +11,7 @@ import pytest
 from cbatch import Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_options import ScheduleOptions
-from cbatch.worker.host import Ending
+from cbatch.worker.host import SessionEnd
 from tests.runtime.backends import GatedBackend
 from tests.worker.programs import Program
 
@@ -45,7 +45,7 @@ def test_input_that_ends_at_once_gets_all_answers(program: Program) -> None:
     assert {r["id"]: r["text"] for r in found["results"]} == answers(PROMPTS, **options)
     assert sorted(found["admitted"]) == sorted(PROMPTS)
     assert "chunks" not in found
-    assert program.ending is Ending.DONE
+    assert program.ending is SessionEnd.DONE
 
 
 def test_ids_that_are_left_out_are_in_the_reply(program: Program) -> None:
@@ -134,7 +134,7 @@ def test_close_ends_requests_with_what_they_have_and_is_answered_last() -> None:
     assert (first["finish_reason"], len(first["token_ids"]) > 0) == ("cancelled", True)
     assert second["error"]["type"] == "RequestCancelledError"
     assert found["replies"] == [[7, None]]
-    assert program.ending is Ending.DONE
+    assert program.ending is SessionEnd.DONE
 
 
 def test_extend_takes_a_result_as_it_came(program: Program) -> None:
@@ -290,7 +290,7 @@ def test_failed_engine_is_told_and_ends_the_time() -> None:
         found: dict[str, Any] = program.read_until("died")
         assert "died" in found
         program.rest()
-    assert program.ending is Ending.FAILED
+    assert program.ending is SessionEnd.FAILED
 
 
 def test_protocol_page_has_every_command(program: Program) -> None:

@@ -68,7 +68,7 @@ def test_empty_line_says_nothing(text: str) -> None:
     [
         (b"FOO", None, "unknown command 'FOO'"),
         (b"REQ 4 FOO bar", 4, "unknown command 'FOO'"),
-        (b"REQ 4", 4, "no command behind REQ"),
+        (b"REQ 4", 4, "no command after REQ"),
         (b"REQ", None, "REQ needs a number"),
         (b"REQ START p 8 2", None, "REQ must be a whole number, 0 … 1073741823, not 'START'"),
         (b"REQ 1073741824 START p 8 2", None, "REQ must be 0 … 1073741823, not '1073741824'"),

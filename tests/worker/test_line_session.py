@@ -21,7 +21,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
-from cbatch.worker.host import Ending
+from cbatch.worker.host import SessionEnd
 from cbatch.worker.line_session import serve_lines
 from cbatch.worker.lines import END, MORE
 from cbatch.worker.streams import StreamWriter, lines_of
@@ -46,7 +46,7 @@ class Client:
     lines: BinaryIO
     frames: BinaryIO
     text: BinaryIO
-    wait: Callable[[], Ending]
+    wait: Callable[[], SessionEnd]
     streams: dict[int, list[int]] = field(default_factory=dict)
 
     def say(self, *lines: object) -> None:
@@ -96,7 +96,7 @@ def session(
     pipes = [os.pipe() for _ in range(3)]
     (line_source, line_sink), (frame_source, frame_sink), (text_source, text_sink) = pipes
 
-    def serve() -> Ending:
+    def serve() -> SessionEnd:
         text = StreamWriter(text_sink, lambda: None)
         try:
             return serve_lines(
@@ -185,7 +185,7 @@ def test_session_of_every_command(runtime: LocalRuntime, prompt: Callable[..., P
         client.say(f"RESTORE 0 {prompt(*B, *expected(B, 5))} 4", "FREE_SNAPSHOT 0")
         client.hear("freed slot=0")
         streams = client.end()
-        assert client.wait() is Ending.DONE
+        assert client.wait() is SessionEnd.DONE
     assert tokens_of(streams[1]) == expected(A, 12)
     assert tokens_of(streams[2]) == expected(B, 14)
     assert streams[3][-1] == END
@@ -327,7 +327,7 @@ def test_reader_who_leaves_ends_its_requests_alone(
         client.say(f"REQ 1 START {prompt(*A)} 120 1", "SCHED_DRAIN")
         client.read()
         client.frames.close()
-        assert client.wait() is Ending.LEFT
+        assert client.wait() is SessionEnd.LEFT
     assert not runtime.orders.routes
     with session(runtime) as client:
         client.say(f"REQ 1 START {prompt(*A)} 3 3")
@@ -350,7 +350,7 @@ def test_engine_that_stops_ends_every_stream(prompt: Callable[..., Path]) -> Non
             client.say("SCHED_DRAIN")
             assert client.hear("error: ") == "error: the engine stopped: no cells\n"
             streams = client.end()
-            assert client.wait() is Ending.FAILED
+            assert client.wait() is SessionEnd.FAILED
         assert [streams[id][-1] for id in (1, 2)] == [END, END]
     finally:
         runtime.close()
@@ -361,7 +361,7 @@ def test_thread_of_a_session_ends_with_it(runtime: LocalRuntime) -> None:
     with session(runtime) as client:
         client.frames.close()
         client.say("FOO", *["LIST_REQUESTS"] * 4000)  # the reader is gone before all are done
-        assert client.wait() is Ending.LEFT
+        assert client.wait() is SessionEnd.LEFT
     for thread in {*threading.enumerate()} - before:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
@@ -402,7 +402,7 @@ def test_random_lines_stop_nothing(
     with session(runtime) as client:
         client.say(*(line + b"\n" for line in lines))
         client.end()
-        assert client.wait() is Ending.DONE
+        assert client.wait() is SessionEnd.DONE
         text = client.text.read().decode()
     ends = sum(stream.count(END) for stream in client.streams.values())
     n_lives = len(re.findall(r"^(?:REQ \d+ )?(?:started|continued) in slot", text, re.MULTILINE))

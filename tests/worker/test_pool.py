@@ -70,7 +70,7 @@ def at_each(engine: Engine) -> list[list[str]]:
 
 
 def check_empty(engine: Engine) -> None:
-    """Fail unless nothing is left of any request in any book; the engine is open."""
+    """Fail unless nothing is left of any request in any table; the engine is open."""
     workers = workers_of(engine)
     engine.stats()  # what workers had to say before is said
     pool = workers.pool

@@ -1,4 +1,4 @@
-"""The lock on a client's books of requests: nothing is sent or delivered under it, and a finalizer may use it."""
+"""The lock on a client's requests: nothing is sent or delivered under it, and a finalizer may use it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Work: TypeAlias = "Callable[[], Callable[[], object]]"
-"""Changes books, and returns what is to be done without the lock."""
+"""Changes what is known of requests, and returns what is to be done without the lock."""
 
 
-class BooksLock:
-    """A lock that its thread may take again; behind the outermost block, what was kept for then is done."""
+class RequestsLock:
+    """A lock that its thread may take again; after the outermost block, what was kept for then is done."""
 
-    def __init__(self, behind: Callable[[], object]) -> None:
-        """Make one; `behind` is called whenever a thread has let it go."""
-        self._behind, self._lock = behind, threading.RLock()
+    def __init__(self, after: Callable[[], object]) -> None:
+        """Make one; `after` is called whenever a thread has let it go."""
+        self._after, self._lock = after, threading.RLock()
         self._owner: int | None = None
         self._soon: deque[Work] = deque()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock in a block; handlers of signals, which may want it, are called behind that."""
+        """Hold the lock in a block; handlers of signals, which may want it, are called after that."""
         if self._owner == threading.get_ident():
             yield
             return
@@ -43,7 +43,7 @@ class BooksLock:
     def do_soon(self, work: Work) -> None:
         """Have work done under the lock, by this thread or the one that has it. Does not wait.
 
-        A finalizer may call this in a thread that is changing the books.
+        A finalizer may call this in a thread that has the lock.
         """
         self._soon.append(work)
         self._do_soon()
@@ -60,4 +60,4 @@ class BooksLock:
                 self._lock.release()
             if then is not None:
                 then()
-        self._behind()
+        self._after()
