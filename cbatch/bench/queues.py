@@ -11,13 +11,13 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from itertools import count, product
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from cbatch.backend.fake import StepCost
 from cbatch.bench.fake_server import FakeServer
 from cbatch.bench.harness import emit, parser, percentile
 from cbatch.bench.traffic import Arrival
-from cbatch.engine_options import ScheduleOptions
+from cbatch.engine_options import Policy, ScheduleOptions
 
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Case = Literal["decode", "admission"]
 
 CASES: tuple[Case, Case] = ("decode", "admission")
-POLICIES = ("fcfs", "priority", "shortest", "round_robin")
+POLICIES: tuple[str, ...] = get_args(Policy)
 N_WINDOW = 4096
 """Room for decoding on through all steps of a measurement."""
 N_BATCH = 2048
@@ -45,7 +45,7 @@ class Figures:
     submit_us: float
     """A request, of all that were submitted at once."""
     submit_one_us: float
-    """A request that comes alone, behind all others."""
+    """A request that comes alone, after all others."""
     cancel_us: float
     """A request, of all that were cancelled one after another."""
 
@@ -78,7 +78,7 @@ def measure(
 
 
 class _Queue:
-    """Full slots and a queue behind them, of mixed lengths and priorities.
+    """Full slots and a queue, of mixed lengths and priorities.
 
     Where one ends in each step, the first requests end one after another, and every later one takes a step a slot.
     """

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.core.driver import Status
+from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -29,19 +30,29 @@ _N_ENDED_MIN = 64
 Rank: TypeAlias = "tuple[float, int]"
 """A place in the order, never the same for two sequences: the lowest comes first."""
 
-_Line: TypeAlias = "list[tuple[float, int, SequenceDriver]]"
-"""Sequences behind their negated ranks, ascending: the next one is the last, and leaves without moving others."""
+_Entry: TypeAlias = "tuple[float, int, SequenceDriver]"
+"""A sequence with its negated rank."""
+
+_Line: TypeAlias = "deque[_Entry]"
+"""Ascending: newcomers mostly join at the beginning, and the next sequence leaves at the end."""
 
 
 def make_policy(options: ScheduleOptions) -> Callable[[SequenceDriver], Rank]:
-    """Return what gives a newcomer its rank, which must not change while it waits."""
-    if options.policy == "priority":
-        ageing_s = options.ageing_s or DEFAULT_AGEING_S
-        return lambda driver: (virtual_arrival_s(driver, ageing_s), driver.number)
-    if options.policy == "shortest":
-        return lambda driver: (length_and_age(driver), driver.number)
-    stamps = count()
-    return lambda _: (next(stamps), 0)
+    """Return what gives a newcomer its rank, which must not change while it waits.
+
+    Raises:
+        ConfigError: no rank is known for the policy.
+    """
+    match options.policy:
+        case "fcfs" | "round_robin":
+            stamps = count()
+            return lambda _: (next(stamps), 0)
+        case "priority":
+            ageing_s = options.ageing_s or DEFAULT_AGEING_S
+            return lambda driver: (virtual_arrival_s(driver, ageing_s), driver.number)
+        case "shortest":
+            return lambda driver: (length_and_age(driver), driver.number)
+    raise ConfigError(f"policy {options.policy!r} gives the queue no order")
 
 
 def length_and_age(driver: SequenceDriver) -> float:
@@ -55,49 +66,49 @@ def length_and_age(driver: SequenceDriver) -> float:
 def virtual_arrival_s(driver: SequenceDriver, ageing_s: float) -> float:
     """Return when a sequence would have come had it no priority: a key that ages without being touched.
 
-    Nobody waits behind a sequence that came more than `ageing_s` × (difference of priority) later.
+    Nobody waits for a sequence that came more than `ageing_s` × (difference of priority) later.
     """
     return driver.clock.submitted_s - ageing_s * (driver.request.options.priority or 0)
 
 
 class AdmissionQueue:
-    """Sequences that could take a slot: returning ones, the oldest first, then the others as the policy has them.
+    """Sequences that could take a slot: returning sequences, the oldest first, then newcomers as the policy has them.
 
-    Those that chose their slot stand in a line of their own for each slot, so they hold up nobody else; all lines
+    Sequences that chose their slot stand in a line of their own for each slot, so they hold up no other; all lines
     together have one order.
     """
 
     def __init__(self, options: ScheduleOptions) -> None:
         self._rank = make_policy(options)
         self._ranks: dict[SequenceDriver, Rank] = {}
-        self._lines: defaultdict[Slot | None, _Line] = defaultdict(list, {None: []})
-        """By chosen slot; None for those that take any."""
+        self._lines: defaultdict[Slot | None, _Line] = defaultdict(deque, {None: deque()})
+        """By chosen slot; None for sequences that take any."""
 
     def __len__(self) -> int:
-        """Return how many there are. From any thread."""
+        """Return how many sequences there are. From any thread."""
         return len(self._ranks)
 
     @property
     def n_chosen(self) -> int:
-        """How many wait for a slot that they chose."""
+        """Sequences that wait for a slot that they chose."""
         return len(self._ranks) - len(self._lines[None])
 
     @property
     def chosen_slots(self) -> Collection[Slot]:
-        """The slots that sequences wait for and no other."""
+        """The slots that sequences chose."""
         return [slot for slot, line in self._lines.items() if slot is not None and line]
 
     def candidates(
         self, running: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
     ) -> Iterator[SequenceDriver]:
-        """Yield in order the sequences that could have a slot; for each slot, the first of those that chose it.
+        """Yield in order the sequences that could have a slot; for each slot, the first that chose it.
 
         Args:
             running: the sequence in each slot.
             ending: running sequences that are about to leave.
         """
         slots = [slot for slot in self.chosen_slots if is_to_be_had(running[slot], ending)]
-        entries: Iterable[tuple[float, int, SequenceDriver]] = reversed(self._lines[None])
+        entries: Iterable[_Entry] = reversed(self._lines[None])
         if slots:
             firsts = sorted([self._lines[slot][-1] for slot in slots], reverse=True)
             entries = heapq.merge(entries, firsts, reverse=True)
@@ -105,17 +116,18 @@ class AdmissionQueue:
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
         """Put newcomers in their places; many at once cost one pass over the queue."""
-        new: defaultdict[Slot | None, _Line] = defaultdict(list)
+        new: defaultdict[Slot | None, list[_Entry]] = defaultdict(list)
         for driver in drivers:
             self._ranks[driver] = self._rank(driver)
             new[driver.chosen_slot].append(self._entry(driver))
         for slot, entries in new.items():
             line = self._lines[slot]
-            if len(entries) == 1:
+            if len(entries) > 1:
+                self._lines[slot] = deque(sorted([*line, *entries]))
+            elif line and line[0] < entries[0]:
                 insort(line, entries[0])
-            else:
-                line += entries
-                line.sort()
+            else:  # the last in the order, as always in `fcfs`
+                line.appendleft(entries[0])
 
     def put_back(self, driver: SequenceDriver) -> None:
         """Put a sequence that had its turn before, or was held, among the first."""
@@ -128,7 +140,7 @@ class AdmissionQueue:
         del line[bisect_left(line, self._entry(driver))]
         del self._ranks[driver]
 
-    def _entry(self, driver: SequenceDriver) -> tuple[float, int, SequenceDriver]:
+    def _entry(self, driver: SequenceDriver) -> _Entry:
         key, number = self._ranks[driver]
         return -key, -number, driver
 
@@ -139,7 +151,7 @@ def is_to_be_had(holder: SequenceDriver | None, ending: Collection[SequenceDrive
 
 
 class Deadlines:
-    """The sequences that have a deadline; those that end before it are thrown out now and then."""
+    """The sequences that have a deadline; sequences that ended before theirs are thrown out now and then."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceDriver]] = []

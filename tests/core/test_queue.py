@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 from hypothesis import given
@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import Event, SequenceDriver
 from cbatch.core.queue import DEFAULT_AGEING_S, AdmissionQueue, length_and_age
-from cbatch.engine_options import ScheduleOptions
+from cbatch.engine_options import Policy, ScheduleOptions
+from cbatch.errors import ConfigError
 from tests.helpers import make_request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-POLICIES = ("fcfs", "priority", "shortest", "round_robin")
+POLICIES: tuple[str, ...] = get_args(Policy)
 MOVES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.booleans()), max_size=60)
 """(seconds until it comes, priority or length, whether the first one leaves then)"""
 
@@ -74,6 +75,13 @@ def test_equals_come_in_order_of_submission(policy: str) -> None:
     some = queue(policy)
     some.add([waiting(i, n_prompt=3) for i in range(5)])
     assert order(some) == [0, 1, 2, 3, 4]
+
+
+def test_policy_without_a_rank_is_refused() -> None:
+    options = ScheduleOptions()
+    object.__setattr__(options, "policy", "lifo")  # as a policy that was only named would come
+    with pytest.raises(ConfigError, match="policy 'lifo' gives the queue no order"):
+        AdmissionQueue(options)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
