@@ -182,7 +182,7 @@ class PlanError(RuntimeError):
 
 
 class LedgerError(RuntimeError):
-    """The books of cells do not balance: a bug of cbatch."""
+    """The ledger of slots and cells does not balance: a bug of cbatch."""
 
 
 class SequenceStateError(RuntimeError):

@@ -27,7 +27,7 @@ from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-from cbatch.core.slots import N_LOOK, Books, SlotPlan
+from cbatch.core.slots import N_LOOK, BatcherState, SlotPlan
 from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
@@ -35,7 +35,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.options import DryBreakers, RunOptions
 from cbatch.request import Request
 from cbatch.runtime.output import result_of, take_chunk
-from cbatch.runtime.sequences import PromptPreparer
+from cbatch.runtime.sequences import PromptTokenizer
 from cbatch.stats import EngineStats
 from tests.oracle.fake_streams import stream_alone
 
@@ -121,14 +121,14 @@ class Rig:
         return [d.request.id for d in self.ledger.running if d is not None]
 
     @property
-    def books(self) -> Books:
-        """The books that events and `apply` change, to look into."""
-        return self.batcher._books
+    def state(self) -> BatcherState:
+        """The state that events and `apply` change, to look into."""
+        return self.batcher._state
 
     @property
     def ledger(self) -> KvLedger:
-        """The books of slots and cells."""
-        return self.books.cells.ledger
+        """The ledger of slots and cells."""
+        return self.state.cells.ledger
 
     def alone(self, request: Request, n_output: int) -> list[int]:
         """The tokens of a request run alone, its end included."""
@@ -237,8 +237,8 @@ def make_scheduler(
     memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
     backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
-    prompts = PromptPreparer(tokens_of or partial(tokenize, backend), n_window)
-    batcher = MultiRequestBatcher(ledger, prompts.prepare, schedule, chunk_alignment)
+    prompts = PromptTokenizer(tokens_of or partial(tokenize, backend), n_window)
+    batcher = MultiRequestBatcher(ledger, prompts.tokenize, schedule, chunk_alignment)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
         batcher,
@@ -314,13 +314,13 @@ class CountedQueue(AdmissionQueue):
 
 
 def plan_of(rig: Rig) -> Plan | None:
-    """Bring the books up to date and plan; check that the plan is sound and that planning changes nothing."""
+    """Begin a step and plan it; check that the plan is sound and that planning changes nothing."""
     settle_compiled(rig)
     take_wants(rig)
     settle_disk(rig)
-    rig.books.queue.__class__ = CountedQueue
+    rig.state.queue.__class__ = CountedQueue
     n_visited = CountedQueue.n_visited
-    rig.scheduler.prepare(rig.now)
+    rig.scheduler.begin_step(rig.now)
     take_wants(rig)
     before = snapshot(rig) if rig.is_watched else None
     plan = rig.scheduler.plan(rig.now)
@@ -404,10 +404,10 @@ def settle_disk(rig: Rig) -> None:
         found, data = rig.disk.get(want.ref, (missing, np.empty(0, np.uint8)))
         if isinstance(found, CacheEntry) and want.choose(found):
             data = rig.backend.validate_state(data, want.n_read)
-        for _, key in rig.batcher.bring(want, found, rig.now):
+        for _, key in rig.batcher.resolve(want, found, rig.now):
             rig.backend.import_state(key, data, want.n_read)
     for stored, entry in rig.storing:
-        rig.batcher.bring(stored, entry, rig.now)
+        rig.batcher.resolve(stored, entry, rig.now)
     rig.fetching, rig.storing = [], []
 
 
@@ -423,7 +423,7 @@ def settle_compiled(rig: Rig) -> None:
                 found = rig.backend.grammars.compile(want)
         except GrammarError as error:
             found = error
-        rig.batcher.bring(want, found, rig.now)
+        rig.batcher.resolve(want, found, rig.now)
 
 
 def store(rig: Rig, stored: Stored) -> None:
@@ -468,7 +468,7 @@ def drive(
 
 
 def check_plan(rig: Rig, planned: Plan) -> None:
-    """Rows ascend, positions follow the books, the budget holds, no decode row and no room is left out."""
+    """Rows ascend, positions follow the ledger, the budget holds, no decode row and no room is left out."""
     plan, planned_slots = planned.step, planned.slots
     slots = [c.slot for c in plan.chunks]
     assert slots == sorted(set(slots))
@@ -506,8 +506,8 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     n_waiting = len(waiting_for(rig, planned.slots))
     if not ledger.is_shared:
         assert entering or "pause" not in leaves.values()
-        is_full = len(rig.books.followers) + len(rig.books.reads) + n_holds > 0
-        is_full = is_full or bool(rig.books.storing or (plan.copies and rig.copy_s))
+        is_full = len(rig.state.followers) + len(rig.state.reads) + n_holds > 0
+        is_full = is_full or bool(rig.state.storing or (plan.copies and rig.copy_s))
         assert is_full or not (n_waiting and ledger.n_free_slots)
     suspects = rig.scheduler.bisection.suspects(leaves)
     if suspects:
@@ -534,8 +534,8 @@ def check_plan(rig: Rig, planned: Plan) -> None:
 
 def waiting_for(rig: Rig, slots: SlotPlan) -> list[SequenceDriver]:
     """Those that still wait though one of the slots that a plan leaves free is theirs to have."""
-    waiting = islice(rig.books.queue.candidates(slots.ledger.running), rig.backend.n_slots + 1)
-    waiting_ready = takewhile(lambda d: d.is_prepared, waiting)
+    waiting = islice(rig.state.queue.candidates(slots.ledger.running), rig.backend.n_slots + 1)
+    waiting_ready = takewhile(lambda d: d.is_tokenized, waiting)
     gone = [*slots.placed, *slots.holds]
     copied = slots.cells.prefixes.copied
     return [d for d in waiting_ready if d not in gone and d.chosen_slot not in copied]
@@ -568,12 +568,12 @@ def plain(cells: Sequence[int]) -> list[int]:
 
 
 def check_slots(rig: Rig) -> None:
-    """A slot that nobody has holds what the books say, and the index knows it."""
-    ledger, prefixes = rig.ledger, rig.books.cells.prefixes
+    """A slot that nobody has holds what the ledger says, and the index knows it."""
+    ledger, prefixes = rig.ledger, rig.state.cells.prefixes
     for slot, driver in enumerate(rig.ledger.running):
         cells = plain(rig.backend.cells[slot])
-        if driver is None and slot not in rig.books.cells.clears:
-            n = rig.books.cells.trims.get(Slot(slot))
+        if driver is None and slot not in rig.state.cells.clears:
+            n = rig.state.cells.trims.get(Slot(slot))
             assert len(cells[:n]) == ledger.n_cells[slot]
             assert not cells or rig.scheduler.options.share_prefixes
             sets = {d.request.adapters for d in rig.drivers.values()}
@@ -583,7 +583,7 @@ def check_slots(rig: Rig) -> None:
 
 def known_in(rig: Rig, tokens: Sequence[int]) -> dict[Slot, int]:
     """How many of these tokens each slot is known to begin with, where there is any."""
-    common = rig.books.cells.prefixes.common((), tokens)
+    common = rig.state.cells.prefixes.common((), tokens)
     return {slot: n for slot, n in common.items() if n}
 
 
@@ -602,7 +602,7 @@ def check_cell_ops(rig: Rig, planned: Plan) -> None:
 
 
 def check_ledger(ledger: KvLedger) -> None:
-    """The books balance: no slot is overfull, and no cell is counted twice."""
+    """The ledger balances: no slot is overfull, and no cell is counted twice."""
     assert set(ledger.free_slots) <= set(range(ledger.n_slots))
     assert all(0 <= n <= ledger.n_window for n in ledger.n_cells)
     blocks_by_slot = ledger._blocks
@@ -621,12 +621,12 @@ def root_of(index: PrefixIndex) -> Branch:
 
 def saved_by_key(rig: Rig) -> dict[int, Any]:
     """What is saved under each key: the driver and the bytes."""
-    return rig.books.saved._saved
+    return rig.state.saved._saved
 
 
 def check_cells(rig: Rig) -> None:
     """The backend holds exactly the computed tokens, but for what the next plan takes off."""
-    cells, cells_saved = rig.books.cells, saved_by_key(rig)
+    cells, cells_saved = rig.state.cells, saved_by_key(rig)
     for driver in rig.ledger.running:
         if driver is None or driver.slot is None:
             continue
@@ -650,12 +650,12 @@ def check_cells(rig: Rig) -> None:
 
 
 def check_invariants(rig: Rig) -> None:
-    """The books of slots, cells and requests balance."""
-    batcher, ledger, saved = rig.batcher, rig.ledger, rig.books.saved
+    """The counts of slots, cells and requests balance."""
+    batcher, ledger, saved = rig.batcher, rig.ledger, rig.state.saved
     check_ledger(ledger)
     cells_saved = saved_by_key(rig)
     having = [d for d in rig.ledger.running if d is not None]
-    assert ledger.n_lent == len(having) == len(set(map(id, having)))
+    assert ledger.n_used_slots == len(having) == len(set(map(id, having)))
     for slot, driver in enumerate(rig.ledger.running):
         if driver is not None:
             assert ledger.n_cells[slot] == driver.n_computed
@@ -669,7 +669,7 @@ def check_invariants(rig: Rig) -> None:
     held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
     assert len(held) == batcher.occupancy().n_held
     assert len(having) + batcher.occupancy().n_waiting + len(held) == len(batcher.in_flight)
-    leaving = [stored.driver for stored in rig.books.storing.values()]
+    leaving = [stored.driver for stored in rig.state.storing.values()]
     storing = {d.request.id for d in leaving}
     assert {stored.driver for stored, _ in rig.storing} <= set(leaving)
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing

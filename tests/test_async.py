@@ -28,7 +28,7 @@ from tests.runtime.backends import (
     FailingBackend,
     GatedBackend,
     all_results,
-    check_books,
+    check_balance,
     ids_in_flight,
     owner_of,
     streams,
@@ -67,12 +67,12 @@ def small(n_slots: int = 2, n_window: int = 64) -> GatedBackend:
 
 
 async def until_idle(engine: Engine) -> None:
-    """Wait until nothing runs or waits; the books must balance then."""
+    """Wait until nothing runs or waits; the counts must balance then."""
     while ids_in_flight(engine):
         await checkpoint()
     stats = await anyio.to_thread.run_sync(engine.stats)
     assert (stats.n_running, stats.n_waiting) == (0, 0)
-    check_books(engine)
+    check_balance(engine)
 
 
 async def collect(response: BatchResponse) -> dict[str, str]:

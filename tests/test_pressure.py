@@ -132,7 +132,7 @@ def prompts(*ids: str, **options: Any) -> list[BatchPrompt]:
     return [BatchPrompt(tokens=[5, 6, ord(id[0]), 8], id=id, options=options) for id in ids]
 
 
-def books(engine: Engine) -> tuple[int, int, list[str]]:
+def population(engine: Engine) -> tuple[int, int, list[str]]:
     """Who waits, who runs, and what is in flight; needs no turn of the engine."""
     batcher = batcher_of(engine)
     return batcher.occupancy().n_waiting, batcher.occupancy().n_running, [*batcher.in_flight]
@@ -189,11 +189,11 @@ def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
     engine = by_hand(max_queue=2, when_full="reject")
     first = engine.run(prompts("a", max_tokens=3))
     engine.step()
-    before, n_submitted = books(engine), engine.stats().n_submitted
+    before, n_submitted = population(engine), engine.stats().n_submitted
     with pytest.raises(QueueFullError):
         engine.run(prompts("b", "c", "d"))
     engine.step()
-    assert books(engine) == before
+    assert population(engine) == before
     assert engine.stats().n_submitted == n_submitted
     assert ids_in_flight(engine) == ["a"]
     assert ends(first) == [("length", 3)]
@@ -308,7 +308,7 @@ def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> No
     engine.step()
     with pytest.raises(Exception, match="give each request its own id"):
         engine.run(prompts("b", "a"))
-    assert books(engine) == (0, 1, ["a"])
+    assert population(engine) == (0, 1, ["a"])
 
 
 @no_pool(Reason.ONE_BACKEND)
@@ -375,7 +375,7 @@ def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> N
     engine, wait = crowd()
     assert engine.cancel_all() == 3
     assert ends(wait()) == [("cancelled", 0)] * 2
-    assert (ids_in_flight(engine), ids_outside(engine), books(engine)) == ([], [], (0, 0, []))
+    assert (ids_in_flight(engine), ids_outside(engine), population(engine)) == ([], [], (0, 0, []))
 
 
 @no_pool(Reason.ONE_BACKEND)
@@ -441,7 +441,7 @@ def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> Non
     with pytest.raises(EngineClosedError):
         waits()
     assert [r.finish_reason for r in all_results(first)] == ["cancelled"] * 2
-    assert (ids_in_flight(engine), ids_outside(engine), books(engine)) == ([], [], (0, 0, []))
+    assert (ids_in_flight(engine), ids_outside(engine), population(engine)) == ([], [], (0, 0, []))
 
 
 @thread_only(Reason.DEATH)
@@ -927,7 +927,7 @@ def test_wrong_option_of_a_request_is_refused_and_nothing_is_queued(
     engine = by_hand()
     with pytest.raises(ConfigError, match=name):
         engine.run(["a", "b"], options={name: value})
-    assert books(engine) == (0, 0, [])
+    assert population(engine) == (0, 0, [])
 
 
 def test_priority_without_its_policy_is_an_error_that_says_so() -> None:

@@ -55,7 +55,7 @@ def snapshot(
     )
 
 
-class Books:
+class Source:
     """Stands for a batch and its engine: counts who asks for its stats, and may have stopped."""
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class Recorder(SilentView):
         self.has_finished.set()
 
 
-def progress_over(books: Books, view: Recorder) -> Progress:
-    return Progress(view, lambda: books.counts, books.stats, STATS, 8)
+def progress_over(source: Source, view: Recorder) -> Progress:
+    return Progress(view, lambda: source.counts, source.stats, STATS, 8)
 
 
 def test_progress_line_has_everything() -> None:
@@ -127,35 +127,35 @@ def test_cancelled_items_are_neither_done_nor_failed() -> None:
 
 
 def test_progress_closed_twice_finishes_once_with_the_work_since_it_began() -> None:
-    books, view = Books(), Recorder()
-    progress = progress_over(books, view)
-    books.counts = Counts(3, 2, 1)
+    source, view = Source(), Recorder()
+    progress = progress_over(source, view)
+    source.counts = Counts(3, 2, 1)
     progress.close()
     progress.close()
     [last] = view.finished
     assert (last.counts, last.n_output_tokens, last.n_prompt_tokens) == (Counts(3, 2, 1), 1000, 0)
-    assert books.n_asked == 1  # at the end: nobody polls for a silent view
+    assert source.n_asked == 1  # at the end: nobody polls for a silent view
 
 
 def test_progress_asks_again_and_again_while_the_batch_lasts() -> None:
     view = Recorder(0.001)
-    progress = progress_over(Books(), view)
+    progress = progress_over(Source(), view)
     assert view.has_shown.wait(PATIENCE_S)
     progress.close()
     assert view.shown[0].n_slots == 8
 
 
 def test_progress_of_a_batch_that_nobody_reads_ends_with_it() -> None:
-    books, view = Books(), Recorder(0.001)
-    progress_over(books, view)
-    books.counts = Counts(3, 3, 0)
+    source, view = Source(), Recorder(0.001)
+    progress_over(source, view)
+    source.counts = Counts(3, 3, 0)
     assert view.has_finished.wait(PATIENCE_S)
 
 
 def test_progress_of_an_engine_that_stopped_keeps_its_last_figures() -> None:
-    books, view = Books(), Recorder()
-    progress = progress_over(books, view)
-    books.is_closed = True
+    source, view = Source(), Recorder()
+    progress = progress_over(source, view)
+    source.is_closed = True
     progress.close()
     assert view.finished[0].n_active_max == STATS.n_active_max
 

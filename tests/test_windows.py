@@ -553,7 +553,7 @@ def test_movers_in_a_pool_each_begin_with_the_file(any_way: Place) -> None:
 
 
 def full(engine: Engine, id: str, n_more: int = 0) -> None:
-    """Step until a window was full and has moved in the books, its cells not yet."""
+    """Step until a window was full and has moved in the ledger, its cells not yet."""
     batcher = batcher_of(engine)
     while id not in batcher.in_flight or not batcher.in_flight[id].n_shifts:
         assert engine.step()

@@ -16,7 +16,7 @@ from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
 from cbatch.request import Request
-from cbatch.runtime.sequences import PromptPreparer
+from cbatch.runtime.sequences import PromptTokenizer
 from cbatch.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class FakeServer:
         memory = self.backend.memory
         self.stats = EngineStats()
         ledger = KvLedger(n_slots, n_window, memory)
-        prepare = PromptPreparer(self._tokenize, n_window).prepare
-        self.batcher = MultiRequestBatcher(ledger, prepare, options)
+        tokenize = PromptTokenizer(self._tokenize, n_window).tokenize
+        self.batcher = MultiRequestBatcher(ledger, tokenize, options)
         self.scheduler = ContinuousBatchScheduler(
             self.batcher, n_batch, self.stats, options, memory=memory
         )
@@ -83,7 +83,7 @@ class FakeServer:
     def step(self) -> bool:
         """Plan, run and apply once; False where there was nothing to compute."""
         start = time.perf_counter()
-        self.scheduler.prepare(self.now)
+        self.scheduler.begin_step(self.now)
         plan = self.scheduler.plan(self.now)
         planned = time.perf_counter()
         if plan is None:

@@ -1,4 +1,4 @@
-"""Requests in flight: submitted, held, queued, in slots, ended; and the books of the slots and cells they have."""
+"""Requests in flight: submitted, held, queued, in slots, ended; and which slots and cells they have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
 from cbatch.core.queue import BY_PROMPT, AdmissionQueue, Deadlines
-from cbatch.core.slots import N_LOOK, Books, SlotPlan
+from cbatch.core.slots import N_LOOK, BatcherState, SlotPlan
 from cbatch.core.waiting import (
     CacheEntry,
     CacheRead,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cbatch.errors import CBatchError
 
 N_REFUSED_MAX = 64
-"""Most requests that end before one plan without being computed: a step must not wait for a long row of bad ones."""
+"""Most requests that end before one plan without being computed: a step must not wait for many refused requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class Occupancy:
 
 
 class MultiRequestBatcher:
-    """The requests in flight, and the only part that changes the books of slots and cells.
+    """The requests in flight, and the only part that changes the state of slots and cells.
 
-    Events change the books at once: `submit`, `cancel`, `pause`, `resume`, what was compiled or read, and what the
-    clock brings, in `prepare`. A plan is decided against them and changes nothing; `commit` enters what it did.
+    Events change the state at once: `submit`, `cancel`, `pause`, `resume`, what was compiled or read, and what the
+    clock brings, in `begin_step`. A plan is made for this state and changes nothing; `commit` carries it out.
     """
 
     def __init__(
         self,
         ledger: KvLedger,
-        prepare: Callable[[SequenceDriver], object],
+        tokenize: Callable[[SequenceDriver], object],
         options: ScheduleOptions,
         chunk_alignment: int = 0,
     ) -> None:
@@ -83,7 +83,7 @@ class MultiRequestBatcher:
         )
         self._wants: deque[Want] = deque()
         saved = SavedCells(ledger.memory, options.swap_mib * 2**20)
-        self._books = Books(
+        self._state = BatcherState(
             SlotCells(ledger, prefixes),
             saved,
             AdmissionQueue(options),
@@ -92,9 +92,9 @@ class MultiRequestBatcher:
             KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve"),
             {},
         )
-        self._ledger, self._queue = ledger, self._books.queue
-        self._cells, self._saved, self._reads = self._books.cells, saved, self._books.reads
-        self._followers, self._storing = self._books.followers, self._books.storing
+        self._ledger, self._queue = ledger, self._state.queue
+        self._cells, self._saved, self._reads = self._state.cells, saved, self._state.reads
+        self._followers, self._storing = self._state.followers, self._state.storing
         self._builds = GrammarBuilds(self._wants)
         self._waiters: dict[Wait, GrammarBuilds | PrefixWaiters | CacheReads] = {
             Wait.COMPILE: self._builds,
@@ -102,7 +102,7 @@ class MultiRequestBatcher:
             Wait.CACHE: self._reads,
         }
         self._deadlines = Deadlines()
-        self._prepare = prepare
+        self._tokenize = tokenize
         self._is_by_prompt = options.policy in BY_PROMPT
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
@@ -119,11 +119,11 @@ class MultiRequestBatcher:
         """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
         n_free, n_waiting = self._ledger.n_free_slots, self.n_waiting
         n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._ledger.running)
-        n_lent = self._ledger.n_slots - n_free
+        n_used_slots = self._ledger.n_slots - n_free
         return Occupancy(
             n_waiting,
-            n_held=len(self.in_flight) - n_lent - n_waiting,
-            n_running=n_lent - n_paused,
+            n_held=len(self.in_flight) - n_used_slots - n_waiting,
+            n_running=n_used_slots - n_paused,
             n_paused=n_paused,
             n_unserved=n_waiting + len(self._builds),
             n_open_slots=n_free + n_paused - len(self._followers) - len(self._reads),
@@ -136,7 +136,7 @@ class MultiRequestBatcher:
     def decoding(self) -> list[tuple[Slot, SequenceDriver]]:
         """Return the sequences whose next step computes one token of output, paused ones too, by slot.
 
-        Left out are those whose cells or bindings the next plan changes first.
+        Sequences whose cells or bindings the next plan changes first are left out.
         """
         rows = [(Slot(i), d) for i, d in enumerate(self._ledger.running) if d and d.is_decoding]
         return [(slot, driver) for slot, driver in rows if self._cells.is_settled(slot)]
@@ -164,37 +164,37 @@ class MultiRequestBatcher:
             self.in_flight[driver.request.id] = driver
             self._deadlines.add(driver)
             if self._is_by_prompt or driver.request.prompt.tokens is not None:
-                self._prepare(driver)
+                self._tokenize(driver)
             if driver.error is not None:
                 self._end(driver, driver.clock.submitted_s, driver.error)
             elif not self._waits_to_compile(driver):
                 ready.append(driver)
         self._queue.add(ready)
 
-    def prepare(self, now: float, ending: Collection[SequenceDriver] = ()) -> None:
-        """Bring the books up to date before a plan: what is over by the clock, and whose turn may come.
+    def begin_step(self, now: float, ending: Collection[SequenceDriver] = ()) -> None:
+        """Do what comes before a plan: deadlines, ended waits, and the prompts whose turn may come.
 
-        Requests end whose time is over or whose prompt is refused; sequences whose leader is far enough, or stuck, are
-        queued again; and as many prompts become tokens as the plan may admit, where `ending` ones leave their slots. So
-        a long queue costs nothing, and a prompt that cannot run ends with its own error.
+        Requests end whose time is over or whose prompt is refused. Sequences are queued again whose leader has their
+        prefix, or is stuck. As many prompts become tokens as the plan may admit, where `ending` sequences leave their
+        slots: so a long queue costs nothing, and a prompt that cannot run ends with its own error.
         """
         while (driver := self._deadlines.pop_due(now)) is not None:
             self._withdraw(driver)
             driver.expire(now)
             self.retire(driver)
-        for driver in self._followers.take_over():
+        for driver in self._followers.pop_ready():
             self._release(driver)
         if self._queue and (n_open := self._ledger.n_slots - len(self._rows()) + len(ending)):
-            self._prepare_prompts(n_open, ending, now)
+            self._tokenize_prompts(n_open, ending, now)
 
-    def _prepare_prompts(
+    def _tokenize_prompts(
         self, n_wanted: int, ending: Collection[SequenceDriver], now: float
     ) -> None:
-        """Make the first prompts tokens, and those that may pass them; refused ones end, others come in their place."""
+        """Make the first prompts tokens, and prompts that may pass them; a refused prompt ends and counts as none."""
         refused: list[SequenceDriver] = []
         n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_shared else 0
         for driver in self._queue.candidates(self._ledger.running, ending):
-            self._prepare(driver)
+            self._tokenize(driver)
             n_ready += driver.error is None
             n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
             if driver.error is not None:
@@ -217,14 +217,14 @@ class MultiRequestBatcher:
         """Return the next thing that sequences want from outside, each once, or None."""
         return self._wants.popleft() if self._wants else None
 
-    def bring(self, want: Want, found: object, now: float) -> list[tuple[SequenceDriver, int]]:
-        """Take what came of a want.
+    def resolve(self, want: Want, found: object, now: float) -> list[tuple[SequenceDriver, int]]:
+        """Give the sequences that wait for something what came of it.
 
         Args:
             want: what sequences wait for.
             found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, a `CacheError`, or None
-                where nobody wanted it any more; of cells to write the `CacheEntry` of their file, or why they were not
-                saved, or None where they could not be copied out.
+                where no sequence waited for it any more; of cells to write the `CacheEntry` of their file, or why they
+                were not saved, or None where they could not be copied out.
             now: when that was.
 
         Returns:
@@ -233,19 +233,19 @@ class MultiRequestBatcher:
         if isinstance(want, Stored):
             self._end_storing(want.driver, found)
         elif isinstance(want, CacheRead):
-            drivers, adopted = self._reads.arrive(want, found)
+            drivers, loads = self._reads.resolve(want, found)
             for driver in drivers:
                 self._release(driver)
-            return adopted
+            return loads
         elif isinstance(found, GrammarError):
-            for driver in self._builds.arrive(want, None):
+            for driver in self._builds.resolve(want, None):
                 self._end(driver, now, GrammarError(found.kind, found.reason))
         else:
-            self._go_on_compiled(self._builds.arrive(want, found))
+            self._go_on_compiled(self._builds.resolve(want, found))
         return []
 
     def _go_on_compiled(self, drivers: Sequence[SequenceDriver]) -> None:
-        """Queue sequences for which something was compiled, but for those that wait for more."""
+        """Queue sequences for which something was compiled, unless they wait for more."""
         ready = [d for d in drivers if not self._waits_to_compile(d)]
         for driver in ready:
             driver.waits_for = None
@@ -267,7 +267,7 @@ class MultiRequestBatcher:
         driver.proceed_uncached(error)
 
     def _hold(self, driver: SequenceDriver, reason: Wait) -> None:
-        """Take a waiting sequence out of the queue until `_release`: those behind it pass."""
+        """Take a waiting sequence out of the queue until `_release`: later sequences pass."""
         self._queue.remove(driver)
         driver.waits_for = reason
 
@@ -322,7 +322,7 @@ class MultiRequestBatcher:
         return True
 
     def take_out(self, id: str) -> None:
-        """Take a sequence that never had a slot out of the books, as if it had not been submitted."""
+        """Forget a sequence that never had a slot, as if it had not been submitted."""
         driver = self.in_flight.pop(id)
         self._withdraw(driver)
         driver.cancel(driver.clock.submitted_s)  # for the deadlines to forget it
@@ -330,9 +330,9 @@ class MultiRequestBatcher:
         self._deadlines.note_end()
 
     def retire(self, driver: SequenceDriver, *, has_cells: bool = True) -> None:
-        """Take a finished sequence out of the books; its slot keeps the cells that are of use, where it `has_cells`.
+        """Take a finished sequence out of flight; its slot keeps the cells that are of use, where it `has_cells`.
 
-        A sequence whose cells go to disk ends when `bring` tells of them.
+        A sequence whose cells go to disk ends when `resolve` says that they are there.
         """
         del self.in_flight[driver.request.id]
         if driver.status is Status.STORING:
@@ -343,11 +343,11 @@ class MultiRequestBatcher:
             self._ended.append(driver)
         self._forget(driver)
         self._deadlines.note_end()
-        self._books.demand.learn(driver)
+        self._state.demand.learn(driver)
         if driver.slot is not None:
             self._order = None
-            self._ledger.give_back(driver.slot)
-            self._cells.leave(driver, driver.slot)
+            self._ledger.free(driver.slot)
+            self._cells.retain(driver, driver.slot)
             if not has_cells:
                 self._cells.clear(driver.slot)
 
@@ -408,12 +408,12 @@ class MultiRequestBatcher:
 
     def slot_plan(self) -> SlotPlan:
         """Return the slots as they are, for a plan to decide what becomes of them."""
-        return SlotPlan(self._books, self._rows())
+        return SlotPlan(self._state, self._rows())
 
     def commit(
         self, slots: SlotPlan, plan: StepPlan, lost: Collection[int], now: float
     ) -> list[SequenceDriver]:
-        """Enter what a plan did to slots and cells, once it was run; its view becomes the books.
+        """Commit what a plan did to slots and cells, once it was run: its view becomes the state.
 
         Args:
             slots: what it did to slots.
@@ -429,7 +429,7 @@ class MultiRequestBatcher:
         if plan.chunks:
             self._followers.note_step(plan.adapters)
         if slots.has_view:
-            self._cells.adopt(slots.cells)
+            self._cells.commit(slots.cells)
             self._order = None
         self._commit_waits(slots)
         for leave in slots.leaves:
@@ -439,7 +439,7 @@ class MultiRequestBatcher:
             empty |= {slot for _, slot, _ in plan.copies}
         for driver, place in slots.placed.items():
             if driver.slot is None:
-                self._commit_entry(driver, place, now, has_cells=place.slot not in empty)
+                self._commit_admission(driver, place, now, has_cells=place.slot not in empty)
             else:
                 self._commit_move(driver, driver.slot, place.slot)
         return [driver for driver in slots.placed if driver.error is not None]
@@ -469,13 +469,13 @@ class MultiRequestBatcher:
             self._queue.add([driver])
         else:
             driver.n_preempted += 1
-            self._books.demand.raise_ratio()
+            self._state.demand.raise_ratio()
             self._queue.put_back(driver)
 
-    def _commit_entry(
+    def _commit_admission(
         self, driver: SequenceDriver, place: Place, now: float, *, has_cells: bool
     ) -> None:
-        """Enter that a sequence has a slot, with its cells unless they could not be loaded or copied."""
+        """Give a sequence its slot, with its cells unless they could not be loaded or copied."""
         problem = self._reads.why_useless(driver)
         self._queue.remove(driver)
         driver.admit(place.slot, now)
@@ -485,7 +485,7 @@ class MultiRequestBatcher:
         key = driver.saved_key
         is_from_disk = key is not None and self._saved.take(key)
         if has_cells:
-            driver.take_over(place.n_cells)
+            driver.reuse(place.n_cells)
             return
         driver.n_computed = 0
         self._ledger.trim(place.slot, 0)
@@ -498,7 +498,7 @@ class MultiRequestBatcher:
         if not self._cells.prefixes.can_retain(driver):
             self._cells.clear(source)
 
-    def enter_step(
+    def record_step(
         self,
         cells: Iterable[tuple[Slot, int]],
         finished: Iterable[SequenceDriver],
@@ -506,7 +506,7 @@ class MultiRequestBatcher:
         has_paused: bool,
         has_cells: bool,
     ) -> None:
-        """Enter the cells that a step computed, by slot, and who ended or paused in it; `has_cells` as in `retire`."""
+        """Record the cells that a step computed, by slot, and the sequences that ended; `has_cells` as in `retire`."""
         self._ledger.add_all(cells)
         if has_paused:
             self._order = None
@@ -527,10 +527,10 @@ class MultiRequestBatcher:
             self._cells.settle(driver.slot, n_cells)
         else:
             self._cells.clear(driver.slot)
-            self._cells.prefixes.enter(driver.slot, driver)
+            self._cells.prefixes.record(driver.slot, driver)
 
     def lose_cells(self, broken_off: StepPlan | None = None) -> None:
-        """Book all cells of slots as lost; the next plan empties the slots and binds the sequences anew.
+        """Record that all cells of slots are lost; the next plan empties the slots and binds the sequences anew.
 
         With a plan whose run was broken off, the cells that it saves or loads are lost, too.
         """

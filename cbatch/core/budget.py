@@ -20,7 +20,7 @@ _SAME_WIDTH = 1.5
 def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
     """Share `budget` tokens among prompts that want `wanted`, the oldest first in the list.
 
-    The oldest gets up to half, so no prompt waits for ever behind shorter ones. The rest goes to the shortest first:
+    The oldest gets up to half, so no prompt waits for ever while others pass. The rest goes to the shortest first:
     short prompts pass long ones, and equals stay in order. What is left over goes back to the oldest. Few long chunks
     are computed faster than many short ones of as many tokens; see docs/performance.md.
     """
@@ -48,7 +48,7 @@ def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
 def limit_long_context_prefills(
     wanted: list[int], n_before: Sequence[int], n_long_context_prefills: int
 ) -> None:
-    """Let few chunks of a step go on behind many cells: the oldest, then the shortest; mutates `wanted`.
+    """Let few chunks of a step go on after many cells: the oldest, then the shortest; mutates `wanted`.
 
     Args:
         wanted: tokens of each prompt, the oldest first.

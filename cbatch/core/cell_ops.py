@@ -46,14 +46,14 @@ class SlotCells:
         return bool(events or self.rebinds or self.copies or self.loads)
 
     def is_settled(self, slot: Slot) -> bool:
-        """Whether the backend holds of a slot what the books say: no operation is left to do there."""
+        """Whether the backend holds of a slot what the ledger says: no operation is left to do there."""
         ops = self.clears, self.trims, self.shifts, self.rebinds
         return not any(slot in slots for slots in ops)
 
     def view(self) -> SlotCells:
         """Return what a plan changes in place of this."""
         view = copy(self)
-        view.ledger = self.ledger.copy()
+        view.ledger = self.ledger.view()
         view.prefixes = self.prefixes.view(view.ledger)
         view.clears, view.trims = self.clears.copy(), self.trims.copy()
         view.shifts, view.rebinds = self.shifts.copy(), self.rebinds.copy()
@@ -88,10 +88,10 @@ class SlotCells:
             is_rebuild=is_rebuild,
         )
 
-    def adopt(self, view: SlotCells) -> None:
+    def commit(self, view: SlotCells) -> None:
         """Take over what a plan has changed in its view, which is used no more."""
-        self.ledger.adopt(view.ledger)
-        self.prefixes.adopt(view.prefixes)
+        self.ledger.commit(view.ledger)
+        self.prefixes.commit(view.prefixes)
 
     def note_done(self) -> None:
         """Drop the operations that were left to do: a plan had them all, and was run."""
@@ -126,7 +126,7 @@ class SlotCells:
         self.shifts[slot] = n_keep, n_cells
         self.rebinds[slot] = None
 
-    def leave(self, driver: SequenceDriver, slot: Slot) -> None:
+    def retain(self, driver: SequenceDriver, slot: Slot) -> None:
         """Retain what a driver computed in a slot that it gives back, where that is of use to others."""
         n_known = self.n_known(driver, slot)
         self.rebinds.pop(slot, None)
@@ -153,7 +153,7 @@ class SlotCells:
             return True
         return ledger.n_in_use(self.prefixes.copied) + driver.n_computed <= ledger.n_pool
 
-    def enter(self, driver: SequenceDriver, slot: Slot, source: Source | None) -> int:
+    def fill(self, driver: SequenceDriver, slot: Slot, source: Source | None) -> int:
         """Fill a driver's new slot with its saved cells, or with cells that others computed; return how many."""
         n_kept = source.n_cells if source is not None and source.slot == slot else 0
         if not n_kept:
@@ -161,12 +161,12 @@ class SlotCells:
         elif n_kept < self.ledger.n_cells[slot]:
             self.trim(slot, n_kept)
         if driver.saved_key is not None:
-            self.make_room(driver.n_computed)
+            self.evict(driver.n_computed)
             self.ledger.add(slot, driver.n_computed)
             self.loads.append((slot, driver.saved_key, driver.n_computed))
         elif source is not None and not n_kept:
             self._copy(source.slot, slot, source.n_cells)
-        self.prefixes.enter(slot, driver)
+        self.prefixes.record(slot, driver)
         return self.ledger.n_cells[slot]
 
     def move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
@@ -174,12 +174,12 @@ class SlotCells:
         n_cells = self.ledger.n_cells[source]
         self._empty(slot)
         self._copy(source, slot, n_cells)
-        self.prefixes.enter(slot, driver)
+        self.prefixes.record(slot, driver)
         if self.prefixes.can_retain(driver):
             self.prefixes.retain(source, driver, n_cells)
 
-    def make_room(self, n_cells: int) -> None:
-        """Empty free slots until `n_cells` cells are free, first the one entered or copied from longest ago."""
+    def evict(self, n_cells: int) -> None:
+        """Empty free slots until `n_cells` cells are free, first the one whose cells are unused for longest."""
         while self.ledger.n_free_cells < n_cells:
             slot = self.prefixes.oldest_retained()
             if slot is None:
@@ -236,19 +236,19 @@ class SavedCells:
         return self._memory.n_saved_bytes(n_cells) if self.can_save and n_cells else 0
 
     def add(self, driver: SequenceDriver) -> None:
-        """Enter that a driver's cells were saved."""
+        """Record that a driver's cells were saved."""
         driver.saved_key = driver.number
         saved = self._saved[driver.number] = _Saved(driver, self.n_bytes_of(driver.n_computed))
         self.n_bytes += saved.n_bytes
 
-    def adopt(self, driver: SequenceDriver, n_cells: int) -> int:
+    def add_from_disk(self, driver: SequenceDriver, n_cells: int) -> int:
         """Return a key under which the backend is to get cells from disk, for a waiting driver to begin with."""
         driver.saved_key, driver.n_computed = driver.number, n_cells
         self._saved[driver.number] = _Saved(driver, 0, is_from_disk=True)
         return driver.number
 
     def take(self, key: int) -> bool:
-        """Enter that saved cells were loaded, or could not be; return whether they came from disk."""
+        """Record that saved cells were loaded, or could not be; return whether they came from disk."""
         saved = self._saved.pop(key)
         saved.driver.saved_key = None
         self.n_bytes -= saved.n_bytes

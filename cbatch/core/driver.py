@@ -109,15 +109,15 @@ class SequenceDriver:
     n_computed: int = 0
     n_reached: int = 0
     """The most tokens that ever had cells: computing one of them again is recomputing."""
-    n_taken: int = 0
-    """Tokens whose cells it took over when it first got a slot."""
+    n_reused: int = 0
+    """Tokens whose cells were there when it first got a slot."""
     n_cap: int = 0
     n_due: int = 0
     """Output at which it is to pause, or ends by its cap."""
-    n_quantum: int | None = None
-    """Tokens that it may sample before it pauses; None for all."""
+    pause_every: int | None = None
+    """Tokens that it may sample before it pauses, as the request or `resume` has it; None for all."""
     held: GrammarStep | None = None
-    """What its grammar forces behind the place where it paused: the tokens come when it goes on."""
+    """What its grammar forces after the place where it paused: the tokens come when it goes on."""
     n_window: int = 0
     n_before_turn: int = 0
     """Output it had when it got its slot."""
@@ -150,7 +150,7 @@ class SequenceDriver:
         options, stops = request.options, tuple(request.options.stop or ())
         include_stop = bool(options.include_stop)
         reply = Reply.of(piece, stops, request.stop_tokens, reader, include_stop=include_stop)
-        return cls(request, RequestClock(now), reply, n_quantum=options.pause_every)
+        return cls(request, RequestClock(now), reply, pause_every=options.pause_every)
 
     # ---- counters ----
 
@@ -166,8 +166,8 @@ class SequenceDriver:
 
     @property
     def n_cached(self) -> int:
-        """Prompt tokens whose cells it took over when it first got a slot."""
-        return min(self.n_taken, self.n_given)
+        """Prompt tokens whose cells were there when it first got a slot."""
+        return min(self.n_reused, self.n_given)
 
     @property
     def is_capped(self) -> bool:
@@ -200,8 +200,8 @@ class SequenceDriver:
         return bool(self.output) and self.n_computed == len(self.tokens) - 1
 
     @property
-    def n_takeable(self) -> int:
-        """The most cells that it can take over: a token whose logits are wanted has to be computed."""
+    def n_reusable(self) -> int:
+        """The most tokens whose cells it can reuse: one whose logits are wanted has to be computed."""
         if self.scores is not None and not self.scores.is_complete:
             return len(self.scores.found)
         return len(self.tokens) - 1
@@ -214,12 +214,12 @@ class SequenceDriver:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The prompt's tokens, those included that were taken out of the window."""
+        """The prompt's tokens, also the tokens that were taken out of the window."""
         return self.window.prompt if self.window else tuple(self.tokens[: self.n_prompt])
 
     @property
     def n_given(self) -> int:
-        """Tokens of the prompt, those included that were taken out of the window."""
+        """How many tokens `given` has."""
         return len(self.window.prompt) if self.window else self.n_prompt
 
     @property
@@ -257,11 +257,11 @@ class SequenceDriver:
     # ---- before its turn ----
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether its prompt is tokens already, or known to be refused."""
+    def is_tokenized(self) -> bool:
+        """Whether its prompt is tokens already, or was refused."""
         return bool(self.tokens) or self.error is not None
 
-    def prepare(self, tokens: Sequence[int], n_window: int) -> None:
+    def set_prompt(self, tokens: Sequence[int], n_window: int) -> None:
         """Take the prompt's tokens.
 
         Raises:
@@ -275,7 +275,7 @@ class SequenceDriver:
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
         self.n_prompt, self.n_window = n_prompt, n_window
-        self.go_on_for(self.n_quantum)
+        self.go_on_for(self.pause_every)
         self.reply.begin(tokens)
         if self.request.n_prompt_logprobs is not None:
             self.scores = PromptScores(n_prompt - 1)
@@ -313,11 +313,11 @@ class SequenceDriver:
     def go_on_for(self, n_tokens: int | None) -> None:
         """Have it pause when it has sampled `n_tokens` more; None for never."""
         n_left = self.n_left
-        self.n_quantum = n_tokens
+        self.pause_every = n_tokens
         self.n_due = len(self.output) + (n_left if n_tokens is None else min(n_tokens, n_left))
 
     def admit(self, slot: Slot, now: float) -> None:
-        """Enter `slot`: for the first time, or again."""
+        """Take `slot`: for the first time, or again."""
         self.undergo(Event.ADMIT)
         self.slot, self.waits_for = slot, None
         self.n_before_turn = len(self.output)
@@ -352,10 +352,10 @@ class SequenceDriver:
 
     # ---- cells ----
 
-    def take_over(self, n_cells: int) -> None:
-        """Begin with `n_cells` cells that another sequence computed."""
+    def reuse(self, n_cells: int) -> None:
+        """Begin with `n_cells` cells that are there: another sequence's, or its own."""
         if not self.n_reached:
-            self.n_taken = n_cells
+            self.n_reused = n_cells
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
 
@@ -412,7 +412,7 @@ class SequenceDriver:
 
         Args:
             now: when the run ended; its first step ended `later_s` before that.
-            guidance: what the grammar says behind the sampled token.
+            guidance: what the grammar says after the sampled token.
             logprobs: of the sampled tokens, where the request asks for them; no token is forced then.
         """
         n_sampled = len(sampled)
@@ -473,7 +473,7 @@ class SequenceDriver:
         return n_dropped
 
     def _cut_behind_stop(self) -> int:
-        """Look for a stop string in the new tokens; take off the tokens behind it and return how many they are."""
+        """Look for a stop string in the new tokens; take off the tokens after it and return how many they are."""
         text = self.reply.text
         self.reply.feed(self.output)
         n_past = 0 if text.stop is None else len(self.output) - text.n_fed

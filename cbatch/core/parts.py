@@ -31,9 +31,9 @@ class RequestClock:
 
 @dataclass(eq=False, slots=True)
 class PromptScores:
-    """Log-probabilities of the `n_wanted` tokens behind the prompt's first, in order, as they are computed.
+    """Log-probabilities of the `n_wanted` tokens after the prompt's first, in order, as they are computed.
 
-    # tokens [0, len(found)) of the prompt were computed with a score for the token behind each
+    # tokens [0, len(found)) of the prompt were computed with a score for the token after each
     """
 
     n_wanted: int
@@ -67,7 +67,7 @@ class PromptScores:
 
 @dataclass(eq=False, slots=True)
 class MovingWindow:
-    """How a full window goes on: `n_discard` tokens behind the first `n_keep` are taken out at once."""
+    """How a full window goes on: `n_discard` tokens after the first `n_keep` are taken out at once."""
 
     n_keep: int
     n_discard: int

@@ -35,8 +35,8 @@ class Binding:
     stop_tokens: tuple[int, ...]
     """Every token id that ends the sequence, the model's end-of-generation ids included unless ignored."""
     history: tuple[int, ...] = field(default=(), repr=False)
-    """All its tokens so far, prompt and output, those included that have no cell or were taken out of the window.
-    Penalties and DRY see them, and every token that is computed behind them."""
+    """All its tokens so far, prompt and output, also without a cell or taken out of the window.
+    Penalties and DRY see them, and every token that is computed after them."""
     n_logprobs: int | None = None
     """How many alternatives to report with the log-probability of each sampled token; None reports nothing."""
     n_target_top: int = 0
@@ -105,7 +105,7 @@ class StepPlan:
     loads: tuple[tuple[Slot, int, int], ...] = ()
     """(slot, key, n): put the first n of saved cells into an empty slot; the key is gone then."""
     shifts: tuple[tuple[Slot, int, int], ...] = ()
-    """(slot, n_keep, n): remove `n` cells behind the first `n_keep`; the rest move up. `KvCapabilities.can_shift`.
+    """(slot, n_keep, n): remove `n` cells after the first `n_keep`; the rest move up. `KvCapabilities.can_shift`.
     Not done where the slot's cells were lost by a load that failed."""
     forgets: tuple[int, ...] = ()
     """Keys of saved cells that no plan will load; an unknown key does no harm."""
@@ -160,7 +160,7 @@ class StepResult:
 
     @property
     def later_s(self) -> float:
-        """Seconds of the steps behind the first."""
+        """Seconds of the steps after the first."""
         return max(0.0, self.decode_s + self.sample_s - self.first_s)
 
 
@@ -187,7 +187,7 @@ class KvCapabilities:
     """Host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0
     n_long_context_prefills: int = 0
-    """Most prompts that go on behind many cells and are computed fast in one step; 0 where it does not matter."""
+    """Most prompts that go on after many cells and are computed fast in one step; 0 where it does not matter."""
 
     def n_saved_bytes(self, n_cells: int) -> int:
         """Return the host memory that `n_cells` saved cells of one sequence take."""

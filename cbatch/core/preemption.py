@@ -107,7 +107,7 @@ def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
     """
     if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
         return None
-    above_a_gap = [d for d in ledger.running[ledger.n_lent :] if d is not None]
+    above_a_gap = [d for d in ledger.running[ledger.n_used_slots :] if d is not None]
     if not above_a_gap:
         return None
     highest = above_a_gap[-1]

@@ -48,7 +48,7 @@ class PrefixCache:
     beginnings end at its multiples, and output is taken over only by the request that goes on from it. Cells computed
     with other adapters belong to another text.
 
-    A plan changes a `view`; `adopt` takes the changes over.
+    A plan changes a `view`; `commit` takes the changes over.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PrefixCache:
         view._used_at, view.copied = self._used_at.copy(), self.copied.copy()
         return view
 
-    def adopt(self, view: PrefixCache) -> None:
+    def commit(self, view: PrefixCache) -> None:
         """Take over what a plan has changed in its view, which is used no more."""
         self._left_by, self._used_at = view._left_by, view._used_at
         for slot, text in view._changed.items():
@@ -90,8 +90,8 @@ class PrefixCache:
 
     # ---- what slots hold ----
 
-    def enter(self, slot: Slot, driver: SequenceDriver) -> None:
-        """Enter that a sequence has a slot, where its prompt will stand."""
+    def record(self, slot: Slot, driver: SequenceDriver) -> None:
+        """Record that a sequence has a slot, where its prompt will stand."""
         self._use(slot)
         window = driver.window
         n_known = window.n_keep if window and window.n_shifts else driver.n_prompt
@@ -106,7 +106,7 @@ class PrefixCache:
         self._changed[slot] = text[: driver.n_prompt + 1] if self._chunk_alignment else text
 
     def forget(self, slot: Slot) -> None:
-        """Enter that a slot was emptied, or holds no text's beginning."""
+        """Record that a slot was emptied, or holds no text's beginning."""
         self._changed[slot] = []
         self._left_by.pop(slot, None)
 
@@ -115,7 +115,7 @@ class PrefixCache:
         self._used_at[slot] = max(self._used_at) + 1
 
     def copy(self, slot: Slot, n_cells: int) -> None:
-        """Note that the plan copies the first `n_cells` of a slot."""
+        """Record that the plan copies the first `n_cells` of a slot."""
         self._use(slot)
         if self._ledger.running[slot] is None:
             self.copied[slot] = max(n_cells, self.copied.get(slot, 0))
@@ -193,7 +193,7 @@ class PrefixCache:
         if number is not None and number == driver.request.continues:
             # a result that comes from another program may name another request's number
             is_own = n_common(_text(driver, n_cells), left) > n_cells
-            if is_own and n_cells <= driver.n_takeable:
+            if is_own and n_cells <= driver.n_reusable:
                 return n_cells
         if not self._can_trim:
             return n_cells if n_cells <= n_alike and n_cells == self._whole(n_cells) else 0
@@ -230,7 +230,7 @@ class PrefixCache:
 
     def _n_most(self, driver: SequenceDriver) -> int:
         """Return the most tokens to take over."""
-        n_most = driver.n_takeable
+        n_most = driver.n_reusable
         return min(n_most, driver.n_prompt - 1) if self._chunk_alignment else n_most
 
     def _whole(self, n: int) -> int:
@@ -244,7 +244,7 @@ class PrefixCache:
         slots = (s for s in self._ledger.free_slots if n_cells[s] and s not in copied)
         return min(slots, key=self._used_at.__getitem__, default=None)
 
-    def place(
+    def choose_slot(
         self,
         source: Source | None,
         *,
@@ -254,7 +254,7 @@ class PrefixCache:
     ) -> Slot | None:
         """Return which free slot to give: the source's own, else the best; None where there is none.
 
-        Where another slot is to spare that is empty or unused for longer, the source's slot keeps the cells behind the
+        Where another slot is to spare that is empty or unused for longer, the source's slot keeps the cells after the
         common beginning, for a sequence that may come back.
 
         Args:
@@ -263,7 +263,7 @@ class PrefixCache:
             kept: slots that are not to be given.
             avoided: slots that are to be given last.
         """
-        best = self._best_place(kept, avoided)
+        best = self._best_slot(kept, avoided)
         if source is None or self._ledger.running[source.slot] is not None or source.slot in kept:
             return best
         if best is None or not has_room or not self._is_worth_leaving(source):
@@ -275,7 +275,7 @@ class PrefixCache:
         """Whether cells are in a slot, or can be copied there."""
         return source.slot == slot or self._can_copy_from(source.slot, source.n_cells)
 
-    def _best_place(self, kept: Collection[Slot], avoided: Collection[Slot]) -> Slot | None:
+    def _best_slot(self, kept: Collection[Slot], avoided: Collection[Slot]) -> Slot | None:
         """Return the best free slot: with the most neighbours in use, for a gap costs a graph run.
 
         Among equals an empty slot comes first, then the least recently used.
@@ -291,7 +291,7 @@ class PrefixCache:
         return min(ranks)[3] if ranks else None
 
     def _is_worth_leaving(self, source: Source) -> bool:
-        """Whether a free slot is better copied than taken over: it has many cells behind those in common."""
+        """Whether a free slot is better copied than taken over: it has many cells after those in common."""
         n_lost = self._ledger.n_cells[source.slot] - source.n_cells
         return self._can_copy and min(n_lost, source.n_cells) >= MIN_SHARED_TOKENS
 
@@ -339,7 +339,7 @@ class PrefixIndex:
         self._ends[slot] = node
 
     def remove(self, slot: Slot) -> None:
-        """Forget a slot; one that is not there does no harm."""
+        """Forget a slot; an unknown slot does no harm."""
         node = self._ends.pop(slot, None)
         while node is not None and node.parent is not None:
             del node.slots[slot]

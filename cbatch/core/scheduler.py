@@ -116,10 +116,10 @@ class ContinuousBatchScheduler:
         self._is_pool_full = False
         """Whether the last run found no free cell."""
 
-    def prepare(self, now: float) -> None:
-        """Bring the books up to date with the clock before a plan; see `MultiRequestBatcher.prepare`."""
+    def begin_step(self, now: float) -> None:
+        """Do what the clock brings before a plan; see `MultiRequestBatcher.begin_step`."""
         ending = self._past_quantum(self._batcher.slot_plan()) if self._quantum else ()
-        self._batcher.prepare(now, ending)
+        self._batcher.begin_step(now, ending)
 
     def plan(self, now: float) -> Plan | None:
         """Return what happens next, or None where there is nothing to do; changes nothing."""
@@ -181,11 +181,11 @@ class ContinuousBatchScheduler:
             slots.compact()
 
     def _end_turns(self, slots: SlotPlan) -> None:
-        """Take the slots of sequences that had their quantum: those that others chose, and as many as others wait for.
+        """Take the slots of sequences that had their quantum: chosen slots, and as many more as others wait for.
 
         Cells that are about to move cannot be saved: their sequence keeps its slot for one more step.
         """
-        queue, n_free = slots.books.queue, slots.ledger.n_free_slots
+        queue, n_free = slots.state.queue, slots.ledger.n_free_slots
         over = [d for d in self._past_quantum(slots) if d.slot not in slots.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
         chosen = [d for d in over if d.slot in queue.chosen_slots]
@@ -203,11 +203,11 @@ class ContinuousBatchScheduler:
         Slots that retain cells are emptied first.
         """
         has_preempted = self._is_pool_full
-        if has_preempted and _make_all_room(slots):
-            slots.make_room(slots.ledger.n_pool)  # also what a victim has left in its slot
+        if has_preempted and _evict_all_or_preempt(slots):
+            slots.evict(slots.ledger.n_pool)  # also what a victim has left in its slot
         while running := slots.rows():
             n_rows = max(1, _n_single(running))
-            slots.make_room(n_rows)
+            slots.evict(n_rows)
             if slots.ledger.n_free_cells >= n_rows:
                 break
             has_preempted = True
@@ -247,7 +247,7 @@ class ContinuousBatchScheduler:
     def _shares(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> dict[int, int]:
         """Return how many tokens each slot computes: 1 for every decode row, then the newcomers' shares."""
         if self._is_pool:
-            self._make_room(rows, slots)
+            self._evict_for_step(rows, slots)
         shares: dict[int, int] = {}
         newcomers: list[_Newcomer] = []
         n_free, placed = slots.ledger.n_free_cells, slots.placed
@@ -288,13 +288,13 @@ class ContinuousBatchScheduler:
         if len(newcomers) > 1 and self._can_even:
             even_out(shares, cut)
 
-    def _make_room(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> None:
+    def _evict_for_step(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> None:
         """Empty retained slots for what the sequences of a step can use, and for the steps after it."""
         n_wanted, n_steps = 0, N_STEPS_MAX
         for driver in rows:
             n_wanted += len(driver.tokens) - slots.n_computed(driver)
             n_steps = min(n_steps, driver.n_room)
-        slots.make_room(min(self._n_batch, n_wanted) + n_steps * len(rows))
+        slots.evict(min(self._n_batch, n_wanted) + n_steps * len(rows))
 
     def _wanted(self, newcomers: Sequence[_Newcomer]) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
@@ -331,7 +331,7 @@ class ContinuousBatchScheduler:
         """Return what keeps the step within the time it may take, by what steps took so far.
 
         The time that a step may take by default is counted from the width it has when all prompts are through. Where
-        newcomers outnumber the sequences that decode there is no limit: few early ones do not hold up many.
+        newcomers outnumber the sequences that decode there is no limit: few early sequences do not hold up many.
         """
         if self.options.itl_ms is not None:
             limit_s = self.options.itl_ms * 1e-3
@@ -366,7 +366,7 @@ class ContinuousBatchScheduler:
     ) -> tuple[int, float]:
         """Return how many steps a run has at most, and its seconds.
 
-        A plan is repeated while no row ends, no turn ends, and nobody is left out.
+        A plan is repeated while no row ends, no turn ends, and no sequence is left out.
         """
         if not chunks or len(chunks) < len(rows) or slots.n_following:
             return 1, 0.0
@@ -380,7 +380,7 @@ class ContinuousBatchScheduler:
         for d in rows:
             if d.request.grammar is not None:
                 return 1, 0.0
-            # what is sampled behind a stop string is computed in vain
+            # what is sampled after a stop string is computed in vain
             is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
             n_steps = min(n_steps, d.n_due - len(d.output), d.n_window + 1 - len(d.tokens))
             if is_turn:
@@ -399,7 +399,7 @@ class ContinuousBatchScheduler:
         """Refuse to sleep while a sequence could be served.
 
         Raises:
-            PlanError: nothing runs although somebody waits, or nobody that runs can be computed.
+            PlanError: no sequence runs although one waits, or none that runs can be computed.
         """
         seen, n_running = self._batcher.occupancy(), len(slots.rows())
         is_idle = seen.n_ended or slots.n_awaited or seen.n_storing
@@ -413,7 +413,7 @@ class ContinuousBatchScheduler:
     # ---- what a step brought ----
 
     def _commit(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Enter what the run did to slots and cells; requests that wanted nothing but cells that were lost fail."""
+        """Commit what the run did to slots and cells; requests that require cells that were lost fail."""
         step = plan.step
         self._is_pool_full = False
         if step.is_rebuild:
@@ -428,7 +428,7 @@ class ContinuousBatchScheduler:
             self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 
     def _accept(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Give each sequence its new cells and tokens, and count them; those that end leave."""
+        """Give each sequence its new cells and tokens, and count them; sequences that end leave."""
         stats, later_s, grammar_steps = self._stats, result.later_s, result.grammar_steps
         cells: list[tuple[Slot, int]] = []
         finished: list[SequenceDriver] = []
@@ -461,10 +461,10 @@ class ContinuousBatchScheduler:
         self._count(n_decode, n_prompt, len(plan.rows), result)
         stats.count_tokens(n_rows_by_gap, now, later_s)
         has_cells = not result.code or result.code in _UNCHANGED
-        self._batcher.enter_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
+        self._batcher.record_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
 
     def _count(self, n_decode: int, n_prompt: int, n_rows: int, result: StepResult) -> None:
-        """Enter a run into the statistics and the costs."""
+        """Count a run in the statistics and the costs."""
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
         self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
@@ -495,9 +495,8 @@ class ContinuousBatchScheduler:
         }
         if result.code not in _UNCHANGED:
             self._settle_cells(drivers, result)
-        if (
-            result.code == 1 and self._is_pool and _make_all_room(self._batcher.slot_plan())
-        ):  # a trial
+        is_full = result.code == 1 and self._is_pool
+        if is_full and _evict_all_or_preempt(self._batcher.slot_plan()):  # a trial
             self._is_pool_full = True
             return
         is_again = not result.n_steps and bool(self.bisection.suspects())
@@ -511,13 +510,13 @@ class ContinuousBatchScheduler:
             self._fail(culprit, plan, result.code, now)
 
     def _settle_cells(self, drivers: Sequence[SequenceDriver], result: StepResult) -> None:
-        """Keep the cells that are still known after an abort; drop those of a computation that failed."""
+        """Keep the cells that are still known after an abort; drop the cells of a computation that failed."""
         n_kept = result.n_kept if result.code == 2 and self._can_trim else ()
         for i, driver in enumerate(drivers):
             if driver.status is not Status.RUNNING:  # it ended by an earlier step of this run
                 continue
             # the last token is computed again for its logits
-            n = min(n_kept[i], driver.n_takeable) if n_kept else 0
+            n = min(n_kept[i], driver.n_reusable) if n_kept else 0
             if self._chunk_alignment and n < driver.n_prompt:
                 n -= n % driver.own_alignment(self._chunk_alignment)
             self._batcher.keep_cells(driver, n)
@@ -540,9 +539,9 @@ class ContinuousBatchScheduler:
         self._batcher.retire(driver)
 
 
-def _make_all_room(slots: SlotPlan) -> bool:
+def _evict_all_or_preempt(slots: SlotPlan) -> bool:
     """Empty all free slots, or else take the slot of one sequence; False where neither can be."""
-    return slots.make_room(slots.ledger.n_pool) or slots.preempt()
+    return slots.evict(slots.ledger.n_pool) or slots.preempt()
 
 
 def _n_single(drivers: Sequence[SequenceDriver]) -> int:

@@ -1,4 +1,4 @@
-"""What a plan does to slots: which sequences leave, enter, move and wait, decided against a view of the books."""
+"""What a plan does to slots: which sequences leave, enter, move and wait, decided against a view of slots and cells."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ N_LOOK = 4
 """How many waiting sequences are looked at where the first cannot have a slot."""
 
 N_OVERTAKEN_MAX = 16
-"""How many may be admitted before one that waits for cells; then it holds up all behind it."""
+"""How many sequences may pass one that waits for cells; then it holds up all that come after it."""
 
 N_READ_PER_SLOT = 2
-"""How many may wait for cells from disk: what was read for them takes memory. Further ones wait in the queue."""
+"""How many sequences may wait for cells from disk, which take memory once read. Further ones wait in the queue."""
 
 N_STORED_PER_SLOT = 2
-"""How many may wait for their cells to be written, in host memory meanwhile; then no sequence enters that saves."""
+"""How many sequences may wait for their cells to be written, in host memory meanwhile; then none that saves enters."""
 
 
 @dataclass(eq=False, slots=True)
-class Books:
-    """What is known of slots, cells and waiting sequences. Events and `apply` change it; a plan never does."""
+class BatcherState:
+    """What the batcher knows: slots, cells, waiting sequences. Events and `apply` change it; a plan never does."""
 
     cells: SlotCells
     saved: SavedCells
@@ -70,12 +70,12 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class SlotPlan:
-    """What a plan does to slots. The first change makes a view of the books; without one nothing is copied.
+    """What a plan does to slots. The first change makes a view of slots and cells; without one nothing is copied.
 
     Plans are equal that do the same.
     """
 
-    books: Books = field(compare=False)
+    state: BatcherState = field(compare=False)
     order: list[SequenceDriver] = field(compare=False)
     """The running sequences before the plan, the oldest first."""
     leaves: list[Leave] = field(default_factory=list)
@@ -91,15 +91,15 @@ class SlotPlan:
     _n_saved_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.cells, self.ledger = self.books.cells, self.books.cells.ledger
-        self._n_saved_bytes = self.books.saved.n_bytes
+        self.cells, self.ledger = self.state.cells, self.state.cells.ledger
+        self._n_saved_bytes = self.state.saved.n_bytes
 
     # ---- questions ----
 
     @property
     def has_view(self) -> bool:
         """Whether the plan changes slots or cells."""
-        return self.cells is not self.books.cells
+        return self.cells is not self.state.cells
 
     @property
     def has_changes(self) -> bool:
@@ -127,13 +127,13 @@ class SlotPlan:
     def n_waiting(self) -> int:
         """Sequences that wait for a slot then."""
         if not (self.leaves or self.placed or self.holds):
-            return len(self.books.queue)
+            return len(self.state.queue)
         n_left = sum(leave.reason != "pause" for leave in self.leaves)
-        return len(self.books.queue) - self.n_entering - len(self.holds) + n_left
+        return len(self.state.queue) - self.n_entering - len(self.holds) + n_left
 
     @property
     def can_admit(self) -> bool:
-        """Whether a slot is free, or can be made free by parking a paused sequence."""
+        """Whether a slot is free, or can be taken from a paused sequence."""
         ledger = self.ledger
         return ledger.n_free_slots > 0 or len(self.order) < ledger.n_slots
 
@@ -141,12 +141,12 @@ class SlotPlan:
     def n_following(self) -> int:
         """Sequences that wait for another's prefix; a slot is kept free for each."""
         n_new = sum(found.leader is not None for found in self.holds.values())
-        return len(self.books.followers) + n_new
+        return len(self.state.followers) + n_new
 
     @property
     def n_awaited(self) -> int:
         """Sequences that wait for a prefix or for cells from disk."""
-        return len(self.books.followers) + len(self.books.reads) + len(self.holds)
+        return len(self.state.followers) + len(self.state.reads) + len(self.holds)
 
     def n_computed(self, driver: SequenceDriver) -> int:
         """Return the cells of a sequence as the plan leaves them."""
@@ -154,17 +154,17 @@ class SlotPlan:
 
     # ---- leaving ----
 
-    def make_room(self, n_cells: int) -> bool:
+    def evict(self, n_cells: int) -> bool:
         """Empty free slots until `n_cells` cells are free; return whether any was emptied."""
         has_room = self.ledger.n_free_cells >= n_cells
         if has_room or self.cells.prefixes.oldest_retained() is None:
             return False
-        self._edit().make_room(n_cells)
+        self._edit().evict(n_cells)
         return True
 
     def preempt(self) -> bool:
         """Take the slot and cells of a paused sequence, else of a victim; False if there is neither."""
-        if paused := self._parkable():
+        if paused := self._paused():
             self.leave(paused[0], "pause")
         elif victim := choose_victim(self.ledger):
             self.leave(victim, "cells")
@@ -178,12 +178,12 @@ class SlotPlan:
         if slot is None:
             return
         self.leaves.append(Leave(driver, reason, self._save(driver, slot)))
-        cells.ledger.give_back(slot)
-        cells.leave(driver, slot)
+        cells.ledger.free(slot)
+        cells.retain(driver, slot)
 
     def _save(self, driver: SequenceDriver, slot: Slot) -> bool:
         """Save the cells of a sequence that leaves its slot, where that can be."""
-        cells, saved = self.cells, self.books.saved
+        cells, saved = self.cells, self.state.saved
         n_bytes = saved.n_bytes_of(driver.n_computed)
         has_room = self._n_saved_bytes + n_bytes <= saved.n_bytes_max
         if not n_bytes or not has_room or slot in cells.trims or slot in cells.shifts:
@@ -200,9 +200,9 @@ class SlotPlan:
         if mover is None or mover.slot is None:
             return
         cells, slot = self._edit(), min(self.ledger.free_slots)
-        cells.ledger.lend(slot, mover)
+        cells.ledger.assign(slot, mover)
         cells.move(mover, mover.slot, slot)
-        cells.ledger.give_back(mover.slot)
+        cells.ledger.free(mover.slot)
         self.placed[mover] = Place(slot, mover.n_computed)
 
     # ---- entering ----
@@ -214,14 +214,14 @@ class SlotPlan:
         """
         # a sequence whose prompt is refused ends before the next plan
         waiting = takewhile(
-            lambda d: d.is_prepared and d.error is None,
-            self.books.queue.candidates(self.ledger.running),
+            lambda d: d.is_tokenized and d.error is None,
+            self.state.queue.candidates(self.ledger.running),
         )
         first = [*islice(waiting, N_LOOK)]
         demand = self._demand()
         while n_copied_max is None or sum(n for _, _, n in self.cells.copies) <= n_copied_max:
             n_left = len(self.leaves)
-            driver = self._let_one_in(first, demand)
+            driver = self._admit_next(first, demand)
             if driver is None:
                 break
             first.remove(driver)
@@ -229,13 +229,13 @@ class SlotPlan:
             if len(self.leaves) > n_left:
                 demand = self._demand()
 
-    def _let_one_in(
+    def _admit_next(
         self, waiting: Sequence[SequenceDriver], demand: Demand
     ) -> SequenceDriver | None:
         """Give a slot to the first that can have one, or hold it until it can begin further on; return it, or None.
 
-        A sequence that waits for the disk is passed by others, one that waits for cells only so often; nobody takes
-        the slot that a sequence before it chose.
+        A sequence that waits for the disk is passed by others, one that waits for cells only so often. A slot that a
+        sequence chose is not given to a later one.
         """
         passed: SequenceDriver | None = None
         kept: list[Slot] = []
@@ -243,15 +243,15 @@ class SlotPlan:
             chosen = driver.chosen_slot
             if chosen is not None and not is_to_be_had(self.ledger.running[chosen]):
                 continue  # the plan gave it to one before
-            if self.ledger.n_free_slots + len(self._parkable()) <= self.n_following:
+            if self.ledger.n_free_slots + len(self._paused()) <= self.n_following:
                 return None
-            found, reads = self.cells.prefixes.find(driver), self.books.reads
+            found, reads = self.cells.prefixes.find(driver), self.state.reads
             must_read = found.leader is None and reads.is_needed(driver, self.cells.prefixes)
             if not self._waits_for_disk(driver, must_read=must_read):
                 if found.leader is not None or must_read:
                     self.holds[driver] = found
                     return driver
-                if self._enter(driver, found, demand, kept) or self._enter_by_parking(driver, kept):
+                if self._place(driver, found, demand, kept) or self._place_in_paused(driver, kept):
                     if passed is not None:
                         self.overtaken[passed] = self.overtaken.get(passed, 0) + 1
                     return driver
@@ -269,39 +269,40 @@ class SlotPlan:
         if must_read and n_read >= N_READ_PER_SLOT * n_slots:
             return True
         is_saving = bool(driver.request.options.save_cache)
-        return is_saving and len(self.books.storing) >= N_STORED_PER_SLOT * n_slots
+        return is_saving and len(self.state.storing) >= N_STORED_PER_SLOT * n_slots
 
-    def _enter_by_parking(self, driver: SequenceDriver, kept: Collection[Slot]) -> bool:
-        """Take slots of paused sequences until a waiting one can enter; take none where it cannot even then."""
-        paused = self._parkable(driver.chosen_slot)
+    def _place_in_paused(self, driver: SequenceDriver, kept: Collection[Slot]) -> bool:
+        """Take slots of paused sequences until a waiting one can be admitted; take none where it cannot even then."""
+        paused = self._paused(driver.chosen_slot)
         if not paused:
             return False
         before, n_left = (self.cells, self.ledger, self._n_saved_bytes), len(self.leaves)
         self._branch()
         for holder in paused:
             self.leave(holder, "pause")
-            if self._enter(driver, self.cells.prefixes.find(driver), self._demand(), kept):
+            if self._place(driver, self.cells.prefixes.find(driver), self._demand(), kept):
                 return True
         self.cells, self.ledger, self._n_saved_bytes = before
         del self.leaves[n_left:]
         return False
 
-    def _parkable(self, slot: Slot | None = None) -> list[SequenceDriver]:
+    def _paused(self, slot: Slot | None = None) -> list[SequenceDriver]:
         """Return the paused sequences that have slots, first the one in `slot`."""
-        if len(self.order) == self.books.cells.ledger.n_lent:  # nobody was paused before the plan
+        had_none_paused = len(self.order) == self.state.cells.ledger.n_used_slots
+        if had_none_paused:
             return []
         paused = [d for d in self.ledger.running if d is not None and d.status is Status.PAUSED]
         return sorted(paused, key=lambda d: d.slot != slot)
 
     def _demand(self) -> Demand:
-        """Return what running sequences will want; each one that the plan lets in joins them."""
-        demand = Demand(self.books.demand)
+        """Return what running sequences will want; each sequence that the plan admits joins them."""
+        demand = Demand(self.state.demand)
         for driver in self.ledger.running if self.ledger.is_shared else ():
             if driver is not None:
                 demand.join(driver, self.n_computed(driver))
         return demand
 
-    def _enter(
+    def _place(
         self,
         driver: SequenceDriver,
         found: PrefixMatch,
@@ -315,14 +316,14 @@ class SlotPlan:
         if ledger.n_free_slots <= self.n_following or not demand.fits(driver, ledger, n_shared):
             return False
         slot = self._slot_for(driver, source, kept)
-        # cells that have no room beside copies have it in the next plan, which makes none
+        # saved cells that do not fit because of copies fit in the next plan, which copies nothing
         if slot is None or not self.cells.can_load(driver):
             return False
         cells = self._edit()
-        cells.ledger.lend(slot, driver)
+        cells.ledger.assign(slot, driver)
         if source is not None and not cells.prefixes.can_reach(source, slot):
             source = None
-        self.placed[driver] = Place(slot, cells.enter(driver, slot, source))
+        self.placed[driver] = Place(slot, cells.fill(driver, slot, source))
         if ledger.is_shared:
             demand.join(driver, self.n_computed(driver))
         return True
@@ -333,15 +334,15 @@ class SlotPlan:
         """Return the free slot that a sequence gets; None where it has to wait for one."""
         prefixes, slot = self.cells.prefixes, driver.chosen_slot
         if slot is None:
-            avoided = self.books.queue.chosen_slots
+            avoided = self.state.queue.chosen_slots
             has_room = self._has_slot_to_spare()
-            return prefixes.place(source, has_room=has_room, kept=kept, avoided=avoided)
+            return prefixes.choose_slot(source, has_room=has_room, kept=kept, avoided=avoided)
         is_copied = slot in prefixes.copied and (source is None or source.slot != slot)
         return None if is_copied or self.ledger.running[slot] is not None or slot in kept else slot
 
     def _has_slot_to_spare(self) -> bool:
         """Whether a slot stays free when each sequence that wants one has one."""
-        n_waiting = len(self.books.queue) - self.n_entering - len(self.holds)
+        n_waiting = len(self.state.queue) - self.n_entering - len(self.holds)
         n_taken = self.n_following + len(self.cells.prefixes.copied) + n_waiting - 1
         return self.ledger.n_free_slots - n_taken > 1
 

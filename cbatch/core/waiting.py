@@ -1,4 +1,4 @@
-"""Sequences that wait for what a free slot does not bring: another's prefix, cells on disk, or their grammar."""
+"""Sequences that wait for more than a slot: another's prefix, cells on disk, or their grammar."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _N_GRAMMARS_MAX = 32
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """A sequence that waits until its leader has `n_cells` cells, as long as the leader gets on with it."""
+    """A sequence that waits until its leader has `n_cells` cells, as long as the leader computes more of them."""
 
     driver: SequenceDriver
     leader: SequenceDriver
@@ -66,7 +66,7 @@ class PrefixWaiters:
             if follower.leader.request.adapters == adapters:
                 follower.n_before = follower.leader.n_computed
 
-    def take_over(self) -> list[SequenceDriver]:
+    def pop_ready(self) -> list[SequenceDriver]:
         """Return the sequences whose leader has computed what they share, or stopped, or left."""
         if not self._followers:
             return []
@@ -81,7 +81,7 @@ class PrefixWaiters:
 
 
 class Awaited(Generic[C, V]):
-    """Sequences that wait for a file or a grammar, which is asked for once; those found lately are remembered."""
+    """Sequences that wait for a file or a grammar, which is asked for once; what was found lately is remembered."""
 
     def __init__(self, n_known_max: int) -> None:
         self._n_known_max = n_known_max
@@ -102,7 +102,7 @@ class Awaited(Generic[C, V]):
         self._waiting.setdefault(wanted, {})[driver.number] = driver
         return is_new
 
-    def _arrived(self, wanted: C) -> list[SequenceDriver]:
+    def _pop_waiting(self, wanted: C) -> list[SequenceDriver]:
         return [*self._waiting.pop(wanted, {}).values()]
 
     def learn(self, wanted: C, found: V) -> None:
@@ -168,7 +168,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         self._prefixes, self._saved, self._wants = prefixes, saved, wants
 
     def is_needed(self, driver: SequenceDriver, prefixes: PrefixCache) -> bool:
-        """Whether a driver that could enter a slot should wait for cells from disk first; `prefixes` are the plan's."""
+        """Whether a driver that could have a slot should wait for cells from disk first; `prefixes` are the plan's."""
         if not self._may_read(driver) or self.why_useless(driver) is not None:
             return False
         found = self._known.get(CacheRef.of(driver.request))
@@ -196,19 +196,19 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         if self._add(driver, ref):
             self._wants.append(CacheRead(ref, self._waiting[ref], self._n_usable))
 
-    def arrive(
+    def resolve(
         self, want: CacheRead, found: object
     ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
-        """Take what reading a file brought; see `MultiRequestBatcher.bring`.
+        """Take what reading a file brought; see `MultiRequestBatcher.resolve`.
 
         Returns:
             The sequences that waited for it, which go on now, and those of them for which the backend is to get these
-            cells, with the key. The others look again at their turn: they copy from one that has entered, or ask again.
+            cells, with the key. The others look again at their turn: they copy from a slot, or ask again.
         """
-        drivers = self._arrived(want.ref)
+        drivers = self._pop_waiting(want.ref)
         if isinstance(found, CacheEntry):
             self.learn(want.ref, found)
-            return drivers, [*self._adopt(want, found, drivers)]
+            return drivers, [*self._give_cells(want, found, drivers)]
         for driver in drivers:
             if isinstance(found, CacheError):
                 driver.proceed_uncached(found)
@@ -218,10 +218,10 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
             self._known.pop(want.ref, None)
         return drivers, []
 
-    def _adopt(
+    def _give_cells(
         self, want: CacheRead, found: CacheEntry, drivers: Sequence[SequenceDriver]
     ) -> Iterator[tuple[SequenceDriver, int]]:
-        """Yield the sequences that get cells of their own: not those that can copy them from a slot soon."""
+        """Yield the sequences that get cells of their own; others can soon copy them from a slot."""
         n_loaded = 0
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
@@ -237,7 +237,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
             elif not n_cells:
                 driver.proceed_uncached(_no_beginning(want.ref, found))
             else:
-                yield driver, self._saved.adopt(driver, n_cells)
+                yield driver, self._saved.add_from_disk(driver, n_cells)
                 if can_share:
                     n_loaded = n_cells
 
@@ -271,9 +271,9 @@ class GrammarBuilds(Awaited[ToCompile, object]):
             driver.compiled[want] = self._known[want]
         return False
 
-    def arrive(self, want: ToCompile, made: object) -> list[SequenceDriver]:
+    def resolve(self, want: ToCompile, made: object) -> list[SequenceDriver]:
         """Take what was compiled, None where that failed; return the sequences that waited for it."""
-        drivers = self._arrived(want)
+        drivers = self._pop_waiting(want)
         if made is not None:
             for driver in drivers:
                 driver.compiled[want] = made

@@ -176,7 +176,7 @@ class BatchResponse:
     def cancel(self) -> int:
         """Cancel every item of this batch that has not ended; return how many.
 
-        A generator's prompts are not read on: the batch ends behind those that were read.
+        A generator's prompts are not read on: the batch ends after the prompts that were read.
         """
         return self._mailbox.cancel()
 

@@ -65,7 +65,7 @@ class CacheIo:
             return
         data = self._backend.export_state(want.key)
         if data is None:
-            self._bring(want, None)
+            self._resolve(want, None)
         else:
             self._thread.do(partial(self._write, want, data), _WRITE)
 
@@ -118,20 +118,20 @@ class CacheIo:
         except Exception as error:
             found = f"the cells were not saved: {words_of(error)}"
         finally:
-            self._post(partial(self._bring, stored, found))
+            self._post(partial(self._resolve, stored, found))
 
     # ---- what came of it ----
 
-    def _bring(
+    def _resolve(
         self, want: CacheRead | Stored, found: CacheEntry | CacheError | str | None
     ) -> list[tuple[SequenceDriver, int]]:
-        return self._batcher.bring(want, found, self._clock())
+        return self._batcher.resolve(want, found, self._clock())
 
     def _take_read(
         self, want: CacheRead, found: CacheEntry | CacheError | None, data: NDArray[np.uint8] | None
     ) -> None:
         """Hand cells to the backend for the sequences that waited for them."""
-        for driver, key in self._bring(want, found):
+        for driver, key in self._resolve(want, found):
             try:
                 if data is not None:
                     self._backend.import_state(key, data, want.n_read)

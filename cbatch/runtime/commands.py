@@ -108,7 +108,7 @@ class FairLock:
     def held(self) -> Iterator[None]:
         """Hold the lock in a block.
 
-        Handlers of signals are called behind the block, for they may use the engine and must not find a step half done.
+        Handlers of signals are called after the block, for they may use the engine and must not find a step half done.
         """
         if self.is_mine:
             yield

@@ -44,7 +44,7 @@ class InFlight:
     def __init__(
         self, loop: Loop, batcher: MultiRequestBatcher, clock: Callable[[], float]
     ) -> None:
-        self.routes = loop.routes  # the loop takes out those that ended
+        self.routes = loop.routes  # the loop takes out requests that ended
         self._loop, self._batcher, self._clock = loop, batcher, clock
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""

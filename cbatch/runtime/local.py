@@ -18,7 +18,7 @@ from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.sequences import (
-    PromptPreparer,
+    PromptTokenizer,
     SequenceMaker,
     check_in_vocab,
     extended,
@@ -70,10 +70,10 @@ class LocalRuntime:
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
         self._stats = stats = EngineStats()
-        prompts = PromptPreparer(partial(tokenize, backend.vocab), backend.n_window)
+        prompts = PromptTokenizer(partial(tokenize, backend.vocab), backend.n_window)
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
         self.batcher = MultiRequestBatcher(
-            ledger, prompts.prepare, schedule, backend.chunk_alignment
+            ledger, prompts.tokenize, schedule, backend.chunk_alignment
         )
         scheduler = ContinuousBatchScheduler(
             self.batcher,

@@ -78,7 +78,7 @@ class Loop:
         self._stats, self._clock = stats, clock
         self.deliver = partial(deliver, self.routes, batcher, stats)
         self._commands = Commands()
-        post = self._bring
+        post = self._resolve
         self._cache_io = CacheIo(store, backend, batcher, clock, post, is_threaded=is_threaded)
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
@@ -101,8 +101,8 @@ class Loop:
         start = self._clock()
         self._commands.do_due(start)
         self._order_wants()
-        self._scheduler.prepare(start)
-        prepared = self._clock()
+        self._scheduler.begin_step(start)
+        begun = self._clock()
         plan = self._scheduler.plan(start)
         if plan is None:
             self.waiters.wake()
@@ -116,7 +116,7 @@ class Loop:
         record = None
         if self.recorder is not None and plan.step.chunks:
             n_cells = self._batcher.occupancy().n_cells
-            record = record_of(plan, result, n_cells, (start, prepared, built, ran))
+            record = record_of(plan, result, n_cells, (start, begun, built, ran))
         changed = self._scheduler.apply(plan, result, ran)
         self._unapplied = None
         self.waiters.wake()
@@ -158,7 +158,7 @@ class Loop:
                 self._cache_io.order(want)
 
     def _take_compiled(self, want: Grammar | DryBreakers, found: object) -> None:
-        self._batcher.bring(want, found, self._clock())
+        self._batcher.resolve(want, found, self._clock())
 
     # ---- from other threads ----
 
@@ -200,7 +200,7 @@ class Loop:
                 with self._closing:
                     self._commands.do_all()
 
-    def _bring(self, command: Callable[[], object]) -> None:
+    def _resolve(self, command: Callable[[], object]) -> None:
         """Have what was compiled, read or written taken soon. From the threads of these works; also once closed."""
         self._commands.put(command)
         self.hurry()
@@ -269,7 +269,7 @@ class Loop:
     def pump(self) -> bool:
         """Do one step in an engine without a thread, in the caller's; see `step`. A step that fails ends the engine.
 
-        Ctrl-C during the step is raised behind it, and the requests go on with the next step.
+        Ctrl-C during the step is raised after it, and the requests go on with the next step.
         """
         self.check_open()
         with self._turns.held():

@@ -71,7 +71,7 @@ class Items:
             self._n_more_ends += n - 1
 
     def end(self, results: Sequence[BatchResult]) -> None:
-        """Count items that ended, behind the keeping of their results."""
+        """Count items that ended, after the keeping of their results."""
         with HeldBack(), self._changed:
             for result in results:
                 is_cancelled = result.finish_reason == "cancelled"

@@ -122,7 +122,7 @@ def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | 
 
 def _n_begun(driver: SequenceDriver) -> int:
     """Return how many tokens were computed before the first was sampled: of the prompt, and of output to go on from."""
-    return driver.n_given + len(driver.request.output) - driver.n_taken
+    return driver.n_given + len(driver.request.output) - driver.n_reused
 
 
 def _stop_reason(driver: SequenceDriver) -> str | int | None:
@@ -161,7 +161,7 @@ def _logprobs(driver: SequenceDriver) -> tuple[TokenLogprob, ...] | None:
 
 
 def _output_logprobs(driver: SequenceDriver) -> list[TokenLogprob]:
-    """Return a log-probability for each token that was fed to the text; those that are new are made."""
+    """Return a log-probability for each token that was fed to the text; new ones are made."""
     request, found, text = driver.request, driver.reply.logprobs, driver.reply.text
     n_old, n_fed = len(request.output), text.n_fed  # 0 where it never ran
     found += request.output_logprobs[len(found) : n_fed]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowComparison:
-    """What the model says behind a sequence's last token, in a step with other sequences and alone.
+    """What the model says after a sequence's last token, in a step with other sequences and alone.
 
     A token is the likeliest by the model's own logits, before any option changes them; −1 stands for it where
     the logits hold a NaN.

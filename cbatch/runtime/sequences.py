@@ -43,19 +43,19 @@ UNNAMED = "-"
 """The id of a request that is checked and not run, in errors."""
 
 
-class PromptPreparer:
+class PromptTokenizer:
     """Makes prompts tokens; changes nothing but their sequences. From any thread."""
 
     def __init__(self, tokenize: Tokenize, n_window: int) -> None:
         self._tokenize, self._n_window = tokenize, n_window
 
-    def prepare(self, driver: SequenceDriver) -> None:
+    def tokenize(self, driver: SequenceDriver) -> None:
         """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
-        if driver.is_prepared:
+        if driver.is_tokenized:
             return
         try:
             tokens = self._tokenize(driver.request.prompt, driver.request.options)
-            driver.prepare(tokens, self._n_window)
+            driver.set_prompt(tokens, self._n_window)
             if driver.request.options.n_discard:
                 driver.keep_in_window(self._n_first_message(driver, tokens))
         except CBatchError as error:
@@ -98,7 +98,7 @@ class SequenceMaker:
     """Makes sequences from prompts, with merged and checked options; from one thread at a time."""
 
     def __init__(
-        self, backend: Backend, prompts: PromptPreparer, schedule: ScheduleOptions
+        self, backend: Backend, prompts: PromptTokenizer, schedule: ScheduleOptions
     ) -> None:
         self.owner = secrets.token_hex(8)
         """The mark of the engine, by which its results are known."""
@@ -156,13 +156,13 @@ class SequenceMaker:
         self._warn(driver)
         if self._schedule.policy in BY_PROMPT:
             # here, for the owner thread must not wait
-            self._prompts.prepare(driver)
+            self._prompts.tokenize(driver)
         return driver
 
     def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
         """Return the first sequence of a prompt, with its tokens. Raises as a run of the prompt would end."""
         driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
-        self._prompts.prepare(driver)
+        self._prompts.tokenize(driver)
         if driver.error is not None:
             raise driver.error
         return driver

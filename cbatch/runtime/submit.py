@@ -56,7 +56,7 @@ class Feed:
             self._is_reading.release()
 
     def end(self, error: BaseException) -> None:
-        """Read no more, for the items in hand are being ended; the batch's reader gets `error` behind them."""
+        """Read no more, for the items in hand are being ended; the batch's reader gets `error` after them."""
         self._mailbox.break_off(error)
 
     def _run(self) -> None:
@@ -182,7 +182,7 @@ class Submitter:
             feed.fill()
 
     def end(self, error: CBatchError) -> None:
-        """End every feed, for the items in hand are being ended; readers get `error` behind these."""
+        """End every feed, for the items in hand are being ended; readers get `error` after these."""
         for feed in list(self._feeds.values()):
             feed.end(error)
 

@@ -88,7 +88,7 @@ def is_in_event_loop() -> bool:
 
 
 class Readers:
-    """Threads and tasks that wait for something of one batch; `wake` is called behind each change of the batch.
+    """Threads and tasks that wait for something of one batch; `wake` is called after each change of the batch.
 
     Where the engine has no thread of its own, a reader does its steps instead of sleeping.
     """
@@ -106,7 +106,7 @@ class Readers:
         return os.getpid() == self._pid
 
     def wake(self) -> None:
-        """Have all readers look again. From any thread, behind the change."""
+        """Have all readers look again. From any thread, after the change."""
         self._threads.wake()
         while self._tasks:
             with suppress(IndexError):  # another thread has taken the last one
@@ -169,7 +169,7 @@ async def do_to_end(work: Callable[[], object], hurry: Callable[[], object] | No
     """Do `work` in a thread of its own, which is started before anything is awaited; return when it has ended.
 
     A shield holds off the cancelling of scopes, but not that of asyncio's own `Task.cancel`, which may come often: it
-    is raised behind the work, and `hurry` is called when it first comes. What the work raises is raised here, and is
+    is raised after the work, and `hurry` is called when it first comes. What the work raises is raised here, and is
     the cause of a cancellation where both are.
     """
     waker, has_ended, outcome = LoopWaker.here(), anyio.Event(), Future[None]()

@@ -20,6 +20,6 @@ def make_driver(**options: Any) -> SequenceDriver:
 
 def make_running(n_prompt: int = 2, **options: Any) -> SequenceDriver:
     driver = make_driver(**options)
-    driver.prepare(list(range(n_prompt)), N_WINDOW)
+    driver.set_prompt(list(range(n_prompt)), N_WINDOW)
     driver.admit(Slot(0), 1.0)
     return driver

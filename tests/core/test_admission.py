@@ -130,7 +130,7 @@ def test_optimistic_lets_more_run_when_answers_are_shorter_than_their_caps() -> 
     one_step(rig)
     assert rig.stats.n_active_max == 2
     drive(rig)
-    assert rig.books.demand.ratio < 0.15
+    assert rig.state.demand.ratio < 0.15
     assert rig.stats.n_active_max >= 6
 
 

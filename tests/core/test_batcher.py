@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
 
 
-def books(rig: Rig) -> object:
+def snapshot(rig: Rig) -> object:
     batcher = rig.batcher
     cells = [[*row] for row in rig.backend.cells]
     return (
@@ -109,13 +109,13 @@ def test_prompt_that_does_not_fit_is_refused_alone_and_leaves_nothing(n_prompt: 
     rig.submit(make_request("good", max_tokens=4))
     rig.backend.interrupt()
     step(rig)
-    before = books(rig)
+    before = snapshot(rig)
     rig.submit(make_request("bad", [0] * n_prompt))
-    rig.scheduler.prepare(rig.now)
+    rig.scheduler.begin_step(rig.now)
     [bad] = rig.batcher.take_ended()
     assert isinstance(bad.error, PromptTooLongError)
     assert (bad.error.n_prompt, bad.error.n_limit) == (n_prompt, 64)
-    assert books(rig) == before
+    assert snapshot(rig) == before
     del rig.drivers["bad"]
     drive(rig)
     assert rig.results["good"].finish_reason == "length"
@@ -194,9 +194,9 @@ def test_cancel_of_what_is_not_in_flight_is_false_and_harmless() -> None:
     assert rig.cancel("0") is False
     rig.submit(*make_sequences(1, max_tokens=2))
     drive(rig)
-    before = books(rig)
+    before = snapshot(rig)
     assert rig.cancel("0") is False
-    assert books(rig) == before
+    assert snapshot(rig) == before
     rig.submit(make_request("next", max_tokens=2))
     drive(rig)
     assert rig.results["next"].finish_reason == "length"

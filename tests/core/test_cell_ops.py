@@ -1,4 +1,4 @@
-"""What a plan and the events before it do to cells: operations, and the books of saved cells and what they weigh."""
+"""What a plan and the events before it do to cells: operations, and what saved cells weigh."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def running(cells: SlotCells, n_computed: int) -> tuple[SequenceDriver, Slot]:
     driver = SequenceDriver.of(make_request(), FakeVocab(320).piece, 0.0)
     driver.tokens, driver.n_computed = [1] * (n_computed + 1), n_computed
     slot = driver.slot = min(cells.ledger.free_slots)
-    cells.ledger.lend(slot, driver)
+    cells.ledger.assign(slot, driver)
     cells.ledger.add(slot, n_computed)
     return driver, slot
 
@@ -58,7 +58,7 @@ def moved(cells: SlotCells) -> tuple[SequenceDriver, Slot]:
 def waiting(cells: SlotCells, n_computed: int, key: int) -> SequenceDriver:
     """A sequence without a slot whose cells are saved."""
     driver, slot = running(cells, n_computed)
-    cells.ledger.give_back(slot)
+    cells.ledger.free(slot)
     cells.ledger.trim(slot, 0)
     driver.slot, driver.saved_key = None, key
     return driver
@@ -104,7 +104,7 @@ def test_clear_of_a_slot_that_is_to_move_replaces_the_move() -> None:
 
 def test_slot_that_is_left_before_it_moves_keeps_what_would_not() -> None:
     cells = make_cells(is_on=True)
-    cells.leave(*moved(cells))
+    cells.retain(*moved(cells))
     assert ops_of(cells) == {"trims": ((0, 2),)}
     assert cells.ledger.n_cells[0] == 2
 
@@ -113,7 +113,7 @@ def test_slot_of_a_pool_whose_cells_move_for_all_is_left_empty() -> None:
     cells = make_cells(shared_pool(200, can_copy=True), is_on=True)
     driver, slot = running(cells, 5)
     driver.request = make_request(n_discard=4)
-    cells.leave(driver, slot)
+    cells.retain(driver, slot)
     assert ops_of(cells) == {"clears": (0,)}
 
 
@@ -140,10 +140,10 @@ def test_view_changes_nothing_below_and_has_what_was_left_to_do() -> None:
 
 def test_saved_cells_are_loaded_into_a_slot_that_is_emptied_for_them() -> None:
     cells = make_cells(is_on=True)
-    cells.leave(*running(cells, 9))
+    cells.retain(*running(cells, 9))
     driver = waiting(cells, 5, key=7)
     view = cells.view()
-    assert view.enter(driver, Slot(0), None) == 5
+    assert view.fill(driver, Slot(0), None) == 5
     assert ops_of(view) == {"clears": (0,), "loads": ((0, 7, 5),)}
     assert view.ledger.n_cells[0] == 5
 
@@ -153,13 +153,13 @@ def test_saved_cells_are_loaded_into_a_slot_that_is_emptied_for_them() -> None:
 )
 def test_cells_in_common_stay_where_they_are_or_are_copied(slot: int, ops: object) -> None:
     cells = make_cells(is_on=True)
-    cells.leave(*running(cells, 9))
+    cells.retain(*running(cells, 9))
     cells.note_done()
-    cells.ledger.give_back(Slot(0))
+    cells.ledger.free(Slot(0))
     driver = SequenceDriver.of(make_request(), FakeVocab(320).piece, 0.0)
     view = cells.view()
-    view.ledger.lend(Slot(slot), driver)
-    assert view.enter(driver, Slot(slot), Source(Slot(0), 4)) == 4
+    view.ledger.assign(Slot(slot), driver)
+    assert view.fill(driver, Slot(slot), Source(Slot(0), 4)) == 4
     assert ops_of(view) == ops
 
 
@@ -177,31 +177,36 @@ def driver_of(n_computed: int) -> SequenceDriver:
 
 
 def test_saved_cells_weigh_until_they_are_taken() -> None:
-    books, driver = saved(), driver_of(5)
+    saved_cells, driver = saved(), driver_of(5)
     driver.number = 3
-    books.add(driver)
-    assert (driver.saved_key, books.n_bytes) == (3, 5 * KIB)
-    assert not books.take(3)
-    assert (driver.saved_key, books.n_bytes, driver.n_computed) == (None, 0, 5)
+    saved_cells.add(driver)
+    assert (driver.saved_key, saved_cells.n_bytes) == (3, 5 * KIB)
+    assert not saved_cells.take(3)
+    assert (driver.saved_key, saved_cells.n_bytes, driver.n_computed) == (None, 0, 5)
 
 
 def test_cells_that_are_given_up_make_all_tokens_pending() -> None:
-    books, driver = saved(), driver_of(5)
-    books.add(driver)
-    assert books.give_up([0]) == []
-    assert (driver.saved_key, books.n_bytes, driver.n_computed) == (None, 0, 0)
+    saved_cells, driver = saved(), driver_of(5)
+    saved_cells.add(driver)
+    assert saved_cells.give_up([0]) == []
+    assert (driver.saved_key, saved_cells.n_bytes, driver.n_computed) == (None, 0, 0)
 
 
 def test_cells_from_disk_weigh_nothing_and_are_told_when_given_up() -> None:
-    books, driver = saved(), driver_of(0)
-    key = books.adopt(driver, 4)
-    assert (driver.saved_key, driver.n_computed, driver.n_cached, books.n_bytes) == (key, 4, 0, 0)
-    assert books.give_up([key]) == [driver]
+    saved_cells, driver = saved(), driver_of(0)
+    key = saved_cells.add_from_disk(driver, 4)
+    assert (driver.saved_key, driver.n_computed, driver.n_cached, saved_cells.n_bytes) == (
+        key,
+        4,
+        0,
+        0,
+    )
+    assert saved_cells.give_up([key]) == [driver]
 
 
 def test_memory_that_cannot_save_weighs_nothing() -> None:
-    books = SavedCells(KvCapabilities("partitioned", 256), KIB)
-    assert (books.n_bytes_of(5), books.can_save) == (0, False)
+    saved_cells = SavedCells(KvCapabilities("partitioned", 256), KIB)
+    assert (saved_cells.n_bytes_of(5), saved_cells.can_save) == (0, False)
 
 
 def test_state_without_cells_weighs_what_memory_says() -> None:

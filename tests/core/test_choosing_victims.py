@@ -27,12 +27,12 @@ def at(slot: int, n_computed: int = 9, **given: int | Status | MovingWindow) -> 
     return driver
 
 
-def lent(drivers: list[SequenceDriver | None], memory: KvCapabilities) -> KvLedger:
-    """Books in which each has its slot, with as many cells as it has computed."""
+def ledger_of(drivers: list[SequenceDriver | None], memory: KvCapabilities) -> KvLedger:
+    """A ledger in which each has its slot, with as many cells as it has computed."""
     ledger = KvLedger(4, 64, memory)
     for driver in drivers:
         if driver is not None and driver.slot is not None:
-            ledger.lend(driver.slot, driver)
+            ledger.assign(driver.slot, driver)
             ledger.add(driver.slot, driver.n_computed)
     return ledger
 
@@ -42,7 +42,7 @@ def lent(drivers: list[SequenceDriver | None], memory: KvCapabilities) -> KvLedg
 
 def test_victim_frees_cells_that_nobody_else_has() -> None:
     drivers = [at(0, 10), at(1, 0), at(2, 12)]
-    ledger = lent([*drivers], shared_pool(100))
+    ledger = ledger_of([*drivers], shared_pool(100))
     ledger.share(Slot(0), Slot(1), 10)
     drivers[1].n_computed = 10
     assert choose_victim(ledger) is drivers[2]
@@ -50,9 +50,9 @@ def test_victim_frees_cells_that_nobody_else_has() -> None:
 
 def test_victim_of_too_many_times_is_one_again_where_nobody_can_go_on() -> None:
     drivers = [at(0, 10), at(1, 2, n_preempted=N_PREEMPTED_MAX)]
-    assert choose_victim(lent([*drivers], shared_pool(100))) is None
-    assert choose_victim(lent([*drivers], shared_pool(12))) is drivers[1]
-    assert choose_victim(lent([drivers[0]], shared_pool(10))) is None
+    assert choose_victim(ledger_of([*drivers], shared_pool(100))) is None
+    assert choose_victim(ledger_of([*drivers], shared_pool(12))) is drivers[1]
+    assert choose_victim(ledger_of([drivers[0]], shared_pool(10))) is None
 
 
 # ---- who closes a gap ----
@@ -60,12 +60,12 @@ def test_victim_of_too_many_times_is_one_again_where_nobody_can_go_on() -> None:
 
 def test_highest_one_above_a_gap_moves() -> None:
     drivers = [at(0), None, at(2)]
-    assert choose_mover(lent(drivers, partitioned(256))) is drivers[2]
+    assert choose_mover(ledger_of(drivers, partitioned(256))) is drivers[2]
 
 
 def test_nobody_moves_where_there_is_no_gap() -> None:
     drivers = [at(0), at(1), None]
-    assert choose_mover(lent(drivers, partitioned(256))) is None
+    assert choose_mover(ledger_of(drivers, partitioned(256))) is None
     assert choose_mover(KvLedger(2, 64, partitioned(128))) is None
 
 
@@ -74,7 +74,7 @@ def test_nobody_moves_where_there_is_no_gap() -> None:
 )
 def test_nobody_moves_where_it_cannot_be_or_saves_nothing(memory: KvCapabilities) -> None:
     drivers = [at(0), None, at(2)]
-    assert choose_mover(lent(drivers, memory)) is None
+    assert choose_mover(ledger_of(drivers, memory)) is None
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_one_moves_that_has_much_to_come_and_cells_that_stay_as_they_are(
     mover: SequenceDriver, moves: bool
 ) -> None:
     drivers = [at(0), None, mover]
-    assert (choose_mover(lent(drivers, partitioned(256))) is mover) is moves
+    assert (choose_mover(ledger_of(drivers, partitioned(256))) is mover) is moves

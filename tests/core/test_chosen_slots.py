@@ -178,7 +178,7 @@ def test_paused_one_comes_back_to_the_slot_that_it_chose() -> None:
 def test_one_that_lost_its_cells_comes_back_to_the_slot_that_it_chose(can_save: bool) -> None:
     memory = shared_pool(16, can_save=can_save)
     rig = make_scheduler(4, 16, 64, memory=memory, admission="optimistic")
-    rig.books.demand.ratio = 0.01
+    rig.state.demand.ratio = 0.01
     requests = [make_request("old", max_tokens=12), make_request("own", slot=3, max_tokens=12)]
     rig.submit(*requests)
     while not rig.drivers["own"].n_preempted:

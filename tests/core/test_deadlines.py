@@ -159,7 +159,7 @@ def test_deadline_of_a_paused_one_in_its_slot_ends_it() -> None:
     rig.batcher.pause("a")
     drive(rig, before=lambda rig: rig.backend.interrupt())
     assert ends(rig) == {"a": ("timeout", 1), "b": ("length", 5)}
-    assert rig.ledger.n_lent == 0
+    assert rig.ledger.n_used_slots == 0
 
 
 def test_deadline_of_a_paused_one_without_a_slot_is_an_error() -> None:

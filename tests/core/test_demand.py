@@ -95,10 +95,10 @@ def test_one_whose_window_is_over_wants_the_window(
 def test_what_is_left_in_a_slot_that_nobody_has_is_room() -> None:
     some = demand(30)
     slot = Slot(0)
-    some.ledger.lend(slot, sequence(6, 4))
+    some.ledger.assign(slot, sequence(6, 4))
     some.ledger.add(slot, 20)
     assert not fits_beside(some, sequence(7, 4), [])
-    some.ledger.give_back(slot)
+    some.ledger.free(slot)
     assert fits_beside(some, sequence(7, 4), [])
 
 

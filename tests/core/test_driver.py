@@ -98,7 +98,7 @@ def test_prompt_and_cap_past_the_window_raise_and_change_nothing(
     driver = make_driver(max_tokens=cap, strict_max_tokens=True)
     before = snapshot(driver)
     with pytest.raises(PromptTooLongError) as caught:
-        driver.prepare(list(range(n_prompt)), N_WINDOW)
+        driver.set_prompt(list(range(n_prompt)), N_WINDOW)
     error = caught.value
     assert (error.n_prompt, error.n_limit, error.n_output) == (n_prompt, N_WINDOW, cap or 1)
     for way_out in ("16", "ctx_per_seq", "parallel"):
@@ -112,7 +112,7 @@ def test_prompt_without_a_token_raises_and_changes_nothing() -> None:
     driver = make_driver()
     before = snapshot(driver)
     with pytest.raises(RequestFailedError, match="empty"):
-        driver.prepare([], N_WINDOW)
+        driver.set_prompt([], N_WINDOW)
     assert snapshot(driver) == before
 
 
@@ -327,11 +327,11 @@ def make_scored(n_scored: int, n_computed: int) -> SequenceDriver:
     return driver
 
 
-@pytest.mark.parametrize(("n_scored", "n_takeable"), [(0, 0), (3, 3), (4, 4), (5, 5)])
-def test_scored_prompt_begins_no_further_than_it_was_scored(n_scored: int, n_takeable: int) -> None:
+@pytest.mark.parametrize(("n_scored", "n_reusable"), [(0, 0), (3, 3), (4, 4), (5, 5)])
+def test_scored_prompt_begins_no_further_than_it_was_scored(n_scored: int, n_reusable: int) -> None:
     driver = make_scored(n_scored, 0)
     assert driver.is_scoring == (n_scored < 5)  # nothing stands behind the last token
-    assert driver.n_takeable == n_takeable
+    assert driver.n_reusable == n_reusable
 
 
 @pytest.mark.parametrize(
@@ -361,10 +361,10 @@ def test_step_takes_as_much_as_it_can_score(
 def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
     driver = make_running(n_prompt=4)
     driver.tokens += [7, 8]
-    driver.take_over(5)
+    driver.reuse(5)
     assert (driver.n_cached, driver.n_reached) == (4, 5)  # no more than the prompt
     driver.n_computed = 0
-    driver.take_over(2)
+    driver.reuse(2)
     assert (driver.n_cached, driver.n_reached) == (4, 5)
 
 

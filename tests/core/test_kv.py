@@ -1,4 +1,4 @@
-"""The books of slots and cells."""
+"""The ledger of slots and cells."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ def ledger_of(n_slots: int) -> KvLedger:
 
 def test_counts_follow_lending() -> None:
     ledger = ledger_of(3)
-    assert (ledger.n_lent, ledger.n_free_slots) == (0, 3)
-    ledger.lend(Slot(1), SOMEBODY)
-    assert (ledger.n_lent, ledger.n_free_slots, sorted(ledger.free_slots)) == (1, 2, [0, 2])
-    ledger.give_back(Slot(1))
-    assert (ledger.n_lent, sorted(ledger.free_slots)) == (0, [0, 1, 2])
+    assert (ledger.n_used_slots, ledger.n_free_slots) == (0, 3)
+    ledger.assign(Slot(1), SOMEBODY)
+    assert (ledger.n_used_slots, ledger.n_free_slots, sorted(ledger.free_slots)) == (1, 2, [0, 2])
+    ledger.free(Slot(1))
+    assert (ledger.n_used_slots, sorted(ledger.free_slots)) == (0, [0, 1, 2])
 
 
 def test_lend_of_a_slot_that_is_lent_raises() -> None:
     ledger = ledger_of(1)
-    ledger.lend(Slot(0), SOMEBODY)
-    with pytest.raises(LedgerError, match="slot 0 is lent"):
-        ledger.lend(Slot(0), SOMEBODY)
-    assert ledger.n_lent == 1
+    ledger.assign(Slot(0), SOMEBODY)
+    with pytest.raises(LedgerError, match="slot 0 is in use"):
+        ledger.assign(Slot(0), SOMEBODY)
+    assert ledger.n_used_slots == 1
 
 
-def test_give_back_twice_raises_and_the_books_still_balance() -> None:
+def test_free_twice_raises_and_the_ledger_still_balances() -> None:
     ledger, slot = ledger_of(2), Slot(0)
-    ledger.lend(slot, SOMEBODY)
-    ledger.give_back(slot)
-    with pytest.raises(LedgerError, match="slot 0 is not lent"):
-        ledger.give_back(slot)
+    ledger.assign(slot, SOMEBODY)
+    ledger.free(slot)
+    with pytest.raises(LedgerError, match="slot 0 is free"):
+        ledger.free(slot)
     check_ledger(ledger)
 
 
 def test_add_up_to_the_window_and_no_further() -> None:
     ledger, slot = ledger_of(1), Slot(0)
-    ledger.lend(slot, SOMEBODY)
+    ledger.assign(slot, SOMEBODY)
     ledger.add(slot, 5)
     ledger.add(slot, 3)
     assert ledger.n_cells == [8]
@@ -65,17 +65,17 @@ def test_add_to_a_slot_that_is_not_lent_raises() -> None:
 def test_trim_strikes_out_cells_of_one_slot_only() -> None:
     ledger = ledger_of(2)
     for slot in (Slot(0), Slot(1)):
-        ledger.lend(slot, SOMEBODY)
+        ledger.assign(slot, SOMEBODY)
         ledger.add(slot, 4)
     ledger.trim(Slot(0), 0)
     assert ledger.n_cells == [0, 4]
 
 
 def pool_of(n_cells: int) -> KvLedger:
-    """Three slots, all lent, of 8 cells each at most."""
+    """Three slots, all in use, of 8 cells each at most."""
     ledger = KvLedger(n_slots=3, n_window=8, memory=shared_pool(n_cells))
     for i in range(3):
-        ledger.lend(Slot(i), SOMEBODY)
+        ledger.assign(Slot(i), SOMEBODY)
     return ledger
 
 
@@ -134,14 +134,14 @@ def test_slot_takes_over_cells_when_it_is_empty_and_no_more_than_there_are() -> 
     check_ledger(ledger)
 
 
-def test_copy_changes_on_its_own_until_it_is_adopted() -> None:
+def test_view_changes_on_its_own_until_it_is_committed() -> None:
     ledger = pool_of(12)
     ledger.add(Slot(0), 4)
     ledger.share(Slot(0), Slot(1), 4)
-    other = ledger.copy()
+    other = ledger.view()
     other.trim(Slot(1), 2)
-    other.give_back(Slot(2))
-    assert (ledger.n_cells, ledger.n_own(Slot(0)), ledger.n_lent) == ([4, 4, 0], 0, 3)
-    ledger.adopt(other)
-    assert (ledger.n_cells, ledger.n_own(Slot(0)), ledger.n_lent) == ([4, 2, 0], 2, 2)
+    other.free(Slot(2))
+    assert (ledger.n_cells, ledger.n_own(Slot(0)), ledger.n_used_slots) == ([4, 4, 0], 0, 3)
+    ledger.commit(other)
+    assert (ledger.n_cells, ledger.n_own(Slot(0)), ledger.n_used_slots) == ([4, 2, 0], 2, 2)
     check_ledger(ledger)

@@ -37,7 +37,7 @@ def hopeful(n_pool: int, n_slots: int = 4, *, can_save: bool = False, **given: A
     """A scheduler on a shared pool that expects next to no output, so the pool fills up."""
     memory = shared_pool(n_pool, can_save=can_save)
     rig = make_scheduler(n_slots, n_pool, 64, memory=memory, admission="optimistic", **given)
-    rig.books.demand.ratio = 0.01
+    rig.state.demand.ratio = 0.01
     return rig
 
 
@@ -55,7 +55,7 @@ def until(rig: Rig, is_so: Callable[[], bool]) -> None:
 
 def hope(rig: Rig) -> None:
     """Expect no output again, whatever was learned, and do one step a plan."""
-    rig.books.demand.ratio = 0.01
+    rig.state.demand.ratio = 0.01
     rig.backend.interrupt()
 
 
@@ -337,7 +337,7 @@ def test_request_that_ends_while_its_cells_are_saved_keeps_its_text(
     assert rig.results["1"].finish_reason == reason
     assert rig.results["1"].token_ids == tuple(rig.alone(make_request(), 5))
     drive(rig)
-    assert (rig.backend.saved, rig.books.saved.n_bytes) == ({}, 0)
+    assert (rig.backend.saved, rig.state.saved.n_bytes) == ({}, 0)
 
 
 def test_head_is_passed_by_a_bounded_number_while_others_lose_their_cells() -> None:

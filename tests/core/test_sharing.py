@@ -53,7 +53,7 @@ def alike(n: int, first: int = 0, **options: Any) -> list[Request]:
 
 def entered(rig: Rig) -> list[str]:
     """The requests that get a slot with the next plan."""
-    rig.scheduler.prepare(rig.now)
+    rig.scheduler.begin_step(rig.now)
     plan = rig.scheduler.plan(rig.now)
     assert plan is not None
     return [driver.request.id for driver in plan.slots.placed]
@@ -160,11 +160,11 @@ def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig.submit(*alike(3))
     step(rig)
     rig.cancel("1")
-    assert len(rig.books.followers) == 1
+    assert len(rig.state.followers) == 1
     rig.batcher.pause("2")
     for _ in range(3):
         step(rig)
-    assert not len(rig.books.followers)
+    assert not len(rig.state.followers)
     assert rig.drivers["2"].status is Status.PAUSED
     rig.batcher.resume("2")
     drive(rig)
@@ -290,8 +290,8 @@ def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: in
     slots.cells.prefixes.copied = {}
     for i in range(n):  # those that follow are not queued
         rig.submit(make_request(str(i)))
-        rig.books.queue.remove(rig.drivers[str(i)])
-        rig.books.followers.add(rig.drivers[str(i)], driver, 50)
+        rig.state.queue.remove(rig.drivers[str(i)])
+        rig.state.followers.add(rig.drivers[str(i)], driver, 50)
     assert has_slot_to_spare() is (n < 2)
 
 
@@ -349,7 +349,7 @@ def test_sets_of_adapters_that_are_gone_leave_no_index() -> None:
     for i in range(3):
         rig.submit(make_request(str(i), max_tokens=1, adapter={"a": 1 + i}))
         drive(rig)
-    assert len(root_of(rig.books.cells.prefixes._index).children) == 1
+    assert len(root_of(rig.state.cells.prefixes._index).children) == 1
 
 
 @pytest.mark.parametrize(("copy_s", "admitted"), [(10.0, ["1"]), (1.0, ["1", "2"])])
@@ -696,8 +696,8 @@ def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
     rig.submit(make_request("a", COMMON, max_tokens=1))
     drive(rig)
     rig.submit(make_request("b", [*COMMON[:40], 7]))
-    rig.books.cells.prefixes.copied = {Slot(0): n_copied}
-    assert rig.books.cells.prefixes.find(rig.drivers["b"]).source == found
+    rig.state.cells.prefixes.copied = {Slot(0): n_copied}
+    assert rig.state.cells.prefixes.find(rig.drivers["b"]).source == found
 
 
 def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
@@ -705,7 +705,7 @@ def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
     drive(rig)
     rig.submit(replace(make_request("b", [7] * 40), output=(7,) * 30))
-    assert rig.books.cells.prefixes.find(rig.drivers["b"]).source == Source(Slot(0), 32)
+    assert rig.state.cells.prefixes.find(rig.drivers["b"]).source == Source(Slot(0), 32)
 
 
 def test_slots_promised_to_followers_are_given_to_nobody() -> None:
@@ -727,14 +727,14 @@ def test_slot_that_a_plan_copies_from_is_given_to_nobody_in_it() -> None:
     assert plan.copies == ((1, 0, 50),)
     assert rig.drivers["f"].slot == 2
     drive(rig)
-    assert not rig.books.cells.prefixes.copied
+    assert not rig.state.cells.prefixes.copied
 
 
 def test_followers_slots_are_taken_already() -> None:
     rig = make_rig(n_batch=26)
     rig.submit(*alike(3))
     step(rig)
-    assert (len(rig.books.followers), rig.ledger.n_free_slots) == (2, 3)
+    assert (len(rig.state.followers), rig.ledger.n_free_slots) == (2, 3)
 
 
 def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:
@@ -802,5 +802,5 @@ def test_few_of_many_saved_cells_are_none(
     rig = make_rig()
     prompt = [*range(n_shared), *range(200, 200 + n_prompt - n_shared)]
     rig.submit(make_request("a", prompt))
-    found = rig.books.cells.prefixes.n_usable(rig.drivers["a"], range(n_saved), n_saved)
+    found = rig.state.cells.prefixes.n_usable(rig.drivers["a"], range(n_saved), n_saved)
     assert found == n_usable

@@ -116,7 +116,7 @@ def one_step(rig: Rig) -> StepPlan:
 def bare_step(rig: Rig) -> StepPlan:
     """One step that need not compute all that the step has room for."""
     rig.backend.interrupt()
-    rig.scheduler.prepare(rig.now)
+    rig.scheduler.begin_step(rig.now)
     plan = rig.scheduler.plan(rig.now)
     assert plan is not None
     rig.scheduler.apply(plan, rig.backend.run(plan.step), rig.now)

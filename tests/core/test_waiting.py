@@ -136,7 +136,7 @@ def test_pause_of_a_held_one_stands_until_it_is_released_and_resumed(reason: Wai
 def test_pause_of_a_held_one_takes_nobody_else_out_of_the_queue() -> None:
     rig = held(Wait.COMPILE, 4, policy="priority").rig
     rig.batcher.pause("0")
-    assert [d.request.id for d in rig.books.queue.candidates([])] == ["2", "3"]
+    assert [d.request.id for d in rig.state.queue.candidates([])] == ["2", "3"]
 
 
 @pytest.mark.parametrize("reason", REASONS)

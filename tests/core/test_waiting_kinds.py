@@ -63,7 +63,7 @@ def adopted(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Return which sequences get cells of the file, of which the first were read, and how many they begin with."""
-    _, adopted = rig.books.reads.arrive(read_of(n_read), found)
+    _, adopted = rig.state.reads.resolve(read_of(n_read), found)
     return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
 
 
@@ -71,7 +71,7 @@ def arrive(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Do as `adopted`, and let all go on that waited; cells are put into the backend for those that get some."""
-    drivers, adopted = rig.books.reads.arrive(read_of(n_read), found)
+    drivers, adopted = rig.state.reads.resolve(read_of(n_read), found)
     for _, key in adopted:
         rig.backend.import_state(
             key, np.array(FILE.tokens[:n_read], np.int64).view(np.uint8), n_read
@@ -182,7 +182,7 @@ def test_requests_whose_cells_are_gone_after_ctrl_c_ask_again(has_plan: bool) ->
     rig = waiting(with_file(1), *(reader(f"{i}", 100, cache_required=True) for i in range(2)))
     settle_disk(rig)
     if has_plan:
-        rig.scheduler.prepare(rig.now)
+        rig.scheduler.begin_step(rig.now)
         plan = rig.scheduler.plan(rig.now)
         assert plan is not None
         assert plan.step.loads
@@ -280,7 +280,7 @@ def test_one_who_asks_after_a_read_that_nobody_wanted_gets_it_ordered() -> None:
 
 def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
     rig = make_rig()
-    rig.books.reads.learn(FETCH, FILE)
+    rig.state.reads.learn(FETCH, FILE)
     rig.submit(reader("a", 1))
     plan = step(rig)
     assert plan is not None
@@ -291,7 +291,7 @@ def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
 
 def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
     rig = make_rig()
-    rig.books.reads.learn(FETCH, FILE)
+    rig.state.reads.learn(FETCH, FILE)
     waiting(rig, reader("a", 1, cache_required=True))
     assert [want.ref for want in rig.fetching] == [FETCH]
 
@@ -303,21 +303,21 @@ def test_one_that_ran_before_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(reader("0", 100))
     driver = rig.drivers["0"]
-    assert rig.books.reads.is_needed(driver, rig.books.cells.prefixes)
+    assert rig.state.reads.is_needed(driver, rig.state.cells.prefixes)
     driver.clock.admitted_s = 0.0
-    assert not rig.books.reads.is_needed(driver, rig.books.cells.prefixes)
+    assert not rig.state.reads.is_needed(driver, rig.state.cells.prefixes)
 
 
 def test_one_whose_prompt_is_scored_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(reader("0", 100, prompt_logprobs=0))
-    assert not rig.books.reads.is_needed(rig.drivers["0"], rig.books.cells.prefixes)
+    assert not rig.state.reads.is_needed(rig.drivers["0"], rig.state.cells.prefixes)
 
 
 def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(replace(reader("0", 100), output=(7,)))
-    assert not rig.books.reads.is_needed(rig.drivers["0"], rig.books.cells.prefixes)
+    assert not rig.state.reads.is_needed(rig.drivers["0"], rig.state.cells.prefixes)
 
 
 def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> None:
@@ -329,7 +329,7 @@ def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> N
     followers.add(rig.drivers["follower"], leader, 6)
     for n_computed, n_left in [(0, 1), (2, 1), (4, 1), (4, 0)]:  # it has stopped
         leader.n_computed = n_computed
-        over = followers.take_over()
+        over = followers.pop_ready()
         assert (len(followers), len(over)) == (n_left, 1 - n_left)
         followers.note_step(())
 
@@ -362,7 +362,7 @@ def test_no_more_wait_for_files_than_twice_the_slots() -> None:
     n_most = 2 * N_READ_PER_SLOT
     rig.submit(*(reader(f"{i}", 9, f"{i}") for i in range(n_most + 3)))
     step(rig)
-    assert len(rig.books.reads) == len(rig.fetching) == n_most
+    assert len(rig.state.reads) == len(rig.fetching) == n_most
     assert rig.batcher.occupancy().n_waiting == 3
     drive(rig)
 
@@ -372,7 +372,7 @@ def steps_without_writing(rig: Rig, n: int) -> list[Stored]:
     copied_out = list[Stored]()
     for _ in range(n):
         settle_disk(rig)
-        rig.scheduler.prepare(rig.now)
+        rig.scheduler.begin_step(rig.now)
         plan = rig.scheduler.plan(rig.now)
         if plan is not None:
             result = rig.backend.run(plan.step)
@@ -430,7 +430,7 @@ def test_others_pass_savers_while_too_many_cells_are_being_written() -> None:
 
 
 def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
-    fetches = make_rig().books.reads
+    fetches = make_rig().state.reads
     for i in range(_N_FILES_MAX + 1):
         fetches.learn(CacheRef(str(i)), FILE)
     known = fetches._known

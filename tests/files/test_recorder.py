@@ -242,7 +242,7 @@ def test_recorder_of_a_long_run_stays_small() -> None:
     assert steps.total_s == pytest.approx(200.0)
 
 
-# ---- books ----
+# ---- sums ----
 
 
 def test_gaps_between_tokens_are_counted_in_whatever_slot() -> None:

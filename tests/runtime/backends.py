@@ -244,8 +244,8 @@ def ids_in_flight(engine: Engine) -> list[str]:
     return [*loop_of(engine).routes]
 
 
-def check_books(engine: Engine) -> None:
-    """Fail unless the books of cells and slots balance."""
+def check_balance(engine: Engine) -> None:
+    """Fail unless the counts of cells and slots balance."""
     check_ledger(batcher_of(engine)._ledger)
 
 

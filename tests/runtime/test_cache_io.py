@@ -40,7 +40,7 @@ class Told(MultiRequestBatcher):
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def bring(self, want: Want, found: object, now: float) -> list[Any]:
+    def resolve(self, want: Want, found: object, now: float) -> list[Any]:
         self.told.append(found)
         return []
 
@@ -81,7 +81,7 @@ def read(key: str, *, is_wanted: bool = True) -> CacheRead:
 def stored(key: str) -> Stored:
     request = make_request(key, text_of(10), cache_key=key, save_cache=True)
     driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
-    driver.prepare(text_of(10), 64)
+    driver.set_prompt(text_of(10), 64)
     return Stored(driver, 0, 10)
 
 

@@ -15,7 +15,7 @@ from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import (
     GatedBackend,
     all_results,
-    check_books,
+    check_balance,
     ids_in_flight,
     in_owner,
     in_thread,
@@ -184,7 +184,7 @@ def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) 
         assert {r.finish_reason for r in all_results(response)} == {"cancelled"}
     stats = engine.stats()
     assert (stats.n_running, stats.n_waiting, ids_in_flight(engine)) == (0, 0, [])
-    check_books(engine)
+    check_balance(engine)
 
 
 @no_pool(Reason.ONE_BACKEND)

@@ -60,7 +60,7 @@ def test_log_probabilities_of_chunks_joined_are_those_of_the_result() -> None:
 
 def test_first_chunk_of_an_extension_has_known_log_probabilities() -> None:
     driver = extension(A, B)
-    driver.prepare([1, 2], N_WINDOW)
+    driver.set_prompt([1, 2], N_WINDOW)
     driver.admit(Slot(0), 1.0)
     driver.accept(4, [C], 2.0, logprobs=[fake_logprobs(C, 0)])
     chunk = take_chunk(driver)
@@ -97,7 +97,7 @@ def test_result_before_the_end_raises() -> None:
 
 def test_result_reports_the_seed_and_the_counts() -> None:
     driver = make_driver(seed=7, max_tokens=1)
-    driver.prepare([1, 2, 3], N_WINDOW)
+    driver.set_prompt([1, 2, 3], N_WINDOW)
     driver.admit(Slot(0), 1.0)
     driver.accept(3, [A], 2.0)
     result = result_of(driver)
@@ -168,7 +168,7 @@ def extension(*output: int) -> SequenceDriver:
 
 def test_rate_of_an_extension_counts_what_it_sampled_itself() -> None:
     driver = extension(A, B, C)
-    driver.prepare([1, 2], N_WINDOW)
+    driver.set_prompt([1, 2], N_WINDOW)
     driver.admit(Slot(0), 1.0)
     for i, token in enumerate((A, B, D)):
         driver.accept(5 if not i else 1, [token], 2.0 + i)
@@ -176,19 +176,19 @@ def test_rate_of_an_extension_counts_what_it_sampled_itself() -> None:
     assert result_of(driver).timings.generation_tps == 1.0  # two tokens behind its first in 2 s
 
 
-@pytest.mark.parametrize(("n_taken", "rate"), [(0, 5.0), (3, 2.0), (4, 1.0)])
+@pytest.mark.parametrize(("n_reused", "rate"), [(0, 5.0), (3, 2.0), (4, 1.0)])
 def test_prompt_rate_of_an_extension_counts_all_that_it_computed_first(
-    n_taken: int, rate: float
+    n_reused: int, rate: float
 ) -> None:
     driver = extension(A, B, C)
-    driver.prepare([1, 2], N_WINDOW)
+    driver.set_prompt([1, 2], N_WINDOW)
     driver.admit(Slot(0), 1.0)
-    driver.take_over(n_taken)
-    driver.accept(5 - n_taken, [D], 2.0)
+    driver.reuse(n_reused)
+    driver.accept(5 - n_reused, [D], 2.0)
     driver.cancel(4.0)
     result = result_of(driver)
     assert result.timings.prompt_tps == rate
-    assert result.usage.cached_tokens == min(n_taken, 2)
+    assert result.usage.cached_tokens == min(n_reused, 2)
 
 
 def test_extension_that_never_ran_tells_of_no_token() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.messages import BatchPrompt
-from cbatch.runtime.sequences import PromptPreparer
+from cbatch.runtime.sequences import PromptTokenizer
 from tests.helpers import make_request
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def prepared(prompt: BatchPrompt, **options: Any) -> tuple[SequenceDriver, int]:
     request = replace(make_request(**options), prompt=prompt)
     driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
     for _ in range(2):
-        PromptPreparer(tokenize, 16).prepare(driver)
+        PromptTokenizer(tokenize, 16).tokenize(driver)
     return driver, len(asked)
 
 

@@ -28,7 +28,7 @@ from tests.runtime.backends import (
     FailingBackend,
     GatedBackend,
     all_results,
-    check_books,
+    check_balance,
     streams,
 )
 
@@ -192,7 +192,7 @@ def test_answers_do_not_depend_on_comparisons(memory: KvCapabilities, data: st.D
                     engine.resume(paused[i - 3])
                 if compares and i in when:
                     assert all(row.is_exact for row in _compared(engine))
-                    check_books(engine)
+                    check_balance(engine)
             for id in "abcdefg":
                 engine.resume(id)
             return [(r.finish_reason, r.token_ids, r.logprobs) for r in all_results(response)]
@@ -249,7 +249,7 @@ def test_pool_without_a_cell_for_each_row_is_refused_and_stays() -> None:
         with pytest.raises(RequestFailedError, match="2 rows cannot be compared: 1 cells are free"):
             engine.compare_rows()
         assert len(engine.compare_rows(["a"])) == 1
-        check_books(engine)
+        check_balance(engine)
         assert [r.finish_reason for r in all_results(response)] == ["length"] * 2
 
 
@@ -272,7 +272,7 @@ def test_failed_step_is_told_and_sequences_go_on(code: int, i_run: int) -> None:
             engine.compare_rows()
         assert isinstance(caught.value.__cause__, DecodeError)
         assert caught.value.__cause__.code == code
-        check_books(engine)
+        check_balance(engine)
         assert streams(response) == expected
 
 
@@ -288,7 +288,7 @@ def test_comparison_that_is_broken_off_changes_no_answer(i_run: int, *, is_late:
     with engine:
         with pytest.raises(KeyboardInterrupt):
             engine.compare_rows()
-        check_books(engine)
+        check_balance(engine)
         assert streams(response) == expected
 
 
