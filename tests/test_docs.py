@@ -17,7 +17,8 @@ from cbatch.cli import app
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions, Sampling
-from tests import lifecycle_page
+from tests import lifecycle_page, test_imports
+from tests.test_imports import room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +110,47 @@ def test_architecture_names_files_that_exist() -> None:
     roots = (package, ROOT)
     assert len(named) > 20
     assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
+def test_architecture_names_every_module_of_core() -> None:
+    page = text_of("docs/architecture.md")
+    modules = sorted(Path(cbatch.__file__).parent.glob("core/[a-z]*.py"))
+    assert len(modules) > 10
+    assert [path.name for path in modules if f"`core/{path.name}`" not in page] == []
+
+
+def arrows() -> dict[str, set[str]]:
+    """The rooms that each room of the architecture's diagram points to."""
+    found: dict[str, set[str]] = {}
+    for line in blocks(ROOT / "docs/architecture.md", "mermaid")[0].splitlines()[1:]:
+        start, _, end = re.sub(r'\["[^"]*"\]|-\. "[^"]*" \.-', "", line).partition(">")
+        found.setdefault(start.strip(" -"), set()).update({end.strip()} - {""})
+    return found
+
+
+def test_architecture_draws_every_room_and_what_it_imports() -> None:
+    """Every room of the wall's table is drawn, its arrows are allowed there, and they lead to all that it sees."""
+    drawn = arrows()
+    sees = {
+        place: {"face" if p in test_imports.FACE else room(p.rstrip(":")) for p in places}
+        for place, places in test_imports.SEES.items()
+        if place not in (*test_imports.FACE, "models.recipe", "__main__")
+    }
+    for module, places in test_imports.OPEN.items():
+        sees[room(module)] |= {room(place) for place in places}
+    assert drawn.keys() == sees.keys() | {"face"}
+    for name, ends in drawn.items():
+        assert ends <= sees.get(name, set()), name
+        reached: set[str] = set()
+        while (more := {e for r in (reached or {name}) for e in drawn[r]}) - reached:
+            reached |= more
+        assert sees.get(name, set()) - {name} <= reached, name
+
+
+def test_architecture_lists_the_modules_of_the_face() -> None:
+    listed = re.search(r'face\["(.*)"\]', text_of("docs/architecture.md"))
+    assert listed is not None
+    assert set(re.findall(r"(\w+)(?=,|:)", listed[1])) == test_imports.FACE
 
 
 def test_architecture_tells_a_decode_step_in_a_dozen_files() -> None:
