@@ -312,7 +312,7 @@ class Engine:
             prompts: a list of prompts, each a message list, a string or a `BatchPrompt`; or a single one of these.
                 A generator, or another iterable without a length, is read one by one in a thread of its own, a few
                 prompts a slot ahead of the work and of the reader; a refused prompt fails alone, and an error that the
-                generator raises reaches the reader behind the prompts before it.
+                generator raises reaches the reader after the prompts before it.
             options: for every item of this batch; an item's own options come first.
             max_time_s: seconds for the whole batch; then running requests end `timeout` with their partial text,
                 waiting ones end with `DeadlineError`, and no more prompts are read.
@@ -415,7 +415,7 @@ class Engine:
     def cancel_all(self) -> int:
         """Cancel every request in flight, queued or running, and read no further prompts; return how many there were.
 
-        A reader of a generator's results gets a `RequestCancelledError` behind the prompts that were read.
+        A reader of a generator's results gets a `RequestCancelledError` after the prompts that were read.
         """
         self._submitter.end(RequestCancelledError(CANCELLED_EARLY))
         return self._runtime.cancel_all()

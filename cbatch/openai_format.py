@@ -70,7 +70,7 @@ def completion_logprobs(
     Args:
         tokens: the tokens.
         has_tops: whether the likeliest were asked for. Default: whether there are any.
-        place: where the tokens begin in the text, which moves behind them. Default: at its beginning.
+        place: where the tokens begin in the text, which moves past them. Default: at its beginning.
     """
     if has_tops is None:
         has_tops = any(token.top for token in tokens)
@@ -91,7 +91,7 @@ class TextPlace:
         self._decoder, self._n = getincrementaldecoder("utf-8")("replace"), 0
 
     def pass_by(self, token: TokenLogprob) -> int:
-        """Go behind a token, and return where its text begins."""
+        """Go past a token, and return where its text begins."""
         begin, self._n = self._n, self._n + len(self._decoder.decode(token.data))
         return begin
 

@@ -198,7 +198,7 @@ class LiveView:
         """Draw the line."""
         from rich.text import Text
 
-        room = self._console.width - len("^C ")  # the terminal echoes it behind the line
+        room = self._console.width - len("^C ")  # the terminal echoes it after the line
         text = Text(fitted_line(snapshot, room))
         text.truncate(room, overflow="ellipsis")
         self._live.start()

@@ -153,7 +153,7 @@ class _Row:
 
 
 def suffix_rows(owns: Sequence[Sequence[int]], n_common: int) -> list[_Row]:
-    """Return all tokens behind the first `n_common`, an output after each last one: first tokens first, then the rest.
+    """Return all tokens after the first `n_common`, an output after each last one: first tokens first, then the rest.
 
     So llama.cpp finds the first ones in adjacent slots, one token each, and cuts the batch into fewer graph runs.
     """

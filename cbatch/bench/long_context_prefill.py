@@ -1,4 +1,4 @@
-"""Prompts that go on behind many cells: `python -m cbatch.bench.long_context_prefill MODEL`.
+"""Prompts that go on after many cells: `python -m cbatch.bench.long_context_prefill MODEL`.
 
 Requests of unequal length begin with the same tokens, which were computed before. The engine computes a few of their
 prompts in a step, as it does by default, and in turn with that all of them at once.

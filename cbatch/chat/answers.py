@@ -80,7 +80,7 @@ class AnswerReader:
             if name not in self.tools.names:
                 yield f"the tool {name!r} is called, which is not among those of the request"
         if n_left := len(parts.calls) - len(calls):
-            yield f"parallel_tool_calls is False: the first call is kept, {n_left} behind it left out"
+            yield f"parallel_tool_calls is False: the first call is kept, {n_left} after it left out"
 
 
 class Splitter(Protocol):

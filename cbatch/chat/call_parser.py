@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from cbatch.tools import Tools
 
 N_MALFORMED_MAX = 16
-"""The search ends after this many malformed calls: each may cost a scan of the text behind it."""
+"""The search ends after this many malformed calls: each may cost a scan of the text after it."""
 
 _N_BEHIND = 8
-"""Characters behind a call that tell whether a fence follows it: more than "```json" has."""
+"""Characters after a call that tell whether a fence follows it: more than "```json" has."""
 _N_UNREAD = 16
 """Characters from an error in JSON to the end of the text that tell an error from a value that is not whole: more than
 the longest constant or mark between a name and its arguments has."""
@@ -45,7 +45,7 @@ class Call:
 
 
 CallReader = Callable[[str, "re.Match[str]", "Tools"], tuple[list[Call], int]]
-"""Parses the calls behind the match of a call's beginning; returns them and where they end, or raises ValueError."""
+"""Parses the calls after the match of a call's beginning; returns them and where they end, or raises ValueError."""
 
 
 class UnfinishedError(ValueError):
@@ -116,7 +116,7 @@ class CallSearch:
                 at = end
 
     def _read(self, text: str, head: re.Match[str], *, is_end: bool) -> int:
-        """Add the calls behind a head; return where they end, or where the head does if they are malformed."""
+        """Add the calls after a head; return where they end, or where the head does if they are malformed."""
         assert self._format is not None
         try:
             calls, end = self._format.read(text, head, self._tools)
@@ -213,7 +213,7 @@ def read_json_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call
 
 
 def read_arguments(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call], int]:
-    """Parse the arguments behind a function's name, one JSON object. A `CallReader`."""
+    """Parse the arguments after a function's name, one JSON object. A `CallReader`."""
     value, end = _read_json(text, _end(_FENCE, text, head.end()))
     return [_call(head["name"], value)], _end(_FENCE, text, end)
 
@@ -245,7 +245,7 @@ class TaggedArguments:
     """What follows the last argument; a call without it was cut off."""
 
     def __call__(self, text: str, head: re.Match[str], tools: Tools) -> tuple[list[Call], int]:
-        """Parse the calls behind `head`."""
+        """Parse the calls after `head`."""
         at = _end(_SPACE, text, head.end())
         if text[at : at + 1] == "{":
             return read_arguments(text, head, tools)
@@ -333,7 +333,7 @@ def _read_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _decode(text: str, at: int = 0) -> tuple[Any, int]:
-    """Return the JSON value behind any space, and its end; a string may have line breaks, as models write them."""
+    """Return the JSON value after any space, and its end; a string may have line breaks, as models write them."""
     decoder = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
     value, end = decoder.raw_decode(text, _end(_SPACE, text, at))
     return value, end

@@ -12,7 +12,7 @@ _NAME = re.compile(r"\(\?P<\w+>")
 class Marks:
     r"""A pattern to find in a text that grows.
 
-    The pattern is made of characters, classes and groups; `*` and `+` stand behind a character or a class, `?` behind
+    The pattern is made of characters, classes and groups; `*` and `+` stand after a character or a class, `?` after
     anything, `\A` and `(?=…)` may be used.
     """
 

@@ -154,7 +154,7 @@ class Trimmed:
 
 
 class MarkSplitter:
-    """Splits an answer that may begin with thinking, and have calls behind it."""
+    """Splits an answer that may begin with thinking, and have calls after it."""
 
     def __init__(
         self,

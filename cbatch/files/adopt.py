@@ -82,7 +82,7 @@ def _adopt_file(manifest: Manifest, row: FileRow, encoder: TraceableEncoder) -> 
                 n_left += 1
                 continue
             record += 1
-            # the number is behind all others until an item claims the record
+            # the number is after all others until an item claims the record
             place = (GONE | record, row.file, start, len(line), zlib.crc32(line))
             key = record_key(known.key)
             manifest.execute(INSERT, record, key, known.digest, *place, known.is_error)

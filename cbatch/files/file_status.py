@@ -100,7 +100,7 @@ def status_of(output: str | Path, inputs: Sequence[str | Path] = ()) -> RunStatu
 
 
 def _forget_lost(manifest: Manifest, output: Path) -> int:
-    """Remove the records behind the end of their file, which a run would compute again; return their number."""
+    """Remove the records after the end of their file, which a run would compute again; return their number."""
     n_lost = 0
     for row in manifest.files().values():
         status = places.status_of(row.path if row.file else output)

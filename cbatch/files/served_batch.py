@@ -137,7 +137,7 @@ _TWICE = ItemError(
 
 
 def _for_clients(error: ItemError) -> ItemError:
-    """Return an error without the way out that only who runs the server has."""
+    """Return an error without the way out that only the server's operator has."""
     if error.code != "line_too_long":
         return error
     return replace(error, message=error.message.partition(":")[0])
@@ -182,7 +182,7 @@ class _Reader(OpenAIReader):
 
 
 class _Encoder(Encoder):
-    """Writes OpenAI's lines with the replies of those that were asked."""
+    """Writes OpenAI's lines; each has the reply of the question that its line asked."""
 
     def result(
         self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
@@ -289,12 +289,12 @@ class ServedBatch:
                 self._count(journal)
 
     def stop(self) -> None:
-        """Begin no more lines; those that run are finished. Also before `run`, and twice."""
+        """Begin no more lines; lines that run are finished. Also before `run`, and twice."""
         if not self._stop.is_asked:
             self._stop.press()
 
     def cancel(self) -> None:
-        """Begin no more lines, and leave those that run."""
+        """Begin no more lines, and leave the lines that run."""
         self.stop()
         if self._work is not None:
             with suppress(EngineClosedError):  # which has ended them

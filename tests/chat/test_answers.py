@@ -116,7 +116,7 @@ def test_calls_are_taken_out_of_the_text_behind_the_thinking() -> None:
     assert answer.reasoning == f"I could {CALL}"
 
 
-LEFT_OUT = ("parallel_tool_calls is False: the first call is kept, 1 behind it left out",)
+LEFT_OUT = ("parallel_tool_calls is False: the first call is kept, 1 after it left out",)
 
 
 @pytest.mark.parametrize(

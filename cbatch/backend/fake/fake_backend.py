@@ -280,7 +280,7 @@ class FakeBackend:
         return code
 
     def _compute(self, chunk: Chunk, n: int) -> None:
-        """Make cells of the first `n` tokens of a chunk, and score what comes behind them."""
+        """Make cells of the first `n` tokens of a chunk, and score what comes after them."""
         state, cells = self._kv.states[chunk.slot], [t | self._tag for t in chunk.tokens[:n]]
         for i, cell in enumerate(cells):
             state = mix(state, cell)

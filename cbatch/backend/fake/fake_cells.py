@@ -49,7 +49,7 @@ class FakeCells:
         return len(set().union(*self._numbers)) if self._is_unified else sum(map(len, self.cells))
 
     def append(self, slot: int, cells: list[int], state: int) -> None:
-        """Put cells behind those of a slot, which leave it in `state`."""
+        """Put cells after those of a slot, which leave it in `state`."""
         self.cells[slot].extend(cells)
         self.states[slot] = state
         self._number(slot)
@@ -121,7 +121,7 @@ class FakeCells:
 
 
 class History:
-    """The tokens that a sequence was bound with, and every token that is computed behind them.
+    """The tokens that a sequence was bound with, and every token that is computed after them.
 
     What is pending when a sequence is bound is in its history already, so nothing is new up to the first output.
     `native/edit.cpp` does the same.

@@ -111,11 +111,11 @@ def tag_of(adapters: AdapterSet) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FakeConstraint:
-    """Every token has a parity; some force a run behind them; one kind is the last, one cannot be followed.
+    """Every token has a parity; some force a run after them; one kind is the last, one cannot be followed.
 
     Args:
         parity: of every token, 0 or 1.
-        last: a token of this rest modulo 16, forced runs behind it included, is followed by nothing.
+        last: a token of this rest modulo 16, forced runs after it included, is followed by nothing.
         bad: a token of this rest modulo 16 cannot be sampled: there the constraint fails.
     """
 

@@ -46,7 +46,7 @@ class Tensor:
     sizes: tuple[int, ...]
     """Always four, the innermost first, as llama.cpp counts them."""
     offset: int
-    """Bytes behind the header."""
+    """Bytes after the header."""
 
 
 @dataclass(eq=False, slots=True)

@@ -5,7 +5,7 @@ model. Another layout is refused, since settings that are no part of a fingerpri
 infinite numbers, which a model may compute by itself: in a pool they would reach the scores of neighbours, where
 attention adds up the products of masked cells too.
 
-    magic, slot | one part behind the other
+    magic, slot | one part after the other
     part of cells:   number of slots | of each, its number of cells n, and where that is not 0:
                      n × (position, 1, some words) | form | keys of each layer | values of each layer
     part of a state: 1 | position, 0 | form | convolution of each layer | state of each layer
@@ -85,7 +85,7 @@ class SavedFormat:
             pieces += part.pieces(cells[kept], [rows.read(cursor, kept) for rows in part.rows])
             cursor.words(n_behind)
         if cursor.n_left:
-            raise ValueError("have something behind them")
+            raise ValueError("have something after them")
         return data if is_same else np.concatenate(pieces)
 
     def zeros(self, n_cells: int) -> Bytes:
@@ -165,7 +165,7 @@ class _Cursor:
             raise ValueError(_OTHER_LAYOUT)
 
     def counts(self, *, has_slots: bool) -> tuple[int, int, int]:
-        """Read how many slots a part has, how many cells the first that has any, and how many slots are behind it."""
+        """Read how many slots a part has, how many cells the first that has any, and how many slots are after it."""
         n_slots = self.word() if has_slots else 0
         if not has_slots <= n_slots <= _N_SLOTS_MAX:
             raise ValueError(_OTHER_LAYOUT)

@@ -135,7 +135,7 @@ def key_of_id(id: str, *, has_rows: bool) -> str:
 
 
 def item_key(item: Item) -> str:
-    """Return the key of an item: the user's id, else its number behind a NUL, which no other key begins with."""
+    """Return the key of an item: the user's id, else its number after a NUL, which no other key begins with."""
     if not item.is_labelled:
         return f"\0{item.number}"
     return f"\0:{item.id}" if item.id.startswith("\0") else item.id

@@ -140,7 +140,7 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
 class _PackedStreams(io.RawIOBase):
     """The text of streams one after the other, with or without zeros between them, to the last byte of the file.
 
-    The file objects of `bz2` and `lzma` take other bytes behind a stream for the end, and the streams behind those
+    The file objects of `bz2` and `lzma` take other bytes after a stream for the end, and the streams after those
     bytes are lost.
     """
 

@@ -247,7 +247,7 @@ class Journal:
         """Remove or set aside the records of items that this run has not claimed; return the number of each.
 
         For the end of a run that has read all of its input: these items are not in it any more. The records of items
-        without an id are removed, for they may be of another input. The others are ordered behind all records, which a
+        without an id are removed, for they may be of another input. The others are ordered after all records, which a
         later claim takes back.
         """
         n_removed = n_aside = last = 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
 
 GONE = 2**40
-"""Added to the number of a record whose item is not in the input any more, which orders it behind all others."""
+"""Added to the number of a record whose item is not in the input any more, which orders it after all others."""
 
 _VERSION = 1
 _APPLICATION = 0x63626174  # "cbat"

@@ -74,7 +74,7 @@ class RecordFile:
         """
         self.row, self.path, self._manifest = row, row.path, manifest
         self._added = bytearray()
-        self._is_ahead = False  # whether bytes behind the committed ones may be ours
+        self._is_ahead = False  # whether bytes after the committed ones may be ours
         self._open(mode)
 
     def _open(self, mode: int = disk.ANYBODY) -> None:
