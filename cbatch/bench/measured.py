@@ -1,0 +1,136 @@
+"""A request that a measurement sends, its answer, and the figures of all answers of one round."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from cbatch.bench.harness import percentile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+PERCENTS = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkRequest:
+    """One request of a workload; it generates `n_output` tokens whatever the model says.
+
+    `n_prompt` counts tokens of the model's own vocabulary, its beginning mark included. `options` are fields of
+    `RunOptions`.
+    """
+
+    id: str
+    prompt: str
+    n_prompt: int
+    n_output: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Chains = list[list[WorkRequest]]
+"""Requests that follow each other, as a chat's turns do: each is sent when the one before it is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client saw of one request. Seconds count from the round's beginning.
+
+    Args:
+        id: the request's.
+        sent_s: when it was sent; in an open loop, when it was due.
+        first_s: when the first token came; None where none did.
+        end_s: when the answer ended.
+        n_output: tokens of the answer.
+        n_prompt: tokens of the prompt as the other side counts them; None where it does not say.
+        gaps_s: times between two deliveries.
+        n_distinct: how many different tokens, or pieces of text, the answer has.
+        finish: the finish reason; None where the answer ended without one.
+        tokens: the answer's, where they are known.
+        text: the answer's.
+        error: what went wrong.
+    """
+
+    id: str
+    sent_s: float
+    first_s: float | None
+    end_s: float
+    n_output: int
+    n_prompt: int | None = None
+    gaps_s: tuple[float, ...] = ()
+    n_distinct: int = 0
+    finish: str | None = None
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Notes when parts of an answer are delivered."""
+
+    sent_s: float
+    times_s: list[float] = field(default_factory=list)
+
+    def answer(self, id: str, end_s: float, n_output: int, **more: Any) -> Answer:
+        """Return the answer."""
+        gaps = tuple(later - before for before, later in pairwise(self.times_s))
+        first = self.times_s[0] if self.times_s else None
+        return Answer(id, self.sent_s, first, end_s, n_output, gaps_s=gaps, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One round of one side. Times are percentiles in milliseconds by their number; empty where nothing was timed."""
+
+    n_requests: int
+    seconds: float
+    n_prompt: int
+    n_output: int
+    ttft_ms: Mapping[int, float]
+    itl_ms: Mapping[int, float]
+    total_ms: Mapping[int, float]
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[WorkRequest], answers: Sequence[Answer], seconds: float
+    ) -> Figures:
+        """Return the figures of answers that came in so many seconds."""
+        return cls(
+            len(answers),
+            seconds,
+            sum(request.n_prompt for request in requests),
+            sum(answer.n_output for answer in answers),
+            percentiles_ms(a.first_s - a.sent_s for a in answers if a.first_s is not None),
+            percentiles_ms(gap for a in answers for gap in a.gaps_s),
+            percentiles_ms(a.end_s - a.sent_s for a in answers),
+        )
+
+    @property
+    def output_tps(self) -> float:
+        """Generated tokens a second."""
+        return self.n_output / self.seconds
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens a second, computed or taken over."""
+        return self.n_prompt / self.seconds
+
+    @property
+    def rps(self) -> float:
+        """Requests a second."""
+        return self.n_requests / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values, with the rates."""
+        rates = {
+            name: round(getattr(self, name), 3) for name in ("output_tps", "prompt_tps", "rps")
+        }
+        return {**asdict(self), **rates}
+
+
+def percentiles_ms(times_s: Iterable[float]) -> dict[int, float]:
+    """Return percentiles of times in milliseconds; none of no times."""
+    found = sorted(times_s)
+    return {p: round(1e3 * percentile(found, p / 100), 3) for p in PERCENTS} if found else {}
