@@ -1,0 +1,411 @@
+"""The sides of a comparison as its parent sees them: processes that it starts, and servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from cbatch.bench.http_load import rss_mib, served
+from cbatch.bench.measured import Answer
+from cbatch.bench.openai_client import MOST_BOS, Address, OpenAIClient, ServerProblemError
+from cbatch.bench.pacing import drive
+from cbatch.core.prefix import n_common
+from cbatch.errors import CBatchError, ConfigError
+from cbatch.worker.placement import my_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from cbatch.bench.measured import Chains, WorkRequest
+    from cbatch.bench.pacing import Now, Pace
+    from cbatch.engine_options import EngineOptions
+
+PATIENCE_S = 120.0
+"""Seconds in which a server must be up. Our choice."""
+
+KINDS: Mapping[str, str] = {
+    "engine": "cbatch in a process, its answers read as they come",
+    "one": "the same with one slot: one request after another",
+    "static": "static batches on the same engine: each begins when the one before it has ended",
+    "llama": "llama_cpp.Llama, one request after another",
+    "serve": "cbatch serve, over HTTP",
+    "bare": "a hand-written loop of llama_decode that samples nothing",
+}
+"""Sides by name, with one line about each; servers of others come with --llama-server and --against."""
+
+ONE_BY_ONE = ("one", "llama")
+"""Sides that answer one request after another, whatever comes at once."""
+
+
+class SideError(CBatchError):
+    """A side of a comparison cannot be measured; the others go on."""
+
+
+class Side(Protocol):
+    """What answers the requests of a round."""
+
+    name: str
+    is_remote: bool
+    """Whether it is a server that was there before, so that it cannot be started anew."""
+
+    def start(self) -> None:
+        """Get ready; where it is ready, do nothing. Raises `SideError`."""
+
+    def close(self) -> None:
+        """End; `start` starts it anew."""
+
+    def run(
+        self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
+    ) -> tuple[list[Answer], float]:
+        """Answer all requests; return the answers, and the seconds until the last. Raises `SideError`."""
+
+    @property
+    def memory_mib(self) -> float | None:
+        """The memory that its processes have of their own; None where nobody can know."""
+
+
+class ProcessSide:
+    """A side of `cbatch.bench.side_process`."""
+
+    is_remote = False
+
+    def __init__(self, kind: str, model: str, settings: Mapping[str, Any]) -> None:
+        self.name = kind
+        self._spec = {"kind": kind, "model": model, "settings": dict(settings)}
+        self._process: subprocess.Popen[str] | None = None
+        self._log: IO[str]
+
+    def start(self) -> None:
+        """Start the process and load the model."""
+        if self._process is not None:
+            return
+        command = [sys.executable, "-m", "cbatch.bench.side_process"]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the parent, which reports what was measured
+        )
+        try:
+            self.do(self._spec)
+        except BaseException:
+            self.close()
+            raise
+
+    def do(self, job: Mapping[str, Any]) -> Any:
+        """Send one line and return what comes back."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise SideError(f"{self.name}: was not started")
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise SideError(f"{self.name}: its process ended{self._last_words(process)}")
+        found = json.loads(line)
+        if "error" in found:
+            raise SideError(f"{self.name}: {found['error']}")
+        return found
+
+    def _last_words(self, process: subprocess.Popen[str]) -> str:
+        code = process.wait()
+        self._log.seek(0)
+        said = self._log.read().strip().splitlines()
+        how = f" by signal {-code}" if code < 0 else f" with exit code {code}"
+        return f"{how}: {said[-1]}" if said else how
+
+    def run(
+        self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
+    ) -> tuple[list[Answer], float]:
+        """Send the job, and return its answers."""
+        self.start()
+        found = self.do(
+            {
+                "chains": [[asdict(request) for request in chain] for chain in chains],
+                "n_clients": pace.n_clients,
+                "arrivals_s": pace.arrivals_s,
+                "n_rows": n_rows,
+                "is_streamed": is_streamed,
+            }
+        )
+        answers = [_answer_of(answer) for answer in found["answers"]]
+        return answers, float(found["seconds"])
+
+    @property
+    def memory_mib(self) -> float | None:
+        """The memory of the process."""
+        return None if self._process is None else _memory(self._process.pid)
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+            self._log.close()
+
+
+def _answer_of(data: Mapping[str, Any]) -> Answer:
+    lists = {name: tuple(data[name]) for name in ("gaps_s", "tokens")}
+    return Answer(**{**data, **lists})
+
+
+def _memory(pid: int) -> float | None:
+    with suppress(OSError):
+        return rss_mib(pid)
+    return None
+
+
+class BareSide(ProcessSide):
+    """Loops of `llama_decode` alone, in a process."""
+
+    def decode_tps(self, n_rows: int, n_steps: int) -> float:
+        """Return the tokens that so many rows decode in a second."""
+        return self._tps(n_rows, n_steps, is_prefill=False)
+
+    def prompt_tps(self, n_rows: int) -> float:
+        """Return the prompt tokens that are computed in a second, in chunks over so many rows."""
+        return self._tps(n_rows, 0, is_prefill=True)
+
+    def _tps(self, n_rows: int, n_steps: int, *, is_prefill: bool) -> float:
+        self.start()
+        found = self.do({"n_rows": n_rows, "n_steps": n_steps, "is_prefill": is_prefill})
+        return float(found["n_tokens"] / found["seconds"])
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that runs: its address, and its processes where they are known."""
+
+    url: str
+    pids: Callable[[], Sequence[int]]
+
+
+class HttpSide:
+    """A server that speaks OpenAI's completions."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], AbstractContextManager[Started]],
+        client: Callable[[Address], OpenAIClient],
+        *,
+        is_remote: bool = False,
+    ) -> None:
+        self.name, self.is_remote = name, is_remote
+        self._start, self._make = start, client
+        self._client: OpenAIClient | None = None
+        self._stack = ExitStack()
+        self._pids: Callable[[], Sequence[int]] = tuple
+
+    def start(self) -> None:
+        """Start the server, or look whether it is there."""
+        if self._client is not None:
+            return
+        try:
+            started = self._stack.enter_context(self._start())
+            client = self._make(Address.of(started.url))
+            asyncio.run(client.find_model())
+        except (CBatchError, OSError, SystemExit) as error:
+            self.close()
+            raise SideError(f"{self.name}: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+        self._client, self._pids = client, started.pids
+
+    def check(self, probes: Sequence[WorkRequest], expected: Sequence[str]) -> list[str]:
+        """Return notes on the server, after probes that it must answer as the model does.
+
+        Raises:
+            SideError: it answers none of them, or has another model.
+        """
+        self.start()
+        client = self._client
+        assert client is not None
+        answers = asyncio.run(_probe(client, probes))
+        for probe, answer in zip(probes, answers, strict=True):
+            if answer.error:
+                raise SideError(f"{self.name}: {answer.error}")
+            n_theirs = answer.n_prompt
+            if n_theirs is not None and abs(n_theirs - probe.n_prompt) > MOST_BOS:
+                raise SideError(
+                    f"{self.name}: counts {n_theirs} tokens in a prompt of {probe.n_prompt}: it has another model"
+                )
+        pairs = [(ours, a.text) for ours, a in zip(expected, answers, strict=True) if ours]
+        if pairs and not any(map(_is_alike, pairs)):
+            raise SideError(
+                f"{self.name}: answers {len(pairs)} of {len(pairs)} probes otherwise: it has another model"
+            )
+        notes = [] if client.has_extras else ["it refuses ignore_eos, top_k and min_p"]
+        if any(answer.n_prompt is None for answer in answers):
+            notes.append("it tells no usage: tokens are counted in its text")
+        return notes
+
+    def run(
+        self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
+    ) -> tuple[list[Answer], float]:
+        """Send all requests."""
+        self.start()
+        client = self._client
+        assert client is not None
+
+        async def ask(request: WorkRequest, sent_s: float, now: Now) -> Answer:
+            return await client.ask(request, sent_s, now, is_streamed=is_streamed)
+
+        answers, seconds = asyncio.run(drive(chains, pace, ask))
+        return [*map(client.counted, answers)], seconds
+
+    @property
+    def memory_mib(self) -> float | None:
+        """The memory of the processes that are ours."""
+        found = [_memory(pid) for pid in self._pids()] if self._client is not None else []
+        return sum(n for n in found if n is not None) if found else None
+
+    def close(self) -> None:
+        """End the server if it is ours."""
+        self._client, self._pids = None, tuple
+        self._stack.close()
+        self._stack = ExitStack()
+
+
+async def _probe(client: OpenAIClient, probes: Sequence[WorkRequest]) -> list[Answer]:
+    start = time.perf_counter()
+    return [await client.try_out(probe, lambda: time.perf_counter() - start) for probe in probes]
+
+
+def _is_alike(texts: tuple[str, str]) -> bool:
+    """Whether half of two answers is the same: kernels may round the rest apart."""
+    n_same = n_common(*texts)
+    return n_same > 0 and 2 * n_same >= min(map(len, texts))
+
+
+# ---- servers ----
+
+
+@contextmanager
+def there_already(url: str) -> Iterator[Started]:
+    """Give a server that somebody else runs."""
+    yield Started(url, tuple)
+
+
+@contextmanager
+def cbatch_server(model: str, arguments: Sequence[str]) -> Iterator[Started]:
+    """Run `cbatch serve` for the block."""
+    with served(model, *arguments) as server:
+        yield Started(f"http://127.0.0.1:{server.port}/v1", lambda: [server.pid, *server.workers])
+
+
+@contextmanager
+def llama_server(program: str, model: str, options: EngineOptions) -> Iterator[Started]:
+    """Run llama-server for the block, with the same slots, memory and threads.
+
+    Raises:
+        SideError: it cannot be started.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    command = [program, "-m", model, *llama_server_arguments(options), "--port", str(port)]
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        except OSError as error:
+            raise SideError(f"{program}: cannot be started: {error.strerror}") from None
+        try:
+            _await_health(port, process, log)
+            yield Started(f"http://127.0.0.1:{port}/v1", lambda: [process.pid])
+        finally:
+            process.terminate()
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def llama_server_arguments(options: EngineOptions) -> list[str]:
+    """Return the arguments by which llama-server has an engine's slots, memory and threads."""
+    n_threads = options.n_threads or len(my_cores())
+    n_slots, n_window = options.parallel or 1, options.ctx_per_seq or 0
+    words = ["-np", str(n_slots), "-c", str(n_slots * n_window)]
+    words += ["-kvu"] if options.kv == "unified" else ["-no-kvu"]
+    words += ["-t", str(n_threads), "-tb", str(n_threads), "--no-webui"]
+    given = {
+        "-ctk": options.cache_type_k,
+        "-ctv": options.cache_type_v,
+        "-fa": options.flash_attn,
+        "-ngl": options.n_gpu_layers,
+    }
+    for name, value in given.items():
+        if value not in (None, "auto"):
+            words += [name, str(value)]
+    return words
+
+
+def _await_health(port: int, process: subprocess.Popen[bytes], log: Any) -> None:
+    """Wait until a server says that it is ready. Raises `SideError`."""
+    address = replace(Address.of(f"http://127.0.0.1:{port}"), path="")
+    client = OpenAIClient(address, lambda text: ())
+    end_s = time.monotonic() + PATIENCE_S
+    while process.poll() is None and time.monotonic() < end_s:
+        with suppress(ServerProblemError, OSError, EOFError):  # it does not listen yet
+            if asyncio.run(client.is_healthy()):
+                return
+        time.sleep(0.05)
+    log.seek(0)
+    said = log.read().strip().splitlines()
+    raise SideError(f"llama-server did not start: {said[-1] if said else process.args!r}")
+
+
+def http_side(
+    name: str,
+    start: Callable[[], AbstractContextManager[Started]],
+    *,
+    tokenize: Callable[[str], Sequence[int]],
+    schema_field: str = "response_format",
+    timeout_s: float = 600.0,
+) -> HttpSide:
+    """Return a server that is started for the comparison."""
+    client = partial(
+        OpenAIClient, tokenize=tokenize, schema_field=schema_field, timeout_s=timeout_s
+    )
+    return HttpSide(name, start, client)
+
+
+def remote_side(
+    url: str,
+    *,
+    tokenize: Callable[[str], Sequence[int]],
+    model: str | None,
+    key: str | None,
+    timeout_s: float = 600.0,
+) -> HttpSide:
+    """Return a server that is there already.
+
+    Raises:
+        ConfigError: the URL is none.
+    """
+    address = Address.of(url)
+    client = partial(OpenAIClient, tokenize=tokenize, model=model, key=key, timeout_s=timeout_s)
+    return HttpSide(str(address), partial(there_already, url), client, is_remote=True)
+
+
+def check_kinds(names: Sequence[str]) -> None:
+    """Raise a `ConfigError` for a side that is none."""
+    for name in names:
+        if name not in KINDS:
+            raise ConfigError(f"unknown side {name!r}; known are {', '.join(KINDS)}")

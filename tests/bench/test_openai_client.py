@@ -1,0 +1,275 @@
+"""The client of other people's servers: what it reads, and what it names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.bench.measured import WorkRequest
+from cbatch.bench.openai_client import Address, OpenAIClient, ServerProblemError
+from cbatch.bench.sides import HttpSide, SideError, there_already
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from cbatch.bench.measured import Answer
+
+REQUEST = WorkRequest("a", "one two", 3, 4, {"temperature": 0.5, "top_k": 40, "seed": 1})
+USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
+
+
+def tokenize(text: str) -> list[int]:
+    """Return a token for each letter."""
+    return [*map(ord, text)]
+
+
+def event(text: str = "", **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": more.pop("finish", None)}
+    return f"data: {json.dumps({'choices': [choice], **more})}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM = event("x") + event("y") + event("", finish="length") + event(usage=USAGE) + DONE
+
+
+def reply(body: bytes, status: int = 200, *, n_chunk: int | None = None) -> bytes:
+    head = f"HTTP/1.1 {status} Any\r\ncontent-type: any\r\n"
+    if n_chunk is None:
+        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    parts = [body[i : i + n_chunk] for i in range(0, len(body), n_chunk)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in [*parts, b""])
+    return f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks
+
+
+class Server:
+    """Answers with bytes as they are, by what is asked, and keeps the bodies that it got."""
+
+    def __init__(self, completions: bytes | Callable[[dict[str, Any]], bytes]) -> None:
+        self.completions = completions
+        self.models = reply(json.dumps({"data": [{"id": "its-model"}]}).encode())
+        self.bodies: list[dict[str, Any]] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        n = int(head.split("content-length: ")[1].split("\r\n")[0])
+        body = await reader.readexactly(n)
+        if "/models" in head:
+            writer.write(self.models)
+        else:
+            asked = json.loads(body)
+            self.bodies.append(asked)
+            given = self.completions
+            writer.write(given(asked) if callable(given) else given)
+        writer.close()
+
+    def ask(self, use: Callable[[OpenAIClient], Awaitable[Any]], **more: Any) -> Any:
+        """Run the server while a client of it does something."""
+
+        async def run() -> Any:
+            server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+            async with server:
+                port = server.sockets[0].getsockname()[1]
+                address = Address.of(f"http://127.0.0.1:{port}")
+                return await use(OpenAIClient(address, tokenize, **more))
+
+        return asyncio.run(run())
+
+
+def one(completions: bytes, *, is_streamed: bool = True, **more: Any) -> Answer:
+    async def use(client: OpenAIClient) -> Answer:
+        answer = await client.ask(REQUEST, 0.0, iter(range(100)).__next__, is_streamed=is_streamed)
+        return client.counted(answer)
+
+    answer: Answer = Server(completions).ask(use, **more)
+    return answer
+
+
+@pytest.mark.parametrize("n_chunk", [None, 1, 7, 1000])
+def test_stream_is_read_whatever_its_framing(n_chunk: int | None) -> None:
+    answer = one(reply(STREAM, n_chunk=n_chunk))
+    assert answer.error == ""
+    assert (answer.n_prompt, answer.n_output, answer.finish) == (3, 4, "length")
+    assert (answer.text, answer.n_distinct) == ("xy", 2)
+    assert answer.first_s == 0
+    assert len(answer.gaps_s) == 1
+
+
+def test_tokens_of_text_tell_what_is_degenerate() -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 12}
+    for text, n_distinct in (("abcabcabcabc", 3), ("aaaaaaaaaaaa", 1), ("a", 12)):
+        answer = one(reply(event(text, finish="length", usage=usage) + DONE))
+        assert (answer.n_output, answer.n_distinct) == (12, n_distinct)
+
+
+def test_stream_without_usage_is_counted_by_the_models_tokenizer() -> None:
+    answer = one(reply(event("abc") + event("de", finish="stop") + DONE))
+    assert (answer.n_prompt, answer.n_output, answer.finish) == (None, 5, "stop")
+
+
+def test_usage_of_another_vocabulary_is_not_believed() -> None:
+    other = {"prompt_tokens": 30, "completion_tokens": 99}
+    answer = one(reply(event("abc", finish="length", usage=other) + DONE))
+    assert (answer.n_prompt, answer.n_output) == (30, 3)
+
+
+def test_answer_that_is_not_streamed_has_no_first_token() -> None:
+    whole = {"choices": [{"text": "xy", "finish_reason": "length"}], "usage": USAGE}
+    answer = one(reply(json.dumps(whole).encode()), is_streamed=False)
+    assert (answer.error, answer.n_output, answer.first_s, answer.gaps_s) == ("", 4, None, ())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (reply(b'{"error": "no room"}', 500), "answered 500: .*no room"),
+        (reply(b"gone", 404), "answered 404: gone"),
+        (reply(DONE), "streamed nothing"),
+        (reply(b""), "streamed nothing"),
+        (
+            reply(b'data: {"error": {"message": "out of memory"}}\n\n'),
+            "sent an error: .*out of memory",
+        ),
+        (reply(b"data: hello\n\n"), "sent no JSON object: hello"),
+        (b"220 mail ready\r\n", "answered no HTTP: 220 mail ready"),
+        (b"", "answered no HTTP: nothing"),
+        (reply(STREAM, n_chunk=9)[:-30], "the connection broke"),
+    ],
+)
+def test_broken_server_is_named(given: bytes, words: str) -> None:
+    answer = one(given)
+    assert re.search(words, answer.error), answer.error
+    assert "127.0.0.1" in answer.error
+
+
+def test_answer_that_never_ends_is_given_up() -> None:
+    async def use(client: OpenAIClient) -> Answer:
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client.address = Address.of(f"http://127.0.0.1:{port}")
+            return await client.ask(REQUEST, 0.0, lambda: 0.0)
+
+    answer = Server(b"").ask(use, timeout_s=0.05)
+    assert answer.error == "no end of the answer in 0.05 s"
+
+
+def test_server_that_is_not_there_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    client = OpenAIClient(Address.of(f"127.0.0.1:{port}"), tokenize)
+    with pytest.raises(ServerProblemError, match=f"http://127.0.0.1:{port}/v1 is not there"):
+        asyncio.run(client.find_model())
+
+
+def test_first_model_is_asked_for_and_another_must_be_listed() -> None:
+    server = Server(reply(STREAM))
+
+    async def use(client: OpenAIClient) -> None:
+        await client.find_model()
+        await client.ask(REQUEST, 0.0, lambda: 0.0)
+
+    server.ask(use)
+    assert server.bodies[0]["model"] == "its-model"
+    with pytest.raises(ServerProblemError, match="has no model 'mine'; it has its-model"):
+        server.ask(use, model="mine")
+
+
+def test_server_without_a_list_of_models_is_asked_all_the_same() -> None:
+    server = Server(reply(STREAM))
+    server.models = reply(b"no", 404)
+    assert server.ask(lambda client: client.find_model()) == []
+    server.models = reply(b"<html>")
+    with pytest.raises(ServerProblemError, match="is no list of models"):
+        server.ask(lambda client: client.find_model())
+
+
+def test_extras_are_left_out_for_a_server_that_refuses_them() -> None:
+    def strict(body: dict[str, Any]) -> bytes:
+        return reply(b"unknown field ignore_eos", 400) if "ignore_eos" in body else reply(STREAM)
+
+    server = Server(strict)
+
+    async def use(client: OpenAIClient) -> tuple[str, bool]:
+        answer = await client.try_out(REQUEST, lambda: 0.0)
+        return answer.error, client.has_extras
+
+    assert server.ask(use) == ("", False)
+    assert server.bodies[1].keys() == {
+        *("model", "prompt", "max_tokens", "temperature", "seed", "stream", "stream_options")
+    }
+
+
+@pytest.mark.parametrize("name", ["response_format", "json_schema"])
+def test_schema_is_in_the_field_that_the_server_reads(name: str) -> None:
+    client = OpenAIClient(Address.of("http://a"), tokenize, schema_field=name)
+    asked = WorkRequest("a", "b", 1, 1, {"json_schema": {"type": "array"}})
+    body = client.body(asked, is_streamed=False)
+    assert {"type": "array"} in (body[name], body[name].get("json_schema", {}).get("schema"))
+    assert len({"response_format", "json_schema"} & body.keys()) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://a:8000/v1/", "http://a:8000/v1"),
+        ("a:8000", "http://a:8000/v1"),
+        ("https://a/api/v1", "https://a:443/api/v1"),
+    ],
+)
+def test_address_of_a_url(url: str, shown: str) -> None:
+    assert str(Address.of(url)) == shown
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:port", ""])
+def test_wrong_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="URL"):
+        Address.of(url)
+
+
+def side(server: Server, expected: list[str], n_prompt: int = 3) -> list[str]:
+    """Check a server as a comparison does, by probes whose answers are expected to be these."""
+
+    async def run() -> list[str]:
+        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        async with listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            made = HttpSide(
+                "theirs", lambda: there_already(url), lambda at: OpenAIClient(at, tokenize)
+            )
+            probes = [WorkRequest(str(i), "a", n_prompt, 4) for i in range(len(expected))]
+            return await asyncio.to_thread(made.check, probes, expected)
+
+    return asyncio.run(run())
+
+
+def test_server_that_answers_as_the_model_does_may_be_measured() -> None:
+    assert side(Server(reply(STREAM)), ["xyz", "no"]) == []
+
+
+def test_server_that_answers_every_probe_otherwise_has_another_model() -> None:
+    with pytest.raises(SideError, match="answers 2 of 2 probes otherwise: it has another model"):
+        side(Server(reply(STREAM)), ["ab", "cd"])
+
+
+def test_server_with_another_vocabulary_has_another_model() -> None:
+    with pytest.raises(SideError, match="counts 3 tokens in a prompt of 9: it has another model"):
+        side(Server(reply(STREAM)), ["xy"], n_prompt=9)
+
+
+def test_server_that_refuses_probes_is_not_measured() -> None:
+    with pytest.raises(SideError, match=r"theirs: .* answered 500"):
+        side(Server(reply(b"", 500)), ["xy"])
+
+
+def test_notes_say_what_a_server_lacks() -> None:
+    notes = side(Server(reply(event("xy", finish="stop") + DONE)), ["xy"])
+    assert notes == ["it tells no usage: tokens are counted in its text"]

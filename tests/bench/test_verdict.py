@@ -1,0 +1,84 @@
+"""Which answers a rate may be made of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from cbatch.bench.measured import Answer, WorkRequest
+from cbatch.bench.verdict import differences, n_ended_early, problems
+
+N = 20
+REQUESTS = [WorkRequest(str(i), "a", 10, 16) for i in range(N)]
+ANSWERS = [
+    Answer(str(i), 0.0, 0.1, 1.0, 16, n_prompt=10, n_distinct=9, finish="length", tokens=(i, 2, 3))
+    for i in range(N)
+]
+
+
+def with_first(n: int, **changes: object) -> list[Answer]:
+    return [replace(a, **changes) if i < n else a for i, a in enumerate(ANSWERS)]  # type: ignore[arg-type]
+
+
+def test_whole_answers_have_no_problem() -> None:
+    assert problems(REQUESTS, ANSWERS) == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (with_first(1, error="it broke"), "1 of 20 requests failed: it broke"),
+        (ANSWERS[1:], "1 of 20 requests have no answer"),
+        (
+            with_first(2, n_output=5),
+            "2 of 20 requests are cut: 5 tokens of 16, finish reason length",
+        ),
+        (with_first(1, finish="window"), "1 of 20 requests are cut: .* finish reason window"),
+        (with_first(1, finish=None), "1 of 20 requests are cut: .* finish reason None"),
+        (with_first(1, n_prompt=40), "1 of 20 requests have other prompts: 40 tokens of 10"),
+        (with_first(3, n_distinct=1), "3 of 20 requests are degenerate"),
+    ],
+)
+def test_broken_answers_are_named(answers: list[Answer], words: str) -> None:
+    [found] = problems(REQUESTS, answers)
+    assert re.search(words, found)
+
+
+def test_few_degenerate_answers_may_be_the_models_own() -> None:
+    assert problems(REQUESTS, with_first(2, n_distinct=1)) == []
+
+
+def test_short_answer_of_one_token_is_not_degenerate() -> None:
+    short = [replace(r, n_output=3) for r in REQUESTS]
+    assert problems(short, with_first(N, n_distinct=1, n_output=3)) == []
+
+
+def test_answer_that_the_server_ended_is_not_cut_and_counted() -> None:
+    answers = with_first(2, finish="stop", n_output=10)
+    assert problems(REQUESTS, answers) == []
+    assert n_ended_early(REQUESTS, answers) == 12
+
+
+def test_mark_before_a_prompt_makes_no_other_prompt() -> None:
+    assert problems(REQUESTS, with_first(N, n_prompt=11)) == []
+
+
+def test_exact_answers_must_be_equal_alone_to_the_last_token() -> None:
+    alone = {str(i): (i, 2, 4 if i == 3 else 3) for i in range(5)}
+    [words] = differences(alone, ANSWERS, is_exact=True)
+    assert words == "1 of 5 answers differ from those of the same requests alone"
+    assert differences(alone, ANSWERS, is_exact=False) == []
+
+
+def test_most_first_tokens_must_be_equal_alone() -> None:
+    alone = {str(i): (i if i < 2 else 99,) for i in range(5)}
+    [words] = differences(alone, ANSWERS, is_exact=False)
+    assert words == "3 of 5 first tokens differ from those of the same requests alone"
+    some = {str(i): (i if i < 3 else 99,) for i in range(5)}
+    assert differences(some, ANSWERS, is_exact=False) == []
+
+
+def test_sides_that_know_no_tokens_are_not_compared_by_them() -> None:
+    assert differences({"0": (9,)}, with_first(1, tokens=()), is_exact=True) == []
