@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+from argparse import ArgumentParser
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import cbatch
+from cbatch.bench.cases import CASES, run_case
+from cbatch.bench.sides import check_kinds
+from cbatch.bench.workloads import workload_of
 from cbatch.cli import app
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
@@ -43,6 +48,43 @@ def commands(page: Path) -> Iterator[list[str]]:
         words = shlex.split(line)
         if words and Path(words[0]).name == "cbatch":
             yield words[1:]
+
+
+def measurements(page: Path) -> Iterator[list[str]]:
+    """Yield the words of every command that measures: in backticks, and in blocks of commands."""
+    text = page.read_text(encoding="utf-8")
+    lines = [*re.findall(r"`([^`\n]+)`", text)]
+    lines += "\n".join([*blocks(page, "bash"), *blocks(page, "sh")]).splitlines()
+    for line in lines:
+        if re.match(r"(python -m cbatch\.bench\.\w+|cbatch bench)( |$)", line):
+            said = re.sub(r"[\[\]…]|>.*", "", line)
+            yield shlex.split(re.sub(r"(?<=-rows) N\b", " 1", said))
+
+
+class ParsedError(Exception):
+    """A command line could be read; nothing is to be run."""
+
+
+def parse_measurement(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the command is not there, or does not know a word."""
+    if words[:2] == ["cbatch", "bench"]:
+        click = get_command(app).commands["bench"]  # type: ignore[attr-defined]
+        asked = click.make_context("bench", words[2:]).params
+        for name in asked["workload"].split(","):
+            workload_of(name)
+        check_kinds((asked["sides"] or "engine").split(","))
+        assert asked["case"] in (None, "NAME", *CASES)
+        return
+    really = ArgumentParser.parse_args
+
+    def parse_only(parser: ArgumentParser, given: list[str]) -> None:
+        really(parser, given)
+        raise ParsedError
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", parse_only)
+    with pytest.raises(ParsedError):
+        run_case(words[2].rpartition(".")[2], words[3:])
+    monkeypatch.undo()
 
 
 def table(name: str, heading: str) -> dict[str, list[str]]:
@@ -216,3 +258,22 @@ def test_floor_of_llama_cpp_python_is_that_of_the_package() -> None:
     [floor] = re.findall(r"llama-cpp-python>=([\d.]+)", text_of("pyproject.toml"))
     assert f"≥ {floor}," in text_of("docs/compatibility.md")
     assert f"llama-cpp-python=={floor}" in text_of("docs/compatibility.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_measure_exist_and_know_their_words(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [words for words in measurements(page) if "NAME" not in words[-1]]
+    for words in asked:
+        parse_measurement(words, monkeypatch)
+    assert asked or page.name not in ("README.md", "performance.md", "benchmarks.md")
+
+
+def test_every_table_of_figures_has_its_command() -> None:
+    sections = re.split(r"\n(?=##+ )", text_of("docs/performance.md"))
+    with_tables = [section for section in sections if re.search(r"^\|", section, re.MULTILINE)]
+    assert len(with_tables) > 10
+    command = re.compile(r"`(python -m cbatch\.bench\.\w+|cbatch bench) ")
+    assert [s.splitlines()[0] for s in with_tables if not command.search(s)] == []
+    assert command.search(text_of("README.md").split("## Measurements")[1].split("\n|")[0])

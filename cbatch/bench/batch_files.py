@@ -31,6 +31,8 @@ from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Timings, Usage
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbatch.core.plan import StepPlan, StepResult
 
 _ANSWER = BatchResult(
@@ -115,13 +117,13 @@ def _child(way: str, source: str, output: str) -> None:
     show(f"{seconds} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print a table: both ways, few lines and many."""
     asked = parser(__doc__, model=None)
     asked.add_argument("--lines", type=int, default=1_000_000, help="of the long file")
     asked.add_argument("--few", type=int, default=1_000, help="lines of the short file")
     asked.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     if a.child:
         _child(*a.child)
         return

@@ -21,6 +21,7 @@ from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import CodeType, FrameType
 
 _N_WARM_UP = 20
@@ -123,13 +124,13 @@ def table(calls: Calls) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table."""
     asked = parser(__doc__, model=None)
     asked.add_argument("--rows", type=int, default=32, help="sequences in the step")
     asked.add_argument("--steps", type=int, default=50, help="steps to count")
     asked.add_argument("--streamed", action="store_true", help="read chunks instead of results")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     calls = count_calls(a.rows, a.steps, is_streamed=a.streamed)
     show(table(calls))
 

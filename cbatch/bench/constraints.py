@@ -100,14 +100,14 @@ def summary(rounds: Sequence[tuple[Turn, Turn]]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each constraint."""
     asked = parser(__doc__, model="the model that ships inside", n_rounds=5)
     asked.add_argument("--rows", type=int, default=16, help="requests, all in slots at once")
     asked.add_argument("--bound", type=int, help="how many have the constraint; all by default")
     asked.add_argument("--tokens", type=int, default=96, help="tokens an answer")
     asked.add_argument("--only", nargs="+", choices=[*CONSTRAINTS], default=[*CONSTRAINTS])
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     n_bound = a.rows if a.bound is None else a.bound
     with load(a.model, parallel=a.rows, ctx_per_seq=a.tokens + 64) as engine:
         for name in a.only:

@@ -32,7 +32,7 @@ from cbatch.bench.http_load import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cbatch.bench.http_load import Heard, Server
 
@@ -262,7 +262,7 @@ async def measure_storm(server: Server, a: Any) -> None:
     )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print two JSON lines."""
     asked = parser(__doc__, model="the one that ships inside")
     asked.add_argument("--parallel", type=int, default=8, help="slots of the server")
@@ -274,7 +274,7 @@ def main() -> None:
     asked.add_argument("--kill-every-s", type=float, default=10.0, help="seconds between kills")
     asked.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
     asked.add_argument("--seed", type=int, default=1, help="of all chance")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     own = ("--parallel", str(a.parallel), "--replicas", str(a.replicas))
     with served(a.model, *own) as server:
         asyncio.run(measure_leavers(server, a))

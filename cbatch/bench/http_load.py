@@ -222,14 +222,14 @@ def compare(
     }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line."""
     asked = parser(__doc__, model="the one that ships inside", n_rounds=5)
     asked.add_argument("--parallel", type=int, default=16, help="slots of the server")
     asked.add_argument("--few", type=int, default=16, help="clients that take turns")
     asked.add_argument("--many", type=int, default=200, help="clients at once")
     asked.add_argument("--tokens", type=int, default=64, help="tokens of each of --many answers")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     with served(a.model, "--parallel", str(a.parallel)) as server:
         found = compare(server, a.few, a.many, a.tokens, a.rounds)
     emit(few=a.few, many=a.many, parallel=a.parallel, **found)

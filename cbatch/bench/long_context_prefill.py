@@ -18,6 +18,8 @@ from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbatch.backend.llama.model import LlamaModel
 
 
@@ -63,7 +65,7 @@ def _seconds(model: LlamaModel, options: EngineOptions, job: Job, *, is_limited:
         return time.perf_counter() - start
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line."""
     asked = parser(__doc__, n_rounds=3)
     asked.add_argument("--requests", type=int, default=32)
@@ -71,7 +73,7 @@ def main() -> None:
     asked.add_argument("--own", type=int, nargs=2, default=(65, 200), help="least and most")
     asked.add_argument("--output", type=int, nargs=2, default=(2, 16), help="least and most")
     asked.add_argument("--slots", type=int, default=16, help="requests at once")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     job = Job(a.requests, a.common, tuple(a.own), tuple(a.output))
     options = EngineOptions(parallel=a.slots, ctx_per_seq=a.common + a.own[1] + a.output[1])
     ways = (partial(seconds, a.model, options, job, is_limited=limit) for limit in (True, False))

@@ -20,6 +20,8 @@ from cbatch.bench.traffic import Arrival
 from cbatch.engine_options import Policy, ScheduleOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbatch.core.driver import SequenceDriver
 
 Case = Literal["decode", "admission"]
@@ -130,14 +132,14 @@ def _us(seconds: float) -> float:
     return round(1e6 * seconds, 2)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each policy, case, number of slots and length of the queue."""
     asked = parser(__doc__, model=None)
     asked.add_argument("--policy", nargs="+", default=POLICIES)
     asked.add_argument("--slots", type=int, nargs="+", default=[16, 32], help="sequences at once")
     asked.add_argument("--queued", type=int, nargs="+", default=[10, 1_000, 100_000])
     asked.add_argument("--steps", type=int, default=500, help="steps of each line, up to 2,000")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     for policy, n_slots, case, n_queued in product(a.policy, a.slots, CASES, a.queued):
         figures = measure(ScheduleOptions(policy=policy), case, n_slots, n_queued, a.steps)
         emit(**asdict(figures))

@@ -1,7 +1,7 @@
 """An engine in this process against worker processes: `python -m cbatch.bench.replicas MODEL REQUESTS.jsonl …`.
 
 All are loaded at once and take turns with the same requests, alone and beside endless loops. The files are those of
-`cbatch.bench.workload`. `thread` is the engine in this process, `1` one worker process, `2` and more several with
+`cbatch bench --requests`. `thread` is the engine in this process, `1` one worker process, `2` and more several with
 cores, slots and memory divided.
 """
 
@@ -14,19 +14,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+from cbatch.bench.model_text import model_text
 from cbatch.bench.neighbours import busy_loops
-from cbatch.bench.workload import read
+from cbatch.bench.side_process import options_of
+from cbatch.bench.workloads import read_requests
 from cbatch.loading import load
-from cbatch.messages import LookAhead
+from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.engine import Engine
-    from cbatch.messages import BatchPrompt
 
 THREAD = "thread"
+
+
+def read(model: str, path: Path) -> list[BatchPrompt]:
+    """Return the requests of a file. Raises a `ConfigError` where it has none."""
+    with model_text(model) as text:
+        chains = read_requests(path, text.tokenize)
+    requests = [request for chain in chains for request in chain]
+    return [BatchPrompt(prompt=r.prompt, id=r.id, options=options_of(r)) for r in requests]
 
 
 def tokens_per_second(
@@ -34,7 +43,7 @@ def tokens_per_second(
 ) -> float:
     """Run all requests together; return the tokens of their answers per second."""
     start = time.perf_counter()
-    response = engine.run(requests, options={"ignore_eos": True})
+    response = engine.run(requests)
     n_read = sum(len(chunk.token_ids) for chunk in response) if is_streamed else 0
     n_tokens = sum(r.usage.completion_tokens for r in response.results())
     if is_streamed and n_read != n_tokens:
@@ -72,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--beside", type=int, nargs="+", default=[0], help="endless loops beside it")
     asked.add_argument("--streamed", action="store_true", help="read by chunks, too")
     a = asked.parse_args(words)
-    files = {path.stem: read(path) for path in a.requests}
+    files = {path.stem: read(a.model, path) for path in a.requests}
     ahead = [(r, RunOptions.of(r.options)) for requests in files.values() for r in requests]
     with ExitStack() as stack:
         engines = {

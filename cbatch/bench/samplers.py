@@ -19,7 +19,7 @@ from cbatch.engine_options import EngineOptions
 from cbatch.options import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
 
@@ -73,12 +73,12 @@ def _measure(model: LlamaModel, n_rows: int, n_steps: int, n_rounds: int) -> Non
             emit(chain=name, base="one thread", **figures(*ways, target=target, n_rounds=n_rounds))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each chain on one thread, then for each on two threads."""
     asked = parser(__doc__, model="one that is written for it", n_rounds=7)
     asked.add_argument("--rows", type=int, default=16, help="rows of logits")
     asked.add_argument("--steps", type=int, default=8, help="samples of each row in a round")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         path = a.model or write_model(
             Path(folder) / "model.gguf", replace(SHAPES["small"], n_layer=1, n_embd=192, n_ff=192)

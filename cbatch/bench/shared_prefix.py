@@ -33,6 +33,7 @@ from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from cbatch.backend.llama.model import LlamaModel
 
@@ -185,7 +186,7 @@ def print_sweep(a: argparse.Namespace, n_vocab: int) -> None:
         emit(**asdict(job), rounds=a.rounds, **found)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each kind of memory, or for each place of the sweep."""
     asked = parser(__doc__, n_rounds=3)
     asked.add_argument("--requests", type=int, default=64)
@@ -200,7 +201,7 @@ def main() -> None:
         help=f"the engine alone over beginnings of {SWEEP_COMMON} and answers of {SWEEP_OUTPUT} tokens, "
         f"{SWEEP_OWN} of each prompt its own, in both kinds of memory",
     )
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     n_vocab = in_model(a.model, lambda model: model.vocab.n_vocab)
     (print_sweep if a.sweep else print_comparison)(a, n_vocab)
 

@@ -24,7 +24,7 @@ from cbatch.stats import Percentiles
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from cbatch.bench.fake_server import Cost
     from cbatch.core.driver import SequenceDriver
@@ -293,9 +293,9 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each number of slots and policy."""
-    a = _parser().parse_args()
+    a = _parser().parse_args(words)
     cost = StepTable.read(a.costs) if a.costs else SMALL
     for n_slots, policy in product(a.slots, a.policy):
         report = simulate(

@@ -168,7 +168,7 @@ def summary(rounds: Sequence[Figures]) -> dict[str, float]:
     return {name: median(f[name] for f in found) for name in found[0]}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each round, then their medians."""
     asked = parser(__doc__)
     asked.add_argument("--decoders", type=int, default=15, help="requests that are streamed")
@@ -177,7 +177,7 @@ def main() -> None:
     asked.add_argument("--around", type=int, default=N_AROUND, help="steps before the newcomer")
     asked.add_argument("--prefill-budget", type=int, help="as in load; 2048: no protection")
     asked.add_argument("--itl-ms", type=float, help="as in load")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     n_window = a.prompt + 8 * a.around + 256
     with load(
         a.model,

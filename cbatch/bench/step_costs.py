@@ -195,14 +195,14 @@ def _step_s(engine: Engine, lengths: Sequence[int]) -> float:
     return sum(record.first_s for record in records)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the table as JSON."""
     asked = parser(__doc__)
     asked.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="rows of a step")
     asked.add_argument("--chunks", type=int, nargs="+", default=CHUNKS, help="prompt tokens")
     asked.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up")
     asked.add_argument("--threads", type=int, help="as n_threads of load")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     table = measure(a.model, a.widths, a.chunks, n_rounds=a.rounds, n_threads=a.threads)
     emit(**table.as_json())
 

@@ -17,6 +17,8 @@ from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbatch.backend.llama.model import LlamaModel
 
 
@@ -77,12 +79,12 @@ def compare(path: str, n_rows: int, n_steps: int, n_rounds: int) -> dict[str, fl
     }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each number of rows."""
     asked = parser(__doc__, n_rounds=5)
     asked.add_argument("--rows", type=int, nargs="+", default=[16], help="widths to try")
     asked.add_argument("--steps", type=int, default=128, help="tokens a row")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     for n_rows in a.rows:
         emit(rows=n_rows, **compare(a.model, n_rows, a.steps, a.rounds))
 

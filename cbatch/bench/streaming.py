@@ -83,12 +83,12 @@ def compare(
     }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for one batch, and one for a task each."""
     asked = parser(__doc__, n_rounds=7)
     asked.add_argument("--requests", type=int, default=16, help="requests, all in slots at once")
     asked.add_argument("--tokens", type=int, default=192, help="tokens a request")
-    a = asked.parse_args()
+    a = asked.parse_args(words)
     prompts = requests(a.requests, a.tokens)
     with load(a.model, parallel=a.requests, ctx_per_seq=a.tokens + 64) as engine:
         for name, way in (("one batch", one_batch), ("a task each", one_each)):

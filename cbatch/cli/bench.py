@@ -1,0 +1,509 @@
+"""`cbatch bench`: what an engine does on this machine with this model, beside others."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cbatch.checks import check_int
+from cbatch.cli.main import ExitCode, write
+from cbatch.cli.option_table import Given, option, takes
+from cbatch.cli.terminal import say
+from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
+from cbatch.errors import ConfigError
+from cbatch.files.output.durable import told as written
+from cbatch.files.output.durable import whole
+from cbatch.files.places import check_new, stdout
+
+if TYPE_CHECKING:
+    from cbatch.bench.comparison import Comparison, Load, Plan
+    from cbatch.bench.measured import Chains
+    from cbatch.bench.model_text import ModelText
+    from cbatch.bench.sides import HttpSide, Side
+    from cbatch.bench.summary import Summary
+    from cbatch.bench.workloads import Workload
+
+_OUTPUT = "Output"
+_SIDES = "Sides"
+_REQUESTS = "Requests"
+_N_SLACK = 16
+"""Tokens of a slot beyond the longest request: llama-server wants one, a server may add marks. Our choice."""
+_N_WINDOW = 2048
+"""Tokens of a slot at least, if the model was trained for them: as `cbatch.load` has them."""
+_MAX_AT_ONCE = 4096
+_PRINTED_WIDTH = 180
+"""Columns of a table that goes to no terminal."""
+_WORD_COLUMNS = ("load", "state", "side", "")
+_FLAGS = {"n_threads": "threads", "n_gpu_layers": "gpu-layers"}
+"""Options of `cbatch serve` that are not called as the setting."""
+
+
+@takes(
+    *("parallel", "ctx_per_seq", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
+    *("exact", "threads", "gpu_layers"),
+)
+def bench(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL", help="A GGUF file; without one, the model that ships inside."
+        ),
+    ] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- WORDS]", help="Arguments of a --case."),
+    ] = None,
+    *,
+    given: Given,
+    workload: Annotated[
+        str, option(panel=_REQUESTS, metavar="NAMES", help="Kinds of requests; see --list.")
+    ] = "decode,mixed,shared,burst",
+    requests: Annotated[
+        Path | None,
+        option(
+            panel=_REQUESTS,
+            metavar="FILE",
+            help='Requests of your own: JSON lines with "prompt" and "max_tokens".',
+            default="none",
+        ),
+    ] = None,
+    at_once: Annotated[
+        str, option(panel=_REQUESTS, metavar="NUMBERS", help="Clients that wait for answers.")
+    ] = "1,4,16",
+    rate: Annotated[
+        str | None,
+        option(
+            panel=_REQUESTS,
+            metavar="NUMBERS",
+            help="Requests a second that come by chance, instead of --at-once.",
+            default="none",
+        ),
+    ] = None,
+    count: Annotated[
+        int | None,
+        option(panel=_REQUESTS, min=1, help="Requests of a round.", default="4 for each at once"),
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None,
+        option(
+            panel=_REQUESTS, metavar="N[-N]", help="Of each prompt's own.", default="the workload's"
+        ),
+    ] = None,
+    output_tokens: Annotated[
+        str | None,
+        option(panel=_REQUESTS, metavar="N[-N]", help="Of each answer.", default="the workload's"),
+    ] = None,
+    common_tokens: Annotated[
+        int | None,
+        option(
+            panel=_REQUESTS, min=0, help="That all prompts begin with.", default="the workload's"
+        ),
+    ] = None,
+    rounds: Annotated[int, option(panel=_REQUESTS, min=1, help="Rounds in turn.")] = 3,
+    seed: Annotated[int, option(panel=_REQUESTS, min=0, help="Of all that is drawn.")] = 1,
+    warm: Annotated[
+        bool,
+        option("--warm", panel=_REQUESTS, help="Send each round's requests again, too."),
+    ] = False,
+    stream: Annotated[
+        bool,
+        option("--stream/--no-stream", panel=_REQUESTS, help="Read answers as they come."),
+    ] = True,
+    sides: Annotated[
+        str | None,
+        option(
+            panel=_SIDES,
+            metavar="NAMES",
+            help="Who answers; see --list.",
+            default="engine,one,llama,static,bare; beside servers engine,serve,bare",
+        ),
+    ] = None,
+    llama_server: Annotated[
+        Path | None,
+        option(
+            panel=_SIDES,
+            metavar="PATH",
+            help="llama-server, started with the same slots and memory.",
+            default="none",
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        option(
+            panel=_SIDES,
+            metavar="URL",
+            help="A server in OpenAI's format that has the same model; may be given again.",
+            default="none",
+        ),
+    ] = None,
+    against_model: Annotated[
+        str | None,
+        option(panel=_SIDES, metavar="NAME", help="Its name there.", default="the first listed"),
+    ] = None,
+    api_key: Annotated[
+        str | None, option(panel=_SIDES, metavar="KEY", help="For --against.", default="none")
+    ] = None,
+    timeout_s: Annotated[
+        float, option(panel=_SIDES, min=0.001, help="Seconds that a server has for an answer.")
+    ] = 600.0,
+    json_file: Annotated[
+        Path | None,
+        option("--json", panel=_OUTPUT, metavar="FILE", help="All figures.", default="none"),
+    ] = None,
+    markdown_file: Annotated[
+        Path | None,
+        option("--markdown", panel=_OUTPUT, metavar="FILE", help="The tables.", default="none"),
+    ] = None,
+    html_file: Annotated[
+        Path | None,
+        option("--html", panel=_OUTPUT, metavar="FILE", help="A page with plots.", default="none"),
+    ] = None,
+    force: Annotated[
+        bool, option("--force", panel=_OUTPUT, help="Replace existing files.")
+    ] = False,
+    quiet: Annotated[
+        bool, option("--quiet", "-q", panel=_OUTPUT, help="No line for each round.")
+    ] = False,
+    list_all: Annotated[
+        bool, option("--list", panel=_OUTPUT, help="Name workloads, sides and cases, and exit.")
+    ] = False,
+    case: Annotated[
+        str | None,
+        option(
+            panel=_OUTPUT,
+            metavar="NAME",
+            help="Run a benchmark of one question instead; see --list.",
+            default="none",
+        ),
+    ] = None,
+) -> None:
+    """Measure a model on this machine, beside one request after another, a bare loop, and servers.
+
+    Prompts have an exact number of tokens. All sides answer the same requests in turn; a rate of
+    broken answers is refused. Ctrl-C ends with what was measured.
+
+    Example: cbatch bench model.gguf --llama-server ~/llama.cpp/build/bin/llama-server
+    """
+    if list_all:
+        write("\n".join(_listed()) + "\n")
+        return
+    if case is not None:
+        from cbatch.bench.cases import run_case  # slow to import
+
+        run_case(case, [*([] if model is None else [str(model)]), *(words or ())])
+        return
+    if words:
+        raise ConfigError(f"{words[0]}: one model at a time; only a --case takes more arguments")
+    files = {"json": json_file, "markdown": markdown_file, "html": html_file}
+    for file in filter(None, files.values()):
+        check_new(file, force=force)
+    loads = _loads(at_once, rate)
+    kinds = _workloads(workload, prompt_tokens, output_tokens, common_tokens)
+    settings = {"parallel": DEFAULT_PARALLEL, **given.engine_settings()}
+    beside = _Beside(llama_server, against or [], against_model, api_key, timeout_s)
+    named = _sides(sides, beside)
+    from cbatch.bench.comparison import Plan  # slow to import
+    from cbatch.bench.model_text import model_text
+
+    with model_text(None if model is None else str(model)) as text:
+        kinds, chains = _of_file(requests, kinds, text)
+        settings["ctx_per_seq"] = _window(kinds, settings.get("ctx_per_seq"), text.n_ctx_train)
+        is_exact = settings.get("exact", False)
+        plan = Plan(kinds, loads, rounds, seed, count, chains, warm, is_exact, stream)
+        comparison = _comparison(plan, text, settings, named, beside)
+        comparison.say = _nothing if quiet else say
+        is_broken_off = _run(comparison)
+    facts = {"model": text.path, "seed": seed, "rounds": rounds, **settings}
+    _end(comparison, facts, files, is_broken_off=is_broken_off)
+
+
+def _nothing(_: str) -> None:
+    """Say nothing."""
+
+
+def _run(comparison: "Comparison") -> bool:
+    """Measure; return whether Ctrl-C has ended it."""
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        say("interrupted: these are the rounds before")
+        return True
+    finally:
+        comparison.close()
+    return False
+
+
+def _comparison(
+    plan: "Plan",
+    text: "ModelText",
+    settings: dict[str, Any],
+    named: Sequence[str],
+    beside: "_Beside",
+) -> "Comparison":
+    """Return the comparison of the sides that were named, and of the servers of others."""
+    from cbatch.bench.comparison import Comparison
+    from cbatch.bench.sides import BareSide, ProcessSide
+
+    def own(name: str) -> "Side":
+        if name == "serve":
+            return beside.ours(text, settings)
+        slots = {"parallel": 1} if name == "one" else {}
+        return ProcessSide(name, text.path, settings | slots)
+
+    found = [own(name) for name in named if name != "bare"]
+    return Comparison(
+        plan,
+        [*found, *beside.theirs(text, settings)],
+        settings["parallel"],
+        text.exact,
+        text.tokenize,
+        bare=BareSide("bare", text.path, settings) if "bare" in named else None,
+        judge=ProcessSide("engine", text.path, settings),
+    )
+
+
+def _end(
+    comparison: "Comparison",
+    facts: dict[str, Any],
+    files: Mapping[str, Path | None],
+    *,
+    is_broken_off: bool,
+) -> None:
+    """Show what was found, write the files, and exit with a code that says how it went."""
+    from cbatch.bench.summary import Summary
+
+    summary = Summary(comparison)
+    _show(summary, facts)
+    _write_files(summary, facts, files)
+    if is_broken_off:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    if summary.problems():
+        raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+# ---- what was asked ----
+
+
+def _names(text: str) -> list[str]:
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise ConfigError(f"no name in {text!r}: give names separated by commas; see --list")
+    return list(dict.fromkeys(found))
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{name} must be whole numbers separated by commas, such as 1,4,16, not {text!r}"
+        ) from None
+    return [check_int(name, n, 1, _MAX_AT_ONCE) for n in dict.fromkeys(found)]
+
+
+def _loads(at_once: str, rate: str | None) -> "list[Load]":
+    from cbatch.bench.comparison import Load
+
+    if rate is None:
+        return [Load(at_once=n) for n in _numbers("at_once", at_once)]
+    return [Load(rate=each) for each in _rates(rate)]
+
+
+def _sides(asked: str | None, beside: "_Beside") -> list[str]:
+    from cbatch.bench.sides import check_kinds
+
+    usual = "engine,serve,bare" if beside.has_any else "engine,one,llama,static,bare"
+    named = _names(asked or usual)
+    check_kinds(named)
+    return named
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < float("inf") for rate in found):
+        raise ConfigError(f"rate must be requests a second, such as 0.5,2, above 0, not {text!r}")
+    return list(dict.fromkeys(found))
+
+
+def _span(name: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    low, _, high = text.partition("-")
+    if not low.isdecimal() or not (high or low).isdecimal():
+        raise ConfigError(f"{name} must be a number of tokens, or two as 32-256, not {text!r}")
+    return int(low), int(high or low)
+
+
+def _workloads(
+    names: str, prompt_tokens: str | None, output_tokens: str | None, n_common: int | None
+) -> "list[Workload]":
+    from cbatch.bench.workloads import workload_of
+
+    own, output = _span("prompt_tokens", prompt_tokens), _span("output_tokens", output_tokens)
+    return [workload_of(name, own=own, output=output, n_common=n_common) for name in _names(names)]
+
+
+def _of_file(
+    path: Path | None, kinds: "list[Workload]", text: "ModelText"
+) -> "tuple[list[Workload], Chains | None]":
+    """Return the requests of a file as a kind of its own with the sizes that they have; without a file, the kinds."""
+    from cbatch.bench.workloads import Workload, read_requests
+
+    if path is None:
+        return kinds, None
+    chains = read_requests(path, text.tokenize)
+    requests = [request for chain in chains for request in chain]
+    prompts, outputs = [r.n_prompt for r in requests], [r.n_output for r in requests]
+    own, output = (min(prompts), max(prompts)), (min(outputs), max(outputs))
+    return [Workload(path.stem, f"{len(requests)} requests of a file", own, output)], chains
+
+
+def _window(kinds: "Sequence[Workload]", asked: int | None, n_trained: int) -> int:
+    """Return the tokens of a slot: what was asked, or enough for every request."""
+    needed = max(kind.n_window for kind in kinds) + _N_SLACK
+    longest = max(kinds, key=lambda kind: kind.n_window)
+    window = asked or max(needed, min(_N_WINDOW, n_trained))
+    if needed > window or (asked is None and window > n_trained):
+        room = f"a slot of {window:,}" if asked else f"the {n_trained:,} the model was trained for"
+        raise ConfigError(
+            f"{longest.name} needs a window of {needed:,} tokens, more than {room}: "
+            "give other sizes (--prompt-tokens, --common-tokens, --output-tokens), or --ctx-per-seq"
+        )
+    return window
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """The servers that a command line names."""
+
+    program: Path | None
+    urls: Sequence[str]
+    model: str | None
+    key: str | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before anything is started."""
+        from cbatch.bench.openai_client import Address
+
+        for url in self.urls:
+            Address.of(url)
+        if not self.urls and (self.model is not None or self.key is not None):
+            raise ConfigError("--against-model and --api-key are for --against: give its URL")
+        if self.program is not None and not self.program.is_file():
+            raise ConfigError(f"{self.program}: is no file: give the path of llama-server")
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there are servers of others."""
+        return bool(self.urls) or self.program is not None
+
+    def ours(self, text: "ModelText", settings: Mapping[str, Any]) -> "HttpSide":
+        """Return `cbatch serve`."""
+        from cbatch.bench.sides import cbatch_server, http_side
+
+        words: list[str] = []
+        for name, value in settings.items():
+            flag = f"--{_FLAGS.get(name, name.replace('_', '-'))}"
+            if value is not False:
+                words += [flag] if value is True else [flag, str(value)]
+        start = partial(cbatch_server, text.path, words)
+        return http_side("serve", start, tokenize=text.answer_tokens, timeout_s=self.timeout_s)
+
+    def theirs(self, text: "ModelText", settings: Mapping[str, Any]) -> "Iterator[HttpSide]":
+        """Yield the servers of others."""
+        from cbatch.bench.sides import http_side, llama_server, remote_side
+
+        tokenize = text.answer_tokens
+        if self.program is not None:
+            start = partial(llama_server, str(self.program), text.path, EngineOptions.of(settings))
+            yield http_side(
+                "llama-server",
+                start,
+                tokenize=tokenize,
+                schema_field="json_schema",
+                timeout_s=self.timeout_s,
+            )
+        for url in self.urls:
+            yield remote_side(
+                url, tokenize=tokenize, model=self.model, key=self.key, timeout_s=self.timeout_s
+            )
+
+
+# ---- what is shown ----
+
+
+def _listed() -> Iterator[str]:
+    from cbatch.bench.cases import CASES, told
+    from cbatch.bench.sides import KINDS
+    from cbatch.bench.workloads import WORKLOADS
+
+    yield "workloads (--workload), sizes in tokens:"
+    yield from (f"  {w.name:<22}{w.told} ({w.sizes})" for w in WORKLOADS.values())
+    yield "sides (--sides; --llama-server PATH and --against URL add servers):"
+    yield from (f"  {name:<22}{words}" for name, words in KINDS.items())
+    yield "cases (--case NAME MODEL -- WORDS, or python -m cbatch.bench.NAME):"
+    yield from (f"  {name:<22}{told(name)}" for name in CASES)
+
+
+def _show(summary: "Summary", facts: Mapping[str, Any]) -> None:
+    """Print the tables on stdout, and what was refused on stderr."""
+    from rich.console import Console  # slow to import
+    from rich.table import Table as RichTable
+
+    is_terminal = stdout().isatty()
+    text = io.StringIO()
+    width = shutil.get_terminal_size().columns if is_terminal else _PRINTED_WIDTH
+    console = Console(file=text, width=width, force_terminal=is_terminal, soft_wrap=False)
+    told = partial(console.print, markup=False, highlight=False)
+    told(", ".join(f"{name} {value}" for name, value in facts.items()))
+    for table in summary.tables():
+        told(f"\n{table.title}")
+        shown = RichTable()
+        for column in table.columns:
+            is_word = column in _WORD_COLUMNS
+            shown.add_column(
+                column, justify="left" if is_word else "right", no_wrap=column == "side"
+            )
+        for cells in table.rows:
+            shown.add_row(*cells)
+        console.print(shown)
+        if table.note:
+            told(table.note)
+    for line in summary.remarks():
+        told(line)
+    write(text.getvalue())
+    for line in summary.problems():
+        say(f"refused: {line}")
+
+
+def _write_files(
+    summary: "Summary", facts: Mapping[str, Any], files: Mapping[str, Path | None]
+) -> None:
+    """Write the files that were asked for, each whole or not at all."""
+    from cbatch.bench.summary import markdown
+    from cbatch.cli.bench_page import bench_page
+    from cbatch.files.report.page import machine_facts, version_facts
+
+    machine = {**machine_facts(), **version_facts()}
+    makers: dict[str, Callable[[], str]] = {
+        "json": lambda: (
+            json.dumps({"settings": facts, "machine": machine, **summary.as_dict()}, indent=1)
+            + "\n"
+        ),
+        "markdown": lambda: markdown(summary.tables(), [*summary.remarks(), *summary.problems()]),
+        "html": lambda: bench_page(summary, facts, machine),
+    }
+    for kind, path in files.items():
+        if path is not None:
+            with written(path), whole(path) as part:
+                part.write_text(makers[kind](), encoding="utf-8")

@@ -1,0 +1,138 @@
+"""The page of a measurement: tables and plots that need nothing but a browser."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cbatch.bench.comparison import COLD
+from cbatch.files.units import count, short, tick_step, ticks
+
+if TYPE_CHECKING:
+    from cbatch.bench.summary import Row, Summary
+
+_COLORS = ("blue", "rose", "teal", "amber", "violet", "gray")
+"""Of the sides, in their order; what comes behind them begins again."""
+
+
+class Point(NamedTuple):
+    """One value under one load."""
+
+    load: float
+    value: float
+    least: float
+    most: float
+
+
+class LoadChart:
+    """Values over loads, a line for each side; loads are on a logarithmic axis."""
+
+    left, top, right, bottom = 52.0, 8.0, 488.0, 196.0
+    width, height = 500.0, 222.0
+
+    def __init__(self, title: str, series: Mapping[str, Sequence[Point]]) -> None:
+        """Compute the scales of at least one value."""
+        self.title, self.series = title, series
+        points = [point for line in series.values() for point in line]
+        self.loads = sorted({point.load for point in points})
+        self._first, self._last = math.log(self.loads[0]), math.log(self.loads[-1])
+        step = tick_step(max(point.most for point in points) or 1.0, 4)
+        self._ceiling = step * math.ceil(max(point.most for point in points) / step - 1e-9) or step
+        self.levels = [(self.y(v), short(v)) for v in ticks(0.0, self._ceiling, step)]
+
+    def x(self, load: float) -> float:
+        """Return the place of a load."""
+        if self._last == self._first:
+            return (self.left + self.right) / 2
+        share = (math.log(load) - self._first) / (self._last - self._first)
+        return self.left + 10 + share * (self.right - self.left - 20)
+
+    def y(self, value: float) -> float:
+        """Return the place of a value."""
+        return self.bottom - (self.bottom - self.top) * value / self._ceiling
+
+    def path(self, line: Iterable[Point]) -> str:
+        """Return the line through points."""
+        return "L".join(f"{self.x(p.load):.1f} {self.y(p.value):.1f}" for p in line)
+
+
+def load_of(row: "Row") -> float:
+    """Return the number that a load is on the axis."""
+    load = row.load
+    return float(load.at_once or 1) if load.rate is None else load.rate
+
+
+def charts_of(rows: "Sequence[Row]") -> list[LoadChart]:
+    """Return the plots of one workload's rows that count."""
+    cold = [row for row in rows if row.state == COLD and row.output_tps is not None]
+    named: tuple[tuple[str, Callable[[Row], Point | None]], ...] = (
+        ("Generated tokens a second", _output),
+        ("First token, median, ms", lambda row: _median(row, row.ttft_ms)),
+        ("Between tokens, median, ms", lambda row: _median(row, row.itl_ms)),
+        ("Whole answer, median, ms", lambda row: _median(row, row.total_ms)),
+    )
+    found = []
+    for title, point_of in named:
+        series: dict[str, list[Point]] = {}
+        for row in cold:
+            point = point_of(row)
+            if point is not None:
+                series.setdefault(row.side, []).append(point)
+        if series:
+            found.append(LoadChart(title, {k: sorted(v) for k, v in series.items()}))
+    return found
+
+
+def _output(row: "Row") -> Point | None:
+    middle = row.output_tps
+    if middle is None:
+        return None
+    return Point(load_of(row), middle.median, middle.least, middle.most)
+
+
+def _median(row: "Row", times: Mapping[int, float] | None) -> Point | None:
+    return None if not times else Point(load_of(row), times[50], times[50], times[50])
+
+
+def bench_page(
+    summary: "Summary",
+    settings: Mapping[str, Any],
+    machine: Mapping[str, str],
+    now: datetime | None = None,
+) -> str:
+    """Return the page as HTML; every text in it is escaped by the template engine."""
+    from jinja2 import (  # slow to import
+        ChoiceLoader,
+        Environment,
+        PackageLoader,
+        StrictUndefined,
+    )
+
+    engine = Environment(
+        loader=ChoiceLoader([PackageLoader("cbatch.cli"), PackageLoader("cbatch.files.report")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    now = now or datetime.now(timezone.utc)
+    tables = {table.title: table for table in summary.tables()}
+    sides = list(dict.fromkeys(row.side for row in summary.rows))
+    parts = []
+    for title, table in tables.items():
+        rows = [row for row in summary.rows if title.startswith(f"{row.workload}:")]
+        parts.append((table, charts_of(rows)))
+    return engine.get_template("bench.html").render(
+        title=Path(settings["model"]).name,
+        now=now,
+        date=now.strftime("%d %B %Y, %H:%M %Z").lstrip("0").rstrip(),
+        parts=parts,
+        colors={side: _COLORS[i % len(_COLORS)] for i, side in enumerate(sides)},
+        is_rate=any(row.load.rate is not None for row in summary.rows),
+        remarks=summary.remarks(),
+        problems=summary.problems(),
+        settings=settings,
+        machine=machine,
+        count=count,
+    )

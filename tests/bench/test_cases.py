@@ -1,0 +1,84 @@
+"""Every benchmark of one question runs, by its name, and prints what it finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import cbatch.bench
+from cbatch.bench.cases import CASES, run_case, told
+from cbatch.errors import ConfigError
+
+OF_A_MODEL = {
+    "static_batches": "--rows 1 2 --rounds 1 --requests 2 --output 8 --prompt 16",
+    "staggered": "--rounds 1 --output 16 --prompt 16 --parallel 2",
+    "steps": "--rows 2 --steps 8 --rounds 1",
+    "streaming": "--requests 2 --tokens 8 --rounds 1",
+    "shared_prefix": "--requests 4 --common 32 --own 8 --output 4 --slots 2 --rounds 1",
+    "long_context_prefill": "--requests 4 --common 64 --own 8 16 --output 2 4 --slots 2 --rounds 1",
+    "stall": "--decoders 2 --prompt 64 --rounds 1 --around 4",
+    "samplers": "--rows 2 --steps 2 --rounds 1",
+    "constraints": "--rows 2 --tokens 8 --rounds 1 --only letters",
+    "prompt_scores": "--requests 2 --prompt 20 --slots 2 --rounds 1 --top 0",
+    "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
+    "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
+    "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
+    "step_costs": "--widths 1 2 --chunks 16 --rounds 1",
+}
+WITHOUT = {
+    "batch_files": "--lines 20 --few 10",
+    "queues": "--policy fcfs --slots 2 --queued 3 --steps 5",
+    "calls": "--rows 2 --steps 3",
+    "simulate": "--requests 50 --slots 2 --policy fcfs",
+}
+TABLES = ("batch_files", "calls")
+
+
+def check(name: str, shown: str) -> None:
+    """Fail where nothing was found."""
+    lines = shown.splitlines()
+    assert lines
+    if name not in TABLES:
+        assert all(json.loads(line) for line in lines)
+
+
+def test_cases_are_those_that_run() -> None:
+    folder = Path(str(cbatch.bench.__file__)).parent
+    scripts = {p.stem for p in folder.glob("*.py") if "def main(words" in p.read_text("utf-8")}
+    assert set(CASES) == scripts
+    assert (
+        scripts - {"replicas"} == OF_A_MODEL.keys() | WITHOUT.keys()
+    )  # which has a test of its own
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_says_in_one_line_what_it_is(name: str) -> None:
+    assert 10 < len(told(name)) < 120
+
+
+def test_unknown_case_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown case 'speed'; known are static_batches"):
+        run_case("speed", [])
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_case_runs_on_a_model(
+    name: str, test_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_case(name, [str(test_model), *OF_A_MODEL[name].split()])
+    check(name, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.real if name == "batch_files" else ())
+        for name in WITHOUT
+    ],
+)
+def test_case_runs_without_a_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_case(name, WITHOUT[name].split())
+    check(name, capsys.readouterr().out)

@@ -1,0 +1,183 @@
+"""`cbatch bench`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.bench.cases import CASES
+from cbatch.bench.http_load import served
+from cbatch.bench.sides import KINDS
+from cbatch.bench.workloads import WORKLOADS
+from tests.cli.conftest import invoke, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import SynthFactory
+
+SHORT = ("--workload", "burst", "--rounds", 1, "--count", 4)
+
+
+def test_list_has_a_line_for_every_workload_side_and_case() -> None:
+    shown = invoke("bench", "--list")
+    assert shown.exit_code == 0
+    lines = {line.split()[0]: line for line in shown.stdout.splitlines() if line.startswith("  ")}
+    assert lines.keys() == {*WORKLOADS, *KINDS, *CASES}
+    assert all(len(line.split()) > 2 for line in lines.values())
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--workload", "fast"), "unknown workload 'fast'; known are decode, mixed"),
+        (("--workload", ","), "no name in ','"),
+        (("--sides", "vllm"), "unknown side 'vllm'; known are engine"),
+        (("--at-once", "two"), "at_once must be whole numbers separated by commas"),
+        (("--at-once", "0"), "at_once"),
+        (("--rate", "-1"), "rate must be requests a second"),
+        (("--rate", "inf"), "rate must be requests a second"),
+        (("--prompt-tokens", "9-8"), "the least first, not 9-8"),
+        (("--prompt-tokens", "many"), "prompt_tokens must be a number of tokens"),
+        (("--against", "ftp://a"), "ftp://a: is no URL of a server"),
+        (("--api-key", "a"), "--against-model and --api-key are for --against"),
+        (("--llama-server", "/no/where"), "/no/where: is no file"),
+        (("--case", "speed"), "unknown case 'speed'; known are static_batches"),
+        (("--json", "."), "is a directory: give a file"),
+        (("one.gguf", "two.gguf"), "two.gguf: one model at a time"),
+        (("no.gguf",), "no.gguf"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_runs(args: tuple[str, ...], words: str) -> None:
+    shown = invoke("bench", *args)
+    assert shown.exit_code == 2
+    assert words in shown.stderr
+
+
+def test_file_that_exists_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("mine", encoding="utf-8")
+    shown = invoke("bench", "--json", tmp_path / "a.json")
+    assert (shown.exit_code, "exists already" in shown.stderr) == (2, True)
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.real
+def test_workload_that_fits_no_slot_says_so() -> None:
+    shown = invoke("bench", "--workload", "long", "--ctx-per-seq", 512)
+    assert shown.exit_code == 2
+    assert "long needs a window of 1,548 tokens, more than a slot of 512" in shown.stderr
+
+
+@pytest.mark.real
+def test_own_sides_are_measured_and_written_in_three_formats(tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "markdown", "html")}
+    written = [word for kind, file in files.items() for word in (f"--{kind}", file)]
+    shown = invoke("bench", *SHORT, "--at-once", "1,2", *written)
+    assert shown.exit_code == 0, shown.stderr
+    found = json.loads(files["json"].read_text(encoding="utf-8"))
+    rows = {(row["side"], row["load"]["at_once"]): row for row in found["rows"]}
+    assert rows.keys() == {
+        *(("engine", 1), ("one", 1), ("llama", 1), ("static", 1), ("engine", 2), ("static", 2))
+    }
+    assert all(row["output_tps"]["median"] > 0 for row in rows.values())
+    assert rows["engine", 2]["wall_ratio"] > 0
+    assert rows["engine", 2]["of_bare"]["median"] > 0
+    assert rows["engine", 2]["of_ideal"] > 0
+    assert rows["llama", 1]["ratio"]["median"] > 0
+    assert found["settings"]["seed"] == 1
+    assert [w["n_rows"] for w in found["widths"]] == [1, 2]
+    assert (
+        len({r["figures"]["n_output"] for r in found["rounds"] if r["load"]["at_once"] == 1}) == 1
+    )
+    page = files["html"].read_text(encoding="utf-8")
+    assert page.count("<svg") == 4
+    assert not re.search(r"(src|href)=|url\(", page)
+    for text in (files["markdown"].read_text(encoding="utf-8"), shown.stdout):
+        assert "burst: many short questions (8–24 in, 4–16 out)" in text
+        assert "engine" in text
+    assert "burst, 2 at once, round 1, cold, engine: " in shown.stderr
+
+
+@pytest.mark.real
+def test_arrivals_by_chance_and_a_file_of_requests(tmp_path: Path) -> None:
+    line = {"id": "a", "prompt": "Say red and blue.", "max_tokens": 5, "seed": 1}
+    (tmp_path / "own.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    shown = invoke(
+        "bench",
+        "--requests",
+        tmp_path / "own.jsonl",
+        "--rate",
+        "20",
+        "--rounds",
+        1,
+        "--sides",
+        "engine",
+    )
+    assert shown.exit_code == 0, shown.stderr
+    assert "own: 1 requests of a file" in shown.stdout
+    assert "20 a second" in shown.stdout
+
+
+@pytest.mark.real
+def test_exact_answers_are_compared_with_those_alone() -> None:
+    shown = invoke("bench", *SHORT, "--at-once", 2, "--sides", "engine", "--exact", "--parallel", 2)
+    assert shown.exit_code == 0, shown.stderr
+
+
+@pytest.mark.real
+def test_servers_are_measured_beside_ours_and_broken_ones_are_named(tmp_path: Path) -> None:
+    args = (*SHORT, "--at-once", 2, "--sides", "engine,serve")
+    with served(None, "--parallel", "2") as server:
+        url, gone = f"http://127.0.0.1:{server.port}", "http://127.0.0.1:9"
+        file = tmp_path / "a.json"
+        shown = invoke("bench", *args, "--against", url, "--against", gone, "--json", file)
+    assert shown.exit_code == 1
+    assert f"refused: {gone}/v1: {gone}/v1 is not there: " in shown.stderr
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert [row["side"] for row in rows] == ["engine", "serve", f"{url}/v1"]
+    assert [row["ours"] for row in rows] == [None, None, "serve"]
+    assert rows[2]["ratio"]["median"] > 0
+    assert {row["n_counted"] for row in rows} == {1}
+
+
+@pytest.mark.real
+def test_server_with_another_model_is_named(synth: SynthFactory) -> None:
+    with served(str(synth("test")), "--parallel", "2") as server:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        shown = invoke("bench", *SHORT, "--at-once", 2, "--sides", "engine", "--against", url)
+    assert shown.exit_code == 1
+    assert re.search(rf"refused: {url}: .*it has another model", shown.stderr), shown.stderr
+
+
+@pytest.mark.real
+def test_ctrl_c_ends_with_what_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    args = ("--workload", "burst", "--at-once", 1, "--rounds", 100_000, "--count", 1)
+    process = start("bench", *args, "--sides", "engine", "--json", file)
+    try:
+        assert process.stderr is not None
+        seen = b""
+        while b"round 2, " not in seen:
+            seen = process.stderr.readline()
+            assert seen, "it ended by itself"
+        os.kill(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, stderr
+    assert b"interrupted: these are the rounds before" in stderr
+    assert "burst: many short questions" in stdout.decode()
+    [row] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert 2 <= row["n_counted"] < 100_000
+
+
+@pytest.mark.real
+def test_case_runs_with_arguments_of_its_own() -> None:
+    shown = invoke("bench", "--case", "calls", "--", "--rows", 2, "--steps", 3)
+    assert shown.exit_code == 0, shown.stderr
