@@ -23,5 +23,7 @@ class ModelFacts:
     """The token that begins a raw prompt, where the model has one."""
     adapters: tuple[str, ...] = ()
     """The names of the LoRA adapters that requests may ask for."""
+    limits_thinking: bool = True
+    """Whether `thinking_budget` is served, as it is where chats have no thinking."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling values that the model's file recommends, by the names of `RunOptions`."""

@@ -116,7 +116,7 @@ GREEDY = Sampling(temperature=0.0)
 class Grammar:
     """What an answer must match, as text; equal texts are compiled once."""
 
-    kind: Literal["json_schema", "regex", "lark", "gbnf", "tool_choice"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf", "tool_choice", "thinking_budget"]
     text: str
 
 
@@ -307,6 +307,8 @@ class RunOptions:
         chat_template_kwargs: variables for the chat template, such as `enable_thinking`.
         reasoning_format: "auto" splits the reasoning off the text where the template marks it; "none" leaves it there.
             Default: auto.
+        thinking_budget: most tokens of a chat's thinking, behind which its closing mark is written for the model; where
+            the template's marks of thinking are tokens. Default: no limit but `max_tokens`.
         skip_special_tokens: leave control tokens out of the text. Default: True.
         json_schema: a schema that the JSON answer matches: a mapping, or JSON text, as which it is kept.
         response_format: OpenAI's form of it: `{"type": "json_schema", "json_schema": {"schema": …}}`, the type
@@ -371,6 +373,7 @@ class RunOptions:
         lambda _, value: check_template_kwargs(value)
     )
     reasoning_format: Literal["auto", "none"] | None = checked(check_choice, "auto", "none")
+    thinking_budget: int | None = checked(check_int, 0, MAX_INT)
     skip_special_tokens: bool | None = checked(check_flag)
     json_schema: str | Mapping[str, Any] | None = checked(json_object)
     response_format: str | Mapping[str, Any] | None = checked(json_object)

@@ -89,9 +89,9 @@ CHAT: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-ELSEWHERE = {"parallel_tool_calls", "slot", "pause_every"}
-"""They take a model that calls twice (test_tool_calls), others in slots (test_chosen_slots), or somebody who resumes
-(test_quanta)."""
+ELSEWHERE = {"parallel_tool_calls", "thinking_budget", "slot", "pause_every"}
+"""They take a model that calls twice or thinks (test_tool_calls), others in slots (test_chosen_slots), or somebody who
+resumes (test_quanta)."""
 
 
 @pytest.fixture(scope="module", params=[None, 1], ids=["thread", "worker"])

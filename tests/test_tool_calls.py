@@ -538,3 +538,47 @@ def test_shipped_model_makes_one_call_where_no_more_are_wanted() -> None:
     assert called
     assert set(called) == {1}
     assert not any(r.warnings for r in results)
+
+
+# ---- a budget of thinking ----
+
+LONG_THOUGHT = [THINK, *b"abcdefgh", THINK_END, *b"ok", END_TOKEN]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "reasoning", "text"),
+    [(0, "", "bcdefghok"), (3, "abc", "efghok"), (8, "abcdefgh", "ok"), (9, "abcdefgh", "ok")],
+)
+def test_thinking_that_reaches_its_budget_is_closed(
+    n_tokens: int, reasoning: str, text: str
+) -> None:
+    """The model goes on behind the mark as behind any token: where it would have said the next letter."""
+    with closing(engine_on(Speaker(LONG_THOUGHT))) as engine:
+        result = ask(engine, thinking_budget=n_tokens).result()
+        response = ask(engine, thinking_budget=n_tokens)
+        chunks = list(response)
+        scored = ask(engine, thinking_budget=n_tokens, logprobs=True).result()
+    assert (result.reasoning, result.text) == (reasoning, text)
+    # without text there was no thinking
+    assert result.usage.reasoning_tokens == (min(n_tokens, 8) + 2 if reasoning else 0)
+    assert "".join(chunk.reasoning for chunk in chunks) == reasoning
+    assert "".join(chunk.content for chunk in chunks) == text
+    assert scored.token_ids == result.token_ids
+    assert scored.logprobs is not None
+    assert len(scored.logprobs) == len(scored.token_ids)
+
+
+def test_answer_without_thinking_has_no_budget() -> None:
+    with closing(engine_on(Speaker([*b"well", THINK, *b"abcdefgh", END_TOKEN]))) as engine:
+        free, limited = (
+            ask(engine, thinking_budget=n, skip_special_tokens=False).result() for n in (None, 1)
+        )
+    assert limited.token_ids == free.token_ids
+
+
+def test_model_says_whether_its_thinking_can_be_limited() -> None:
+    for controls, is_limited in ((CONTROLS, True), ({}, False)):
+        backend = Speaker(LONG_THOUGHT)
+        backend.vocab.controls = controls
+        with closing(engine_on(backend)) as engine:
+            assert engine.model_facts.limits_thinking is is_limited

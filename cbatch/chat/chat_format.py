@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from cbatch.chat.answers import N_TAIL, AnswerReader
 from cbatch.chat.formats import AnswerFormat, answer_format
+from cbatch.chat.thinking_budget import budget_grammar
 from cbatch.chat.tool_grammar import call_grammar
-from cbatch.errors import RequestFailedError
+from cbatch.errors import RequestFailedError, UnsupportedOptionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cbatch.chat.formats import Thinking
     from cbatch.messages import BatchPrompt, Message
     from cbatch.options import Grammar, RunOptions
+    from cbatch.tools import Tools
 
 _N_GRAMMARS_MAX = 64
 
@@ -42,7 +44,7 @@ class ChatFormat:
 
     def __init__(self, vocab: _Vocab) -> None:
         self._vocab = vocab
-        self._grammars: dict[tuple[str, bool, Thinking], Grammar] = {}
+        self._grammars: dict[tuple[str, bool, Thinking, int | None], Grammar] = {}
 
     def reader(self, prompt: BatchPrompt, options: RunOptions) -> AnswerReader | None:
         """Return the reader of the answer to a prompt; None where the answer is text and nothing else."""
@@ -60,31 +62,56 @@ class ChatFormat:
         return AnswerReader(self._format, shown, controls, tools, splits, opened, n_calls_max)
 
     def grammar(self, prompt: BatchPrompt, options: RunOptions) -> Grammar | None:
-        """Return the grammar of an answer that has to call tools; None where it need not.
+        """Return the grammar of an answer that has to call tools, or whose thinking is limited; None for any other.
 
         The last few grammars are kept, since the requests of a batch are alike.
 
         Raises:
-            UnsupportedOptionError: the answers of this chat template cannot be held to calls.
+            UnsupportedOptionError: the answers of this chat template cannot be held to calls, or to a limit.
             ConfigError: the arguments of a tool are not an object.
         """
-        tools = options.demanded_tools
-        if not tools:
+        tools, n_thought = options.demanded_tools, options.thinking_budget
+        if not tools and n_thought is None:
             return None
+        if n_thought is not None and self._format.has_channels and prompt.messages is not None:
+            words = "thinking in channels, as this chat template has it (gpt-oss), cannot be limited yet"
+            raise UnsupportedOptionError("thinking_budget", reason=words)
         is_one = isinstance(options.tool_choice, Mapping) or options.parallel_tool_calls is False
         thinking = self._thinking(prompt, options)
-        key = (json.dumps(tools), is_one, thinking)
+        if not tools and thinking == "none":
+            return None
+        key = (json.dumps(tools), is_one, thinking, n_thought)
         if key not in self._grammars:
             if len(self._grammars) >= _N_GRAMMARS_MAX:
                 self._grammars.clear()
-            self._grammars[key] = call_grammar(
-                self._format,
+            self._grammars[key] = self._made(tools, thinking, n_thought, is_one=is_one)
+        return self._grammars[key]
+
+    def _made(
+        self, tools: Tools, thinking: Thinking, n_thought: int | None, *, is_one: bool
+    ) -> Grammar:
+        format, named_token = self._format, self._vocab.named_token
+        if tools:
+            return call_grammar(
+                format,
                 tools,
                 thinking=thinking,
                 is_one=is_one,
-                named_token=self._vocab.named_token,
+                named_token=named_token,
+                n_thought=n_thought,
             )
-        return self._grammars[key]
+        if format.thinking is None or n_thought is None:
+            raise ValueError("there is no thinking, or no limit of it")
+        return budget_grammar(
+            format.thinking, n_thought, thinking=thinking, named_token=named_token
+        )
+
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether thinking can be limited, where there is any."""
+        marks, named_token = self._format.thinking, self._vocab.named_token
+        is_marked = marks is None or None not in map(named_token, marks)
+        return is_marked and not self._format.has_channels
 
     def _thinking(self, prompt: BatchPrompt, options: RunOptions) -> Thinking:
         """Return whether the answer has thinking, which the end of the prompt tells."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.call_parser import Call, find_calls
 from cbatch.chat.formats import BARE
+from cbatch.chat.thinking_budget import limited, mark_tokens
 from cbatch.errors import UnsupportedOptionError
 from cbatch.options import Grammar
 from cbatch.tools import arguments_schema
@@ -37,12 +38,20 @@ _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "descr
 
 
 def call_grammar(
-    format: AnswerFormat, tools: Tools, *, thinking: Thinking, is_one: bool, named_token: NamedToken
+    format: AnswerFormat,
+    tools: Tools,
+    *,
+    thinking: Thinking,
+    is_one: bool,
+    named_token: NamedToken,
+    n_thought: int | None = None,
 ) -> Grammar:
     """Return the grammar of an answer that is calls of `tools`, or exactly one call, and nothing but thinking before.
 
+    Thinking has `n_thought` tokens at most, where that is a number.
+
     Raises:
-        UnsupportedOptionError: answers come in channels.
+        UnsupportedOptionError: answers come in channels, or thinking is to be limited whose marks are no tokens.
         ConfigError: the arguments of a tool are not an object.
     """
     if format.has_channels:
@@ -51,7 +60,7 @@ def call_grammar(
             reason="answers in channels, as this chat template has them (gpt-oss), cannot be held to calls yet; "
             'there is "auto" and "none"',
         )
-    writer = _GrammarWriter(call_syntax(format, tools), named_token)
+    writer = _GrammarWriter(call_syntax(format, tools), named_token, n_thought)
     return Grammar("tool_choice", writer.write(tools, format.thinking, thinking, is_one=is_one))
 
 
@@ -103,6 +112,7 @@ class _GrammarWriter:
 
     syntax: CallSyntax
     named_token: NamedToken
+    n_thought: int | None = None
     rules: list[str] = field(default_factory=list)
 
     def write(
@@ -125,7 +135,11 @@ class _GrammarWriter:
         return name
 
     def _thought(self, begin: str, end: str, thinking: Thinking) -> str:
-        rest = f'{self._up_to("THOUGHT", end)} ("\\n\\n" | "\\n")?'
+        if self.n_thought is None:
+            thought = self._up_to("THOUGHT", end)
+        else:
+            thought = limited(mark_tokens((begin, end), self.named_token), self.n_thought)
+        rest = f'{thought} ("\\n\\n" | "\\n")?'
         opened = self._text("\n" + begin)
         return rest if thinking == "must end" else f"(({opened} | {self._text(begin)}) {rest})?"
 

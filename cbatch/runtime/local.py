@@ -7,9 +7,11 @@ import json
 import math
 import threading
 import time
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
+from cbatch.chat.chat_format import ChatFormat
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
@@ -169,7 +171,8 @@ class LocalRuntime:
 
     def model_facts(self) -> ModelFacts:
         """Return what the model is."""
-        return self.backend.model_facts
+        found = self.backend.model_facts
+        return replace(found, limits_thinking=ChatFormat(self.backend.vocab).limits_thinking)
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""

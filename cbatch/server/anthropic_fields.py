@@ -181,9 +181,11 @@ class Fields:
                 raise bad_request(words, "thinking")
             if kind != "adaptive":
                 variables["enable_thinking"] = kind == "enabled"
-            if kind == "enabled" and (int_of(thinking.get("budget_tokens")) or 0) < 1:
-                raise bad_request("thinking.budget_tokens must be a number above 0", "thinking")
-            self._ignored += [f"thinking.{key}" for key in thinking if key != "type"]
+            known = {"type"}
+            if kind == "enabled":
+                self._read_budget(thinking.get("budget_tokens"))
+                known.add("budget_tokens")
+            self._ignored += [f"thinking.{key}" for key in thinking if key not in known]
         effort = self._output.get("effort")
         if effort is not None:
             if not isinstance(effort, str) or effort not in _EFFORTS:
@@ -196,6 +198,12 @@ class Fields:
                 words = f"chat_template_kwargs must be an object, not {shown(kwargs)}"
                 raise bad_request(words, "chat_template_kwargs")
             self._options["chat_template_kwargs"] = "chat_template_kwargs", {**variables, **kwargs}
+
+    def _read_budget(self, budget: Any) -> None:
+        number = int_of(budget) or 0
+        if number < 1:
+            raise bad_request("thinking.budget_tokens must be a number above 0", "thinking")
+        self._options["thinking_budget"] = "thinking", number
 
     @property
     def _output(self) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.server.answer_events import Called, Ended, Reasoning, Text
@@ -18,6 +19,7 @@ from cbatch.server.sse import named_frame
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult, ToolCall
     from cbatch.server.answer_events import Event
     from cbatch.server.desk import Desk
@@ -44,6 +46,14 @@ class MessagesCall(Call):
         """Return the call that a body asks for. Raises a `HttpProblemError`."""
         fields = Fields(body, is_strict=is_strict, is_capped=True)
         return cls(fields.asked, [fields.prompt])
+
+    def see_facts(self, facts: ModelFacts) -> None:
+        """See what the model is: where its thinking cannot be limited, the limit is ignored by name."""
+        super().see_facts(facts)
+        asked = self.asked
+        if asked.fields.get("thinking_budget") == "thinking" and not facts.limits_thinking:
+            asked.options = replace(asked.options, thinking_budget=None)
+            asked.ignored.append("thinking.budget_tokens")
 
     @property
     def is_counted(self) -> bool:

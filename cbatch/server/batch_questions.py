@@ -71,11 +71,9 @@ def asker(endpoint: str, settings: ServerSettings, model: str, engine: Engine) -
         try:
             call = call_of(body, is_strict=settings.strict_fields)
             _check(call, settings)
-            asked = call.asked
-            if asked.model in facts.adapters and asked.options.adapter is None:
-                asked.options = replace(asked.options, adapter=asked.model)
+            call.see_facts(facts)
             call.see_defaults(engine.options, facts.sampling)
-            return LineQuestion(call, asked.model or model)
+            return LineQuestion(call, call.asked.model or model)
         except (HttpProblemError, CBatchError) as error:
             return _refusal(problem_of(error))
 

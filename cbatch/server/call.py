@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.messages import BatchPrompt
+    from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.server.answer_events import Event
-    from cbatch.server.desk import Desk, Sizes, Visit
+    from cbatch.server.desk import Desk, Visit
     from cbatch.server.exchange import Exchange
     from cbatch.server.request_fields import Asked
 
@@ -61,6 +62,12 @@ class Call(ABC):
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
         self._defaults: tuple[RunOptions, Mapping[str, float]] = RunOptions(), {}
+
+    def see_facts(self, facts: ModelFacts) -> None:
+        """See what the model is, before anything runs: an adapter that is named as the model is taken."""
+        asked = self.asked
+        if asked.model in facts.adapters and asked.options.adapter is None:
+            asked.options = replace(asked.options, adapter=asked.model)
 
     def see_defaults(self, of_engine: RunOptions, of_model: Mapping[str, float]) -> None:
         """See what holds where the request says nothing."""
@@ -99,9 +106,6 @@ class Answering:
         self._model = call.asked.model or desk.model_name
         self._encoder: StreamEncoder | None = None
         self._headers: dict[str, str] = {}
-        if ignored := call.asked.ignored:
-            self._headers |= ignored_header(ignored)
-            _log.tell("ignored fields", request_id=exchange.id, fields=",".join(ignored))
 
     async def run(self) -> None:
         """Answer. What stands in the way before an answer has begun is raised.
@@ -112,7 +116,10 @@ class Answering:
         """
         desk, call = self._desk, self._call
         sizes = await desk.sizes()
-        self._choose_adapter(sizes)
+        call.see_facts(sizes.facts)
+        if call.asked.model is None and desk.settings.model_required:
+            raise bad_request("model is missing", "model")
+        self._name_ignored()
         n_all = len(call.prompts) * call.asked.options.n_choices
         if n_all > desk.settings.max_choices:
             words = (
@@ -122,13 +129,11 @@ class Answering:
         with desk.visit(n_all, sizes.n_slots) as visit:
             await self._answer(visit, sizes.n_slots)
 
-    def _choose_adapter(self, sizes: Sizes) -> None:
-        """Answer with the adapter that the call names as its model."""
-        asked, options = self._call.asked, self._call.asked.options
-        if asked.model in sizes.facts.adapters and options.adapter is None:
-            asked.options = replace(options, adapter=asked.model)
-        if asked.model is None and self._desk.settings.model_required:
-            raise bad_request("model is missing", "model")
+    def _name_ignored(self) -> None:
+        """Name fields that are ignored, in the answer's header and in the log."""
+        if ignored := self._call.asked.ignored:
+            self._headers |= ignored_header(ignored)
+            _log.tell("ignored fields", request_id=self._exchange.id, fields=",".join(ignored))
 
     async def _answer(self, visit: Visit, n_slots: int) -> None:
         """Answer while the client waits; whoever ends the visit says why."""

@@ -61,6 +61,9 @@ RENAMED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_grammar": "grammar",
+    **dict.fromkeys(
+        ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"), "thinking_budget"
+    ),
 }
 """Names of others, and the option that each is."""
 
@@ -280,6 +283,10 @@ def _last_n(value: Any) -> Any:
     return MAX_LAST_N if int_of(value) == -1 else value
 
 
+def _budget(value: Any) -> Any:
+    return None if int_of(value) == -1 else value
+
+
 def _bias(value: Any) -> Any:
     """Return biases by token; false bans a token, and llama-server's list of pairs is the same."""
     if isinstance(value, list) and all(isinstance(v, list) and len(v) == 2 for v in value):
@@ -309,6 +316,7 @@ _CONVERTED: Mapping[str, Convert] = {
     "dry_penalty_last_n": _last_n,
     "logit_bias": _bias,
     "reasoning_format": _reasoning,
+    "thinking_budget": _budget,
     "response_format": _format,
 }
 

@@ -210,6 +210,7 @@ async def apply_template(desk: Desk, exchange: Exchange) -> None:
 async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str) -> None:
     """Say how many tokens the prompt of a call has, tools included."""
     (prompt,), asked = call.prompts, call.asked
+    call.see_facts((await desk.sizes()).facts)
     try:
         n_tokens = await desk.in_thread(desk.engine.count_tokens, prompt, options=asked.options)
     except CBatchError as error:

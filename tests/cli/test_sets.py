@@ -73,6 +73,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "parallel_tool_calls": ("true", True),
     "chat_template_kwargs": ('{"enable_thinking": false}', {"enable_thinking": False}),
     "reasoning_format": ("none", "none"),
+    "thinking_budget": ("0", 0),
     "skip_special_tokens": ("FALSE", False),
     "json_schema": (json.dumps(SCHEMA), json.dumps(SCHEMA, separators=(",", ":"))),
     "response_format": ('{"type": "json_object"}', '{"type":"json_object"}'),

@@ -88,7 +88,7 @@ CHANGES: dict[str, Any] = {
     "cache_required": True, "prefill_only": True, "n_keep": 7, "n_discard": 7, "adapter": {"x": 0.5},
     "tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "object"}}}],
     "tool_choice": "none", "chat_template_kwargs": {"x": 1}, "reasoning_format": "none",
-    "skip_special_tokens": False, "json_schema": {"type": "object"},
+    "thinking_budget": 7, "skip_special_tokens": False, "json_schema": {"type": "object"},
     "response_format": {"type": "json_object"}, "regex": "x", "grammar": "start: 'x'",
 }  # fmt: skip
 

@@ -18,7 +18,16 @@ from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.http_errors import problem_of
 from tests.profiles import examples
 from tests.server.clients import MESSAGES, USER, call, fake_app, message_of
-from tests.test_tool_calls import CALL, CALL_END, SAID, THINK, THINK_END, Speaker
+from tests.test_tool_calls import (
+    CALL,
+    CALL_END,
+    CONTROLS,
+    LONG_THOUGHT,
+    SAID,
+    THINK,
+    THINK_END,
+    Speaker,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -295,7 +304,7 @@ def test_turns_of_one_role_are_one() -> None:
         ),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"chat_template_kwargs": {"enable_thinking": True}},
+            {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 1024},
         ),
         (
             {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}},
@@ -333,6 +342,24 @@ def test_tools_are_shown_to_the_model_and_counted() -> None:
     assert counts[1] == answer["usage"]["input_tokens"] > 100
 
 
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_thinking_has_its_budget_where_it_can_be_limited(is_limited: bool) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 3}
+    backend = Speaker(LONG_THOUGHT)
+    if not is_limited:
+        backend.vocab.controls = {**CONTROLS, THINK_END: b"<end of thought>"}
+    with fake_app(engine=Engine(backend)) as app:
+        answer = call(app, MESSAGES, {**ASKED, "max_tokens": 50, "thinking": thinking})
+        count = call(app, COUNT, {"messages": USER, "thinking": thinking})
+    assert (answer.status_code, count.status_code) == (200, 200)
+    if is_limited:
+        first, second = answer.json()["content"]
+        assert (first["thinking"], second["text"]) == ("abc", "efghok")
+    for each in (answer, count):
+        named = each.headers.get("x-ignored-fields")
+        assert named == (None if is_limited else "thinking.budget_tokens")
+
+
 def test_unknown_fields_are_named_in_a_header() -> None:
     more = {
         "metadata": {"user_id": "me"},
@@ -341,7 +368,7 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         "thinking": {"type": "enabled", "budget_tokens": 2000},
         "stream_options": {},
     }
-    named = "metadata, stream_options, tools.strict, thinking.budget_tokens, frobnicate"
+    named = "metadata, stream_options, tools.strict, frobnicate"
     with fake_app() as app:
         for path in (MESSAGES, COUNT):
             answer = call(app, path, {**ASKED, **more})
@@ -390,6 +417,7 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_budget": 9}, "thinking"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),

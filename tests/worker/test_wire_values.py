@@ -91,6 +91,7 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
         st.sampled_from(["enable_thinking", "tone"]), st.booleans() | st.text(max_size=5) | NUMBERS
     ),
     "reasoning_format": st.sampled_from(["auto", "none"]),
+    "thinking_budget": st.integers(0, 10**6),
     "skip_special_tokens": st.booleans(),
 }
 AT_ODDS: dict[str, Any] = {

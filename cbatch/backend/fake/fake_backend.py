@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.backend.fake.fake_tokens import FakeMatcher
+    from cbatch.backend.fake.fake_tokens import FakeBudgetMatcher, FakeMatcher
     from cbatch.options import AdapterSet
 
 _N_SEEN = 4
@@ -88,7 +88,7 @@ class _Bound:
 
     binding: Binding
     history: History
-    matcher: FakeMatcher | None
+    matcher: FakeMatcher | FakeBudgetMatcher | None
 
 
 class FakeBackend:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import GrammarStep, TokenLogprobs
@@ -110,6 +111,21 @@ def tag_of(adapters: AdapterSet) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class FakeBudget:
+    """Behind a token, if it is one of the first three, so many others may follow before another one must.
+
+    Args:
+        begin: the token; −1 where the output begins behind it.
+        end: what must follow.
+        n_tokens: how many may stand between.
+    """
+
+    begin: int
+    end: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class FakeConstraint:
     """Every token has a parity; some force a run after them; one kind is the last, one cannot be followed.
 
@@ -117,18 +133,29 @@ class FakeConstraint:
         parity: of every token, 0 or 1.
         last: a token of this rest modulo 16, forced runs after it included, is followed by nothing.
         bad: a token of this rest modulo 16 cannot be sampled: there the constraint fails.
+        budget: what holds instead of all this.
     """
 
     parity: int
     last: int = -1
     bad: int = -1
+    budget: FakeBudget | None = field(default=None, kw_only=True)
+
+
+_BUDGET = re.compile(
+    r"start: (?:.*\(<\[(?P<begin>\d+)\]> )?(?:<\[\^\d+\]>\{0,(?P<n>\d+)\} )?<\[(?P<end>\d+)\]> <\[\*\]>\*"
+)
 
 
 class FakeGrammars:
-    """Makes a constraint of a regex such as "1", "1:5" or "1:5:7": parity, last, bad; of nothing else."""
+    """Makes a constraint of a regex such as "1", "1:5" or "1:5:7": parity, last, bad; and of a budget of thinking."""
 
     def compile(self, grammar: Grammar) -> FakeConstraint:
         """Compile a grammar; see `Grammars.compile`."""
+        if grammar.kind == "thinking_budget" and (found := _BUDGET.match(grammar.text)):
+            begin, n_tokens = found["begin"] or -1, found["n"] or 0
+            budget = FakeBudget(int(begin), int(found["end"]), int(n_tokens))
+            return FakeConstraint(0, budget=budget)
         try:
             made = FakeConstraint(*map(int, grammar.text.split(":")))
             if made.parity not in (0, 1):
@@ -180,10 +207,62 @@ class FakeMatcher:
             raise PlanError(f"token {token} is not the one that is forced")
 
 
-def matcher_of(binding: Binding, output: Sequence[int] | None = None) -> FakeMatcher | None:
+class FakeBudgetMatcher:
+    """Follows a budget."""
+
+    def __init__(
+        self, budget: FakeBudget, output: Sequence[int] = (), *, forces: bool = True
+    ) -> None:
+        self._budget, self._forces = budget, forces
+        self._n_before = 0
+        self._n_between: int | None = None if budget.begin >= 0 else 0
+        self._is_over = False
+        for token in output:
+            self._take(token)
+
+    def choose(self, token: int) -> int:
+        """Return what is sampled where `token` would be without a constraint."""
+        return self._budget.end if self._must_end else token
+
+    def follow(self, token: int) -> GrammarStep:
+        """Advance by a sampled token and what it forces."""
+        self._take(token)
+        if not (self._must_end and self._forces):
+            return GrammarStep()
+        self._take(self._budget.end)
+        return GrammarStep((self._budget.end,))
+
+    @property
+    def _must_end(self) -> bool:
+        return not self._is_over and self._n_between == self._budget.n_tokens
+
+    def _take(self, token: int) -> None:
+        if self._is_over:
+            return
+        if self._must_end and token != self._budget.end:
+            raise PlanError(f"token {token} breaks {self._budget}")
+        if self._n_between is not None:
+            self._is_over = token == self._budget.end
+            self._n_between += 1
+        elif token == self._budget.begin:
+            self._n_between = 0
+        else:
+            self._n_before += 1
+            self._is_over = self._n_before > _N_BEFORE
+
+
+_N_BEFORE = 2
+"""Tokens that may stand before the one that begins a thinking. Source: `cbatch.chat.thinking_budget`."""
+
+
+def matcher_of(
+    binding: Binding, output: Sequence[int] | None = None
+) -> FakeMatcher | FakeBudgetMatcher | None:
     """Return a matcher of a sequence's constraint after its output; None without a constraint."""
-    constraint = binding.constraint
+    constraint, forces = binding.constraint, binding.n_logprobs is None
     if not isinstance(constraint, FakeConstraint):
         return None
-    forces = binding.n_logprobs is None
-    return FakeMatcher(constraint, [*binding.output, *(output or ())], forces=forces)
+    said = [*binding.output, *(output or ())]
+    if constraint.budget is not None:
+        return FakeBudgetMatcher(constraint.budget, said, forces=forces)
+    return FakeMatcher(constraint, said, forces=forces)

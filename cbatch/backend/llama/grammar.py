@@ -78,7 +78,8 @@ class LlamaGrammars:
     def _find_problem(self, grammar: Grammar, source: str) -> str:
         """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
         # a vocabulary of bytes has no named tokens
-        problem = self._sandbox.find_problem(re.sub(r"<\[\d+\]>", '"<>"', source))
+        tried = re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
+        problem = self._sandbox.find_problem(tried)
         if self._sandbox.problem and is_suspicious(grammar):
             return (
                 "it must be tried in a process of its own first, which cannot be done here: "
@@ -233,7 +234,7 @@ def find_bad_number(grammar: Grammar) -> str:
 def _schemas(grammar: Grammar) -> Iterator[Any]:
     if grammar.kind == "json_schema":
         yield json.loads(grammar.text)
-    elif grammar.kind in ("lark", "tool_choice"):
+    elif grammar.kind in ("lark", "tool_choice", "thinking_budget"):
         for place in _EMBEDDED.finditer(grammar.text):
             # no JSON: it stands in a text or a comment; otherwise the compiler reports it
             with suppress(ValueError):

@@ -14,6 +14,8 @@ from cbatch.backend.llama.grammar import _LIMITS, LlamaGrammars
 from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
 from cbatch.backend.llama.grammar_sandbox import GrammarSandbox
 from cbatch.backend.load.open_model import open_model
+from cbatch.chat.thinking_budget import budget_grammar
+from cbatch.checks import MAX_INT
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
 from cbatch.errors import EngineClosedError, GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
@@ -429,6 +431,40 @@ def test_number_at_the_edge_is_followed_exactly(
         if said.is_complete:
             break
     assert text.decode() == answer
+
+
+def test_budget_of_thinking_is_followed_in_a_vocabulary(
+    model: LlamaModel, grammars: LlamaGrammars
+) -> None:
+    marks = ("<s>", "<|im_start|>")
+    begin, end = (model.vocab.named_token(mark) for mark in marks)
+    assert begin is not None
+    assert end is not None
+    [other] = tokens_of(model, b"a")
+    everything = [*range(model.vocab.n_vocab)]
+
+    def limit(n_tokens: int) -> Constraint:
+        named_token = model.vocab.named_token
+        grammar = budget_grammar(marks, n_tokens, thinking="may", named_token=named_token)
+        return grammars.compile(grammar)
+
+    made = guides(limit(2))
+    assert may_follow(made, len(everything)) == everything
+    said = [made.follow([row()], [[token]])[1] for token in (begin, other, other)]
+    assert said == [{}, {}, {SLOT: GrammarStep((end,))}]
+    for token in (begin, *[other] * 9):
+        assert may_follow(made, len(everything)) == everything
+        assert made.follow([row()], [[token]]) == ([[token]], {})
+    made = guides(limit(2), output=[begin, other, other])
+    assert may_follow(made, len(everything)) == [end]
+    assert guides(limit(MAX_INT)).follow([row()], [[begin]]) == ([[begin]], {})
+    assert guides(limit(0)).follow([row()], [[begin]])[1] == {SLOT: GrammarStep((end,))}
+
+
+def test_token_may_be_any_but_one_of_a_large_id(model: LlamaModel, grammars: LlamaGrammars) -> None:
+    last = model.vocab.n_vocab - 1
+    made = guides(compiled(grammars, grammar=f"start: <[^{last}]>+"))
+    assert may_follow(made, last + 1) == [*range(last)]
 
 
 @pytest.mark.real
