@@ -150,11 +150,11 @@ def _line_number(item: Item) -> int:
 class _Reader(OpenAIReader):
     """Reads requests; an item's `extra` is what its body asks, or the answer that refuses it."""
 
-    def __init__(self, url: str, ask: Ask) -> None:
+    def __init__(self, url: str, ask: Ask, *, has_one_model: bool = True) -> None:
         """Read nothing yet; `url` is that of every line."""
         self.urls = (url,)
         super().__init__(url)
-        self._ask = ask
+        self._ask, self._has_one_model = ask, has_one_model
         self._asked: Question | Reply | None = None
 
     @property
@@ -166,6 +166,9 @@ class _Reader(OpenAIReader):
         if url != self._url:
             message = f"url {url!r} is not that of the batch: {self._url}"
             raise LineError("url_mismatch", message, "url")
+
+    def _model_of(self, body: dict[str, Any]) -> str:
+        return super()._model_of(body) if self._has_one_model else ""
 
     def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
         self._asked = None
@@ -242,6 +245,7 @@ class ServedBatch:
         gate: says when an item may go to the engine.
         prefix: of the items' ids in the engine.
         max_line_bytes: of a line.
+        has_one_model: whether all lines name the same model.
     """
 
     engine: Engine
@@ -251,6 +255,7 @@ class ServedBatch:
     gate: Gate
     prefix: str
     max_line_bytes: int
+    has_one_model: bool = True
     n_done: int = field(default=0, init=False)
     """Answers on disk."""
     n_failed: int = field(default=0, init=False)
@@ -324,7 +329,7 @@ class ServedBatch:
         self.n_done, self.n_failed = journal.n_done, journal.n_failed
 
     def _lines(self, ask: Ask) -> closing[_Lines]:
-        reader = _Reader(self.url, ask)
+        reader = _Reader(self.url, ask, has_one_model=self.has_one_model)
         return closing(_Lines(self.places.requests, reader, self.max_line_bytes))
 
     def _journal(self) -> Journal:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
 from cbatch.server import batch_endpoints as kept
+from cbatch.server import message_batches
 from cbatch.server import small_endpoints as small
 from cbatch.server.anthropic_messages import MessagesCall, count_tokens
 from cbatch.server.call import Answering
@@ -114,6 +115,12 @@ def _routes(desk: Desk) -> list[Route]:
         ("GET", "/batches", kept.list_batches),
         ("GET", "/batches/{id}", kept.get_batch),
         ("POST", "/batches/{id}/cancel", kept.cancel_batch),
+        ("POST", "/messages/batches", message_batches.create_batch),
+        ("GET", "/messages/batches", message_batches.list_batches),
+        ("GET", "/messages/batches/{id}", message_batches.get_batch),
+        ("DELETE", "/messages/batches/{id}", message_batches.delete_batch),
+        ("POST", "/messages/batches/{id}/cancel", message_batches.cancel_batch),
+        ("GET", "/messages/batches/{id}/results", message_batches.batch_results),
     ]
     routes = [
         Route(prefix + path, Endpoint(desk, path, handle), methods=[method])

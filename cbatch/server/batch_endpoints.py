@@ -45,14 +45,16 @@ _WINDOW_S = 30 * 86_400
 """Longest window: our choice."""
 
 
-def _batches(desk: Desk) -> Batches:
+def batches_of(desk: Desk) -> Batches:
+    """Return the server's batches. Raises a `HttpProblemError` where it keeps none."""
     if desk.batches is None:
         message = "this server keeps no files and runs no batches: start it with a files_dir"
         raise HttpProblemError(404, message, "files_not_kept")
     return desk.batches
 
 
-def _id(exchange: Exchange) -> str:
+def id_in(exchange: Exchange) -> str:
+    """Return the id in the path."""
     id: str = exchange.scope["path_params"]["id"]
     return id
 
@@ -62,7 +64,7 @@ def _id(exchange: Exchange) -> str:
 
 async def create_file(desk: Desk, exchange: Exchange) -> None:
     """Take a file."""
-    store, settings = _batches(desk).store, desk.settings
+    store, settings = batches_of(desk).store, desk.settings
     if desk.is_draining:
         raise draining()
     n_max = settings.max_file_mib * 2**20
@@ -111,10 +113,10 @@ def _life(name: str, said: Any) -> int | None:
 
 async def list_files(desk: Desk, exchange: Exchange) -> None:
     """List files."""
-    asked = _Query(exchange)
+    asked = Query(exchange)
     order, purpose = asked.choice("order", ("asc", "desc")), asked.text("purpose")
     found, has_more = await desk.in_thread(
-        _batches(desk).store.files,
+        batches_of(desk).store.files,
         asked.text("after"),
         asked.limit(_N_FILES, _N_FILES),
         is_newest_first=order != "asc",
@@ -125,22 +127,22 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
 
 async def get_file(desk: Desk, exchange: Exchange) -> None:
     """Tell what a file is."""
-    file = await desk.in_thread(_batches(desk).store.file, _id(exchange))
+    file = await desk.in_thread(batches_of(desk).store.file, id_in(exchange))
     await exchange.respond_json(file.as_json())
 
 
 async def delete_file(desk: Desk, exchange: Exchange) -> None:
     """Remove a file; a batch over it goes on."""
-    id = _id(exchange)
+    id = id_in(exchange)
     with disk_problems():
-        await desk.in_thread(_batches(desk).store.delete_file, id)
+        await desk.in_thread(batches_of(desk).store.delete_file, id)
     await exchange.respond_json({"id": id, "object": "file", "deleted": True})
 
 
 async def file_content(desk: Desk, exchange: Exchange) -> None:
     """Send what a file holds."""
-    store = _batches(desk).store
-    file = await desk.in_thread(store.file, _id(exchange))
+    store = batches_of(desk).store
+    file = await desk.in_thread(store.file, id_in(exchange))
     try:
         content: BinaryIO = await desk.in_thread(store.path_of(file).open, "rb")
     except FileNotFoundError:  # removed meanwhile
@@ -163,7 +165,7 @@ _FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output
 
 async def create_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin a batch."""
-    batches = _batches(desk)
+    batches = batches_of(desk)
     if desk.is_draining:
         raise draining()
     said = await body_of(desk, exchange)
@@ -183,7 +185,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
         message = f"the purpose of {file.id} is {file.purpose}: it must be {BATCH}"
         raise bad_request(message, "input_file_id")
     with disk_problems():
-        told = await desk.in_thread(
+        batch = await desk.in_thread(
             batches.create,
             file,
             window_s,
@@ -192,7 +194,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
             metadata=metadata,
             kept_seconds=seconds,
         )
-    await exchange.respond_json(told, headers=ignored_header(ignored))
+    await exchange.respond_json(batch.as_json(), headers=ignored_header(ignored))
 
 
 def _endpoint(said: Any) -> str:
@@ -232,28 +234,31 @@ def _metadata(said: Any) -> dict[str, str] | None:
 
 async def list_batches(desk: Desk, exchange: Exchange) -> None:
     """List batches, the newest first."""
-    asked = _Query(exchange)
+    asked = Query(exchange)
     limit = asked.limit(_N_BATCHES_USUAL, _N_BATCHES)
-    found, has_more = await desk.in_thread(_batches(desk).newest, asked.text("after"), limit)
-    await exchange.respond_json(_listed(found, has_more=has_more))
+    found, has_more = await desk.in_thread(batches_of(desk).newest, asked.text("after"), limit)
+    told = [batch.as_json() for batch in found]
+    await exchange.respond_json(_listed(told, has_more=has_more))
 
 
 async def get_batch(desk: Desk, exchange: Exchange) -> None:
     """Tell how far a batch is."""
-    await exchange.respond_json(await desk.in_thread(_batches(desk).get, _id(exchange)))
+    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange))
+    await exchange.respond_json(batch.as_json())
 
 
 async def cancel_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin no more lines of a batch."""
     with disk_problems():
-        told = await desk.in_thread(_batches(desk).cancel, _id(exchange))
-    await exchange.respond_json(told)
+        batch = await desk.in_thread(batches_of(desk).cancel, id_in(exchange))
+    await exchange.respond_json(batch.as_json())
 
 
-class _Query:
+class Query:
     """The fields behind the question mark."""
 
     def __init__(self, exchange: Exchange) -> None:
+        """Read them."""
         self._given = parse_qs(exchange.scope["query_string"].decode("latin-1"))
 
     def text(self, name: str) -> str | None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import CBatchError
 from cbatch.files.served_batch import Reply
-from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
+from cbatch.server.anthropic_messages import MessagesCall
+from cbatch.server.batch_store import MESSAGES
+from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.request_fields import with_param
@@ -31,15 +33,17 @@ CALLS: Mapping[str, Callable[..., Call]] = {
     "/v1/completions": CompletionCall.of,
     "/v1/responses": ResponsesCall.of,
 }
-"""Endpoints of batches, and what reads their bodies."""
+"""Endpoints of batches over a file, and what reads their bodies."""
+
+_OF_ALL = {**CALLS, MESSAGES: MessagesCall.of}
 
 
 class LineQuestion:
     """One call of a batch."""
 
-    def __init__(self, call: Call, model: str) -> None:
+    def __init__(self, call: Call, model: str, endpoint: str) -> None:
         (prompt,) = call.prompts
-        self._call, self._model = call, model
+        self._call, self._model, self._endpoint = call, model, endpoint
         self._prompt = replace(prompt, options=call.asked.options)
 
     @property
@@ -53,19 +57,19 @@ class LineQuestion:
             return Reply(200, self._call.body([result], self._model))
         call = self._call
         error = with_param(result.error, call.asked, call.prompt_field)
-        return _refusal(problem_of(error, call.prompt_field))
+        return _refusal(problem_of(error, call.prompt_field), self._endpoint)
 
 
 def asker(endpoint: str, settings: ServerSettings, model: str, engine: Engine) -> Ask:
     """Return what reads the bodies of an endpoint.
 
     Args:
-        endpoint: one of `CALLS`.
+        endpoint: one of `CALLS`, or that of messages.
         settings: of the server.
         model: what answers call the model where a line names none.
         engine: what answers; names of its adapters select one.
     """
-    call_of, facts = CALLS[endpoint], engine.model_facts
+    call_of, facts = _OF_ALL[endpoint], engine.model_facts
 
     def ask(body: dict[str, Any]) -> LineQuestion | Reply:
         try:
@@ -73,9 +77,9 @@ def asker(endpoint: str, settings: ServerSettings, model: str, engine: Engine) -
             _check(call, settings)
             call.see_facts(facts)
             call.see_defaults(engine.options, facts.sampling)
-            return LineQuestion(call, call.asked.model or model)
+            return LineQuestion(call, call.asked.model or model, endpoint)
         except (HttpProblemError, CBatchError) as error:
-            return _refusal(problem_of(error))
+            return _refusal(problem_of(error), endpoint)
 
     return ask
 
@@ -120,5 +124,11 @@ def _check(call: Call, settings: ServerSettings) -> None:
         raise bad_request("model is missing", "model")
 
 
-def _refusal(problem: HttpProblemError) -> Reply:
-    return Reply(problem.status, problem.as_openai())
+def n_never_ran_in(errors: Path) -> int:
+    """Return how many lines of a file of errors are of requests that were not asked."""
+    with errors.open("rb") as lines:
+        return sum(json.loads(line)["response"] is None for line in lines)
+
+
+def _refusal(problem: HttpProblemError, endpoint: str) -> Reply:
+    return Reply(*told(problem, {"path": endpoint}))

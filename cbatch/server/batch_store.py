@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import platformdirs
 
@@ -26,6 +26,12 @@ from cbatch.server.http_errors import NO_RETRY, HttpProblemError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+Kind = Literal["batch", "msgbatch"]
+"""What ids of batches begin with: those over a file, in OpenAI's format, and those of messages, in Anthropic's."""
+
+MESSAGES = "/v1/messages"
+"""The endpoint of batches of messages."""
 
 _PRIVATE = 0o700
 _SCHEMA = """
@@ -114,11 +120,18 @@ class Batch:
     """Seconds after which its files expire."""
     kept_engine: str = ""
     """What its answers depend on besides their requests, once there may be some."""
+    kept_n_never_ran: int = 0
+    """Requests among the failed that never ran, once the batch has ended."""
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing will change any more."""
         return self.status in ENDED
+
+    @property
+    def is_of_messages(self) -> bool:
+        """Whether it was asked for, and is told, in Anthropic's format."""
+        return self.endpoint == MESSAGES
 
     def as_json(self) -> dict[str, Any]:
         """Return the batch object."""
@@ -302,18 +315,32 @@ class BatchStore:
 
     def new_batch(self, file: StoredFile, window_s: int, **fields: Any) -> Batch:
         """Enter a batch over a file, whose content stays for it though the file be deleted."""
-        now = int(self._clock())
-        batch = Batch(
-            id=_new_id("batch", "_"),
-            input_file_id=file.id,
-            created_at=now,
-            expires_at=now + window_s,
-            **fields,
+        return self._entered("batch", self.path_of(file), window_s, input_file_id=file.id, **fields)
+
+    def new_message_batch(self, requests: Path, n_total: int, window: str, window_s: int) -> Batch:
+        """Enter a batch of messages whose requests were checked; their file may be removed then."""
+        return self._entered(
+            "msgbatch",
+            requests,
+            window_s,
+            input_file_id="",
+            endpoint=MESSAGES,
+            completion_window=window,
+            status="in_progress",
+            in_progress_at=int(self._clock()),
+            n_total=n_total,
         )
+
+    def _entered(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> Batch:
+        now = int(self._clock())
+        id = _new_id(kind, "_")
+        batch = Batch(id=id, created_at=now, expires_at=now + window_s, **fields)
         folder = self.folder_of(batch)
         folder.mkdir(_PRIVATE)
         try:
-            _link(self.path_of(file), folder / "requests.jsonl")
+            _link(requests, folder / "requests.jsonl")
+            for place in (folder, self._work):
+                sync_folder(place)
             with self._lock:
                 query = "INSERT INTO batches (id, is_ended, fields) VALUES (?, 0, ?)"
                 self._db.execute(query, (batch.id, _as_text(batch)))
@@ -334,22 +361,41 @@ class BatchStore:
         if batch.has_ended:
             shutil.rmtree(self.folder_of(batch), ignore_errors=True)
 
-    def batch(self, id: str) -> Batch:
-        """Return a batch. Raises a `HttpProblemError` where there is none."""
+    def batch(self, id: str, kind: Kind = "batch") -> Batch:
+        """Return a batch. Raises a `HttpProblemError` where there is none of this kind."""
         row = self._row("SELECT fields FROM batches WHERE id = ?", id)
-        if row is None:
+        if row is None or not id.startswith(f"{kind}_"):
             raise not_there("Batch", id)
         return Batch(**json.loads(row[0]))
 
-    def batches(self, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """Return batches, the newest first, behind the one with the id `after`, and whether there are more."""
-        place = self._place("batches", "Batch", after)
+    def batches(
+        self, after: str | None, limit: int, kind: Kind = "batch", before: str | None = None
+    ) -> tuple[list[Batch], bool]:
+        """Return batches, the newest first, and whether there are more.
+
+        Args:
+            after: the id of the one that they follow.
+            limit: most batches.
+            kind: of batches.
+            before: the id of the one that they precede; those next to it are returned.
+        """
+        older, newer = (self._place("batches", "Batch", id) for id in (after, before))
+        order = "DESC" if newer is None else "ASC"
         rows = self._rows(
-            "SELECT fields FROM batches WHERE ? IS NULL OR place < ? ORDER BY place DESC LIMIT ?",
-            *(place, place, limit + 1),
+            "SELECT fields FROM batches WHERE (? IS NULL OR place < ?) AND (? IS NULL OR place > ?) "
+            f"AND id GLOB ? ORDER BY place {order} LIMIT ?",
+            *(older, older, newer, newer, f"{kind}_*", limit + 1),
         )
-        found = [Batch(**json.loads(fields)) for (fields,) in rows]
-        return found[:limit], len(found) > limit
+        found = [Batch(**json.loads(fields)) for (fields,) in rows[:limit]]
+        return found if newer is None else found[::-1], len(rows) > limit
+
+    def delete_batch(self, batch: Batch) -> None:
+        """Remove a batch that has ended, and the files of its answers."""
+        for id in filter(None, (batch.output_file_id, batch.error_file_id)):
+            with suppress(HttpProblemError):  # a client has deleted it
+                self.delete_file(id)
+        with self._lock:
+            self._db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
 
     def unfinished(self) -> list[Batch]:
         """Return the batches that have not ended, the oldest first."""
@@ -402,6 +448,12 @@ class Arriving:
             file = self._store.put_file(self._path.name, name, purpose, self.n_bytes, seconds)
         self._is_kept = True
         return file
+
+    def written(self) -> Path:
+        """Return the place of what was written, which is on disk; it is removed at the end."""
+        with disk_problems():
+            os.fsync(self._fd)
+        return self._path
 
     def close(self) -> None:
         """Remove the file unless it is kept."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import (
@@ -22,18 +22,19 @@ from cbatch.errors import (
 )
 from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
 from cbatch.logs import Log
-from cbatch.server.batch_questions import asker, usage_of
+from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
 from cbatch.server.http_errors import NO_RETRY, SOON, HttpProblemError, draining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.server.batch_room import BatchRoom
-    from cbatch.server.batch_store import Batch, BatchStore, StoredFile
+    from cbatch.server.batch_store import Batch, BatchStore, Kind, StoredFile
     from cbatch.server.server_settings import ServerSettings
 
 _log = Log("cbatch.server")
@@ -114,43 +115,53 @@ class Batches:
 
     # ---- what clients ask ----
 
-    def create(self, file: StoredFile, window_s: int, **fields: Any) -> dict[str, Any]:
+    def create(self, file: StoredFile, window_s: int, **fields: Any) -> Batch:
         """Begin a batch over a file.
 
         Raises:
             HttpProblemError: too many have not ended, the disk is full, or the server is being stopped.
         """
+        return self._created(lambda: self.store.new_batch(file, window_s, **fields))
+
+    def create_of_messages(self, requests: Path, n: int, window: str, window_s: int) -> Batch:
+        """Begin a batch of `n` messages, whose requests were checked. Raises as `create`."""
+        return self._created(lambda: self.store.new_message_batch(requests, n, window, window_s))
+
+    def _created(self, entered: Callable[[], Batch]) -> Batch:
         with self._changed:
             if self._is_closed:
                 raise draining()
             if len(self._jobs) >= _N_UNFINISHED:
                 message = f"{len(self._jobs)} batches have not ended: try again later"
                 raise HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
-            batch = self.store.new_batch(file, window_s, **fields)
-            told = batch.as_json()
+            batch = entered()
+            told = replace(batch)
             self._begin(batch)
         return told
 
-    def get(self, id: str) -> dict[str, Any]:
-        """Return a batch. Raises a `HttpProblemError` where there is none."""
+    def get(self, id: str, kind: Kind = "batch") -> Batch:
+        """Return a copy of a batch. Raises a `HttpProblemError` where there is none of this kind."""
         with self._changed:
-            return self._told(self.store.batch(id))
+            return self._told(self.store.batch(id, kind))
 
-    def newest(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
-        """Return batches behind the one with the id `after`, and whether there are more."""
+    def newest(
+        self, after: str | None, limit: int, kind: Kind = "batch", before: str | None = None
+    ) -> tuple[list[Batch], bool]:
+        """Return copies of batches as `BatchStore.batches` does, and whether there are more."""
         with self._changed:
-            found, has_more = self.store.batches(after, limit)
+            found, has_more = self.store.batches(after, limit, kind, before)
             return [self._told(batch) for batch in found], has_more
 
-    def cancel(self, id: str) -> dict[str, Any]:
+    def cancel(self, id: str, kind: Kind = "batch") -> Batch:
         """Begin no more lines of a batch; those that run are finished.
 
         Raises:
             HttpProblemError: there is none, or it has ended otherwise.
         """
         with self._changed:
+            batch = self.store.batch(id, kind)
             job = self._jobs.get(id)
-            batch = self.store.batch(id) if job is None else job.batch
+            batch = batch if job is None else job.batch
             if batch.status in ("cancelling", "cancelled"):
                 return self._told(batch)
             if job is None or batch.status not in ("validating", "in_progress"):
@@ -161,14 +172,27 @@ class Batches:
             self._changed.notify_all()
             return self._told(batch)
 
-    def _told(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch as it is now."""
+    def delete(self, id: str, kind: Kind) -> None:
+        """Remove a batch and its answers.
+
+        Raises:
+            HttpProblemError: there is none, or it has not ended.
+        """
+        with self._changed:
+            batch = self._told(self.store.batch(id, kind))
+            if not batch.has_ended:
+                message = "a batch that has not ended cannot be deleted: cancel it first"
+                raise HttpProblemError(409, message, None, headers=NO_RETRY)
+            self.store.delete_batch(batch)
+
+    def _told(self, batch: Batch) -> Batch:
+        """Return a copy of a batch as it is now."""
         job = self._jobs.get(batch.id)
         if job is not None:
             batch = job.batch
             if job.run is not None:
                 batch.n_completed, batch.n_failed = job.run.n_done, job.run.n_failed
-        return batch.as_json()
+        return replace(batch)
 
     # ---- the end ----
 
@@ -347,6 +371,7 @@ class Batches:
             gate,
             f"{batch.id}-",
             self._settings.max_body_mib * 2**20,
+            has_one_model=not batch.is_of_messages,
         )
 
     def _run_for(self, job: _Job, seconds: float) -> None:
@@ -378,6 +403,8 @@ class Batches:
             run = job.run or self._served(batch, ItemGate(self._room))
             run.conclude(*_NEVER_RAN[ending])
             batch.n_completed, batch.n_failed = run.n_done, run.n_failed
+            if batch.n_failed:
+                batch.kept_n_never_ran = n_never_ran_in(self._places(batch).errors)
         self._publish(batch)
         with self._changed:
             self._move(job, ending, f"{ending}_at")
@@ -392,7 +419,8 @@ class Batches:
         for kind, n, _ in made:
             name = f"{kind}_file_id"
             setattr(batch, name, (getattr(batch, name) or new_file_id()) if n else None)
-        batch.usage = usage_of(places.answers) if batch.n_completed else None
+        is_told = batch.n_completed and not batch.is_of_messages
+        batch.usage = usage_of(places.answers) if is_told else None
         with self._changed:
             self.store.save(batch)  # the ids are known before there are files
         for kind, n, path in made:

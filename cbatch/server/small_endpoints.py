@@ -56,13 +56,17 @@ def _is_anthropic(exchange: Exchange) -> bool:
     return b"anthropic-version" in exchange.headers
 
 
+def rfc3339(seconds: int) -> str:
+    """Return seconds since 1970 as the text of a time."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
+
+
 def _model_of_anthropic(desk: Desk, sizes: Sizes, name: str) -> dict[str, Any]:
-    created = datetime.fromtimestamp(desk.created, timezone.utc)
     return {
         "type": "model",
         "id": name,
         "display_name": name,
-        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "created_at": rfc3339(desk.created),
         "max_input_tokens": sizes.n_window,
         "max_tokens": sizes.n_window,
     }

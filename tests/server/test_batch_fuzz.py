@@ -1,4 +1,7 @@
-"""Any bodies in the lines of a batch, and any values in its fields: an answer or a refusal, as at the endpoints."""
+"""Any bodies in the lines of a batch, any values in its fields, any forms and any ids: an answer or a refusal.
+
+Lines are answered as they are at the endpoints, and refusals have the form of the path's dialect.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,24 @@ import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from tests.server.clients import CHAT, COMPLETIONS, call
+from tests.server import test_message_batches as messages
+from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, call
 from tests.server.kept import answers, begun, ended, kept_app, line, lines, upload
 from tests.server.test_body_fuzz import bodies, values
+from tests.server.test_files import END, TYPE, part
+from tests.server.test_message_batches import BATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import httpx
     from starlette.applications import Starlette
 
 RESPONSES = "/v1/responses"
@@ -104,3 +112,167 @@ def test_any_bytes_end_as_a_batch_that_says_why(app: Starlette, parts: list[byte
         assert all(each["message"] for each in batch["errors"]["data"])
     else:
         assert set(parts) <= {lines(line("a")), b"", b"\n", b"\r\n", b"\xef\xbb\xbf"}
+
+
+def check_refusal(path: str, answer: httpx.Response) -> None:
+    """Check that a refusal is one, in the form of the path's dialect."""
+    assert 400 <= answer.status_code < 500, answer.text
+    said = answer.json()
+    error = said["error"]
+    assert error["message"]
+    if path.startswith(MESSAGES):
+        assert (said["type"], said["request_id"]) == ("error", answer.headers["request-id"])
+    else:
+        assert error.keys() >= {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+
+
+@unhurried
+@given(data=st.data())
+def test_message_is_answered_as_it_is_alone(app: Starlette, data: st.DataObject) -> None:
+    asked: list[dict[str, Any]] = data.draw(st.lists(bodies(MESSAGES), min_size=1, max_size=4))
+    for body in asked:
+        body.pop("stream", None)
+        body.pop("model", None)
+    requests = [{"custom_id": f"r{i}", "params": body} for i, body in enumerate(asked)]
+    id = messages.created(app, *requests)["id"]
+    found = messages.results(app, messages.ended(app, id))
+    for i, body in enumerate(asked):
+        alone, told = call(app, MESSAGES, body), found[f"r{i}"]
+        assert (told["type"] == "succeeded") is (alone.status_code == 200), alone.text
+        if alone.status_code != 200:
+            said = alone.json()
+            del said["request_id"]
+            assert told["error"] == said
+    call(app, f"{BATCHES}/{id}", method="DELETE")
+
+
+requests = st.dictionaries(st.sampled_from(["custom_id", "params", "x"]), values, max_size=3)
+
+
+@unhurried
+@given(
+    body=st.dictionaries(st.sampled_from(["requests", "x", "model"]), values)
+    | st.builds(
+        dict,
+        requests=st.lists(
+            requests | values | st.just(messages.request("a")), min_size=1, max_size=3
+        ),
+    )
+)
+def test_any_requests_are_a_batch_or_refused(app: Starlette, body: dict[str, Any]) -> None:
+    answer = call(app, BATCHES, body)
+    if answer.status_code != 200:
+        check_refusal(BATCHES, answer)
+        return
+    found = messages.results(app, messages.ended(app, answer.json()["id"]))
+    assert found.keys() == {each["custom_id"] for each in body["requests"]}
+
+
+texts = st.text(max_size=8) | st.sampled_from(["batch", "created_at", "3600", "x" * 5000])
+parts = st.tuples(
+    st.sampled_from(["file", "purpose", "expires_after[anchor]", "expires_after[seconds]"])
+    | st.text(st.characters(exclude_characters='"\r\n', codec="utf-8"), max_size=4),
+    st.binary(max_size=40) | texts.map(str.encode) | st.just(b"\r\n--\r\n------x\r\n"),
+    st.none()
+    | st.text(st.characters(exclude_characters='"\r\n', codec="utf-8"), max_size=9)
+    | st.sampled_from(["../../etc/passwd", "a\\b", "%00", "x" * 999]),
+)
+
+
+@unhurried
+@given(data=st.data())
+def test_any_form_is_a_file_or_refused(app: Starlette, data: st.DataObject) -> None:
+    some = data.draw(st.lists(parts, max_size=4))
+    if data.draw(st.booleans()):
+        some += [("purpose", b"batch", None), ("file", data.draw(st.binary(max_size=99)), "a")]
+    body = b"".join(part(*each) for each in some) + END
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(body)))
+        end = data.draw(st.integers(at, min(len(body), at + 20)))
+        odd = [b"", b"\0", b"\xff", b"\r\n", b"--", b":", b"\r\n\r\n", b";", b'"', b"x" * 5000]
+        body = body[:at] + data.draw(st.sampled_from(odd)) + body[end:]
+    kind = data.draw(
+        st.just(TYPE)
+        | st.sampled_from([b"multipart/form-data; boundary=x", b"multipart/form-data", b""])
+        | st.binary(max_size=20).map(lambda some: b"multipart/form-data; boundary=" + some)
+    )
+    headers = [(b"content-type", kind)]
+    answer = call(app, "/v1/files", body, method="POST", headers=headers)
+    if answer.status_code == 200:
+        file = answer.json()
+        sent = call(app, f"/v1/files/{file['id']}/content")
+        assert len(sent.content) == file["bytes"] > 0
+        assert call(app, f"/v1/files/{file['id']}", method="DELETE").json()["deleted"]
+    else:
+        check_refusal("/v1/files", answer)
+    store, settings = app.state.desk.batches.store, app.state.desk.settings
+    listed, _ = store.files(None, 10_000, is_newest_first=True, purpose=None)
+    found = {path.name for path in (Path(settings.files_dir) / "content").iterdir()}
+    assert found == {file.id for file in listed}
+
+
+ids = (
+    st.binary(max_size=12)
+    | st.text(max_size=8).map(str.encode)
+    | st.sampled_from(
+        [
+            b"../index.sqlite3",
+            b"..",
+            b".",
+            b"/",
+            b"//",
+            b"a/../..",
+            b"\0",
+            b"%2e%2e",
+            b"'; --",
+            b"*",
+        ]
+    )
+    | st.sampled_from([b"file-", b"batch_", b"msgbatch_", b"batch_*", b"x" * 5000])
+)
+ROUTES = [
+    *("/v1/files/{}", "/v1/files/{}/content", "/files/{}", "/v1/batches/{}"),
+    *(
+        "/v1/batches/{}/cancel",
+        f"{BATCHES}/{{}}",
+        f"{BATCHES}/{{}}/cancel",
+        f"{BATCHES}/{{}}/results",
+    ),
+]
+QUERIES = ("limit", "after", "before_id", "after_id", "order", "purpose", "x")
+
+
+@unhurried
+@given(
+    route=st.sampled_from(ROUTES),
+    id=ids,
+    method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]),
+)
+def test_any_id_of_nobody_is_not_there(app: Starlette, route: str, id: bytes, method: str) -> None:
+    path = route.format(quote(id, safe=""))
+    answer = call(app, path, method=method)
+    if answer.status_code == 200:  # nothing was asked for but a list
+        assert method == "GET"
+        assert "data" in answer.json()
+    else:
+        assert answer.status_code in (400, 404, 405, 415), answer.text
+        check_refusal(path, answer)
+
+
+@unhurried
+@given(
+    path=st.sampled_from(["/v1/files", "/v1/batches", BATCHES]),
+    asked=st.dictionaries(
+        st.sampled_from(QUERIES),
+        ids | st.integers(-2, 2000).map(lambda n: str(n).encode()) | st.just(b"9" * 5000),
+        max_size=3,
+    ),
+)
+def test_any_query_is_a_list_or_refused(app: Starlette, path: str, asked: dict[str, bytes]) -> None:
+    query = "&".join(f"{name}={quote(value, safe='')}" for name, value in asked.items())
+    answer = call(app, f"{path}?{query}")
+    if answer.status_code == 200:
+        assert isinstance(answer.json()["data"], list)
+    else:
+        check_refusal(path, answer)

@@ -242,13 +242,6 @@ def test_server_without_a_folder_says_so() -> None:
             assert error_of(call(app, path), 404)["code"] == "files_not_kept"
 
 
-def test_batches_of_messages_are_refused_in_the_format_of_their_path(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        answer = call(app, "/v1/messages/batches", {"requests": []})
-    assert answer.status_code == 404
-    assert answer.json()["error"]["type"] == "not_found_error"
-
-
 def test_batches_need_a_key_where_keys_are_set(tmp_path: Path) -> None:
     with kept_app(tmp_path, api_keys=["k"]) as app:
         for path in ("/v1/files", "/v1/batches"):

@@ -1,0 +1,222 @@
+"""Anthropic's message batches: how they are asked for and told; they run as all batches do.
+
+Source: Anthropic's API reference, message batches.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from cbatch.checks import shown
+from cbatch.server.batch_endpoints import Query, batches_of, id_in
+from cbatch.server.batch_store import MESSAGES, disk_problems
+from cbatch.server.exchange import dumps
+from cbatch.server.http_errors import HttpProblemError, bad_request, draining, told
+from cbatch.server.request_fields import ignored_header
+from cbatch.server.small_endpoints import body_of, rfc3339
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cbatch.server.batch_store import Batch, Kind
+    from cbatch.server.batches import Batches
+    from cbatch.server.desk import Desk
+    from cbatch.server.exchange import Exchange
+
+_KIND: Kind = "msgbatch"
+
+# Source of limits and times: Anthropic's API reference.
+_N_REQUESTS = 100_000
+_WINDOW, _WINDOW_S = "24h", 86_400
+_N_LISTED_USUAL, _N_LISTED = 20, 1000
+_ID = re.compile("[a-zA-Z0-9_-]{1,64}", re.ASCII)
+
+_N_PART = 2**18
+"""Bytes of results, about, that are read and sent at once."""
+
+_NEVER_RAN = {"expired": "expired", "cancelled": "canceled"}
+"""What requests are called that never ran, by the status of their batch."""
+
+_UNASKED = {"batch_expired": "expired", "batch_cancelled": "canceled"}
+"""The same, by the code of their lines."""
+
+
+async def create_batch(desk: Desk, exchange: Exchange) -> None:
+    """Begin a batch of messages."""
+    batches = batches_of(desk)
+    if desk.is_draining:
+        raise draining()
+    body = await body_of(desk, exchange)
+    ignored = [name for name, value in body.items() if value is not None and name != "requests"]
+    if ignored and desk.settings.strict_fields:
+        raise bad_request(f"unknown field {shown(ignored[0])}", ignored[0], "unknown_parameter")
+    n_max = desk.settings.max_body_mib * 2**20
+    batch = await desk.in_thread(_created, batches, body.get("requests"), n_max)
+    await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
+
+
+def _created(batches: Batches, requests: Any, n_max: int) -> Batch:
+    """Begin a batch of checked requests, whose lines have at most `n_max` bytes."""
+    lines = _lines_of(requests, n_max)
+    with disk_problems(), batches.store.arriving() as arriving:
+        arriving.write(b"".join(lines))
+        return batches.create_of_messages(arriving.written(), len(lines), _WINDOW, _WINDOW_S)
+
+
+def _lines_of(requests: Any, n_max: int) -> list[bytes]:
+    """Return requests as the lines of a batch file. Raises a `HttpProblemError`."""
+    if requests is None:
+        raise bad_request("requests is missing", "requests")
+    if not isinstance(requests, list) or not requests:
+        raise _wrong(f"requests must be a list of requests, not {shown(requests)}")
+    if len(requests) > _N_REQUESTS:
+        raise _wrong(f"requests has {len(requests)} requests, of at most {_N_REQUESTS}")
+    seen: set[str] = set()
+    lines = []
+    for i, request in enumerate(requests):
+        place = f"requests.{i}"
+        if not isinstance(request, dict):
+            raise _wrong(f"{place} must be an object, not {shown(request)}")
+        id, params = request.get("custom_id"), request.get("params")
+        if not isinstance(id, str) or not _ID.fullmatch(id):
+            words = f"{place}.custom_id must be 1 … 64 letters, digits, - or _, not {shown(id)}"
+            raise _wrong(words)
+        if id in seen:
+            raise _wrong(f"{place}.custom_id is that of a request before: each must be unique")
+        seen.add(id)
+        if not isinstance(params, dict):
+            raise _wrong(f"{place}.params must be an object, not {shown(params)}")
+        line = {"custom_id": id, "method": "POST", "url": MESSAGES, "body": params}
+        lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        if len(lines[-1]) > n_max:
+            message = f"{place} is larger than {n_max:,} bytes"
+            raise HttpProblemError(413, message, "request_too_large", "requests")
+    return lines
+
+
+def _wrong(message: str) -> HttpProblemError:
+    return bad_request(message, "requests")
+
+
+async def list_batches(desk: Desk, exchange: Exchange) -> None:
+    """List batches, the newest first."""
+    asked = Query(exchange)
+    limit = asked.limit(_N_LISTED_USUAL, _N_LISTED)
+    after, before = asked.text("after_id"), asked.text("before_id")
+    if after is not None and before is not None:
+        raise bad_request("after_id and before_id exclude each other", "before_id")
+    batches = batches_of(desk)
+    found, has_more = await desk.in_thread(batches.newest, after, limit, _KIND, before)
+    data = [_as_json(batch) for batch in found]
+    ends = {
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
+    await exchange.respond_json({"data": data, "has_more": has_more, **ends})
+
+
+async def get_batch(desk: Desk, exchange: Exchange) -> None:
+    """Tell how far a batch is."""
+    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange), _KIND)
+    await exchange.respond_json(_as_json(batch))
+
+
+async def cancel_batch(desk: Desk, exchange: Exchange) -> None:
+    """Begin no more requests of a batch."""
+    with disk_problems():
+        batch = await desk.in_thread(batches_of(desk).cancel, id_in(exchange), _KIND)
+    await exchange.respond_json(_as_json(batch))
+
+
+async def delete_batch(desk: Desk, exchange: Exchange) -> None:
+    """Remove a batch that has ended, with its results."""
+    id = id_in(exchange)
+    with disk_problems():
+        await desk.in_thread(batches_of(desk).delete, id, _KIND)
+    await exchange.respond_json({"id": id, "type": "message_batch_deleted"})
+
+
+def _as_json(batch: Batch) -> dict[str, Any]:
+    """Return a batch as Anthropic's clients read it: nothing is counted as ended before the batch has ended."""
+    counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
+    if batch.has_ended:
+        counts["succeeded"] = batch.n_completed
+        if batch.status in _NEVER_RAN:
+            counts[_NEVER_RAN[batch.status]] = batch.kept_n_never_ran
+        counts["errored"] = batch.n_total - sum(counts.values())
+        status = "ended"
+    else:
+        counts["processing"] = batch.n_total
+        status = "canceling" if batch.cancelling_at is not None else "in_progress"
+    ended_at = getattr(batch, f"{batch.status}_at") if batch.has_ended else None
+    return {
+        "id": batch.id,
+        "type": "message_batch",
+        "processing_status": status,
+        "request_counts": counts,
+        "created_at": rfc3339(batch.created_at),
+        "expires_at": rfc3339(batch.expires_at),
+        "cancel_initiated_at": _time(batch.cancelling_at),
+        "ended_at": _time(ended_at),
+        "archived_at": None,
+        # without the host, which a proxy may have changed
+        "results_url": f"/v1/messages/batches/{batch.id}/results" if batch.has_ended else None,
+    }
+
+
+def _time(seconds: int | None) -> str | None:
+    return None if seconds is None else rfc3339(seconds)
+
+
+# ---- results ----
+
+
+async def batch_results(desk: Desk, exchange: Exchange) -> None:
+    """Send the results of a batch that has ended, a line for each request."""
+    batches = batches_of(desk)
+    batch = await desk.in_thread(batches.get, id_in(exchange), _KIND)
+    if not batch.has_ended:
+        raise HttpProblemError(404, "the batch has not ended: it has no results yet", None, "id")
+    with ExitStack() as opened:
+        files = await desk.in_thread(_opened, opened, batches, batch)
+        await exchange.begin(200, {}, media_type="application/x-jsonl")
+        for file in files:
+            while part := await desk.in_thread(_results_in, file):
+                await exchange.put(part)
+        await exchange.finish()
+
+
+def _opened(opened: ExitStack, batches: Batches, batch: Batch) -> list[BinaryIO]:
+    """Return the files of a batch's answers and errors, open until the stack ends."""
+    store, found = batches.store, list[BinaryIO]()
+    for id in filter(None, (batch.output_file_id, batch.error_file_id)):
+        try:
+            file = store.path_of(store.file(id)).open("rb")
+        except (HttpProblemError, FileNotFoundError):
+            raise HttpProblemError(404, f"the file {id} was deleted", None, "id") from None
+        found.append(opened.enter_context(file))
+    return found
+
+
+def _results_in(file: BinaryIO) -> bytes:
+    """Return the next results of a file; nothing at its end."""
+    return b"".join(dumps(_result(json.loads(line))) + b"\n" for line in file.readlines(_N_PART))
+
+
+def _result(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result that a line of a batch's answers or errors tells."""
+    response = line["response"]
+    result: dict[str, Any]
+    if response is None and (kind := _UNASKED.get(line["error"]["code"])):
+        result = {"type": kind}
+    elif response is None:
+        _, error = told(bad_request(line["error"]["message"]), {"path": MESSAGES})
+        result = {"type": "errored", "error": error}
+    elif response["status_code"] == 200:
+        result = {"type": "succeeded", "message": response["body"]}
+    else:
+        result = {"type": "errored", "error": response["body"]}
+    return {"custom_id": line["custom_id"], "result": result}

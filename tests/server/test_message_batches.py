@@ -1,0 +1,296 @@
+"""Anthropic's message batches: asked for, told and answered in their own form, over the store of all batches."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.server import create_app
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import MESSAGES, USER, call, wait_until
+from tests.server.kept import SHORT, begun, kept_app, line, lines
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+    from starlette.applications import Starlette
+
+BATCHES = f"{MESSAGES}/batches"
+PARAMS: dict[str, Any] = {"model": "m", "messages": USER, **SHORT}
+N = 40
+
+
+def request(id: str, **params: Any) -> dict[str, Any]:
+    """A request of a batch; without params a short message."""
+    return {"custom_id": id, "params": params or PARAMS}
+
+
+def created(app: Starlette, *requests: dict[str, Any]) -> dict[str, Any]:
+    answer = call(app, BATCHES, {"requests": [*requests]})
+    assert answer.status_code == 200, answer.text
+    batch: dict[str, Any] = answer.json()
+    assert batch["processing_status"] == "in_progress"
+    return batch
+
+
+def told(app: Starlette, id: str) -> dict[str, Any]:
+    answer = call(app, f"{BATCHES}/{id}")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    counts = found["request_counts"]
+    if found["processing_status"] == "ended":
+        assert counts["processing"] == 0
+        assert found["ended_at"]
+        assert found["results_url"] == f"{BATCHES}/{id}/results"
+    else:
+        assert counts["processing"] == sum(counts.values())
+        assert found["ended_at"] is found["results_url"] is None
+    return found
+
+
+def ended(app: Starlette, id: str) -> dict[str, Any]:
+    """A batch when it has ended."""
+    wait_until(lambda: told(app, id)["processing_status"] == "ended")
+    return told(app, id)
+
+
+def results(app: Starlette, batch: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results of a batch by id, each once, and of each type as many as are counted."""
+    answer = call(app, batch["results_url"])
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-jsonl"
+    read = [json.loads(one) for one in answer.content.splitlines()]
+    found = {each["custom_id"]: each["result"] for each in read}
+    assert len(found) == len(read)
+    counts = {name: n for name, n in batch["request_counts"].items() if n}
+    types = [result["type"] for result in found.values()]
+    assert {name: types.count(name) for name in types} == counts
+    return found
+
+
+def refusal_of(answer: httpx.Response, status: int, kind: str = "invalid_request_error") -> str:
+    """The message of a refusal in Anthropic's form."""
+    assert answer.status_code == status, answer.text
+    said = answer.json()
+    assert (said["type"], said["error"]["type"]) == ("error", kind)
+    assert said["request_id"] == answer.headers["request-id"]
+    message: str = said["error"]["message"]
+    return message
+
+
+def test_batch_has_a_result_for_each_request(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        alone = call(app, MESSAGES, PARAMS).json()
+        wrong = request("wrong", **{**PARAMS, "temperature": -1})
+        streamed = request("streamed", **{**PARAMS, "stream": True})
+        other = request("other", **{**PARAMS, "model": "another"})
+        empty = request("empty")
+        empty["params"] = {}
+        batch = created(app, request("a"), wrong, streamed, other, empty)
+        assert batch["request_counts"]["processing"] == 5
+        done = ended(app, batch["id"])
+        found = results(app, done)
+    unchanged = ("id", "type", "created_at", "expires_at", "cancel_initiated_at", "archived_at")
+    assert [done[name] for name in unchanged] == [batch[name] for name in unchanged]
+    assert (batch["type"], batch["cancel_initiated_at"]) == ("message_batch", None)
+    for name, model in (("a", "m"), ("other", "another")):
+        message = found[name]["message"]
+        assert message["id"].startswith("msg_")
+        assert message["content"] == alone["content"]
+        assert message["stop_reason"] == alone["stop_reason"]
+        assert message["usage"]["output_tokens"] == alone["usage"]["output_tokens"]
+        assert message["model"] == model
+    errors = {name: found[name]["error"] for name in ("wrong", "streamed", "empty")}
+    assert {each["type"] for each in errors.values()} == {"error"}
+    assert {each["error"]["type"] for each in errors.values()} == {"invalid_request_error"}
+    assert "temperature" in errors["wrong"]["error"]["message"]
+    assert "stream" in errors["streamed"]["error"]["message"]
+    assert "max_tokens" in errors["empty"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("requests", "place"),
+    [
+        (None, "requests"),
+        ([], "requests"),
+        ({}, "requests"),
+        ([3], "requests.0"),
+        ([request("a"), {"params": PARAMS}], "requests.1.custom_id"),
+        ([request("a b")], "requests.0.custom_id"),
+        ([request("a\n")], "requests.0.custom_id"),
+        ([request("é")], "requests.0.custom_id"),
+        ([request("x" * 65)], "requests.0.custom_id"),
+        ([{"custom_id": 3, "params": PARAMS}], "requests.0.custom_id"),
+        ([request("a"), request("b"), request("a")], "requests.2.custom_id"),
+        ([{"custom_id": "a"}], "requests.0.params"),
+        ([{"custom_id": "a", "params": []}], "requests.0.params"),
+        ([request("a")] * 100_001, "requests has 100001"),
+    ],
+)
+def test_wrong_requests_are_refused_by_their_place(
+    tmp_path: Path, requests: Any, place: str
+) -> None:
+    with kept_app(tmp_path) as app:
+        message = refusal_of(call(app, BATCHES, {"requests": requests}), 400)
+        assert place in message
+        assert call(app, BATCHES).json()["data"] == []
+        assert not [*(tmp_path / "kept" / "work").iterdir()]
+        assert not [*(tmp_path / "kept" / "content").iterdir()]
+
+
+def test_limits_hold_in_the_form_of_the_dialect(tmp_path: Path) -> None:
+    with kept_app(tmp_path, max_body_mib=1, max_stored_mib=1, api_keys=["k"]) as app:
+        key = {"x-api-key": "k"}
+        body = {"requests": [request("a", **{**PARAMS, "system": "x" * 2**20})]}
+        refusal_of(call(app, BATCHES, body, headers=key), 413, "request_too_large")
+        refusal_of(call(app, BATCHES, body), 401, "authentication_error")
+        # numbers may be longer as they are written here than as they came
+        long = b'{"requests":[{"custom_id":"a","params":{"x":[' + b"1e15," * 99_999 + b"1]}}]}"
+        answer = call(app, BATCHES, long, headers={**key, "content-type": "application/json"})
+        assert "requests.0" in refusal_of(answer, 413, "request_too_large")
+        app.state.desk.batches.store.reserve(2**20 - 99)
+        some = {"requests": [request("a")]}
+        refusal_of(call(app, BATCHES, some, headers=key), 507, "api_error")
+
+
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    for is_strict in (False, True):
+        with kept_app(tmp_path / str(is_strict), strict_fields=is_strict) as app:
+            answer = call(app, BATCHES, {"requests": [request("a")], "more": 1})
+        if is_strict:
+            assert "more" in refusal_of(answer, 400)
+        else:
+            assert answer.headers["x-ignored-fields"] == "more"
+
+
+def test_server_without_a_folder_says_so() -> None:
+    with Engine(FakeBackend(1, 64)) as engine:
+        app = create_app(engine)
+        assert "files_dir" in refusal_of(call(app, BATCHES), 404, "not_found_error")
+
+
+def test_canceled_batch_says_which_requests_were_not_asked(tmp_path: Path) -> None:
+    backend = GatedBackend(2, 256, hold_at=20)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        wrong = request("wrong", **{**PARAMS, "temperature": -1})
+        id = created(app, wrong, *(request(f"r{i}") for i in range(N)))["id"]
+        backend.wait_until_held()
+        assert "not ended" in refusal_of(
+            call(app, f"{BATCHES}/{id}/results"), 404, "not_found_error"
+        )
+        refusal_of(call(app, f"{BATCHES}/{id}", method="DELETE"), 409)
+        first = call(app, f"{BATCHES}/{id}/cancel", method="POST").json()
+        assert first["processing_status"] == "canceling"
+        again = call(app, f"{BATCHES}/{id}/cancel", method="POST").json()
+        assert again["cancel_initiated_at"] == first["cancel_initiated_at"] is not None
+        backend.release()
+        batch = ended(app, id)
+        found = results(app, batch)
+        assert call(app, f"{BATCHES}/{id}/cancel", method="POST").json() == batch
+    assert len(found) == N + 1
+    counts = batch["request_counts"]
+    assert counts["errored"] == 1
+    assert 2 <= counts["succeeded"] < N
+    assert counts["canceled"] == N - counts["succeeded"]
+    assert {str(result) for result in found.values() if result["type"] == "canceled"} == {
+        "{'type': 'canceled'}"
+    }
+
+
+def test_requests_are_expired_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.server.message_batches._WINDOW_S", 1)
+    with kept_app(tmp_path) as app:
+        app.state.desk.room.set_calls(4)  # which leaves no slot
+        batch = ended(app, created(app, request("a"), request("b"))["id"])
+        app.state.desk.room.set_calls(0)
+        assert results(app, batch) == {"a": {"type": "expired"}, "b": {"type": "expired"}}
+        refusal_of(call(app, f"{BATCHES}/{batch['id']}/cancel", method="POST"), 409)
+
+
+def test_batch_goes_on_with_the_next_server(tmp_path: Path) -> None:
+    backend = GatedBackend(4, 256, hold_at=40)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = created(app, *(request(f"r{i}") for i in range(N)))["id"]
+        backend.wait_until_held()
+        place = tmp_path / "kept" / "work" / id / "answers.jsonl"
+        wait_until(lambda: place.exists() and place.stat().st_size > 0)
+        backend.release_when_asked()
+    with kept_app(tmp_path) as app:
+        batch = ended(app, id)
+        assert results(app, batch).keys() == {f"r{i}" for i in range(N)}
+        assert batch["request_counts"]["succeeded"] == N
+
+
+def test_batch_that_was_being_canceled_is_canceled_by_the_next_server(tmp_path: Path) -> None:
+    backend = GatedBackend(2, 256, hold_at=20)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = created(app, *(request(f"r{i}") for i in range(N)))["id"]
+        backend.wait_until_held()
+        call(app, f"{BATCHES}/{id}/cancel", method="POST")
+        backend.release_when_asked()
+    with kept_app(tmp_path) as app:
+        batch = ended(app, id)
+        assert len(results(app, batch)) == N
+        assert batch["request_counts"]["canceled"] > 0
+
+
+def test_deleted_batch_leaves_nothing(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        wrong = request("wrong", **{**PARAMS, "temperature": -1})
+        id = created(app, request("a"), wrong)["id"]
+        ended(app, id)
+        assert len([*(tmp_path / "kept" / "content").iterdir()]) == 2
+        answer = call(app, f"{BATCHES}/{id}", method="DELETE")
+        assert answer.json() == {"id": id, "type": "message_batch_deleted"}
+        for path, method in (("", "GET"), ("", "DELETE"), ("/results", "GET"), ("/cancel", "POST")):
+            gone = call(app, f"{BATCHES}/{id}{path}", method=method)
+            refusal_of(gone, 404, "not_found_error")
+        assert call(app, BATCHES).json()["data"] == []
+        assert [*(tmp_path / "kept" / "content").iterdir()] == []
+
+
+def test_results_whose_file_was_deleted_are_not_half_told(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        id = created(app, request("a"))["id"]
+        ended(app, id)
+        (file,) = call(app, "/v1/files").json()["data"]
+        assert (file["purpose"], file["filename"]) == ("batch_output", f"{id}_output.jsonl")
+        call(app, f"/v1/files/{file['id']}", method="DELETE")
+        answer = call(app, f"{BATCHES}/{id}/results")
+        assert file["id"] in refusal_of(answer, 404, "not_found_error")
+        assert call(app, f"{BATCHES}/{id}", method="DELETE").status_code == 200
+
+
+def test_batches_are_listed_by_pages_both_ways_and_by_dialect(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        openai = begun(app, lines(line("a")))
+        ids = [created(app, request("a"))["id"] for _ in range(5)][::-1]
+        for id in ids:
+            ended(app, id)
+        whole = call(app, BATCHES).json()
+        assert [each["id"] for each in whole["data"]] == ids
+        assert (whole["first_id"], whole["last_id"], whole["has_more"]) == (ids[0], ids[-1], False)
+
+        def page(query: str) -> tuple[list[str], bool]:
+            found = call(app, f"{BATCHES}?{query}").json()
+            return [each["id"] for each in found["data"]], found["has_more"]
+
+        assert page("limit=2") == (ids[:2], True)
+        assert page(f"limit=2&after_id={ids[1]}") == (ids[2:4], True)
+        assert page(f"limit=2&after_id={ids[3]}") == (ids[4:], False)
+        assert page(f"limit=2&before_id={ids[4]}") == (ids[2:4], True)
+        assert page(f"limit=2&before_id={ids[2]}") == (ids[:2], False)
+        for query, status in (("limit=0", 400), ("limit=1001", 400), ("after_id=x", 404)):
+            assert call(app, f"{BATCHES}?{query}").status_code == status
+        both = call(app, f"{BATCHES}?before_id={ids[0]}&after_id={ids[0]}")
+        refusal_of(both, 400)
+        assert [each["id"] for each in call(app, "/v1/batches").json()["data"]] == [openai]
+        assert call(app, f"/v1/batches/{ids[0]}").status_code == 404
+        refusal_of(call(app, f"{BATCHES}/{openai}"), 404, "not_found_error")
