@@ -25,7 +25,7 @@ from cbatch.logs import Log
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
-from cbatch.server.http_errors import NO_RETRY, SOON, HttpProblemError, draining
+from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,7 +133,7 @@ class Batches:
                 raise draining()
             if len(self._jobs) >= _N_UNFINISHED:
                 message = f"{len(self._jobs)} batches have not ended: try again later"
-                raise HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
+                raise HttpProblemError(429, message, "rate_limit_exceeded", headers=LATER)
             batch = entered()
             told = replace(batch)
             self._begin(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 _N_THREADS = 64
 """Most calls into the engine at once; each is short, but for a queue of the engine's own that is full."""
 
+
+_RETRY_S = 60
+"""Most seconds that a client is told to wait: our choice; clients of OpenAI and Anthropic obey up to 120."""
 
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("cbatch.server.threads")
 
@@ -178,7 +182,8 @@ class Desk:
         """Raise a `HttpProblemError` where so many choices more would make the queue too long."""
         n_before = self.n_open
         if n_before and n_before + n_choices - n_slots > n_limit:
-            raise queue_full(max(0, n_before - n_slots), n_limit)
+            n_ends = n_before + n_choices - n_slots - n_limit
+            raise queue_full(max(0, n_before - n_slots), n_limit, self._wait_s(n_ends, n_slots))
 
     def has_queue(self, n_slots: int) -> bool:
         """Return whether the engine has more choices than slots. The oldest calls are looked at, and no more."""
@@ -208,9 +213,20 @@ class Desk:
             return
         n_queued, is_alone = self.n_queued_tokens(n_slots), self.n_open == visit.n_open
         visit.n_prompt_tokens = n_tokens
-        if not is_alone and self.n_queued_tokens(n_slots) > max(n_limit, n_queued):
+        n_with = self.n_queued_tokens(n_slots)
+        if not is_alone and n_with > max(n_limit, n_queued):
             visit.n_prompt_tokens = 0
-            raise tokens_full(n_queued, n_limit)
+            # where prompts are alike, so many of those that wait are too many
+            n_ends = (self.n_open - n_slots) * (n_with - n_limit) / n_with
+            raise tokens_full(n_queued, n_limit, self._wait_s(n_ends, n_slots))
+
+    def _wait_s(self, n_ends: float, n_slots: int) -> int:
+        """Return whole seconds until about so many answers have ended, by how long the last ones had their slots."""
+        each_s = self.meters.slot_s
+        if each_s is None:  # none has ended: as long again as the oldest call has taken
+            oldest = next(iter(self._visits.values()), None)
+            each_s = 0.0 if oldest is None else self.clock() - oldest.since_s
+        return min(_RETRY_S, max(1, math.ceil(n_ends * each_s / n_slots)))
 
     def end_visits(self) -> None:
         """End every call that is being answered: its client is told that the server shuts down."""

@@ -32,6 +32,8 @@ NO_RETRY = {"x-should-retry": "false"}
 
 SOON = {"retry-after": "1"}
 
+LATER = {"retry-after": "60"}
+
 CROWDED = "cbatch.crowded"
 """The mark, in the state of an ASGI scope, of a connection above the server's limit."""
 
@@ -115,16 +117,21 @@ def draining() -> HttpProblemError:
     return HttpProblemError(503, "the server is shutting down", "shutting_down", headers=SOON)
 
 
-def queue_full(n_waiting: int, n_limit: int) -> HttpProblemError:
-    """Return the problem of a request for which the queue has no room."""
-    message = f"{n_waiting} requests wait already, of at most {n_limit}: try again later"
-    return HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
+def queue_full(n_waiting: int, n_limit: int, seconds: int) -> HttpProblemError:
+    """Return the problem of a request for which the queue has no room for about so many seconds."""
+    return _full(f"{n_waiting} requests wait already, of at most {n_limit}", seconds)
 
 
-def tokens_full(n_waiting: int, n_limit: int) -> HttpProblemError:
-    """Return the problem of a request whose prompt would make the queue too long."""
-    message = f"{n_waiting} prompt tokens wait already, of at most {n_limit}: try again later"
-    return HttpProblemError(429, message, "rate_limit_exceeded", headers=SOON)
+def tokens_full(n_waiting: int, n_limit: int, seconds: int) -> HttpProblemError:
+    """Return the problem of a request whose prompt would make the queue too long, for about so many seconds."""
+    return _full(f"{n_waiting} prompt tokens wait already, of at most {n_limit}", seconds)
+
+
+def _full(message: str, seconds: int) -> HttpProblemError:
+    headers = {"retry-after": str(seconds)}
+    return HttpProblemError(
+        429, f"{message}: try again later", "rate_limit_exceeded", headers=headers
+    )
 
 
 def crowded() -> HttpProblemError:

@@ -28,6 +28,10 @@ LATENCY_S = (
 N_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
+_NEWEST = 0.1
+"""What the newest answer has in the mean of all: some twenty of them count."""
+
+
 class Histogram:
     """Counts of values, each in the first bound that it does not exceed, and their sum."""
 
@@ -67,6 +71,8 @@ class Meters:
         self.queue_s, self.e2e_s = Histogram(LATENCY_S), Histogram(LATENCY_S)
         self.ttft_s = Histogram(TTFT_S)
         self.prompt_tokens, self.output_tokens = Histogram(N_TOKENS), Histogram(N_TOKENS)
+        self.slot_s: float | None = None
+        """Seconds from slots to ends: a mean of which the newest answers have the most; None before the first."""
         self.prompt_s = self.output_s = 0.0
         """Seconds from slots to first tokens, and from there to last ones, of all answers."""
 
@@ -76,6 +82,9 @@ class Meters:
             times, usage = result.timings, result.usage
             self.queue_s.add(times.queue_s)
             self.e2e_s.add(times.total_s)
+            in_slot_s = max(0.0, times.total_s - times.queue_s)
+            before_s = in_slot_s if self.slot_s is None else self.slot_s
+            self.slot_s = before_s + _NEWEST * (in_slot_s - before_s)
             self.prompt_tokens.add(usage.prompt_tokens)
             self.output_tokens.add(usage.completion_tokens)
             if times.ttft_s is not None:

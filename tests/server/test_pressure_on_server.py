@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,7 +14,13 @@ import httpx
 import pytest
 
 from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.response import Timings, Usage
 from cbatch.server import create_app
+from cbatch.server.desk import Desk
+from cbatch.server.http_errors import HttpProblemError
+from cbatch.server.meters import Meters
+from cbatch.server.server_settings import ServerSettings
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import (
     CHAT,
@@ -284,6 +291,66 @@ def test_queue_that_is_full_is_told() -> None:
     assert refused.headers["retry-after"] == "1"
     assert health.status_code == 200
     assert [answer.status_code for answer in answers] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("slot_s", "n_choices", "seconds"),
+    [(None, 1, "7"), (0.001, 1, "1"), (12.0, 1, "6"), (12.0, 5, "30"), (999.0, 1, "60")],
+)
+def test_refused_client_is_told_when_there_will_be_room(
+    slot_s: float | None, n_choices: int, seconds: str
+) -> None:
+    """Two slots and three places in the queue are taken: for one more, one answer must end."""
+    now = [100.0]
+    with Engine(FakeBackend(2, 256)) as engine:
+        desk = Desk(engine, ServerSettings(max_queue=3), lambda: now[0])
+        desk.meters.slot_s = slot_s
+
+        async def main() -> HttpProblemError:
+            with desk.visit(5, 2):
+                now[0] += (
+                    13  # the oldest call goes on as long again, so one of its two slots is free in 6.5 s
+                )
+                with pytest.raises(HttpProblemError) as told, desk.visit(n_choices, 2):
+                    pass
+            return told.value
+
+        problem = anyio.run(main)
+    assert (problem.status, problem.headers["retry-after"]) == (429, seconds)
+
+
+def test_refused_client_is_told_when_there_will_be_room_for_its_prompt() -> None:
+    with Engine(FakeBackend(1, 256)) as engine:
+        desk = Desk(engine, ServerSettings(max_queue_tokens=70))
+        desk.meters.slot_s = 12.0
+
+        async def main() -> HttpProblemError:
+            with ExitStack() as stack:
+                for _ in range(3):
+                    desk.count_tokens(stack.enter_context(desk.visit(1, 1)), 30, 1)
+                with pytest.raises(HttpProblemError) as told:
+                    desk.count_tokens(stack.enter_context(desk.visit(1, 1)), 30, 1)
+            return told.value
+
+        problem = anyio.run(main)
+    # of the three that would wait, two thirds of one are too many
+    assert (problem.status, problem.headers["retry-after"]) == (429, "8")
+
+
+def test_time_in_slots_is_a_mean_of_the_newest_answers() -> None:
+    meters = Meters()
+    for _ in range(99):
+        meters.count_answers([result_of(queue_s=5.0, total_s=7.0)])
+    assert meters.slot_s == pytest.approx(2.0)
+    for _ in range(99):
+        meters.count_answers([result_of(queue_s=0.0, total_s=9.0)])
+    assert meters.slot_s == pytest.approx(9.0, rel=0.01)
+
+
+def result_of(queue_s: float, total_s: float) -> Any:
+    """An answer with these times."""
+    times = Timings(queue_s, None, total_s, None, None)
+    return SimpleNamespace(timings=times, usage=Usage(1, 1))
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
