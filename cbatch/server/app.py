@@ -52,6 +52,9 @@ _log = Log("cbatch.server")
 CLIENT_GONE = 499
 """The log's status of a call whose client has left. Source: nginx."""
 
+_POLL, _POLLED = b"x-cbatch-poll", ("/slots", "/metrics")
+"""The header of the page's questions of each second, and their routes: they are no request that somebody made."""
+
 _OPEN_PATHS = ("/health", "/v1/health")
 """What needs no key, and is answered over any connection."""
 
@@ -212,10 +215,15 @@ class Gate:
             self._note(scope, record)
 
     def _note(self, scope: Scope, record: CallRecord) -> None:
-        """Log and count a request that has ended; an error without an answer is a 500, sent further out."""
+        """Log and count a request that has ended; an error without an answer is a 500, sent further out.
+
+        A poll of the page is not counted, and logged where the level is DEBUG.
+        """
         status = record.status or 500
-        self._meters.n_http[record.route, status] += 1
-        if _log.has_info:
+        is_poll = record.route in _POLLED and any(name == _POLL for name, _ in scope["headers"])
+        if not is_poll:
+            self._meters.n_http[record.route, status] += 1
+        if _log.has_debug if is_poll else _log.has_info:
             _log.tell(
                 "http",
                 request_id=record.id,

@@ -711,6 +711,9 @@ def test_figures_of_the_engine_are_those_of_its_metrics(browser: Browser) -> Non
         assert f"Prompt tokens computed\n{stats.n_prompt_tokens}" in tab.text("#sums")
         assert tab.text("#queue-sum") == "0 running · 0 waiting"
         tab.until("document.querySelector('.curve:last-child .now').textContent.includes('ms')")
+        routes = {route for route, _ in app.state.desk.meters.n_http}
+        assert "/chat/completions" in routes
+        assert not {"/slots", "/metrics"} & routes
 
 
 # ---- everybody ----

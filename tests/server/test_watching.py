@@ -344,6 +344,24 @@ def test_log_has_a_line_for_each_request_and_no_prompt(caplog: pytest.LogCapture
     assert "secret" not in said
 
 
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_polls_of_the_page_are_no_requests_of_somebody(
+    caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    caplog.set_level(level, "cbatch")
+    poll = {"x-cbatch-poll": "1"}
+    with fake_app(2, 64) as app:
+        for path in ("/slots", "/metrics", "/v1/slots", "/props"):
+            assert call(app, path, headers=poll).status_code == 200
+        call(app, "/slots")
+        counted = app.state.desk.meters.n_http
+    lines = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
+    logged = [line["path"] for line in lines if "path" in line]
+    polls = ["/slots", "/metrics", "/v1/slots"] if level == logging.DEBUG else []
+    assert logged == [*polls, "/props", "/slots"]
+    assert counted == {("/props", 200): 1, ("/slots", 200): 1}
+
+
 def test_prompts_of_one_call_have_lines_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cbatch")
     with fake_app(2, 64) as app:

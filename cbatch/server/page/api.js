@@ -27,8 +27,9 @@ export class ApiError extends Error {
 }
 
 /** Return the response of a call, or throw an `ApiError`. A signal that ends it throws as `fetch` does. */
-export async function open(path, { body, signal, key: given = key() } = {}) {
+export async function open(path, { body, signal, key: given = key(), isPoll = false } = {}) {
   const headers = {};
+  if (isPoll) headers["x-cbatch-poll"] = "1"; // neither logged nor counted
   if (given) headers["x-api-key"] = given; // a proxy may have `authorization` for itself
   if (body !== undefined) headers["content-type"] = "application/json";
   const method = body === undefined ? "GET" : "POST";

@@ -29,11 +29,11 @@ export function forget() {
 /** Ask once, and show. Returns whether anything runs or waits. */
 export async function poll(signal) {
   const [slots, text] = await Promise.all([
-    api.json("slots", { signal }).catch((error) => {
+    api.json("slots", { signal, isPoll: true }).catch((error) => {
       if (error.status === 503) return null; // in a long step: the next answer tells
       throw error;
     }),
-    api.open("metrics", { signal }).then((response) => response.text()),
+    api.open("metrics", { signal, isPoll: true }).then((response) => response.text()),
   ]);
   const now = performance.now() / 1000;
   const figures = figuresOf(text);
