@@ -91,13 +91,20 @@ def served(model: str | None, *arguments: str) -> Iterator[Server]:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `cbatch serve` for the block, with files in a folder of its own; gives the place that the server names."""
+def serving(
+    *arguments: str, has_folder: bool = True
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `cbatch serve` for the block; gives the place that the server names.
+
+    Files are in a folder of its own, or else where the server has them by default.
+    """
     command = [sys.executable, "-m", "cbatch.cli", "serve", *arguments]
     with (
         TemporaryDirectory() as folder,
         subprocess.Popen(
-            [*command, "--files-dir", folder], stderr=subprocess.PIPE, text=True
+            [*command, *(["--files-dir", folder] if has_folder else [])],
+            stderr=subprocess.PIPE,
+            text=True,
         ) as process,
     ):
         assert process.stderr is not None

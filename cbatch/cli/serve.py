@@ -150,7 +150,7 @@ def serve(
         option(
             "--files-dir",
             help="Folder of uploaded files and batches.",
-            default="one among the user's state",
+            default="one of the address, among the user's state",
             panel=HTTP,
         ),
     ] = None,
@@ -188,6 +188,7 @@ def serve(
     """
     _check_installed()
     from cbatch.server import create_app  # needs the extra
+    from cbatch.server.batch_store import default_folder
     from cbatch.server.server_settings import ServerSettings
     from cbatch.server.serving import Tls, bound_socket, limits_for
     from cbatch.server.serving import serve as serve_app
@@ -219,7 +220,9 @@ def serve(
     ):
         scheme = "https" if tls.certificate else "http"
         where = str(uds) if uds else f"{scheme}://{_shown(host)}:{address.getsockname()[1]}"
-        app, why_no_files = _with_files(partial(create_app, engine, **settings), files_dir)
+        app, why_no_files = _with_files(
+            partial(create_app, engine, **settings), files_dir, default_folder(port, uds)
+        )
         slots = f"{engine.parallel} slots of {engine.n_window} tokens"
         serve_app(
             app,
@@ -250,16 +253,16 @@ def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> i
     return best_replicas(model, EngineOptions.of(engine_settings)) if n == "auto" else n
 
 
-def _with_files(create: "Callable[..., Starlette]", folder: Path | None) -> "tuple[Starlette, str]":
-    """Return the application, and why it keeps no files: another server has the folder that nobody named."""
-    from cbatch.server.batch_store import default_folder  # needs the extra
-
+def _with_files(
+    create: "Callable[..., Starlette]", folder: Path | None, usual: Path
+) -> "tuple[Starlette, str]":
+    """Return the application, and why it keeps no files: the folder that nobody named cannot be used."""
     try:
-        return create(files_dir=folder or default_folder()), ""
+        return create(files_dir=folder or usual), ""
     except ConfigError as error:
         if folder is not None:
             raise
-        return create(), f"no files and batches here: {error}"
+        return create(), f"no files and batches here: {error}: name another folder with --files-dir"
 
 
 def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:

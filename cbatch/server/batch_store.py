@@ -6,6 +6,7 @@ Ids come from here and are looked up in the index: no text of a client becomes a
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -143,9 +144,13 @@ class Batch:
         return {**fields, "object": "batch", "request_counts": counts}
 
 
-def default_folder() -> Path:
-    """Return the folder of the user's own state."""
-    return Path(platformdirs.user_state_dir("cbatch", appauthor=False), "files")
+def default_folder(port: int, socket_path: Path | None) -> Path:
+    """Return the folder of a server among the user's own state: each address has its own, which its clients know."""
+    name = f"port-{port}"
+    if socket_path is not None:
+        path = os.fsencode(socket_path.absolute())
+        name = f"socket-{hashlib.sha256(path).hexdigest()[:16]}"
+    return Path(platformdirs.user_state_dir("cbatch", appauthor=False), "serve", name)
 
 
 class BatchStore:
@@ -173,9 +178,8 @@ class BatchStore:
             self._db = self._opened()
             self._clean()
         except sqlite3.OperationalError as error:
-            raise ConfigError(
-                f"files_dir={folder}: {error}: is another server using it?"
-            ) from error
+            why = "another server uses it" if "locked" in str(error) else f"cannot be used: {error}"
+            raise ConfigError(f"files_dir={folder}: {why}") from error
         except (OSError, sqlite3.DatabaseError) as error:
             raise ConfigError(f"files_dir={folder}: cannot be used: {error}") from error
 

@@ -10,14 +10,21 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
 from cbatch.bench import http_load
 from cbatch.cli import app
+from cbatch.cli.serve import _with_files
+from cbatch.errors import ConfigError
+from cbatch.server import create_app
+from tests.server.clients import call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,11 +158,11 @@ def _certificate(folder: Path, password: str | None) -> tuple[str, str]:
 
 
 def serving(
-    model: Path, *arguments: str
+    model: Path, *arguments: str, has_folder: bool = True
 ) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """A server of the command line with two slots, and where it says that it is."""
+    """A server of the command line with two slots, and where it says that it is; else it takes the default folder."""
     own = ("--threads", "1", "--parallel", "2", "--replicas", "1", "-m", str(model))
-    return http_load.serving(*own, *arguments)
+    return http_load.serving(*own, *arguments, has_folder=has_folder)
 
 
 @pytest.mark.real
@@ -223,3 +230,42 @@ sys.meta_path.insert(0, Missing())
 import cbatch, cbatch.cli, cbatch.files
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.real
+def test_each_address_has_its_own_files_and_finds_them_again(
+    test_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def client(name: str) -> httpx.Client:
+        transport = httpx.HTTPTransport(uds=str(tmp_path / name))
+        return httpx.Client(transport=transport, base_url="http://server", timeout=60)
+
+    form: dict[str, Any] = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+    first, other = (
+        partial(serving, test_model, "--uds", str(tmp_path / name), has_folder=False)
+        for name in ("a", "b")
+    )
+    with first(), other(), client("a") as a, client("b") as b:
+        file = a.post("/v1/files", **form).json()
+        assert b.get("/v1/files").json()["data"] == []
+    with first(), client("a") as a:
+        assert a.get("/v1/files").json()["data"] == [file]
+
+
+def test_default_folder_that_is_taken_leaves_a_server_without_files(tmp_path: Path) -> None:
+    with Engine(FakeBackend(1, 64)) as engine:
+        create = partial(create_app, engine)
+        first, why = _with_files(create, None, tmp_path)
+        assert (why, call(first, "/v1/files").status_code) == ("", 200)
+        second, why = _with_files(create, None, tmp_path)
+        assert why.startswith(f"no files and batches here: files_dir={tmp_path}: another server")
+        assert "--files-dir" in why
+        assert call(second, "/v1/files").status_code == 404
+        with pytest.raises(ConfigError, match="another server uses it"):
+            _with_files(create, tmp_path, tmp_path / "other")
+        first.state.desk.close()
+        third, why = _with_files(create, None, tmp_path)
+        assert why == ""
+        third.state.desk.close()

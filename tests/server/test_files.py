@@ -269,7 +269,7 @@ def test_folder_is_private_and_has_one_server(tmp_path: Path) -> None:
         for place in (folder, *folder.iterdir()):
             allowed = 0o700 if place.is_dir() else 0o600
             assert stat.S_IMODE(place.stat().st_mode) & ~allowed == 0, place
-        with pytest.raises(ConfigError, match="is another server using it"):
+        with pytest.raises(ConfigError, match="another server uses it"):
             create_app(app.state.desk.engine, files_dir=folder)
     with kept_app(tmp_path) as app:
         assert len(call(app, "/v1/files").json()["data"]) == 1
