@@ -66,6 +66,19 @@ class Timings:
     generation_tps: float | None
     last_token_s: float | None = None
 
+    @property
+    def prompt_s(self) -> float:
+        """Seconds from the slot to the first token, or to the end of a request that has none."""
+        first_s = self.total_s if self.ttft_s is None else self.ttft_s
+        return max(0.0, first_s - self.queue_s)
+
+    @property
+    def output_s(self) -> float:
+        """Seconds from the first token to the last; 0 of one token or none."""
+        if self.ttft_s is None or self.last_token_s is None:
+            return 0.0
+        return max(0.0, self.last_token_s - self.ttft_s)
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

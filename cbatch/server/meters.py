@@ -89,5 +89,5 @@ class Meters:
             self.output_tokens.add(usage.completion_tokens)
             if times.ttft_s is not None:
                 self.ttft_s.add(times.ttft_s)
-                self.prompt_s += max(0.0, times.ttft_s - times.queue_s)
-                self.output_s += max(0.0, (times.last_token_s or times.ttft_s) - times.ttft_s)
+                self.prompt_s += times.prompt_s
+                self.output_s += times.output_s

@@ -195,15 +195,13 @@ def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:
 def timings_of(result: BatchResult) -> dict[str, Any]:
     """Return a prompt's times as llama-server has them. Source: llama.cpp tools/server, result_timings."""
     times, usage = result.timings, result.usage
-    first_s = times.ttft_s if times.ttft_s is not None else times.total_s
-    output_s = (times.last_token_s or first_s) - first_s
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": usage.prompt_tokens - usage.cached_tokens,
-        "prompt_ms": round(max(0.0, first_s - times.queue_s) * 1e3, 3),
+        "prompt_ms": round(times.prompt_s * 1e3, 3),
         "prompt_per_second": times.prompt_tps,
         "predicted_n": usage.completion_tokens,
-        "predicted_ms": round(output_s * 1e3, 3),
+        "predicted_ms": round(times.output_s * 1e3, 3),
         "predicted_per_second": times.generation_tps,
         "queue_ms": round(times.queue_s * 1e3, 3),
     }

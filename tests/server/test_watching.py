@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
+from cbatch.logs import FIELDS
 from cbatch.runtime.step_record import SlotState
 from cbatch.server.meters import Histogram
 from cbatch.server.pulse import Pulse, Question
@@ -119,6 +120,36 @@ def test_figures_of_answers_have_the_names_of_three_servers() -> None:
     assert of(found, "cbatch:request_output_tokens_bucket", le="10.0") == 2
     for name in ("cbatch:itl_seconds", "vllm:inter_token_latency_seconds"):
         assert of(found, f"{name}_bucket", le="+Inf") == of(found, f"{name}_count") == 16
+
+
+def test_log_timings_metrics_and_stats_tell_the_same_times(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "cbatch")
+    with (
+        Engine(FakeBackend(2, 64), model_name="m") as engine,
+        fake_app(engine=engine, model_name="m") as app,
+    ):
+        timings = call(app, CHAT, ASKED).json()["timings"]
+        found, stats = scrape(app), engine.stats()
+    [line] = [getattr(r, FIELDS) for r in caplog.records if r.getMessage().startswith("request ")]
+    names = {"queue_ms": "queue_ms", "completion_tokens": "predicted_n", "cached_tokens": "cache_n"}
+    assert {name: line[name] for name in names} == {n: timings[t] for n, t in names.items()}
+    for tps, per_second in (("prompt_tps", "prompt"), ("generation_tps", "predicted")):
+        told = timings[f"{per_second}_per_second"]
+        assert line[tps] == (None if told is None else round(told, 2))
+    assert line["ttft_ms"] == pytest.approx(timings["queue_ms"] + timings["prompt_ms"], abs=0.002)
+    in_s = {
+        "cbatch:queue_seconds_sum": line["queue_ms"],
+        "cbatch:ttft_seconds_sum": line["ttft_ms"],
+        "cbatch:e2e_seconds_sum": line["latency_ms"],
+        "llamacpp:prompt_seconds_total": timings["prompt_ms"],
+        "llamacpp:tokens_predicted_seconds_total": timings["predicted_ms"],
+    }
+    for name, ms in in_s.items():
+        assert of(found, name) == pytest.approx(ms / 1e3, abs=1e-6), name
+    assert stats.n_output_tokens == timings["predicted_n"] == 9
+    assert (stats.ttft_s.at(50) or 0.0) == pytest.approx(line["ttft_ms"] / 1e3, rel=0.05)
 
 
 def test_scrape_resets_nothing_and_counts_itself() -> None:
