@@ -136,6 +136,8 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     prompt_tps: dict[int, float] = field(default_factory=dict)
     """Prompt tokens a second of the bare loop, by rows."""
+    bare_tps: dict[int, list[float]] = field(default_factory=dict)
+    """Tokens a second that it decodes, by rows, of each round."""
 
     def run(self) -> None:
         """Measure everything; `KeyboardInterrupt` leaves what was measured before.
@@ -195,12 +197,16 @@ class Comparison:
         if self.bare is None:
             return
         try:
+            self.bare.start()
+        except SideError as error:
+            self._refuse(str(error))
+            self.bare = None
+            return
+        try:
             for n_rows in dict.fromkeys((1, min(8, self.n_slots))):
                 self.prompt_tps[n_rows] = self.bare.prompt_tps(n_rows)
         except SideError as error:
-            self._refuse(str(error))
-            self.bare.close()
-            self.bare = None
+            self.notes.append(f"the best prompt rate is not known: {error}")
 
     def _check(self, side: HttpSide, ready: Sequence[Side]) -> None:
         """Ask a server some short questions that it must answer as the first of our own sides does."""
@@ -238,10 +244,16 @@ class Comparison:
         alone = self._alone(requests, load)
         for state in (COLD, WARM) if self.plan.has_warm else (COLD,):
             for side in order:
-                if side.name in ONE_BY_ONE and load.at_once not in (1, None):
+                if side.name in ONE_BY_ONE and load != self._load_of_one(load):
                     continue  # it is the same whatever comes at once
                 row = replace(blank, side=side.name, state=self._state(side, state, i_round))
                 self._add(self._of_side(side, row, chains, pace, alone))
+
+    def _load_of_one(self, load: Load) -> Load:
+        """Return the load under which sides are measured that answer one request after another."""
+        if load.rate is not None:
+            return load
+        return min(self.plan.loads, key=lambda each: each.at_once or 0)
 
     def _state(self, side: Side, state: str, i_round: int) -> str:
         """Return what the requests are for a side; one of a file's is started anew where it can be."""
@@ -284,8 +296,11 @@ class Comparison:
     def _bare_tps(self, load: Load) -> float | None:
         if self.bare is None or load.at_once is None:
             return None
+        n_rows = min(load.at_once, self.n_slots)
         with suppress(SideError):
-            return self.bare.decode_tps(min(load.at_once, self.n_slots), N_BARE_STEPS)
+            tps = self.bare.decode_tps(n_rows, N_BARE_STEPS)
+            self.bare_tps.setdefault(n_rows, []).append(tps)
+            return tps
         self.bare.close()  # the next round starts it anew
         return None
 

@@ -11,7 +11,7 @@ from cbatch.bench.measured import PERCENTS
 from cbatch.bench.sides import ONE_BY_ONE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from cbatch.bench.comparison import Comparison, Load, Measured
 
@@ -99,7 +99,7 @@ class Summary:
         self.plan, self.n_slots = comparison.plan, comparison.n_slots
         self.refused, self.notes = list(comparison.refused), list(comparison.notes)
         self.prompt_tps = dict(comparison.prompt_tps)
-        self.widths = list(_widths(self._measured, comparison.n_slots))
+        self.widths = list(_widths(comparison.bare_tps))
         self._best_decode_tps = max((w.bare_tps for w in self.widths), default=None)
         keys = dict.fromkeys((m.workload, m.load, m.state, m.side) for m in self._measured)
         self.rows = [self._row(*key) for key in keys]
@@ -144,7 +144,7 @@ class Summary:
             of_ideal=self._of_ideal(counted.values()),
             ours=ours,
             ratio=None if ours is None else self._ratio(counted, workload, load, state, ours),
-            over_one=self._over_one(counted, workload, state, side),
+            over_one=self._over_one(counted, workload, load, state, side),
             memory_mib=_last(m.memory_mib for m in counted.values()),
         )
 
@@ -184,19 +184,16 @@ class Summary:
         return Middle.of(_tps(found[i]) / _tps(m) for i, m in theirs.items() if i in found)
 
     def _over_one(
-        self, counted: dict[int, Measured], workload: str, state: str, side: str
+        self, counted: dict[int, Measured], workload: str, load: Load, state: str, side: str
     ) -> Middle | None:
-        one = next(
-            (name for name in ("llama", "one") if any(m.side == name for m in self._measured)), ""
-        )
-        alone = {
-            m.i_round: m
-            for m in self._measured
-            if (m.workload, m.state, m.side, m.load.at_once) == (workload, state, one, 1)
-            and m.counts
-        }
+        """Return tokens a second over those of one request after another, where that was measured."""
         if side in ONE_BY_ONE:
             return None
+        there = {m.side for m in self._measured}
+        one = next((name for name in ("llama", "one") if name in there), "")
+        loads = dict.fromkeys(m.load for m in self._measured if m.side == one)
+        at = load if load in loads else next(iter(loads), load)
+        alone = self._rounds(workload, at, state, one)
         return Middle.of(_tps(m) / _tps(alone[i]) for i, m in counted.items() if i in alone)
 
     # ---- problems ----
@@ -287,16 +284,11 @@ class Summary:
         }
 
 
-def _widths(measured: Sequence[Measured], n_slots: int) -> Iterator[Width]:
+def _widths(by_rows: Mapping[int, Sequence[float]]) -> Iterator[Width]:
     """Yield the median of the bare loop by rows, and which narrower width is faster."""
-    by_rows: dict[int, dict[tuple[str, int, Load], float]] = {}
-    for m in measured:
-        if m.bare_tps is not None and m.load.at_once is not None:
-            rounds = by_rows.setdefault(min(m.load.at_once, n_slots), {})
-            rounds[m.workload, m.i_round, m.load] = m.bare_tps
     best: tuple[float, int] | None = None
     for n_rows in sorted(by_rows):
-        tps = statistics.median(by_rows[n_rows].values())
+        tps = statistics.median(by_rows[n_rows])
         yield Width(n_rows, tps, best[1] if best is not None and tps < CLIFF * best[0] else None)
         best = max(best or (0.0, 0), (tps, n_rows))
 

@@ -122,6 +122,34 @@ def test_sides_that_answer_one_by_one_are_measured_alone() -> None:
     assert rows["engine", 4].over_one == Middle(4.0, 4.0, 4.0)
 
 
+def test_sides_one_by_one_are_measured_at_the_least_load() -> None:
+    made = comparison([Acted("engine", []), Acted("llama", [])], Load(at_once=8), Load(at_once=4))
+    made.run()
+    rows = {(row.side, row.load.at_once): row for row in Summary(made).rows}
+    assert rows.keys() == {("engine", 8), ("engine", 4), ("llama", 4)}
+    assert rows["engine", 8].over_one == Middle(1.0, 1.0, 1.0)
+
+
+def test_bare_loop_alone_gives_a_table_of_widths() -> None:
+    made = comparison([], Load(at_once=1), Load(at_once=2))
+    made.bare = Bare("bare", [])  # type: ignore[assignment]
+    made.run()
+    [table] = Summary(made).tables()
+    assert [row[:2] for row in table.rows] == [("1", "100"), ("2", "180")]
+
+
+def test_memory_that_cannot_be_cut_has_no_best_prompt_rate() -> None:
+    made = comparison([Acted("engine", [])])
+    bare = Bare("bare", [])
+    bare.has_prompts = False
+    made.bare = bare  # type: ignore[assignment]
+    made.run()
+    summary = Summary(made)
+    assert summary.problems() == []
+    assert summary.remarks() == ["the best prompt rate is not known: no copies"]
+    assert (summary.rows[0].of_ideal, summary.rows[0].of_bare) == (None, Middle(1.0, 1.0, 1.0))
+
+
 def test_refused_round_is_named_and_its_rate_is_not_shown() -> None:
     made = comparison([Acted("engine", []), Acted("other", [], n_distinct=1, n_output=9)])
     made.run()
@@ -201,7 +229,11 @@ class Bare(Acted):
     def decode_tps(self, n_rows: int, n_steps: int) -> float:
         return {1: 100.0, 2: 180.0, 3: 150.0, 4: 400.0}[n_rows]
 
+    has_prompts = True
+
     def prompt_tps(self, n_rows: int) -> float:
+        if not self.has_prompts:
+            raise SideError("no copies")
         return 1000.0
 
 
