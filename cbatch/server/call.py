@@ -17,6 +17,7 @@ from cbatch.options import RunOptions, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
+from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
 from cbatch.server.request_fields import ignored_header, with_param
 from cbatch.server.sse import EventStream
 
@@ -85,6 +86,11 @@ class Call(ABC):
         return self.asked.options.n or 1
 
     @property
+    def tells_progress(self) -> bool:
+        """Whether a stream tells how far its prompt is, of which there is one."""
+        return self.asked.has_progress and self.asked.is_streamed and len(self.prompts) == 1
+
+    @property
     def is_counted(self) -> bool:
         """Whether the prompts' tokens are counted before anything runs."""
         return False
@@ -131,7 +137,10 @@ class Answering:
 
     def _name_ignored(self) -> None:
         """Name fields that are ignored, in the answer's header and in the log."""
-        if ignored := self._call.asked.ignored:
+        asked, ignored = self._call.asked, self._call.asked.ignored
+        if asked.has_progress and not self._call.tells_progress:
+            ignored.append("return_progress")
+        if ignored:
             self._headers |= ignored_header(ignored)
             _log.tell("ignored fields", request_id=self._exchange.id, fields=",".join(ignored))
 
@@ -222,8 +231,14 @@ class Answering:
         tasks.start_soon(
             stream.keep_alive, settings.status_after_s, settings.keep_alive_s, encoder.idle
         )
+        progress: PromptProgress | None = None
+        if self._call.tells_progress and isinstance(encoder, ProgressEncoder):
+            progress = PromptProgress(self._desk, self._exchange.id, stream, encoder)
+            tasks.start_soon(progress.tell)
         try:
             while some := await events.next():
+                if progress is not None:
+                    progress.end()
                 for event in some:
                     if isinstance(event, Failed):
                         raise event.error

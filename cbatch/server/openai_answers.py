@@ -163,6 +163,10 @@ class OpenAIStream(ABC):
         self._results.append(result)
         return {"timings": timings_of(result), **extensions(result)}
 
+    def progress(self, told: Mapping[str, Any]) -> bytes:
+        """Return the frames of how far the prompt is, as llama-server's clients read it."""
+        return self.frames([]) + self.chunk([self.choice(0)], prompt_progress=told)
+
     def end(self) -> bytes:
         """Return the last frames."""
         if not self._has_usage:

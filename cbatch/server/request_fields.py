@@ -22,7 +22,7 @@ Convert = Callable[[Any], Any]
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "prediction", "safety_identifier", "verbosity"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-    | {"cache_prompt", "id_slot", "samplers", "backend_sampling", "return_progress"}
+    | {"cache_prompt", "id_slot", "samplers", "backend_sampling"}
     | {"timings_per_token", "post_sampling_probs", "request_id", "spaces_between_special_tokens"}
 )
 """Names that do not change the answer."""
@@ -76,6 +76,7 @@ MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
 READ_BY_ALL = (
     *("model", "stream", "stream_options", "n_probs", "return_tokens", "return_token_ids"),
     *("reasoning_effort", "structured_outputs", "guided_choice", "continue_final_message"),
+    "return_progress",
     *MAX_TOKENS,
 )
 """Names that the server itself reads."""
@@ -93,6 +94,8 @@ class Asked:
     """Whether a stream ends with the usage."""
     has_tokens: bool = False
     """Whether the ids of tokens are wanted."""
+    has_progress: bool = False
+    """Whether a stream is to tell how far its prompt is."""
     options: RunOptions = field(default_factory=RunOptions)
     ignored: list[str] = field(default_factory=list)
     fields: dict[str, str] = field(default_factory=dict)
@@ -170,7 +173,8 @@ def _read_common(asked: Asked, given: Mapping[str, Any]) -> None:
     with field_errors("model"):
         if "model" in given:
             asked.model = check_text("model", given["model"], MAX_KEY_LENGTH)
-    for name, kept in (("stream", "is_streamed"), ("return_tokens", "has_tokens")):
+    flags = {"stream": "is_streamed", "return_tokens": "has_tokens"}
+    for name, kept in {**flags, "return_progress": "has_progress"}.items():
         setattr(asked, kept, _flag(given, name))
     asked.has_tokens = asked.has_tokens or _flag(given, "return_token_ids")
     asked.own["continue_final_message"] = (

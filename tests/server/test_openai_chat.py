@@ -11,6 +11,7 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, TokenLogprob, ToolCall, Usage
+from cbatch.runtime.step_record import SlotState
 from cbatch.server.answer_events import (
     Called,
     Ended,
@@ -23,9 +24,10 @@ from cbatch.server.answer_events import (
 )
 from cbatch.server.openai_answers import Head
 from cbatch.server.openai_chat import ChatCall, ChatStream
+from cbatch.server.pulse import Question
 from cbatch.server.responses_api import ResponsesCall
 from tests.runtime.backends import GatedBackend
-from tests.server.clients import CHAT, USER, call, error_of, events_of, fake_app
+from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, events_of, fake_app
 
 TIMES = Timings(0.0, None, 0.0, None, None)
 ASKED = {"messages": USER, "max_tokens": 6, "seed": 3}
@@ -286,3 +288,60 @@ def test_developer_speaks_as_the_system_and_nulls_are_not_said() -> None:
 def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
     with fake_app() as app:
         assert error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"] == param
+
+
+# ---- how far the prompt is ----
+
+
+@pytest.mark.parametrize(("path", "n"), [(CHAT, 1), (CHAT, 2), (COMPLETIONS, 1)])
+def test_stream_tells_how_far_its_prompt_is_until_the_answer_begins(path: str, n: int) -> None:
+    backend = GatedBackend(2, 256, hold_at=0)
+    prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
+    asked = {**prompt, "max_tokens": 6, "n": n, "stream": True, "return_progress": True}
+    with (
+        Engine(backend) as engine,
+        fake_app(engine=engine, keep_alive_s=0.01, status_after_s=60) as app,
+    ):
+        desk, n_looks = app.state.desk, [0]
+
+        def look() -> list[SlotState]:
+            n_looks[0] += 1
+            if n_looks[0] == 5:
+                backend.release()
+            (visit,) = desk._visits.values()
+            id = visit.response.ids[0] + ("[0]" if n > 1 else "")
+            others = SlotState(0, "running", 9, "another", 9, 1), SlotState(1, "free", 0)
+            if n_looks[0] == 1:  # it waits
+                return [*others]
+            return [*others, SlotState(2, "running", 4, id, 7, min(7, n_looks[0]), 0, 1)]
+
+        desk.slots = Question(look, desk.clock)
+        events = events_of(call(app, path, asked))
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert [(each["total"], each["cache"]) for each in told] == [(7, 1)] * len(told)
+    assert [each["processed"] for each in told][:4] == [2, 3, 4, 5]
+    times = [each["time_ms"] for each in told]
+    assert times == sorted(times)
+    said = [i for i, event in enumerate(events) if "prompt_progress" in event]
+    texts = [i for i, event in enumerate(events) if _text_in(event)]
+    assert said[-1] < texts[0]
+    if path == CHAT:
+        assert [e["choices"][0]["delta"].get("role") for e in events[:n]] == ["assistant"] * n
+
+
+def _text_in(event: dict[str, Any]) -> str:
+    (choice,) = event["choices"]
+    text: str = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    return text
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [(CHAT, {"messages": USER}), (COMPLETIONS, {"prompt": ["a", "b"], "stream": True})],
+)
+def test_progress_that_has_no_place_is_ignored_by_name(path: str, more: dict[str, Any]) -> None:
+    with fake_app() as app:
+        answer = call(app, path, {"max_tokens": 2, "return_progress": True, **more})
+    assert answer.status_code == 200
+    assert answer.headers["x-ignored-fields"] == "return_progress"
+    assert "prompt_progress" not in answer.text
