@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from cbatch.bench.measured import Figures, WorkRequest
 from cbatch.bench.pacing import Pace
 from cbatch.bench.sides import ONE_BY_ONE, BareSide, HttpSide, ProcessSide, SideError
-from cbatch.bench.verdict import differences, n_ended_early, problems
+from cbatch.bench.verdict import degenerate, differences, n_ended_early, problems
 from cbatch.bench.workloads import n_distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.bench.exact_text import ExactText
-    from cbatch.bench.measured import Chains
+    from cbatch.bench.measured import Answer, Chains
     from cbatch.bench.sides import Side
     from cbatch.bench.workloads import Workload
 
@@ -283,6 +283,7 @@ class Comparison:
             side.close()  # the next round starts it anew
             return replace(row, problems=(str(error),))
         found = problems(requests, answers)
+        found += self._degenerate(requests, degenerate(answers))
         if side.name in ("engine", "static"):
             found += differences(alone, answers, is_exact=self.plan.is_exact)
         return replace(
@@ -311,14 +312,28 @@ class Comparison:
         some = requests[:: max(1, len(requests) // N_ALONE)][:N_ALONE]
         if not self.plan.is_exact:
             some = [replace(request, n_output=1) for request in some]
+        return {answer.id: answer.tokens for answer in self._judged(some)}
+
+    def _degenerate(self, requests: Sequence[WorkRequest], ids: Sequence[str]) -> list[str]:
+        """Return that answers are degenerate, where the model alone gives others to the same requests."""
+        some = [request for request in requests if request.id in ids][:N_ALONE]
+        alone = self._judged(some) if some else []
+        if len(degenerate(alone)) == len(some):
+            return []
+        return [f"{len(ids)} of {len(requests)} answers are degenerate: one token again and again"]
+
+    def _judged(self, requests: Sequence[WorkRequest]) -> list[Answer]:
+        """Return the answers of an engine that has nothing else to do; none where there is none."""
+        if self.judge is None:
+            return []
         try:
-            answers, _ = self.judge.run([[r] for r in some], Pace(1), 1, is_streamed=False)
+            answers, _ = self.judge.run([[r] for r in requests], Pace(1), 1, is_streamed=False)
         except SideError as error:
             self._refuse(f"no answers to compare with: {error}")
             self.judge.close()
             self.judge = None
-            return {}
-        return {answer.id: answer.tokens for answer in answers if not answer.error}
+            return []
+        return [answer for answer in answers if not answer.error]
 
     def _add(self, row: Measured) -> None:
         self.measured.append(row)

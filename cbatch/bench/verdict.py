@@ -15,7 +15,7 @@ N_LEAST_REPEATED = 8
 """Tokens from which an answer of one token alone is degenerate. Our choice."""
 
 MOST_DEGENERATE = 0.1
-"""Share of degenerate answers above which a rate is refused: some prompts may bring any model to it. Our choice."""
+"""Share of degenerate answers that says nothing, as a single one does: prompts may bring a model to it. Our choice."""
 
 MOST_DIFFERENT = 0.5
 """Share of first tokens that may differ from those of the same requests alone, where only rounding may differ.
@@ -51,10 +51,13 @@ def problems(requests: Sequence[WorkRequest], answers: Sequence[Answer]) -> list
             f"{_of(cut, answers)} are cut: {first.n_output} tokens of {asked[first.id].n_output}"
             f", finish reason {first.finish}"
         )
-    degenerate = [a for a in heard if a.n_output >= N_LEAST_REPEATED and a.n_distinct <= 1]
-    if len(degenerate) > MOST_DEGENERATE * len(answers):
-        found.append(f"{_of(degenerate, answers)} are degenerate: one token again and again")
     return found
+
+
+def degenerate(answers: Sequence[Answer]) -> list[str]:
+    """Return the ids of answers that are one token again and again; none where there are few."""
+    found = [a.id for a in answers if a.n_output >= N_LEAST_REPEATED and a.n_distinct <= 1]
+    return found if len(found) > max(1, MOST_DEGENERATE * len(answers)) else []
 
 
 def _is_cut(request: WorkRequest, answer: Answer) -> bool:

@@ -161,6 +161,19 @@ def test_refused_round_is_named_and_its_rate_is_not_shown() -> None:
     assert "| refused |" in markdown(summary.tables())
 
 
+@pytest.mark.parametrize(("n_distinct", "is_refused"), [(1, False), (5, True)])
+def test_degenerate_answers_count_where_the_model_alone_gives_them(
+    n_distinct: int, is_refused: bool
+) -> None:
+    made = comparison([Acted("engine", [], n_distinct=1, n_output=16)])
+    judge = Acted("engine", [], n_distinct=n_distinct, n_output=16)
+    judge.n_runs = 1  # it needs no warm-up
+    made.judge = judge  # type: ignore[assignment]
+    made.run()
+    assert [not m.counts for m in made.measured] == [is_refused] * 2
+    assert ("degenerate" in " ".join(Summary(made).problems())) == is_refused
+
+
 def test_side_that_dies_loses_that_round_alone() -> None:
     other = Acted("other", [])
     other.fails_in = {1}

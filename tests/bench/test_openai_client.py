@@ -131,6 +131,7 @@ def test_answer_that_is_not_streamed_has_no_first_token() -> None:
         (reply(b"gone", 404), "answered 404: gone"),
         (reply(DONE), "streamed nothing"),
         (reply(b""), "streamed nothing"),
+        (reply(event(usage={"prompt_tokens": 3, "completion_tokens": 0})), "streamed nothing"),
         (
             reply(b'data: {"error": {"message": "out of memory"}}\n\n'),
             "sent an error: .*out of memory",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cbatch.bench.measured import Answer, WorkRequest
-from cbatch.bench.verdict import differences, n_ended_early, problems
+from cbatch.bench.verdict import degenerate, differences, n_ended_early, problems
 
 N = 20
 REQUESTS = [WorkRequest(str(i), "a", 10, 16) for i in range(N)]
@@ -38,7 +38,6 @@ def test_whole_answers_have_no_problem() -> None:
         (with_first(1, finish="window"), "1 of 20 requests are cut: .* finish reason window"),
         (with_first(1, finish=None), "1 of 20 requests are cut: .* finish reason None"),
         (with_first(1, n_prompt=40), "1 of 20 requests have other prompts: 40 tokens of 10"),
-        (with_first(3, n_distinct=1), "3 of 20 requests are degenerate"),
     ],
 )
 def test_broken_answers_are_named(answers: list[Answer], words: str) -> None:
@@ -46,13 +45,15 @@ def test_broken_answers_are_named(answers: list[Answer], words: str) -> None:
     assert re.search(words, found)
 
 
-def test_few_degenerate_answers_may_be_the_models_own() -> None:
-    assert problems(REQUESTS, with_first(2, n_distinct=1)) == []
+@pytest.mark.parametrize(("n", "n_found"), [(0, 0), (1, 0), (2, 0), (3, 3), (N, N)])
+def test_degenerate_answers_are_found_where_they_are_not_few(n: int, n_found: int) -> None:
+    answers = with_first(n, n_distinct=1)
+    assert problems(REQUESTS, answers) == []
+    assert degenerate(answers) == [str(i) for i in range(n_found)]
 
 
-def test_short_answer_of_one_token_is_not_degenerate() -> None:
-    short = [replace(r, n_output=3) for r in REQUESTS]
-    assert problems(short, with_first(N, n_distinct=1, n_output=3)) == []
+def test_short_answers_of_one_token_are_not_degenerate() -> None:
+    assert degenerate(with_first(N, n_distinct=1, n_output=3)) == []
 
 
 def test_answer_that_the_server_ended_is_not_cut_and_counted() -> None:
