@@ -40,7 +40,8 @@ DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
 
 MIXED_OVER_DECODE = 2.0
-"""The longest time of a step with prompts while output is streamed, as a multiple of a step that only decodes."""
+"""The longest time of a step with prompts while output is streamed, as a multiple of a step that only decodes; but
+`SHORT_RUN_S` is always allowed, for output does not come more often."""
 
 N_PROMPT_MIN = 16
 """Prompt tokens that a step has room for whatever they cost: fewer are computed no faster on a CPU."""
@@ -337,7 +338,8 @@ class ContinuousBatchScheduler:
             limit_s = self.options.itl_ms * 1e-3
         elif is_watched and n_running <= 2 * n_rows:
             decode_s = self.costs.decode_s(n_rows) or 0.0
-            limit_s = MIXED_OVER_DECODE * max(decode_s, self.costs.seen_s(n_running))
+            decode_s = max(decode_s, self.costs.seen_s(n_running))
+            limit_s = max(SHORT_RUN_S, MIXED_OVER_DECODE * decode_s)
         else:
             return None
         if not self.costs.has_decoded:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.budget import StepCosts
+from cbatch.core.scheduler import SHORT_RUN_S
 from cbatch.runtime.output import result_of
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
@@ -95,9 +96,11 @@ COST = StepCost(base_s=1.0, token_s=0.01)
 """Virtual seconds: a decoding step of 8 rows takes 1.08, a prompt of 100 tokens alone 2."""
 
 
-def load_followers(n_decoding: int, *, is_watched: bool = False, **options: Any) -> Rig:
+def load_followers(
+    n_decoding: int, *, is_watched: bool = False, cost: StepCost = COST, **options: Any
+) -> Rig:
     """A scheduler with so many rows that decode, all of whose prompts had 64 tokens, and a slot to spare."""
-    rig = make_scheduler(n_decoding + 1, 4096, 2048, cost=COST, **options)
+    rig = make_scheduler(n_decoding + 1, 4096, 2048, cost=cost, **options)
     rig.submit(*make_sequences(n_decoding, n_prompt=64, max_tokens=500))
     while any(d.n_output < 2 for d in rig.drivers.values()):
         one_step(rig)
@@ -188,6 +191,14 @@ def test_long_prompt_makes_no_step_longer_than_about_two_without_it(n_decoding: 
     chunks, seconds = load(rig, 2500)
     assert max(seconds) <= 2.05 * COST(n_decoding + 1, 0)
     assert len(chunks) <= 40  # some hundred tokens fit in a second
+
+
+def test_prompt_may_take_a_step_the_time_from_one_delivery_to_the_next() -> None:
+    quick = StepCost(base_s=0.001, token_s=0.0001)
+    rig = load_followers(8, is_watched=True, cost=quick)
+    chunks, seconds = load(rig, 500)
+    assert max(seconds) <= 1.05 * SHORT_RUN_S
+    assert len(chunks) == 3
 
 
 def test_newcomers_that_outnumber_those_who_decode_have_the_whole_step() -> None:
