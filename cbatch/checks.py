@@ -104,9 +104,10 @@ def check_fields(options: Any) -> None:
     """Replace each value of frozen options by its checked one; None passes where it is the default."""
     for name, is_optional, check, limits in _checks_of(options.__class__):
         value = getattr(options, name)
-        if value is None and not is_optional:
-            raise ConfigError(f"{name} must not be None")
-        if value is not None and check is not None:
+        if value is None:
+            if not is_optional:
+                raise ConfigError(f"{name} must not be None")
+        elif check is not None:
             with reading(name):
                 object.__setattr__(options, name, check(name, value, *limits))
 

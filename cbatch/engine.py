@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -513,6 +514,26 @@ def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | Non
     settled = engine._merger.over(RunOptions.of(options), engine.options)
     engine._runtime.check_options(settled)
     return settled
+
+
+def run_soon(
+    engine: Engine, prompt: BatchPrompt, options: RunOptions, *, streamed: bool
+) -> BatchResponse | None:
+    """Queue one prompt without waiting for anything; None where that cannot be. For event loops.
+
+    A prompt that cannot run ends with its error at once, however many wait; options are not refused here either.
+
+    Raises:
+        EngineClosedError: the engine is closed.
+    """
+    runtime = engine._runtime
+    settled = engine._merger.over(options, engine.options)
+    if not runtime.is_apart or settled.adapter is not None:
+        return None
+    runtime.check_open()
+    mailbox = engine._mailbox(1, is_streamed=streamed)
+    engine._submitter.queue([prompt], settled, math.inf, mailbox, is_soon=True)
+    return BatchResponse(mailbox)
 
 
 def _asked(id: object) -> str:

@@ -15,6 +15,7 @@ from collections.abc import (
     Set,
     Sized,
 )
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
@@ -66,6 +67,12 @@ class BatchPrompt:
             if (value := getattr(self, name)) is not None:
                 with reading(name):
                     object.__setattr__(self, name, settle(value))
+
+    def named(self, id: str) -> BatchPrompt:
+        """Return the prompt under an id that is known to be one; what was checked is not checked again."""
+        found = copy(self)
+        object.__setattr__(found, "id", id)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

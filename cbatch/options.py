@@ -479,7 +479,7 @@ class RunOptions:
             ConfigError: neither options nor a mapping, or a value in it is wrong.
         """
         if value is None:
-            return _EMPTY
+            return NO_OPTIONS
         if type(value) is RunOptions:
             return value
         with reading("options"):
@@ -494,6 +494,8 @@ class RunOptions:
         given = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
         if not given:
             return other
+        if other == NO_OPTIONS:
+            return self
         kept = _NAMES.difference(_STRUCTURE) if given.keys() & set(_STRUCTURE) else _NAMES
         if self.logprobs is False:
             kept = kept.difference(("top_logprobs",))
@@ -598,4 +600,5 @@ class RunOptions:
 _SAMPLED = tuple(f.name for f in fields(Sampling) if f.name in RunOptions.__annotations__)
 """Options that are values of `Sampling` as they are."""
 _NAMES = frozenset(f.name for f in fields(RunOptions))
-_EMPTY = RunOptions()
+NO_OPTIONS = RunOptions()
+"""Options of which none is set."""

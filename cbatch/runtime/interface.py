@@ -63,6 +63,10 @@ class Submission:
     """Whether they are paused from the start: nothing is computed of them before they are resumed."""
     is_fed: bool = False
     """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
+    is_checked: bool = False
+    """Whether prompts become tokens before they are queued, so that one which cannot run is refused at once."""
+    is_awaited: bool = True
+    """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
 
 
 class BatchOrders(Protocol):
@@ -123,6 +127,10 @@ class Runtime(Protocol):
     @property
     def has_limit(self) -> bool:
         """Whether queueing may wait for room in the queue."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether other processes compute, and to queue requests there that are not awaited takes no time here."""
 
     @property
     def orders(self) -> Orders:

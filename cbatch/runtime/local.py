@@ -111,6 +111,11 @@ class LocalRuntime:
         return self.backend.n_window
 
     @property
+    def is_apart(self) -> bool:
+        """Whether other processes compute: they do not."""
+        return False
+
+    @property
     def has_limit(self) -> bool:
         """Whether queueing may wait for room in the queue."""
         return self._schedule.max_queue is not None
@@ -228,6 +233,9 @@ class LocalRuntime:
                 self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
                 for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
             ]
+            if asked.is_checked:
+                for item in items:
+                    self.sequences.check(item)
             self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
         return [driver for item in items for driver in item]
 

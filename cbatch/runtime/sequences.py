@@ -162,10 +162,15 @@ class SequenceMaker:
     def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
         """Return the first sequence of a prompt, with its tokens. Raises as a run of the prompt would end."""
         driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
-        self._prompts.tokenize(driver)
-        if driver.error is not None:
-            raise driver.error
+        self.check([driver])
         return driver
+
+    def check(self, drivers: Sequence[SequenceDriver]) -> None:
+        """Make the prompt of sequences tokens. Raises as a run of the prompt would end."""
+        for driver in drivers:
+            self._prompts.tokenize(driver)
+            if driver.error is not None:
+                raise driver.error
 
     def _request(
         self,

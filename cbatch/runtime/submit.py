@@ -92,8 +92,10 @@ class Submitter:
         options: RunOptions,
         ends_s: float,
         mailbox: Mailbox,
+        *,
+        is_soon: bool = False,
     ) -> None:
-        """Submit a batch; nothing is queued where it raises. See `Engine.run`."""
+        """Submit a batch; nothing is queued where it raises. See `Engine.run`, and for `is_soon` `run_soon`."""
         with self._naming:
             ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
         names = ["" if prompt.id else f"prompts[{i}]" for i, prompt in enumerate(prompts)]
@@ -106,8 +108,10 @@ class Submitter:
                 options,
                 ends_s,
                 mailbox,
-                may_wait=not is_in_event_loop(),
+                may_wait=not is_soon and not is_in_event_loop(),
                 asks_again=mailbox.asks_again,
+                is_checked=is_soon,
+                is_awaited=not is_soon,
             )
         )
 

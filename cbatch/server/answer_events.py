@@ -72,7 +72,12 @@ class Events:
         self._response = response
         self._places = {id: i * n_choices for i, id in enumerate(response.ids)}
         self._chunks, self._results = aiter(response), response.as_completed()
-        self._has_ended = False
+        self._n_left = len(response.ids)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether `next` has given out the last one."""
+        return not self._n_left
 
     async def next(self) -> list[Event]:
         """Return what has happened since the last call, at least one event; nothing after the end.
@@ -80,17 +85,18 @@ class Events:
         Text that came meanwhile is one event a choice: a reader that lags behind has less to do, not more.
         """
         events: list[Event] = []
-        while not events and not self._has_ended:
+        while not events and self._n_left:
             chunk = await anext(self._chunks, None)
-            self._has_ended = chunk is None
+            n_results = self._response.n_unread  # first: then all of their chunks are there
             chunks = [] if chunk is None else [chunk]
             while self._response.n_unread_chunks:
                 chunks.append(next(self._chunks))  # which does not wait
             for part in chunks:
                 events += chunk_events(part, self._places[part.id] + part.index)
             events = joined_events(events)
-            while self._response.n_unread:
+            for _ in range(n_results):
                 events += self._of_result(next(self._results))
+            self._n_left -= n_results
         return events
 
     def close(self) -> None:

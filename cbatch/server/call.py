@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import anyio
 
-from cbatch.engine import checked_tokens, run_options_of
+from cbatch.engine import checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
-from cbatch.options import RunOptions, Sampling
+from cbatch.options import NO_OPTIONS, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
+    from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.server.answer_events import Event
@@ -62,7 +63,7 @@ class Call(ABC):
         self.asked, self.prompts = asked, prompts
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
-        self._defaults: tuple[RunOptions, Mapping[str, float]] = RunOptions(), {}
+        self._defaults: tuple[RunOptions, Mapping[str, float]] = NO_OPTIONS, {}
 
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is, before anything runs: an adapter that is named as the model is taken."""
@@ -188,14 +189,27 @@ class Answering:
     async def _queue(self, visit: Visit, n_slots: int) -> BatchResponse:
         """Give the prompts to the engine. Where they are to wait or are many, each is checked before any runs."""
         desk, call = self._desk, self._call
-        if desk.has_queue(n_slots) or call.is_counted or len(call.prompts) > 1:
-            call.n_prompt_tokens = await desk.in_thread(self._checked_tokens)
-            desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
-        visit.response = await desk.in_thread(self._submit)
         call.see_defaults(desk.engine.options, (await desk.sizes()).facts.sampling)
-        return visit.response
+        is_counted = call.is_counted or len(call.prompts) > 1
+        has_queue = not is_counted and desk.has_queue(n_slots)
+        counts_queue = has_queue and desk.settings.max_queue_tokens is not None
+        response = None if is_counted or counts_queue else self._run_soon()
+        if response is None:
+            if is_counted or has_queue:
+                call.n_prompt_tokens = await desk.in_thread(self._checked_tokens)
+                desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
+            response = await desk.in_thread(self._run)
+        visit.response = response
+        return response
 
-    def _submit(self) -> BatchResponse:
+    def _run_soon(self) -> BatchResponse | None:
+        """Queue the only prompt, where that takes no time here."""
+        if not self._exchange.is_small:
+            return None
+        asked, (prompt,) = self._call.asked, self._named()
+        return run_soon(self._desk.engine, prompt, asked.options, streamed=asked.is_streamed)
+
+    def _run(self) -> BatchResponse:
         asked = self._call.asked
         engine = self._desk.engine
         return engine.run(self._named(), options=asked.options, streamed=asked.is_streamed)
@@ -214,8 +228,8 @@ class Answering:
         """Return the prompts by ids that begin as the request's own: the log and `/slots` tell them."""
         prompts, id = self._call.prompts, self._exchange.id
         if len(prompts) == 1:
-            return [replace(prompts[0], id=id)]
-        return [replace(prompt, id=f"{id}.{i}") for i, prompt in enumerate(prompts)]
+            return [prompts[0].named(id)]
+        return [prompt.named(f"{id}.{i}") for i, prompt in enumerate(prompts)]
 
     def _checked_tokens(self) -> int:
         """Return the tokens of all prompts; a prompt that cannot run raises its error."""
@@ -236,7 +250,9 @@ class Answering:
             progress = PromptProgress(self._desk, self._exchange.id, stream, encoder)
             tasks.start_soon(progress.tell)
         try:
-            while some := await events.next():
+            data = b""
+            while not events.have_ended:
+                some = await events.next()
                 if progress is not None:
                     progress.end()
                 for event in some:
@@ -244,8 +260,9 @@ class Answering:
                         raise event.error
                     if isinstance(event, Ended) and event.whole is not None:
                         self._desk.meters.count_answers([event.whole])
-                if data := encoder.frames(some):
+                data = encoder.frames(some)
+                if data and not events.have_ended:
                     await stream.send(data)
-            await stream.finish(encoder.end())
+            await stream.finish(data + encoder.end())
         finally:
             events.close()

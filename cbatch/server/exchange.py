@@ -22,8 +22,8 @@ EVENTS = "text/event-stream"
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
-_N_PARSED_HERE = 2**16
-"""Bytes of a body above which it is parsed in a thread: a millisecond or so."""
+_N_SMALL = 2**16
+"""Bytes of a body above which a thread parses it, and what else takes a millisecond or so."""
 
 
 class ClientGoneError(Exception):
@@ -41,6 +41,8 @@ class Exchange:
         """The status of the answer, once it is sent."""
         self.record: CallRecord = scope["state"]["record"]
         """What is kept of the request; the application's gate has made it."""
+        self.is_small = False
+        """Whether its body was read, and handling it in the event loop holds up nobody."""
 
     @property
     def id(self) -> str:
@@ -101,7 +103,8 @@ class Exchange:
         if kind != JSON.encode() and not kind.endswith(b"+json"):
             raise HttpProblemError(415, f"content-type must be {JSON}", "unsupported_media_type")
         data = await self.body(n_max, seconds)
-        if len(data) <= _N_PARSED_HERE:
+        self.is_small = len(data) <= _N_SMALL
+        if self.is_small:
             return object_of(data)
         return await anyio.to_thread.run_sync(object_of, data)
 
@@ -151,9 +154,9 @@ class Exchange:
         """Send a part of the body; waits while the client does not read."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def finish(self) -> None:
-        """End the body."""
-        await self._send({"type": "http.response.body", "body": b""})
+    async def finish(self, data: bytes = b"") -> None:
+        """Send the body's last part."""
+        await self._send({"type": "http.response.body", "body": data})
 
 
 def dumps(value: object) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_text, reading, shown
 from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
-from cbatch.options import MAX_LAST_N, MAX_SEED, RunOptions
+from cbatch.options import MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.plain import int_of
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 
@@ -96,7 +96,7 @@ class Asked:
     """Whether the ids of tokens are wanted."""
     has_progress: bool = False
     """Whether a stream is to tell how far its prompt is."""
-    options: RunOptions = field(default_factory=RunOptions)
+    options: RunOptions = NO_OPTIONS
     ignored: list[str] = field(default_factory=list)
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each option comes from."""
@@ -189,8 +189,10 @@ def _read_common(asked: Asked, given: Mapping[str, Any]) -> None:
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:
+    if name not in given:
+        return False
     with field_errors(name):
-        return name in given and check_flag(name, given[name])
+        return check_flag(name, given[name])
 
 
 class field_errors:  # noqa: N801  # lower case, as context managers of the standard library
@@ -266,8 +268,10 @@ def _alternatives(name: str, choices: Any) -> str:
 
 def _converted(name: str, option: str, value: Any) -> Any:
     convert = _CONVERTED.get(option)
+    if convert is None:
+        return value
     with field_errors(name), reading(name):
-        return value if convert is None else convert(value)
+        return convert(value)
 
 
 def _top_k(value: Any) -> Any:

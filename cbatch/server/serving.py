@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import anyio.lowlevel
 import uvicorn
 
-from cbatch.errors import ConfigError
+from cbatch.errors import CBatchError, ConfigError
 from cbatch.server.connections import ConnectionLimits, GuardedProtocol
 
 if TYPE_CHECKING:
@@ -199,6 +199,8 @@ class DrainingServer(uvicorn.Server):
         await (
             anyio.lowlevel.checkpoint()
         )  # has anyio load what it is made of, before a client waits for it
+        with suppress(CBatchError):  # which the first call is told, too
+            await self._desk.sizes()
         await super().startup(sockets)
         self._on_ready()
 

@@ -74,6 +74,7 @@ class EventStream:
 
     async def finish(self, data: bytes = b"") -> None:
         """Send the last events and end the answer."""
-        if data or not self.has_begun:
-            await self.send(data)
-        await self._exchange.finish()
+        async with self._sending:
+            if not self.has_begun:
+                await self._exchange.begin(200, self._headers)
+            await self._exchange.finish(data)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.errors import EngineClosedError, WorkerDiedError
 from cbatch.interrupts import Postponed
-from cbatch.options import RunOptions
+from cbatch.options import NO_OPTIONS, RunOptions
 from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.pool import Pool, by_worker
@@ -69,6 +69,7 @@ class Workers:
         ready = self.pool.ready
         self.n_window = min(connection.n_window for connection in ready)
         self.has_limit = any(connection.has_limit for connection in ready)
+        self.is_apart = not self.has_limit
         self.orders = self
 
     # ---- state ----
@@ -127,7 +128,7 @@ class Workers:
         self.check_open()
         given = self._encoded.of(submission.options)
         # a feed goes on at once, but where a worker has it wait for room
-        is_awaited = self.has_limit or not submission.is_fed
+        is_awaited = submission.is_awaited and (self.has_limit or not submission.is_fed)
         self.pool.add([*Asked.of(submission, given)], is_awaited=is_awaited)
 
     def enter(self, submission: Submission) -> Callable[[], None]:
@@ -377,7 +378,7 @@ class _Encoded:
     """Options as JSON; those of the last request are kept, for most have the same object."""
 
     def __init__(self) -> None:
-        self._last = RunOptions(), b"{}"
+        self._last = NO_OPTIONS, b"{}"
 
     def of(self, options: RunOptions) -> bytes:
         last, said = self._last

@@ -182,7 +182,7 @@ class Host:
             self._outbox.deliver(chunks, [result for _, result in results])
         for _, result in results:
             self._batches.pop(result.id, None)
-        if results:
+        if results and self._ending is not None:  # else nobody waits for that
             self._changed.wake()
 
     def _end(self, cause: EngineClosedError | None) -> None:
@@ -285,6 +285,7 @@ class Host:
             is_paused=_flag(message, "paused"),
             is_fed=_flag(message, "fed"),
             may_wait=_flag(message, "may_wait", default=True),
+            is_checked=_flag(message, "checked"),
         )
         self._batches.update(dict.fromkeys(ids, batch))
         with self._forgotten_if_it_raises(ids):
@@ -455,7 +456,7 @@ class Host:
             _run,
             (
                 *("items", "options", "stream", "by_token", "seconds", "age_s"),
-                *("fed", "may_wait", "paused"),
+                *("fed", "may_wait", "paused", "checked"),
             ),
         ),
         "extend": (

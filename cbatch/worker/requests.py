@@ -74,6 +74,7 @@ class Asked:
     """How often its reader is to be told of an end: once for each choice."""
     is_fed: bool = False
     may_wait: bool = True
+    is_checked: bool = False
     asks_again: bool = False
     """Whether it is asked again where its worker dies."""
     extended: BatchResult | None = None
@@ -134,6 +135,7 @@ class Asked:
                 n_ends=n or 1,
                 is_fed=s.is_fed,
                 may_wait=s.may_wait,
+                is_checked=s.is_checked,
                 is_paused=s.is_paused,
                 asks_again=s.asks_again,
             )
@@ -178,6 +180,7 @@ class Asked:
             **self._wishes(),
             "fed": self.is_fed,
             "may_wait": self.may_wait,
+            "checked": self.is_checked,
             "seconds": seconds,
             "age_s": round(now - self.submitted_s, 3),
         }
@@ -277,9 +280,9 @@ class Asked:
 
     def origin_of(self, result: BatchResult, number: int, owner: str) -> SentOrigin:
         """Return where a result comes from: this request, or one of its choices."""
-        options = replace(
-            RunOptions.of(self.prompt.options).over(self.options), n=None, best_of=None
-        )
+        options = RunOptions.of(self.prompt.options).over(self.options)
+        if options.n is not None or options.best_of is not None:
+            options = replace(options, n=None, best_of=None)
         worker = "" if self.worker is None else self.worker.key
         request = Request(
             self.id,

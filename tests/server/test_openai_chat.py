@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -17,6 +17,7 @@ from cbatch.server.answer_events import (
     Ended,
     Event,
     Events,
+    Failed,
     Reasoning,
     Text,
     chunk_events,
@@ -147,6 +148,45 @@ def test_texts_that_came_meanwhile_are_one_event_a_choice() -> None:
 
         texts = [event for event in anyio.run(read) if isinstance(event, Text)]
     assert sorted((t.i_choice, t.text) for t in texts) == [*enumerate(expected)]
+
+
+def test_text_that_comes_while_others_are_read_comes_before_its_end() -> None:
+    """A delivery between the look at chunks and the look at results."""
+    with Engine(GatedBackend(4, 256), threaded=False) as engine:
+        options = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
+        response = engine.run([USER, USER], options=options, streamed=True)
+        while not response.n_unread_chunks:
+            engine.step()
+
+        class Late:
+            """The response, whose end comes just when its reader has seen that there are no more chunks."""
+
+            @property
+            def n_unread_chunks(self) -> int:
+                n = response.n_unread_chunks
+                while not n and engine.step():
+                    pass
+                return n
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(response, name)
+
+            def __aiter__(self) -> Any:
+                return aiter(response)
+
+        async def read() -> list[Event]:
+            events, found = Events(cast("Any", Late()), 1), list[Event]()
+            while not events.have_ended:
+                found += await events.next()
+            return found
+
+        events = anyio.run(read)
+        texts = [result.text for result in response.results()]
+    for i, text in enumerate(texts):
+        own = [event for event in events if not isinstance(event, Failed) and event.i_choice == i]
+        *parts, last = own
+        assert isinstance(last, Ended)
+        assert "".join(part.text for part in parts if isinstance(part, Text)) == text
 
 
 def test_log_probabilities_stand_beside_their_text() -> None:

@@ -353,6 +353,43 @@ def result_of(queue_s: float, total_s: float) -> Any:
     return SimpleNamespace(timings=times, usage=Usage(1, 1))
 
 
+@pytest.mark.parametrize("n_more", [0, 2**16], ids=["short body", "long body"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("make", [Engine, engine_over], ids=["here", "in a worker"])
+def test_prompt_that_is_too_long_is_told_while_others_wait(
+    make: Callable[[GatedBackend], Engine], is_streamed: bool, n_more: int
+) -> None:
+    backend, engine = gated(1, make=make)
+    asked = {"prompt": "x" * (300 + n_more), "max_tokens": 2, "stream": is_streamed}
+    with engine, fake_app(engine=engine) as app:
+
+        async def main() -> tuple[httpx.Response, list[int]]:
+            statuses: list[int] = []
+            transport = httpx.ASGITransport(app)
+            async with (
+                httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+                anyio.create_task_group() as tasks,
+            ):
+
+                async def ask() -> None:
+                    statuses.append((await client.post(CHAT, json=SHORT)).status_code)
+
+                for _ in range(3):
+                    tasks.start_soon(ask)
+                while app.state.desk.n_in_flight < 3:
+                    await anyio.lowlevel.checkpoint()
+                refused = await client.post(COMPLETIONS, json=asked)
+                assert not statuses
+                backend.release()
+            return refused, statuses
+
+        refused, statuses = anyio.run(main)
+    error = error_of(refused, 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (300 + n_more, 256)
+    assert statuses == [200] * 3
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_queue_with_too_many_prompt_tokens_is_told(is_streamed: bool) -> None:
     backend, engine = gated(1)
