@@ -24,9 +24,11 @@ AGAIN = "copy or download it again"
 _MAGIC = b"GGUF"
 # Source: ggml/include/gguf.h, gguf_type.
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
-FLOAT, STRING, _ARRAY = 6, 8, 9
-_INTEGERS = {4: "I", 5: "i"}
+SCALARS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
+"""How values of one number are written, by their types."""
+FLOAT, STRING, ARRAY = 6, 8, 9
+INTEGERS = {4: "I", 5: "i"}
+"""The types of 32-bit integers, by how they are written."""
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 _MAX_HEADER = 2**28  # bytes; real ones have 1 to 30 MB. Bounds time and memory on a damaged file
@@ -57,6 +59,10 @@ class Header:
     values: dict[str, Scalar] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     """The type of each value. Source: ggml/include/gguf.h, gguf_type."""
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The bytes of each value in the file, behind its type: `[start, end)`."""
+    lengths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each array: its items' type, and their number."""
     tokens: list[bytes] = field(default_factory=list)
     integers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -168,23 +174,25 @@ def _read_name(cursor: _Cursor, taken: Mapping[str, object]) -> str:
 def _read_value(cursor: _Cursor, header: Header, key: str) -> None:
     """Read one value of the metadata into `header`, or past it."""
     kind = header.kinds[key] = cursor.number(_U32)
-    if kind == _ARRAY:
+    start = cursor.at
+    if kind == ARRAY:
         _read_array(cursor, header, key)
     elif kind == STRING:
         header.values[key] = cursor.string().decode(errors="replace")
     else:
         scalar = _scalar(kind)
         header.values[key] = scalar.unpack_from(cursor.data, cursor.skip(scalar.size))[0]
+    header.spans[key] = (start, cursor.at)
 
 
 def _read_array(cursor: _Cursor, header: Header, key: str) -> None:
-    kind, n = cursor.number(_U32), cursor.number(_U64)
+    kind, n = header.lengths[key] = cursor.number(_U32), cursor.number(_U64)
     if kind == STRING:
         _read_strings(cursor, n, header.tokens if key == "tokenizer.ggml.tokens" else None)
         return
     start = cursor.skip(n * _scalar(kind).size)
-    if kind in _INTEGERS:
-        header.integers[key] = struct.unpack_from(f"<{n}{_INTEGERS[kind]}", cursor.data, start)
+    if kind in INTEGERS:
+        header.integers[key] = struct.unpack_from(f"<{n}{INTEGERS[kind]}", cursor.data, start)
 
 
 def _read_strings(cursor: _Cursor, n: int, into: list[bytes] | None) -> None:
@@ -196,9 +204,9 @@ def _read_strings(cursor: _Cursor, n: int, into: list[bytes] | None) -> None:
 
 
 def _scalar(kind: int) -> struct.Struct:
-    if kind not in _SCALARS:
+    if kind not in SCALARS:
         raise DamagedError(f"is damaged: its metadata has a value of unknown type {kind}; {AGAIN}")
-    return _SCALARS[kind]
+    return SCALARS[kind]
 
 
 def _read_tensor(cursor: _Cursor) -> Tensor:

@@ -116,7 +116,8 @@ def _rope_scalings() -> set[str]:
 # and byte_to_token throw later.
 
 
-def _vocabulary(header: Header) -> Iterator[str]:
+def vocabulary_faults(header: Header) -> Iterator[str]:
+    """Yield what is wrong with a vocabulary: what llama.cpp would end the process on."""
     pieces = {token or f"[EMPTY_{i}]".encode() for i, token in enumerate(header.tokens)}
     n_twice = len(header.tokens) - len(pieces)
     if n_twice:
@@ -131,4 +132,4 @@ def _vocabulary(header: Header) -> Iterator[str]:
         yield "is damaged: it has no token for some bytes, and llama.cpp ends when it meets one"
 
 
-_RULES = (_kind_of_file, _tensors_in_file, _layers, _experts, _rope_and_norm, _vocabulary)
+_RULES = (_kind_of_file, _tensors_in_file, _layers, _experts, _rope_and_norm, vocabulary_faults)
