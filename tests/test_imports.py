@@ -43,7 +43,8 @@ SEES: dict[str, set[str]] = {
     "bench": BELOW_FILES | {"core"},
     "models": set(),
     "models.recipe": FACE
-    | {"loading", "engine", "backend", "bench.synthetic", "bench.synthetic_vocabulary", "models"},
+    | {"loading", "engine", "backend", "models"}
+    | {f"bench.synthetic_{part}" for part in ("shapes", "tokenizer", "vocabulary")},
     "cli": BELOW_FILES | {"files", "server", "bench", "models"},
     "__main__": {"cli"},
 }

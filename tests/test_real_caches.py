@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cbatch
-from cbatch.bench import synthetic
 from cbatch.cache.store import CacheStore
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
@@ -18,7 +16,7 @@ from tests.backend.lora import write_lora
 from tests.runtime.backends import all_results, streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     import numpy as np
@@ -63,25 +61,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def window_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def window_model(synth: SynthFactory) -> Path:
     """Return the path of a model whose layers but each fourth look back over 32 positions only."""
-    layer = synthetic._attention_layer
-
-    def layer_with_one_norm(shape: synthetic.Shape, block: str) -> Iterator[Any]:
-        return (tensor for tensor in layer(shape, block) if "ffn_norm" not in tensor.name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "_attention_layer", layer_with_one_norm)
-        return synthetic.write_model(
-            tmp_path_factory.mktemp("windows") / "cohere2.gguf",
-            replace(synthetic.SHAPES["test"], n_layer=4, tied=True),
-            metadata={
-                "general.architecture": "cohere2",
-                "cohere2.attention.sliding_window": 32,
-                "cohere2.attention.layer_norm_epsilon": 1e-5,
-                "cohere2.logit_scale": 1.0,
-            },
-        )
+    return synth("test", type="f32", n_layer=4, n_window=32, full_every=4)
 
 
 # ---- saved, and begun with by another engine ----

@@ -1,176 +1,134 @@
 """Random-weight GGUF models, written from nothing: small ones for tests, real shapes for measuring.
 
-The same shape and seed give the same file, byte for byte. Output weights are untied by default,
-because tied random models repeat one token when greedy, and then every comparison looks equal.
+The same shape, vocabulary and seed give the same file, byte for byte. Matrices are made and written some rows at a
+time, so a model needs little memory, whatever its size.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import zlib
-from dataclasses import dataclass
+import shutil
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-from cbatch.bench.synthetic_vocabulary import (
-    BOS,
-    CONTROL_TOKENS,
-    EOS,
-    MIN_VOCAB,
-    TURN_END,
-    UNK,
-    vocabulary,
-)
-from cbatch.errors import ConfigError
+from cbatch.backend.llama.gguf import DamagedError, read_header
+from cbatch.backend.llama.quantiser import quantising
+from cbatch.bench.synthetic_shapes import SHAPES, Shape
+from cbatch.bench.synthetic_tensors import N_CONV, Tensor, random_rows, tensors_of
+from cbatch.bench.synthetic_tokenizer import Tokenizer, Value, make_tokenizer
+from cbatch.bench.weight_types import WEIGHT_TYPES
+from cbatch.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import ModuleType
 
     from gguf import GGUFWriter
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+    Show = Callable[[int, int], object]
 
-_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7}  # Source: llama.h, llama_ftype
-_BLOCK = 32  # Source: ggml-common.h, QK4_0 and QK8_0
+__all__ = ["SHAPES", "Shape", "write_model"]
 
-# Scales, in units that keep them independent of the width; see `_tensors`.
-_LOGIT_STD = 3.0
-_ATTENTION_GAIN = 2.0
-_EMBED_STD = 0.5
-# Of a Mamba layer: its memory fades by 1 − softplus(_DT_BIAS) a token, to a tenth within some twenty.
-_DT_BIAS = -2.0
-_DECAY_STD = 0.2
-_N_CONV = 4  # Source: the Mamba paper's d_conv
-# A byte alone is seldom a character: a lower norm keeps them rare, as in a trained model.
-_BYTE_NORM = 0.75
+_BEFORE_QUANTISING = "f16"
+_ALIGNMENT = 32  # Source: ggml/include/gguf.h, GGUF_DEFAULT_ALIGNMENT
+_LOOK_S = 0.2
 
+# What a quantised file may take at most beside the bits of its type: llama.cpp gives some matrices more.
+_N_BITS_MORE, _N_BITS_OF_LOGITS = 2.0, 8.5
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model's sizes; a head is `n_embd / n_head` wide. A mamba has no heads: they count 1 and 1.
-
-    Args:
-        n_layer: transformer layers, ≥ 1.
-        n_embd: width; a multiple of `n_head`, and of 32 for the quantised types.
-        n_head: attention heads; a multiple of `n_kv_head`.
-        n_kv_head: key and value heads.
-        n_ff: width of the feed-forward layer, in a mamba of its own one: then `2 * n_embd`; a multiple of 32 for the
-            quantised types.
-        n_vocab: tokens, the 5 control and 256 byte tokens included.
-        type: of the weight matrices: f32, f16, q8_0 or q4_0.
-        n_ctx_train: positions the file says it was trained for.
-        tied: whether the output uses the embedding's weights.
-        architecture: llama, or mamba, which has a state of one size where llama has cells.
-
-    Raises:
-        ConfigError: sizes that do not fit together.
-    """
-
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_kv_head: int
-    n_ff: int
-    n_vocab: int
-    type: str
-    n_ctx_train: int = 32768
-    tied: bool = False
-    architecture: Literal["llama", "mamba"] = "llama"
-
-    def __post_init__(self) -> None:
-        """Check that the sizes fit together."""
-        if self.type not in _FILE_TYPES:
-            raise ConfigError(
-                f"unknown weight type {self.type!r}; known are {', '.join(_FILE_TYPES)}"
-            )
-        if self.architecture not in ("llama", "mamba"):
-            raise ConfigError(f"unknown architecture {self.architecture!r}; known are llama, mamba")
-        for wrong, rule in self._broken_rules():
-            if wrong:
-                raise ConfigError(f"{self}: {rule}")
-
-    def _broken_rules(self) -> Iterator[tuple[bool, str]]:
-        yield min(self.n_layer, self.n_head, self.n_kv_head, self.n_ctx_train) < 1, "sizes are ≥ 1"
-        yield self.n_embd < 1 or self.n_ff < 1, "sizes are ≥ 1"
-        yield (
-            bool(self.n_embd % (2 * self.n_head)),
-            "a head is n_embd / n_head wide, an even number",
-        )
-        yield bool(self.n_head % self.n_kv_head), "n_head is a multiple of n_kv_head"
-        is_mamba = self.architecture == "mamba"
-        yield is_mamba and self.n_head != 1, "a mamba has no heads: n_head is 1"
-        yield is_mamba and self.n_ff != 2 * self.n_embd, "a mamba needs n_ff = 2 × n_embd"
-        quantised = self.type.startswith("q")
-        yield quantised and bool(self.n_embd % _BLOCK), f"{self.type} needs n_embd % {_BLOCK} = 0"
-        yield quantised and bool(self.n_ff % _BLOCK), f"{self.type} needs n_ff % {_BLOCK} = 0"
-        yield (
-            self.n_vocab < MIN_VOCAB,
-            f"n_vocab is at least {MIN_VOCAB}, for any text to have tokens",
-        )
-
-    @property
-    def n_head_dim(self) -> int:
-        """Width of one head."""
-        return self.n_embd // self.n_head
-
-    @property
-    def n_state(self) -> int:
-        """Numbers that a mamba remembers for each of its channels. Source: the Mamba paper's d_state."""
-        return 16
-
-    @property
-    def n_rank(self) -> int:
-        """Width of a mamba's time steps before they are spread over the channels. Source: the Mamba paper's dt_rank."""
-        return -(-self.n_embd // 16)
-
-
-_Array = npt.NDArray[np.float32]
-_Value = tuple[object, str]  # a metadata value and its GGUF type's name
+_FULL = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EFBIG: "the file would be larger than is allowed here (ulimit -f): raise the limit",
+}
 
 
 def write_model(
     path: str | os.PathLike[str],
     shape: Shape,
     *,
+    tokenizer: Tokenizer | None = None,
     seed: int = 0,
     metadata: Mapping[str, object] | None = None,
     force: bool = False,
+    show: Show = lambda n_done, n_all: None,
 ) -> Path:
     """Write a random model of this shape as a GGUF file. The file appears whole or not at all.
 
     Args:
         path: where; missing folders are made.
         shape: sizes and weight type, such as `SHAPES["test"]`.
+        tokenizer: of `shape.n_vocab` tokens; made up without.
         seed: of weights and made-up pieces.
         metadata: GGUF keys to add or replace; `None` leaves a key out. For tests of wrong models.
         force: replace an existing file.
+        show: called now and then with the bytes that were written and about how many there will be.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: the file is there already, or the `gguf` package is not installed.
+        ConfigError: the file is there already, the `gguf` package is not installed, or the tokenizer does not fit.
+        OutputError: the file cannot be written, for lack of room for instance.
     """
     path = Path(path)
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists already; use force=True to replace it")
-    gguf = _import_gguf()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if path.exists() and not (force and path.is_file()):
+        raise ConfigError(
+            f"{path} exists already; use force=True to replace it"
+            if path.is_file()
+            else f"{path} is not a regular file"
+        )
+    writing = _Writing(_import_gguf(), shape, seed, show)
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(path, writing.n_bytes)
+        writing.tokenizer = tokenizer or make_tokenizer(shape.n_vocab, seed)
+        if writing.tokenizer.n_tokens != shape.n_vocab:
+            raise ConfigError(
+                f"the tokenizer has {writing.tokenizer.n_tokens} tokens, the shape {shape.n_vocab}"
+            )
+        with _aside(path, "part") as part:
+            if shape.weight_type.is_direct:
+                writing.write(part, shape.type, dict(metadata or {}))
+            else:
+                with _aside(path, _BEFORE_QUANTISING) as floats:
+                    writing.write(floats, _BEFORE_QUANTISING, dict(metadata or {}))
+                    writing.quantise(floats, part)
+            part.replace(os.path.realpath(path))
+    return path
+
+
+@contextmanager
+def _aside(path: Path, name: str) -> Iterator[Path]:
+    """Lend a path beside a file, which is gone after the block."""
+    real = Path(os.path.realpath(path))
+    part = real.with_name(f".{real.name}.{os.getpid()}.{name}")
     try:
-        _write(gguf, part, shape, seed, dict(metadata or {}))
-        part.replace(path)
+        yield part
     finally:
         part.unlink(missing_ok=True)
-    return path
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raise errors of the system as `OutputError`, with the file and the way out."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror or error}"
+        raise OutputError(path, _FULL.get(error.errno or 0, reason)) from error
+
+
+def _check_room(path: Path, n_bytes: int) -> None:
+    n_free = shutil.disk_usage(path.parent).free
+    if n_bytes > n_free:
+        raise OutputError(
+            path, f"needs about {n_bytes:,} bytes of disk, {n_free:,} are free: free some space"
+        )
 
 
 def _import_gguf() -> ModuleType:
@@ -183,113 +141,186 @@ def _import_gguf() -> ModuleType:
     return gguf  # type: ignore[no-any-return]
 
 
-def _write(
-    gguf: ModuleType, path: Path, shape: Shape, seed: int, changes: dict[str, object]
-) -> None:
-    architecture = str(changes.pop("general.architecture", shape.architecture))
-    writer = gguf.GGUFWriter(path, architecture)
-    try:
-        _add_metadata(gguf, writer, _metadata(shape, architecture, seed), changes)
-        for tensor in _tensors(shape):
-            _declare(gguf, writer, tensor, shape.type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in _tensors(shape):
-            writer.write_tensor_data(_weights(gguf, tensor, shape.type, seed))
-    finally:
-        writer.close()
+class _Writing:
+    """One model on its way to the disk."""
+
+    tokenizer: Tokenizer
+
+    def __init__(self, gguf: ModuleType, shape: Shape, seed: int, show: Show) -> None:
+        self._gguf, self._shape, self._seed, self._show = gguf, shape, seed, show
+        self._n_done = 0
+        self.n_bytes = _n_bytes(shape)
+
+    def write(self, path: Path, type: str, changes: dict[str, object]) -> None:
+        """Write the whole model with weights of a type that is written directly."""
+        self._write_head(path, type, changes)
+        with path.open("ab") as file:
+            _pad(file)
+            for tensor in tensors_of(self._shape):
+                kind = self._kind(tensor, type)
+                for rows in random_rows(tensor, self._seed, self.tokenizer.loudness):
+                    data = self._gguf.quants.quantize(rows, kind)
+                    file.write(data.tobytes())
+                    self._advance(data.nbytes)
+                _pad(file)
+
+    def _write_head(self, path: Path, type: str, changes: dict[str, object]) -> None:
+        name = str(changes.pop("general.architecture", self._shape.gguf_architecture))
+        writer = self._gguf.GGUFWriter(path, name)
+        try:
+            values = {**_sizes(self._shape, name, type), **self.tokenizer.values}
+            _add_metadata(self._gguf, writer, values, changes)
+            for tensor in tensors_of(self._shape):
+                kind = self._kind(tensor, type)
+                sizes = tensor.sizes
+                n_bytes = _n_row_bytes(self._gguf, sizes[-1], kind) * tensor.n_all_rows
+                writer.add_tensor_info(
+                    tensor.name, sizes, np.dtype(np.float32), n_bytes, raw_dtype=kind
+                )
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+        finally:
+            writer.close()
+
+    def _kind(self, tensor: Tensor, type: str) -> Any:
+        is_float = tensor.is_plain or tensor.n_rows == 0
+        name = "F32" if is_float else WEIGHT_TYPES[type].tensor_type
+        return self._gguf.GGMLQuantizationType[name]
+
+    def quantise(self, floats: Path, part: Path) -> None:
+        """Have llama.cpp write the model with its own type from one with float weights."""
+        kind = self._shape.weight_type
+        before = self._n_done
+        with quantising(
+            floats, part, kind.file_type, has_importance=kind.needs_importance
+        ) as running:
+            while not running.is_done(_LOOK_S):
+                n_now = part.stat().st_size if part.exists() else 0
+                self._advance(before + n_now - self._n_done)
+            problem = running.find_problem()
+        if problem:
+            raise ConfigError(f"llama.cpp's quantiser refuses {self._shape}: {problem}")
+        if not self._is_whole(part):  # llama.cpp does not look whether its writes succeed
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _is_whole(self, path: Path) -> bool:
+        try:
+            header = read_header(path, "")
+        except DamagedError:
+            return False
+        if header is None:
+            return False
+        start = -(-header.n_header // _ALIGNMENT) * _ALIGNMENT
+        ends = (
+            start + tensor.offset + self._n_tensor_bytes(tensor.type, tensor.sizes)
+            for tensor in header.tensors.values()
+        )
+        return header.n_file >= max(ends, default=1)
+
+    def _n_tensor_bytes(self, type: int, sizes: tuple[int, ...]) -> int:
+        kind = self._gguf.GGMLQuantizationType(type)
+        n_rows = sizes[1] * sizes[2] * sizes[3]
+        return n_rows * _n_row_bytes(self._gguf, sizes[0], kind)
+
+    def _advance(self, n_bytes: int) -> None:
+        self._n_done += n_bytes
+        self._show(self._n_done, max(self.n_bytes, self._n_done))
 
 
-# --- metadata ---
+def _n_bytes(shape: Shape) -> int:
+    """Return about how many bytes are written, those before quantising included."""
+    kind, total = shape.weight_type, 0.0
+    for tensor in tensors_of(shape):
+        n = tensor.n_all_rows * tensor.n_columns
+        if tensor.is_plain or tensor.n_rows == 0:
+            total += 4 * n
+        elif kind.is_direct:
+            total += n * kind.n_bits / 8
+        else:
+            n_bits = _N_BITS_OF_LOGITS if tensor.gives_logits else kind.n_bits + _N_BITS_MORE
+            total += n * (WEIGHT_TYPES[_BEFORE_QUANTISING].n_bits + n_bits) / 8
+    return int(total)
 
 
-def _metadata(shape: Shape, architecture: str, seed: int) -> dict[str, _Value]:
-    """Return every key but the architecture, in the file's order."""
-    values: dict[str, _Value] = {
-        "general.name": (f"synthetic {shape.n_layer}x{shape.n_embd}", "STRING"),
-        "general.file_type": (_FILE_TYPES[shape.type], "UINT32"),
-        "general.quantization_version": (2, "UINT32"),
+def _n_row_bytes(gguf: ModuleType, n_columns: int, kind: Any) -> int:
+    n_block, n_block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    return int(n_columns // n_block * n_block_bytes)
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+
+
+# ---- metadata ----
+
+
+def _sizes(shape: Shape, architecture: str, type: str) -> dict[str, Value]:
+    """Return every key but the architecture's and the tokenizer's, in the file's order."""
+    values = {
+        "general.name": Value(f"synthetic {shape.n_layer}x{shape.n_embd}", "STRING"),
+        "general.file_type": Value(WEIGHT_TYPES[type].file_type, "UINT32"),
+        "general.quantization_version": Value(2, "UINT32"),
     }
-    sizes: dict[str, _Value] = {
-        "vocab_size": (shape.n_vocab, "UINT32"),
-        "context_length": (shape.n_ctx_train, "UINT32"),
-        "embedding_length": (shape.n_embd, "UINT32"),
-        "block_count": (shape.n_layer, "UINT32"),
+    sizes = {
+        "vocab_size": Value(shape.n_vocab, "UINT32"),
+        "context_length": Value(shape.n_ctx_train, "UINT32"),
+        "embedding_length": Value(shape.n_embd, "UINT32"),
+        "block_count": Value(shape.n_layer, "UINT32"),
         **(_mamba_sizes(shape) if shape.architecture == "mamba" else _attention_sizes(shape)),
     }
     values.update({f"{architecture}.{key}": value for key, value in sizes.items()})
-    values.update(_tokenizer(shape.n_vocab, seed))
     return values
 
 
-def _attention_sizes(shape: Shape) -> dict[str, _Value]:
-    return {
-        "feed_forward_length": (shape.n_ff, "UINT32"),
-        "attention.head_count": (shape.n_head, "UINT32"),
-        "attention.head_count_kv": (shape.n_kv_head, "UINT32"),
-        "attention.layer_norm_rms_epsilon": (1e-5, "FLOAT32"),
-        "rope.dimension_count": (shape.n_head_dim, "UINT32"),
-        "rope.freq_base": (500000.0, "FLOAT32"),
+def _attention_sizes(shape: Shape) -> dict[str, Value]:
+    sizes = {
+        "feed_forward_length": Value(shape.n_ff, "UINT32"),
+        "attention.head_count": Value(shape.n_head, "UINT32"),
+        "attention.head_count_kv": Value(shape.n_kv_head, "UINT32"),
+        "attention.layer_norm_rms_epsilon": Value(1e-5, "FLOAT32"),
+        "rope.dimension_count": Value(shape.n_head_dim, "UINT32"),
+        "rope.freq_base": Value(500000.0, "FLOAT32"),
     }
+    if shape.n_expert:
+        sizes["expert_count"] = Value(shape.n_expert, "UINT32")
+        sizes["expert_used_count"] = Value(shape.n_expert_used, "UINT32")
+    if shape.n_window:
+        pattern = [int(shape.has_window(i)) for i in range(shape.n_layer)]
+        sizes["logit_scale"] = Value(1.0, "FLOAT32")  # llama.cpp demands it of Granite
+        sizes["attention.sliding_window"] = Value(shape.n_window, "UINT32")
+        sizes["attention.sliding_window_pattern"] = Value(pattern, "ARRAY", "INT32")
+    return sizes
 
 
-def _mamba_sizes(shape: Shape) -> dict[str, _Value]:
+def _mamba_sizes(shape: Shape) -> dict[str, Value]:
     """Source: llama.cpp convert_hf_to_gguf.py, MambaModel."""
     return {
-        "feed_forward_length": (0, "UINT32"),
-        "attention.head_count": (0, "UINT32"),
-        "attention.layer_norm_rms_epsilon": (1e-5, "FLOAT32"),
-        "ssm.conv_kernel": (_N_CONV, "UINT32"),
-        "ssm.inner_size": (shape.n_ff, "UINT32"),
-        "ssm.state_size": (shape.n_state, "UINT32"),
-        "ssm.time_step_rank": (shape.n_rank, "UINT32"),
-    }
-
-
-def _tokenizer(n_vocab: int, seed: int) -> dict[str, _Value]:
-    pieces = vocabulary(n_vocab, seed=seed)
-    n_special = len(CONTROL_TOKENS) + 256
-    return {
-        "tokenizer.ggml.model": ("llama", "STRING"),
-        "tokenizer.ggml.pre": ("default", "STRING"),
-        "tokenizer.ggml.tokens": (pieces, "ARRAY"),
-        # A higher score is merged first, so a piece comes after the pieces it is made of.
-        "tokenizer.ggml.scores": (
-            [0.0] * n_special + [-float(i) for i in range(n_vocab - n_special)],
-            "ARRAY",
-        ),
-        # Source: llama.h, llama_token_type: 1 normal, 2 unknown, 3 control, 6 byte.
-        "tokenizer.ggml.token_type": (
-            [2] + [3] * (len(CONTROL_TOKENS) - 1) + [6] * 256 + [1] * (n_vocab - n_special),
-            "ARRAY",
-        ),
-        "tokenizer.ggml.bos_token_id": (BOS, "UINT32"),
-        "tokenizer.ggml.eos_token_id": (EOS, "UINT32"),
-        "tokenizer.ggml.eot_token_id": (TURN_END, "UINT32"),
-        "tokenizer.ggml.unknown_token_id": (UNK, "UINT32"),
-        "tokenizer.ggml.add_bos_token": (True, "BOOL"),
-        "tokenizer.ggml.add_eos_token": (False, "BOOL"),
-        "tokenizer.ggml.add_space_prefix": (True, "BOOL"),
-        "tokenizer.chat_template": (CHATML, "STRING"),
+        "feed_forward_length": Value(0, "UINT32"),
+        "attention.head_count": Value(0, "UINT32"),
+        "attention.layer_norm_rms_epsilon": Value(1e-5, "FLOAT32"),
+        "ssm.conv_kernel": Value(N_CONV, "UINT32"),
+        "ssm.inner_size": Value(shape.n_ff, "UINT32"),
+        "ssm.state_size": Value(shape.n_state, "UINT32"),
+        "ssm.time_step_rank": Value(shape.n_rank, "UINT32"),
     }
 
 
 def _add_metadata(
-    gguf: ModuleType, writer: GGUFWriter, values: dict[str, _Value], changes: Mapping[str, object]
+    gguf: ModuleType, writer: GGUFWriter, values: dict[str, Value], changes: Mapping[str, object]
 ) -> None:
-    for key, (value, type_name) in values.items():
+    for key, value in values.items():
         if key not in changes:
-            _add_value(gguf, writer, key, value, type_name)
-    for key, value in changes.items():
-        if value is not None:
-            _add_value(gguf, writer, key, value, _type_name(value))
+            _add_value(gguf, writer, key, value)
+    for key, changed in changes.items():
+        if changed is not None:
+            _add_value(gguf, writer, key, Value(changed, _type_name(changed)))
 
 
-def _add_value(
-    gguf: ModuleType, writer: GGUFWriter, key: str, value: object, type_name: str
-) -> None:
-    writer.add_key_value(key, value, gguf.GGUFValueType[type_name])
+def _add_value(gguf: ModuleType, writer: GGUFWriter, key: str, value: Value) -> None:
+    kinds = gguf.GGUFValueType
+    item = None if value.item_type is None else kinds[value.item_type]
+    writer.add_key_value(key, value.value, kinds[value.type], item)
 
 
 def _type_name(value: object) -> str:
@@ -297,117 +328,3 @@ def _type_name(value: object) -> str:
         if isinstance(value, kind):
             return name
     return "ARRAY"
-
-
-# --- weights ---
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    name: str
-    n_rows: int
-    """0 for one dimension: `n_columns` float32 values."""
-    n_columns: int
-    std: float
-    mean: float = 0.0
-    is_plain: bool = False
-    """Whether it is float32 whatever the weights' type."""
-
-
-def _tensors(shape: Shape) -> Iterator[_Tensor]:
-    """Yield every tensor in the file's order."""
-    width = shape.n_embd
-    yield _Tensor("token_embd.weight", shape.n_vocab, width, _EMBED_STD)
-    if not shape.tied:
-        yield _Tensor("output.weight", shape.n_vocab, width, _LOGIT_STD * width**-0.5)
-    yield _norm("output_norm", width)
-    layer = _mamba_layer if shape.architecture == "mamba" else _attention_layer
-    for i_layer in range(shape.n_layer):
-        yield from layer(shape, f"blk.{i_layer}")
-
-
-def _attention_layer(shape: Shape, block: str) -> Iterator[_Tensor]:
-    """Queries and keys are larger than usual, so that attention picks a few places of the context rather than
-    averaging it away: outputs depend on the whole prompt.
-    """
-    width, n_kv, n_ff = shape.n_embd, shape.n_kv_head * shape.n_head_dim, shape.n_ff
-    unit = width**-0.5
-    sharp = unit * _ATTENTION_GAIN**0.5
-    yield _norm(f"{block}.attn_norm", width)
-    yield _Tensor(f"{block}.attn_q.weight", width, width, sharp)
-    yield _Tensor(f"{block}.attn_k.weight", n_kv, width, sharp)
-    yield _Tensor(f"{block}.attn_v.weight", n_kv, width, unit)
-    yield _Tensor(f"{block}.attn_output.weight", width, width, unit)
-    yield _norm(f"{block}.ffn_norm", width)
-    yield _Tensor(f"{block}.ffn_gate.weight", n_ff, width, unit)
-    yield _Tensor(f"{block}.ffn_up.weight", n_ff, width, unit)
-    yield _Tensor(f"{block}.ffn_down.weight", width, n_ff, n_ff**-0.5)
-
-
-def _mamba_layer(shape: Shape, block: str) -> Iterator[_Tensor]:
-    """Its own width is `n_ff`; what is small or decides on decay is float32. Source: src/models/mamba.cpp."""
-    width, inner, n_rank, n_state = shape.n_embd, shape.n_ff, shape.n_rank, shape.n_state
-    yield _norm(f"{block}.attn_norm", width)
-    yield _Tensor(f"{block}.ssm_in.weight", 2 * inner, width, _ATTENTION_GAIN * width**-0.5)
-    yield _Tensor(f"{block}.ssm_conv1d.weight", inner, _N_CONV, _N_CONV**-0.5, is_plain=True)
-    yield _Tensor(f"{block}.ssm_conv1d.bias", 0, inner, 0.0)
-    yield _Tensor(
-        f"{block}.ssm_x.weight", n_rank + 2 * n_state, inner, _ATTENTION_GAIN * inner**-0.5
-    )
-    yield _Tensor(f"{block}.ssm_dt.weight", inner, n_rank, n_rank**-0.5, is_plain=True)
-    yield _Tensor(f"{block}.ssm_dt.bias", 0, inner, 0.0, mean=_DT_BIAS)
-    yield _Tensor(f"{block}.ssm_a", inner, n_state, _DECAY_STD, mean=-1.0, is_plain=True)
-    yield _Tensor(f"{block}.ssm_d", 0, inner, 0.0, mean=1.0)
-    yield _Tensor(f"{block}.ssm_out.weight", width, inner, inner**-0.5)
-
-
-def _norm(name: str, width: int) -> _Tensor:
-    return _Tensor(f"{name}.weight", 0, width, 0.0, mean=1.0)
-
-
-def _declare(gguf: ModuleType, writer: GGUFWriter, tensor: _Tensor, type: str) -> None:
-    if tensor.n_rows == 0:
-        n = tensor.n_columns
-        writer.add_tensor_info(tensor.name, (n,), np.dtype(np.float32), 4 * n)
-        return
-    kind = _kind_of(gguf, tensor, type)
-    shape = gguf.quant_shape_to_byte_shape((tensor.n_rows, tensor.n_columns), kind)
-    n_bytes = shape[0] * shape[1]
-    writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), n_bytes, raw_dtype=kind)
-
-
-def _kind_of(gguf: ModuleType, tensor: _Tensor, type: str) -> Any:
-    return gguf.GGMLQuantizationType["F32" if tensor.is_plain else type.upper()]
-
-
-def _weights(gguf: ModuleType, tensor: _Tensor, type: str, seed: int) -> npt.NDArray[np.generic]:
-    """Return one tensor, `(n_rows, bytes of a row)` uint8; each has a generator of its own."""
-    if tensor.n_rows == 0:
-        return np.full(tensor.n_columns, tensor.mean, np.float32)
-    rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
-    kind = _kind_of(gguf, tensor, type)
-    out = np.empty(
-        gguf.quant_shape_to_byte_shape((tensor.n_rows, tensor.n_columns), kind), np.uint8
-    )
-    for start in range(0, tensor.n_rows, _ROWS_AT_ONCE):
-        n = min(_ROWS_AT_ONCE, tensor.n_rows - start)
-        block = rng.standard_normal((n, tensor.n_columns), dtype=np.float32)
-        block = block * np.float32(tensor.std) + np.float32(tensor.mean)
-        if tensor.name == "output.weight" and start == 0:
-            block[_BYTE_ROWS] *= np.float32(_BYTE_NORM)
-        out[start : start + n] = gguf.quants.quantize(block, kind).view(np.uint8)
-    return out
-
-
-_ROWS_AT_ONCE = 8192  # bounds the memory of a large vocabulary's float32 weights
-_BYTE_ROWS = slice(len(CONTROL_TOKENS), len(CONTROL_TOKENS) + 256)
-
-
-SHAPES: Mapping[str, Shape] = {
-    "test": Shape(2, 64, 2, 1, 128, 1024, "q8_0"),
-    "exact": Shape(6, 384, 6, 2, 1024, 4096, "q8_0"),
-    "tiny": Shape(4, 256, 4, 2, 768, 32_000, "q8_0"),
-    "small": Shape(12, 768, 12, 4, 2048, 151_936, "q8_0"),
-    "mamba": Shape(2, 64, 1, 1, 128, 1024, "q8_0", architecture="mamba"),
-}
-"""`test` and `mamba` run in milliseconds, `exact` shows rounding differences, `tiny` and `small` are for speed."""

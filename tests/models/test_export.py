@@ -31,7 +31,7 @@ from cbatch.models.recipe.pieces import learn_pieces
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cbatch.bench.synthetic import Shape
+    from cbatch.bench.synthetic_shapes import Shape
 
 SMALLEST = replace(CHAT, n_layer=1, n_embd=32, n_head=1, n_kv_head=1, n_ff=32, n_vocab=400)
 

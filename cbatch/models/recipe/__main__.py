@@ -30,7 +30,7 @@ from cbatch.models.recipe.tasks import demo_lines, training_chats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.bench.synthetic import Shape
+    from cbatch.bench.synthetic_shapes import Shape
     from cbatch.models.recipe.net import Weights
 
 _N_CHATS_FOR_PIECES = 40_000

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.bench.synthetic import CHATML, Shape
+from cbatch.bench.synthetic_shapes import Shape
+from cbatch.bench.synthetic_tokenizer import CHATML
 from cbatch.bench.synthetic_vocabulary import BOS, CONTROL_TOKENS, TURN_END, UNK
 from cbatch.errors import ConfigError
 

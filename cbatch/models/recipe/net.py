@@ -16,7 +16,7 @@ from cbatch.models.recipe.export import NORM_EPS, ROPE_BASE, weight_sizes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cbatch.bench.synthetic import Shape
+    from cbatch.bench.synthetic_shapes import Shape
 
     Weights = dict[str, Tensor]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from cbatch.bench.synthetic import Shape
+    from cbatch.bench.synthetic_shapes import Shape
     from cbatch.models.recipe.net import Weights
     from cbatch.models.recipe.rows import Batch
 

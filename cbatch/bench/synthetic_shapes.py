@@ -1,0 +1,171 @@
+"""The shapes of synthetic models: their sizes, what of them fits together, and those that have a name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from cbatch.bench.weight_types import WEIGHT_TYPES, WeightType
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+# Source: llama-hparams.h, LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS; more end the process that loads them.
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024
+_MAX_SIZE = 2**31 - 1  # llama.cpp counts in 32 bits
+_QUANTISER_BLOCK = 32  # llama.cpp's quantiser leaves matrices of other rows in f16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's sizes; a head is `n_embd / n_head` wide. A mamba has no heads: they count 1 and 1.
+
+    Args:
+        n_layer: layers, ≥ 1.
+        n_embd: width; a multiple of `n_head`, and of what the weights' type takes together.
+        n_head: attention heads; a multiple of `n_kv_head`.
+        n_kv_head: key and value heads.
+        n_ff: width of the feed-forward layer, or of each expert, in a mamba of its own one: then `2 * n_embd`; a
+            multiple of what the weights' type takes together.
+        n_vocab: tokens.
+        type: of the weight matrices, a name in `WEIGHT_TYPES`.
+        n_ctx_train: positions the file says it was trained for.
+        tied: whether the output uses the embedding's weights.
+        architecture: llama, or mamba, which has a state of one size where llama has cells.
+        n_expert: feed-forward layers of which a token uses some; 0 for a single one that all use.
+        n_expert_used: experts of a token.
+        n_window: positions that a layer with a sliding window sees; 0 for layers that all see everything.
+        full_every: with a window, each so manieth layer sees everything.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int
+    n_ff: int
+    n_vocab: int
+    type: str
+    n_ctx_train: int = 32768
+    tied: bool = False
+    architecture: Literal["llama", "mamba"] = "llama"
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_window: int = 0
+    full_every: int = 2
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit together."""
+        if self.type not in WEIGHT_TYPES:
+            raise ConfigError(
+                f"unknown weight type {self.type!r}; known are {', '.join(WEIGHT_TYPES)}"
+            )
+        if self.architecture not in ("llama", "mamba"):
+            raise ConfigError(f"unknown architecture {self.architecture!r}; known are llama, mamba")
+        for rules in (self._sizes, self._attention, self._experts, self._mamba, self._rows):
+            for wrong, rule in rules():
+                if wrong:
+                    raise ConfigError(f"{self}: {rule}")
+
+    def _sizes(self) -> Iterator[tuple[bool, str]]:
+        sizes = [self.n_layer, self.n_head, self.n_kv_head, self.n_ctx_train]
+        sizes += [self.n_embd, self.n_ff, self.n_vocab, self.full_every]
+        yield min(sizes) < 1, "sizes are ≥ 1"
+        yield min(self.n_expert, self.n_expert_used, self.n_window) < 0, "counts are ≥ 0"
+        yield max(*sizes, self.n_window) > _MAX_SIZE, f"sizes are at most {_MAX_SIZE}"
+        yield self.n_layer > _MAX_LAYERS, f"llama.cpp takes at most {_MAX_LAYERS} layers"
+
+    def _attention(self) -> Iterator[tuple[bool, str]]:
+        yield (
+            bool(self.n_embd % (2 * self.n_head)),
+            "a head is n_embd / n_head wide, an even number",
+        )
+        yield bool(self.n_head % self.n_kv_head), "n_head is a multiple of n_kv_head"
+        yield (
+            bool(self.n_window) and not 1 < self.full_every <= self.n_layer,
+            "with a window, full_every is 2 … n_layer: llama.cpp ends where layers of a kind are missing",
+        )
+
+    def _experts(self) -> Iterator[tuple[bool, str]]:
+        n, n_used = self.n_expert, self.n_expert_used
+        yield n > _MAX_EXPERTS, f"llama.cpp takes at most {_MAX_EXPERTS} experts"
+        yield n == 1, "a mixture has at least 2 experts"
+        yield n == 0 and n_used > 0, "n_expert_used needs n_expert"
+        yield n > 0 and not 1 <= n_used <= n, "n_expert_used is 1 … n_expert"
+
+    def _mamba(self) -> Iterator[tuple[bool, str]]:
+        if self.architecture == "mamba":
+            yield self.n_head != 1, "a mamba has no heads: n_head is 1"
+            yield self.n_ff != 2 * self.n_embd, "a mamba needs n_ff = 2 × n_embd"
+            yield self.n_expert > 0, "a mamba has no experts"
+            yield self.n_window > 0, "a mamba has no window"
+
+    def _rows(self) -> Iterator[tuple[bool, str]]:
+        """What the quantisers refuse: rows that are no multiple of what is quantised together.
+
+        llama.cpp gives a matrix of such rows another type, and a file is not of its type where that befalls all.
+        """
+        kind, widths = self.weight_type, {"n_embd": self.n_embd, "n_ff": self.n_ff}
+        n_each = kind.n_block if kind.is_direct else _QUANTISER_BLOCK
+        for name, width in widths.items():
+            yield bool(width % n_each), f"{self.type} needs {name} % {n_each} = 0"
+        yield (
+            all(width % kind.n_block for width in widths.values()),
+            f"{self.type} needs rows of a multiple of {kind.n_block}: n_embd % {kind.n_block} = 0 "
+            f"or n_ff % {kind.n_block} = 0",
+        )
+        yield self.type == "mxfp4_moe" and not self.n_expert, f"{self.type} needs experts"
+
+    @property
+    def weight_type(self) -> WeightType:
+        """What is known of `type`."""
+        return WEIGHT_TYPES[self.type]
+
+    @property
+    def gguf_architecture(self) -> str:
+        """The name by which llama.cpp knows how to compute it: Granite's is llama's, with windows."""
+        return "granite_swa" if self.n_window else self.architecture
+
+    @property
+    def n_head_dim(self) -> int:
+        """Width of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def n_state(self) -> int:
+        """Numbers that a mamba remembers for each of its channels. Source: the Mamba paper's d_state."""
+        return 16
+
+    @property
+    def n_rank(self) -> int:
+        """Width of a mamba's time steps before they are spread over the channels. Source: the Mamba paper's dt_rank."""
+        return -(-self.n_embd // 16)
+
+    @property
+    def substituted_rows(self) -> list[int]:
+        """Widths of rows to which llama.cpp's quantiser gives another type than `type`, in its files too."""
+        return [n for n in sorted({self.n_embd, self.n_ff}) if n % self.weight_type.n_block]
+
+    def has_window(self, i_layer: int) -> bool:
+        """Whether a layer sees the last `n_window` positions alone."""
+        return bool(self.n_window) and (i_layer + 1) % self.full_every != 0
+
+
+SHAPES: Mapping[str, Shape] = {
+    "test": Shape(2, 64, 2, 1, 128, 1024, "q8_0"),
+    "exact": Shape(6, 384, 6, 2, 1024, 4096, "q8_0"),
+    "tiny": Shape(4, 256, 4, 2, 768, 32_000, "q8_0"),
+    "small": Shape(12, 768, 12, 4, 2048, 151_936, "q8_0"),
+    "0.5b": Shape(24, 896, 14, 2, 4864, 151_936, "q8_0", tied=True),
+    "1b": Shape(16, 2048, 32, 8, 8192, 128_256, "q8_0", 131_072, tied=True),
+    "3b": Shape(28, 3072, 24, 8, 8192, 128_256, "q8_0", 131_072, tied=True),
+    "8b": Shape(32, 4096, 32, 8, 14_336, 128_256, "q8_0", 131_072),
+    "mamba": Shape(2, 64, 1, 1, 128, 1024, "q8_0", architecture="mamba"),
+}
+"""`test` and `mamba` run in milliseconds, `exact` shows rounding differences, the others are for speed.
+
+Source: the `config.json` of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
+"""

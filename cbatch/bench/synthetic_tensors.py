@@ -1,0 +1,158 @@
+"""The tensors of synthetic models, and the random numbers in them.
+
+Scales keep the numbers of every layer near 1 whatever the sizes, and the logits as far apart as a trained model's.
+Output weights are untied by default, because tied random models repeat one token when greedy, unless, as here, what a
+token's own embedding adds to its logit is small beside what the layers add.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.bench.synthetic_shapes import Shape
+
+    Floats = npt.NDArray[np.float32]
+
+_LOGIT_STD = 3.0
+_ATTENTION_GAIN = 4.0
+_MIXING_GAIN = 0.5
+_MAMBA_GAIN = 2.0
+_EMBED_STD = 0.5
+_TIED_STD = 0.02
+# Of a Mamba layer: its memory fades by 1 − softplus(_DT_BIAS) a token, to a tenth within some twenty.
+_DT_BIAS = -2.0
+_DECAY_STD = 0.2
+N_CONV = 4
+"""Source: the Mamba paper's d_conv."""
+
+_N_AT_ONCE = 2**22  # numbers; bounds the memory of a large matrix's float32 weights
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor: random numbers of a normal distribution."""
+
+    name: str
+    n_rows: int
+    """0 for one dimension: `n_columns` float32 values, all of them `mean`."""
+    n_columns: int
+    std: float
+    mean: float = 0.0
+    is_plain: bool = False
+    """Whether it is float32 whatever the weights' type."""
+    n_stacked: int = 0
+    """Matrices of experts, one behind the other; 0 for a single matrix."""
+    gives_logits: bool = False
+    """Whether each row makes the logit of a token."""
+
+    @property
+    def n_all_rows(self) -> int:
+        """Rows of all matrices, 1 for one dimension."""
+        return max(self.n_rows, 1) * max(self.n_stacked, 1)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The outermost first."""
+        stacked = (self.n_stacked,) if self.n_stacked else ()
+        rows = (self.n_rows,) if self.n_rows else ()
+        return (*stacked, *rows, self.n_columns)
+
+
+def tensors_of(shape: Shape) -> Iterator[Tensor]:
+    """Yield every tensor in the file's order."""
+    width = shape.n_embd
+    unit = width**-0.5
+    std = _TIED_STD if shape.tied else _EMBED_STD
+    yield Tensor("token_embd.weight", shape.n_vocab, width, std, gives_logits=shape.tied)
+    if not shape.tied:
+        yield Tensor("output.weight", shape.n_vocab, width, _LOGIT_STD * unit, gives_logits=True)
+    yield _norm("output_norm", width, _LOGIT_STD * unit / _TIED_STD if shape.tied else 1.0)
+    layer = _mamba_layer if shape.architecture == "mamba" else _attention_layer
+    for i_layer in range(shape.n_layer):
+        yield from layer(shape, f"blk.{i_layer}")
+
+
+def _attention_layer(shape: Shape, block: str) -> Iterator[Tensor]:
+    """Queries and keys are larger than usual, so that attention picks a few places of the context rather than
+    averaging it away, and what it finds is smaller than what a token computes by itself. Otherwise greedy outputs
+    of deep models go round in short circles.
+    """
+    width, n_kv = shape.n_embd, shape.n_kv_head * shape.n_head_dim
+    unit = width**-0.5
+    sharp = unit * _ATTENTION_GAIN**0.5
+    yield _norm(f"{block}.attn_norm", width)
+    yield Tensor(f"{block}.attn_q.weight", width, width, sharp)
+    yield Tensor(f"{block}.attn_k.weight", n_kv, width, sharp)
+    yield Tensor(f"{block}.attn_v.weight", n_kv, width, unit)
+    yield Tensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
+    if shape.n_window:  # attention may look at nothing: a logit of 0 beside those of the keys
+        yield Tensor(f"{block}.attn_sinks.weight", 0, shape.n_head, 0.0)
+    yield _norm(f"{block}.ffn_norm", width)
+    yield from _experts(shape, block) if shape.n_expert else _feed_forward(shape, block)
+
+
+def _feed_forward(shape: Shape, block: str) -> Iterator[Tensor]:
+    width, n_ff = shape.n_embd, shape.n_ff
+    unit = width**-0.5
+    yield Tensor(f"{block}.ffn_gate.weight", n_ff, width, unit)
+    yield Tensor(f"{block}.ffn_up.weight", n_ff, width, unit)
+    yield Tensor(f"{block}.ffn_down.weight", width, n_ff, n_ff**-0.5)
+
+
+def _experts(shape: Shape, block: str) -> Iterator[Tensor]:
+    """The router's logits are as far apart as 1, so that every expert has its share of tokens."""
+    width, n_ff, n = shape.n_embd, shape.n_ff, shape.n_expert
+    unit = width**-0.5
+    yield Tensor(f"{block}.ffn_gate_inp.weight", n, width, unit, is_plain=True)
+    yield Tensor(f"{block}.ffn_gate_exps.weight", n_ff, width, unit, n_stacked=n)
+    yield Tensor(f"{block}.ffn_up_exps.weight", n_ff, width, unit, n_stacked=n)
+    yield Tensor(f"{block}.ffn_down_exps.weight", width, n_ff, n_ff**-0.5, n_stacked=n)
+
+
+def _mamba_layer(shape: Shape, block: str) -> Iterator[Tensor]:
+    """Its own width is `n_ff`; what is small or decides on decay is float32. Source: src/models/mamba.cpp."""
+    width, inner, n_rank, n_state = shape.n_embd, shape.n_ff, shape.n_rank, shape.n_state
+    yield _norm(f"{block}.attn_norm", width)
+    yield Tensor(f"{block}.ssm_in.weight", 2 * inner, width, _MAMBA_GAIN * width**-0.5)
+    yield Tensor(f"{block}.ssm_conv1d.weight", inner, N_CONV, N_CONV**-0.5, is_plain=True)
+    yield Tensor(f"{block}.ssm_conv1d.bias", 0, inner, 0.0)
+    yield Tensor(f"{block}.ssm_x.weight", n_rank + 2 * n_state, inner, _MAMBA_GAIN * inner**-0.5)
+    yield Tensor(f"{block}.ssm_dt.weight", inner, n_rank, n_rank**-0.5, is_plain=True)
+    yield Tensor(f"{block}.ssm_dt.bias", 0, inner, 0.0, mean=_DT_BIAS)
+    yield Tensor(f"{block}.ssm_a", inner, n_state, _DECAY_STD, mean=-1.0, is_plain=True)
+    yield Tensor(f"{block}.ssm_d", 0, inner, 0.0, mean=1.0)
+    yield Tensor(f"{block}.ssm_out.weight", width, inner, inner**-0.5)
+
+
+def _norm(name: str, width: int, mean: float = 1.0) -> Tensor:
+    return Tensor(f"{name}.weight", 0, width, 0.0, mean=mean)
+
+
+def random_rows(tensor: Tensor, seed: int, loudness: Floats) -> Iterator[Floats]:
+    """Yield a tensor's rows, `(n, n_columns)` float32, a few at once; each tensor has a generator of its own.
+
+    Args:
+        tensor: which.
+        seed: of all tensors.
+        loudness: `(n_vocab,)` float32, by which the rows that give logits are multiplied.
+    """
+    if tensor.n_rows == 0:
+        yield np.full((1, tensor.n_columns), tensor.mean, np.float32)
+        return
+    rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
+    n_at_once = max(_N_AT_ONCE // tensor.n_columns, 1)
+    for start in range(0, tensor.n_all_rows, n_at_once):
+        n = min(n_at_once, tensor.n_all_rows - start)
+        rows = rng.standard_normal((n, tensor.n_columns), dtype=np.float32)
+        rows = rows * np.float32(tensor.std) + np.float32(tensor.mean)
+        if tensor.gives_logits:
+            rows *= loudness[start : start + n, None]
+        yield rows
