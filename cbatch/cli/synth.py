@@ -1,8 +1,14 @@
 """`cbatch synth`: a random model to try things with."""
 
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -11,31 +17,168 @@ from cbatch.cli.terminal import say
 from cbatch.errors import ConfigError
 from cbatch.files.places import check_new, is_dash
 
+_SIZES = "Sizes"
+_of_shape = "the shape's"
+
 
 def synth(
     output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="Where the model goes.")],
     *,
     shape: Annotated[
-        str, option(help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB).")
+        str,
+        option(
+            help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or as well-known models "
+            "have it: 0.5b, 1b, 3b, 8b."
+        ),
     ] = "test",
     type: Annotated[
         str | None,
-        option(help="Weights: f32, f16, q8_0 or q4_0.", default="the shape's: q8_0"),
+        option(
+            help="Weights: f32, f16, bf16, q8_0, q4_0 …, or a mix of types as llama.cpp's quantiser makes it: q4_k_m, "
+            "q6_k, iq4_xs ….",
+            default="the shape's: q8_0",
+        ),
+    ] = None,
+    vocab: Annotated[
+        Path | None,
+        option(help="A GGUF file of which the vocabulary is taken.", default="made up"),
     ] = None,
     seed: Annotated[int, option(help="Of the weights.", min=0)] = 0,
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
+    n_vocab: Annotated[
+        int | None,
+        option(help="Tokens.", panel=_SIZES, default="the vocabulary's, or the shape's", min=1),
+    ] = None,
+    n_layer: Annotated[
+        int | None, option(help="Layers.", panel=_SIZES, default=_of_shape, min=1)
+    ] = None,
+    n_embd: Annotated[
+        int | None, option(help="Width of the model.", panel=_SIZES, default=_of_shape, min=1)
+    ] = None,
+    n_head: Annotated[
+        int | None, option(help="Attention heads.", panel=_SIZES, default=_of_shape, min=1)
+    ] = None,
+    n_kv_head: Annotated[
+        int | None,
+        option(help="Heads of keys and values.", panel=_SIZES, default=_of_shape, min=1),
+    ] = None,
+    n_ff: Annotated[
+        int | None,
+        option(
+            help="Width of a feed-forward layer, or of each expert.",
+            panel=_SIZES,
+            default=_of_shape,
+            min=1,
+        ),
+    ] = None,
+    tied: Annotated[
+        bool | None,
+        option(
+            "--tied/--untied",
+            help="The output has the weights of the embedding, or weights of its own.",
+            panel=_SIZES,
+            default=_of_shape,
+        ),
+    ] = None,
+    experts: Annotated[
+        int, option(help="Experts of each layer; 0 for none.", panel=_SIZES, min=0)
+    ] = 0,
+    experts_used: Annotated[
+        int | None,
+        option(help="Experts that a token uses.", panel=_SIZES, default="2 of them", min=1),
+    ] = None,
+    window: Annotated[
+        int,
+        option(
+            help="Positions that layers with a sliding window see; 0 for none.",
+            panel=_SIZES,
+            min=0,
+        ),
+    ] = 0,
+    full_every: Annotated[
+        int | None,
+        option(
+            help="With a window: each so manieth layer sees everything.",
+            panel=_SIZES,
+            default="2",
+            min=2,
+        ),
+    ] = None,
 ) -> None:
     """Write a model with random weights, which answers with nonsense at the speed of a real one.
 
-    Example: cbatch synth model.gguf --shape tiny
+    Example: cbatch synth model.gguf --shape tiny --vocab real.gguf --type q4_k_m
     """
     from cbatch.bench.synthetic import SHAPES, write_model  # numpy is slow to import
+    from cbatch.bench.synthetic_tokenizer import take_tokenizer
 
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
     if is_dash(output):
         raise ConfigError("-: a model cannot be written to stdout: give a file")
+    if experts_used is not None and not experts:
+        raise ConfigError("experts_used needs experts: give --experts too")
+    if full_every is not None and not window:
+        raise ConfigError("full_every needs a window: give --window too")
     check_new(output, force=force)
-    sizes = SHAPES[shape] if type is None else replace(SHAPES[shape], type=type)
-    path = write_model(output, sizes, seed=seed, force=force)
+    tokenizer = None if vocab is None else take_tokenizer(vocab, n_vocab)
+    asked: dict[str, Any] = {
+        "type": type,
+        "n_vocab": n_vocab if tokenizer is None else tokenizer.n_tokens,
+        "n_layer": n_layer,
+        "n_embd": n_embd,
+        "n_head": n_head,
+        "n_kv_head": n_kv_head,
+        "n_ff": n_ff,
+        "tied": tied,
+        "n_expert": experts,
+        "n_expert_used": experts_used or 2 if experts else None,
+        "n_window": window,
+        "full_every": full_every,
+    }
+    sizes = replace(SHAPES[shape], **{k: v for k, v in asked.items() if v is not None})
+    with _ended_softly(), _bar() as show:
+        path = write_model(output, sizes, tokenizer=tokenizer, seed=seed, force=force, show=show)
     say(f"{path}: {path.stat().st_size:,} bytes, {shape} {sizes.type}, seed {seed}")
+    if sizes.substituted_rows and not sizes.weight_type.is_direct:
+        widths = " and ".join(map(str, sizes.substituted_rows))
+        say(
+            f"{path}: rows of {widths} numbers are not a multiple of {sizes.weight_type.n_block}: llama.cpp gives "
+            "their matrices a type near it, as in its own files"
+        )
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], object]]:
+    """Lend a function that draws how much is written, where stderr is a terminal."""
+    from rich.console import Console  # slow to import
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(None), DownloadColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda n_done, n_all: progress.update(task, completed=n_done, total=n_all)
+
+
+@contextmanager
+def _ended_softly() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing half written stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ours = {number for number, handler in before.items() if handler is signal.SIG_DFL}
+    for number in ours:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)

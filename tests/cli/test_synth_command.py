@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import cbatch
+from cbatch.backend.llama.gguf import read_header
 from cbatch.bench.synthetic import SHAPES, write_model
-from tests.cli.conftest import invoke
+from tests.cli.conftest import invoke, start
 
 
 def test_synth_writes_what_the_library_writes(tmp_path: Path) -> None:
@@ -51,13 +58,137 @@ def test_synth_with_wrong_values_names_them_and_writes_nothing(tmp_path: Path) -
     path = tmp_path / "a.gguf"
     for args, words in (
         (("--shape", "huge"), "unknown shape 'huge'; known are test, exact, tiny, small"),
-        (("--type", "q9"), "unknown weight type 'q9'; known are f32, f16, q4_0, q8_0"),
+        (("--type", "q9"), "unknown weight type 'q9'; known are f32, f16, bf16, q8_0, q4_0"),
+        (("--type", "q4_k_m"), "q4_k_m needs rows of a multiple of 256"),
+        (("--type", "mxfp4_moe"), "mxfp4_moe needs experts"),
         (("--seed", "-1"), "--seed"),
+        (("--n-vocab", "300"), "n_vocab is at least 356"),
+        (("--n-embd", "65"), "a head is n_embd / n_head wide, an even number"),
+        (("--n-head", "4", "--n-kv-head", "3"), "n_head is a multiple of n_kv_head"),
+        (("--experts", "1"), "a mixture has at least 2 experts"),
+        (("--experts", "4", "--experts-used", "5"), "n_expert_used is 1 … n_expert"),
+        (("--experts-used", "2"), "experts_used needs experts: give --experts too"),
+        (("--full-every", "2"), "full_every needs a window: give --window too"),
+        (("--window", "8", "--full-every", "3"), "full_every is 2 … n_layer"),
+        (("--shape", "mamba", "--window", "8"), "a mamba has no window"),
+        (("--vocab", tmp_path / "none.gguf"), "none.gguf: cannot be read: No such file"),
+        (("--vocab", Path(__file__)), "test_synth_command.py: is not a GGUF file"),
+        (("--shape", "8b", "--type", "f32", "--n-layer", "512"), "bytes of disk"),
     ):
         result = invoke("synth", path, *args)
         assert (result.exit_code, path.exists()) == (2, False)
         assert words in result.stderr
     assert "is a directory" in invoke("synth", tmp_path).stderr
+
+
+def test_synth_takes_vocabulary_and_sizes(tmp_path: Path, test_model: Path) -> None:
+    path = tmp_path / "a.gguf"
+    sizes = "--n-layer 3 --n-embd 96 --n-head 3 --n-kv-head 1 --n-ff 64 --type f32 --tied"
+    more = "--experts 4 --window 24 --full-every 3"
+    result = invoke("synth", path, "--vocab", test_model, *sizes.split(), *more.split())
+    assert result.exit_code == 0, result.stderr
+    with cbatch.load(path, parallel=2, ctx_per_seq=64, n_threads=1) as engine:
+        assert engine.tokenize("Say hello.") == tokens_of(test_model, "Say hello.")
+        assert len(engine.run(["Hi"], options={"max_tokens": 9}).results()[0].token_ids) == 9
+    header = read_header(path, "")
+    assert header is not None
+    told = {name.partition(".")[2]: value for name, value in header.values.items()}
+    assert (told["block_count"], told["attention.head_count_kv"]) == (3, 1)
+    assert (told["expert_count"], told["expert_used_count"]) == (4, 2)
+    assert told["attention.sliding_window"] == 24
+    assert header.integers["granite_swa.attention.sliding_window_pattern"] == (1, 1, 0)
+    assert header.tensors["blk.0.ffn_up_exps.weight"].sizes == (96, 64, 4, 1)
+    assert "output.weight" not in header.tensors
+
+
+def tokens_of(path: Path, text: str) -> list[int]:
+    with cbatch.load(path, parallel=1, ctx_per_seq=64, n_threads=1) as engine:
+        return engine.tokenize(text)
+
+
+@pytest.mark.real
+def test_synth_of_a_mix_names_rows_that_have_another_type(tmp_path: Path) -> None:
+    args = ("--n-embd", "96", "--n-ff", "256", "--type", "q4_k_m", "--n-vocab", "400")
+    result = invoke("synth", tmp_path / "a.gguf", *args)
+    assert result.exit_code == 0, result.stderr
+    assert "rows of 96 numbers are not a multiple of 256" in result.stderr
+    again = invoke("synth", tmp_path / "b.gguf", *args, "--n-embd", "256")
+    assert (again.exit_code, again.stderr.count("\n")) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_shapes_of_the_measurements_have_their_sizes(name: str) -> None:
+    """With vocabularies of Llama and of Qwen, which have as many tokens."""
+    shape = replace(SHAPES[name], tied=True)
+    sizes = (shape.n_layer, shape.n_embd, shape.n_head, shape.n_kv_head, shape.n_ff, shape.n_vocab)
+    assert (
+        sizes
+        == {
+            "tiny": (4, 256, 4, 2, 768, 32_000),
+            "small": (12, 768, 12, 4, 2048, 151_936),
+        }[name]
+    )
+    assert shape.type == "q8_0"
+
+
+def files_beside(path: Path) -> list[str]:
+    return sorted(p.name.split(".")[-1] for p in path.parent.iterdir())
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["Ctrl-C", "SIGTERM", "SIGHUP"],
+)
+@pytest.mark.parametrize("type", ["q8_0", "iq2_xxs"])
+def test_synth_that_is_broken_off_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, exit_code: int, type: str
+) -> None:
+    """While the file is written, and while llama.cpp quantises, which takes minutes for this one."""
+    path = tmp_path / "a.gguf"
+    n_layer = 100 if type == "q8_0" else 2
+    sizes = ("--shape", "small", "--n-layer", n_layer, "--n-vocab", 400, "--type", type)
+    process = start("synth", path, *sizes)
+    try:
+        while "part" not in files_beside(path):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, words = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == exit_code, words
+    assert list(tmp_path.iterdir()) == []
+
+
+def shown_on(ends: tuple[int, int], path: Path) -> str:
+    """What the command shows on a terminal or a pipe: its two ends, to read and to write."""
+    reader, writer = ends
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbatch", "synth", str(path)],
+        stderr=writer,
+        cwd=Path(str(cbatch.__file__)).parent.parent,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(writer)
+    shown = b""
+    with suppress(OSError):  # a terminal that nobody holds any more
+        while data := os.read(reader, 4096):
+            shown += data
+    os.close(reader)
+    assert process.wait() == 0
+    return shown.decode()
+
+
+@pytest.mark.real
+def test_progress_is_drawn_on_a_terminal_alone(tmp_path: Path) -> None:
+    on_terminal = shown_on(pty.openpty(), tmp_path / "a.gguf")
+    elsewhere = shown_on(os.pipe(), tmp_path / "b.gguf")
+    assert "━" in on_terminal
+    assert "bytes" in on_terminal
+    assert "━" not in elsewhere
+    assert elsewhere.count("\n") == 1
 
 
 def test_version_is_the_package_version() -> None:
