@@ -31,6 +31,7 @@ from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.responses_api import ResponsesCall, count_input
 from cbatch.server.server_settings import ServerSettings
+from cbatch.server.telemetry import begun_span, end_span
 from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
 
@@ -199,6 +200,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         record = CallRecord()
+        record.span = begun_span(scope, record.id)
         mine = {"request_id": record.id, "record": record}
         scope["state"] = {**scope.get("state", {}), **mine}
 
@@ -223,6 +225,8 @@ class Gate:
         is_poll = record.route in _POLLED and any(name == _POLL for name, _ in scope["headers"])
         if not is_poll:
             self._meters.n_http[record.route, status] += 1
+            if record.span is not None:
+                end_span(record.span, scope["method"], record.route, status)
         if _log.has_debug if is_poll else _log.has_info:
             _log.tell(
                 "http",

@@ -20,6 +20,7 @@ from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
 from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
 from cbatch.server.request_fields import ignored_header, with_param
 from cbatch.server.sse import EventStream
+from cbatch.server.telemetry import add_answers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -220,9 +221,15 @@ class Answering:
             await self._stream(tasks, response)
             return
         results = await results_of(response)
-        self._desk.meters.count_answers(results)
+        self._count(results)
         body = self._call.body(results, self._model)
         await self._exchange.respond_json(body, headers=self._headers)
+
+    def _count(self, results: Sequence[BatchResult]) -> None:
+        """Count prompts that were answered."""
+        self._desk.meters.count_answers(results)
+        if (span := self._exchange.record.span) is not None:
+            add_answers(span, results, self._model)
 
     def _named(self) -> list[BatchPrompt]:
         """Return the prompts by ids that begin as the request's own: the log and `/slots` tell them."""
@@ -259,7 +266,7 @@ class Answering:
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, Ended) and event.whole is not None:
-                        self._desk.meters.count_answers([event.whole])
+                        self._count([event.whole])
                 data = encoder.frames(some)
                 if data and not events.have_ended:
                     await stream.send(data)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 OTHER = "other"
 """The route of a request for a path that is not there."""
@@ -19,6 +23,8 @@ class CallRecord:
     """The path that an endpoint answers, without `/v1` and with names for what varies."""
     status: int | None = None
     """The status that was sent, or 499 where the client has left before."""
+    span: Span | None = None
+    """Its span, where OpenTelemetry records it."""
     start_s: float = field(default_factory=time.perf_counter)
 
     @property

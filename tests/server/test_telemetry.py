@@ -1,0 +1,103 @@
+"""Spans of requests and answers, as an exporter of OpenTelemetry gets them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch.server import telemetry
+from tests.server.clients import CHAT, COMPLETIONS, USER, call, fake_app
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+ASKED = {"messages": USER, "max_tokens": 4, "ignore_eos": True}
+PARENT = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    found, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(found))
+    monkeypatch.setattr(telemetry, "_tracer", lambda: provider.get_tracer("test"))
+    yield found
+    provider.shutdown()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_request_has_a_span_and_its_answer_one_within(
+    exporter: InMemorySpanExporter, is_streamed: bool
+) -> None:
+    with fake_app(model_name="m") as app:
+        answer = call(app, CHAT, {**ASKED, "stream": is_streamed}, headers=PARENT)
+        spans = exporter.get_finished_spans()
+    said, request = spans
+    assert (said.name, request.name) == ("answer", "POST /chat/completions")
+    assert request.parent is not None
+    assert said.parent is not None
+    assert f"{request.parent.trace_id:x}" == "a" * 32
+    assert f"{request.parent.span_id:x}" == "b" * 16
+    assert said.parent.span_id == request.context.span_id
+    id = answer.headers["x-request-id"]
+    assert dict(request.attributes or {}) == {
+        "http.request.method": "POST",
+        "http.route": "/chat/completions",
+        "http.response.status_code": 200,
+        "cbatch.request_id": id,
+    }
+    told = dict(said.attributes or {})
+    assert (told["cbatch.request_id"], told["cbatch.model"]) == (id, "m")
+    assert (told["cbatch.completion_tokens"], told["cbatch.finish_reason"]) == (4, "length")
+    assert None not in (said.start_time, said.end_time, request.start_time, request.end_time)
+    assert "Hi" not in str(told)
+
+
+def test_prompts_of_one_call_have_spans_of_their_own(exporter: InMemorySpanExporter) -> None:
+    with fake_app() as app:
+        call(app, COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 2})
+    assert [span.name for span in exporter.get_finished_spans()] == [
+        "answer",
+        "answer",
+        "POST /completions",
+    ]
+
+
+def test_refusals_have_a_span_and_polls_have_none(exporter: InMemorySpanExporter) -> None:
+    with fake_app(api_keys=["k"]) as app:
+        call(app, "/slots", headers={"x-cbatch-poll": "1", "x-api-key": "k"})
+        call(app, CHAT, ASKED)
+        app.state.desk.is_draining = True
+        call(app, CHAT, ASKED, headers={"x-api-key": "k"})
+    refused, draining = exporter.get_finished_spans()
+    assert dict(refused.attributes or {})["http.response.status_code"] == 401
+    assert refused.status.is_unset
+    assert dict(draining.attributes or {})["http.response.status_code"] == 503
+    assert not draining.status.is_ok
+    assert not draining.status.is_unset
+
+
+def test_server_works_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    telemetry._tracer.cache_clear()
+    try:
+        assert telemetry._tracer() is None
+        with fake_app() as app:
+            assert call(app, CHAT, ASKED).status_code == 200
+    finally:
+        monkeypatch.undo()
+        telemetry._tracer.cache_clear()
+
+
+def test_nothing_is_recorded_where_nobody_asked_for_it() -> None:
+    pytest.importorskip("opentelemetry")
+    scope = {"method": "GET", "headers": []}
+    assert telemetry.begun_span(scope, "a") is None
