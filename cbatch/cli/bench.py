@@ -465,7 +465,7 @@ def _show(summary: "Summary", facts: Mapping[str, Any]) -> None:
     width = shutil.get_terminal_size().columns if is_terminal else _PRINTED_WIDTH
     console = Console(file=text, width=width, force_terminal=is_terminal, soft_wrap=False)
     told = partial(console.print, markup=False, highlight=False)
-    told(", ".join(f"{name} {value}" for name, value in facts.items()))
+    told(_line_of(facts))
     for table in summary.tables():
         told(f"\n{table.title}")
         shown = RichTable()
@@ -486,6 +486,10 @@ def _show(summary: "Summary", facts: Mapping[str, Any]) -> None:
         say(f"refused: {line}")
 
 
+def _line_of(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
 def _write_files(
     summary: "Summary", facts: Mapping[str, Any], files: Mapping[str, Path | None]
 ) -> None:
@@ -500,7 +504,10 @@ def _write_files(
             json.dumps({"settings": facts, "machine": machine, **summary.as_dict()}, indent=1)
             + "\n"
         ),
-        "markdown": lambda: markdown(summary.tables(), [*summary.remarks(), *summary.problems()]),
+        "markdown": lambda: markdown(
+            summary.tables(),
+            [_line_of(facts), _line_of(machine), *summary.remarks(), *summary.problems()],
+        ),
         "html": lambda: bench_page(summary, facts, machine),
     }
     for kind, path in files.items():

@@ -94,6 +94,7 @@ def test_own_sides_are_measured_and_written_in_three_formats(tmp_path: Path) -> 
     assert (
         len({r["figures"]["n_output"] for r in found["rounds"] if r["load"]["at_once"] == 1}) == 1
     )
+    assert "seed 1, rounds 1" in files["markdown"].read_text(encoding="utf-8")
     page = files["html"].read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert not re.search(r"(src|href)=|url\(", page)
