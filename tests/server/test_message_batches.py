@@ -13,6 +13,7 @@ from cbatch.server import create_app
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import MESSAGES, USER, call, wait_until
 from tests.server.kept import SHORT, begun, kept_app, line, lines
+from tests.server.test_batch_restarts import Ending
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -239,6 +240,34 @@ def test_batch_that_was_being_canceled_is_canceled_by_the_next_server(tmp_path: 
         batch = ended(app, id)
         assert len(results(app, batch)) == N
         assert batch["request_counts"]["canceled"] > 0
+
+
+@pytest.mark.parametrize("is_canceled", [False, True])
+def test_server_may_end_at_any_step_of_a_batch(tmp_path: Path, *, is_canceled: bool) -> None:
+    requests = [request("wrong", **{**PARAMS, "temperature": -1}), request("a"), request("b")]
+    for i_end in range(99):
+        folder = tmp_path / str(i_end)
+        with pytest.MonkeyPatch.context() as patch, kept_app(folder) as app:
+            if is_canceled:
+                app.state.desk.room.set_calls(4)  # which leaves no slot
+            ending = Ending(patch, i_end, is_after=False)
+            id = created(app, *requests)["id"]
+            if is_canceled:
+                call(app, f"{BATCHES}/{id}/cancel", method="POST")
+            _wait(app, id, ending)
+        with kept_app(folder) as app:
+            found = results(app, ended(app, id))
+            assert found.keys() == {"wrong", "a", "b"}
+            call(app, f"{BATCHES}/{id}", method="DELETE")
+            for name in ("work", "content"):
+                assert not [*(folder / "kept" / name).iterdir()]
+        if not ending.has_come.is_set():
+            break
+    assert i_end > 3
+
+
+def _wait(app: Starlette, id: str, ending: Ending) -> None:
+    wait_until(lambda: ending.has_come.is_set() or told(app, id)["processing_status"] == "ended")
 
 
 def test_deleted_batch_leaves_nothing(tmp_path: Path) -> None:
