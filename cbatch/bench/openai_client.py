@@ -192,7 +192,8 @@ class OpenAIClient:
             error = f"no end of the answer in {self.timeout_s:g} s"
         except (OSError, EOFError, ValueError) as problem:
             error = f"{self.address}: the connection broke: {problem or type(problem).__name__}"
-        if not error and is_streamed and not seen.pieces and not seen.usage[1]:
+        is_told = seen.pieces or seen.usage[1] or seen.finish  # an empty answer has an end
+        if not error and is_streamed and not is_told:
             error = f"{self.address} streamed nothing"
         return self._answer(request, seen, now(), error)
 

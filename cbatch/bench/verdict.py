@@ -35,6 +35,8 @@ def problems(requests: Sequence[WorkRequest], answers: Sequence[Answer]) -> list
     if len(answers) < len(requests):
         found.append(f"{len(requests) - len(answers)} of {len(requests)} requests have no answer")
     heard = [a for a in answers if not a.error]
+    if heard and not any(a.n_output for a in heard):
+        found.append("no answer has a token")
     other = [
         a
         for a in heard

@@ -112,6 +112,11 @@ def test_stream_without_usage_is_counted_by_the_models_tokenizer() -> None:
     assert (answer.n_prompt, answer.n_output, answer.finish) == (None, 5, "stop")
 
 
+def test_answer_that_ends_at_once_is_empty_and_no_error() -> None:
+    answer = one(reply(event("", finish="stop") + DONE))
+    assert (answer.error, answer.n_output, answer.finish) == ("", 0, "stop")
+
+
 def test_usage_of_another_vocabulary_is_not_believed() -> None:
     other = {"prompt_tokens": 30, "completion_tokens": 99}
     answer = one(reply(event("abc", finish="length", usage=other) + DONE))

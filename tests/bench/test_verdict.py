@@ -37,6 +37,7 @@ def test_whole_answers_have_no_problem() -> None:
         ),
         (with_first(1, finish="window"), "1 of 20 requests are cut: .* finish reason window"),
         (with_first(1, finish=None), "1 of 20 requests are cut: .* finish reason None"),
+        (with_first(N, n_output=0, finish="stop"), "no answer has a token"),
         (with_first(1, n_prompt=40), "1 of 20 requests have other prompts: 40 tokens of 10"),
     ],
 )
