@@ -26,7 +26,7 @@ _PARENT = (b"traceparent", b"tracestate")
 
 
 @cache
-def _tracer() -> Tracer | None:
+def find_tracer() -> Tracer | None:
     """Return what makes spans; None where OpenTelemetry is not installed."""
     try:
         from opentelemetry.trace import get_tracer
@@ -37,7 +37,7 @@ def _tracer() -> Tracer | None:
 
 def begun_span(scope: Scope, id: str) -> Span | None:
     """Return the span of a request that has come, within that of its client; None where nothing is recorded."""
-    tracer = _tracer()
+    tracer = find_tracer()
     if tracer is None:
         return None
     from opentelemetry.propagate import extract
@@ -58,7 +58,7 @@ def begun_span(scope: Scope, id: str) -> Span | None:
 
 def add_answers(span: Span, results: Sequence[BatchResult], model: str) -> None:
     """Add a span for each prompt that was answered, with the values of its line in the log."""
-    tracer = _tracer()
+    tracer = find_tracer()
     if tracer is None:
         return
     from opentelemetry.trace import set_span_in_context

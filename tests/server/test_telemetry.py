@@ -28,7 +28,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
     found, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(found))
-    monkeypatch.setattr(telemetry, "_tracer", lambda: provider.get_tracer("test"))
+    monkeypatch.setattr(telemetry, "find_tracer", lambda: provider.get_tracer("test"))
     yield found
     provider.shutdown()
 
@@ -87,14 +87,14 @@ def test_refusals_have_a_span_and_polls_have_none(exporter: InMemorySpanExporter
 
 def test_server_works_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
-    telemetry._tracer.cache_clear()
+    telemetry.find_tracer.cache_clear()
     try:
-        assert telemetry._tracer() is None
+        assert telemetry.find_tracer() is None
         with fake_app() as app:
             assert call(app, CHAT, ASKED).status_code == 200
     finally:
         monkeypatch.undo()
-        telemetry._tracer.cache_clear()
+        telemetry.find_tracer.cache_clear()
 
 
 def test_nothing_is_recorded_where_nobody_asked_for_it() -> None:

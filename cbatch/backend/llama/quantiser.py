@@ -34,19 +34,19 @@ class Quantising:
     """A run of the quantiser."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-        self._process, self._log = process, log
+        self.process, self._log = process, log
 
     def is_done(self, timeout_s: float) -> bool:
         """Wait for so long at most; return whether the run has ended."""
         try:
-            self._process.wait(timeout_s)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
         return True
 
     def find_problem(self) -> str:
         """Return why the run failed, empty if it did not. Call it once the run has ended."""
-        code = self._process.returncode
+        code = self.process.returncode
         if code == 0:
             return ""
         self._log.seek(max(self._log.seek(0, os.SEEK_END) - _N_TAIL, 0))

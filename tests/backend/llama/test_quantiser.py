@@ -51,7 +51,7 @@ def test_run_is_killed_at_the_end_of_the_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "source")
     with quantising(tmp_path / "source", tmp_path / "q.gguf", Q8_0) as running:
         assert not running.is_done(0.01)
-        process = running._process
+        process = running.process
     assert process.returncode == -signal.SIGKILL
 
 
@@ -60,7 +60,7 @@ def test_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     """Its stdin is closed then, whatever ended that process."""
     os.mkfifo(tmp_path / "source")
     with quantising(tmp_path / "source", tmp_path / "q.gguf", Q8_0) as running:
-        stdin = running._process.stdin
+        stdin = running.process.stdin
         assert stdin is not None
         stdin.close()
         assert running.is_done(_PATIENCE_S)
