@@ -34,6 +34,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import BatchError
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
+from tests.places import wait_until
 from tests.runtime.backends import (
     PATIENCE_S,
     FailingBackend,
@@ -684,9 +685,12 @@ def test_timeout_leaves_the_batch_running(is_threaded: bool) -> None:
 @no_pool(Reason.ONE_BACKEND)
 def test_close_ends_every_waiter(gated: Callable[..., tuple[Engine, GatedBackend]]) -> None:
     engine, backend = gated(hold_at=4)
-    ours, other = engine.run(prompts(4)), engine.run(prompts(1))
-    waits = [in_thread(lambda: all_results(ours)), in_thread(lambda: list(other))]
+    ours = engine.run(prompts(4))
     backend.wait_until_held()
+    n_interrupts = backend.n_interrupts
+    other = engine.run(prompts(1))
+    waits = [in_thread(lambda: all_results(ours)), in_thread(lambda: list(other))]
+    wait_until(lambda: backend.n_interrupts > n_interrupts)  # the next that asks is `close`
     backend.release_when_asked()
     engine.close()
     results = waits[0]()

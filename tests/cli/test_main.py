@@ -175,6 +175,9 @@ def test_help_has_one_example_and_every_default(command: str) -> None:
     for parameter in options_of(command):
         if isinstance(parameter.show_default, str):
             assert f"[default: ({parameter.show_default})]" in result.output
+        elif parameter.secondary_opts:
+            chosen = parameter.opts if parameter.default else parameter.secondary_opts
+            assert f"[default: {chosen[0].removeprefix('--')}]" in result.output
         elif parameter.default not in (None, False):
             assert f"[default: {parameter.default}]" in result.output
 
@@ -187,7 +190,7 @@ def test_help_in_a_narrow_window_cuts_no_option(command: str | None) -> None:
     assert max(map(len, result.output.splitlines())) <= 44  # and the last column of a list
     assert "…" not in result.output.replace("1 … 256", "")
     for parameter in options_of(command) if command else ():
-        assert f"--{parameter.name.replace('_', '-')} " in result.output
+        assert f"{parameter.opts[0]} " in result.output
 
 
 def test_log_level_shows_the_log_on_stderr(
