@@ -34,8 +34,8 @@ def synth(
     type: Annotated[
         str | None,
         option(
-            help="Weights: f32, f16, bf16, q8_0, q4_0, or a mix of types as llama.cpp's quantiser makes it: q4_k_m, q6_k, "
-            "iq4_xs and others.",
+            help="Weights: f32, f16, bf16, q8_0, q4_0, or a mix of types as llama.cpp's quantiser makes it: q4_k_m, "
+            "q6_k, iq4_xs and others.",
             default="the shape's: q8_0",
         ),
     ] = None,

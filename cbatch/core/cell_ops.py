@@ -133,8 +133,10 @@ class SlotCells:
         if driver.finish_reason == "error" or not n_known or not self.prefixes.can_retain(driver):
             self.clear(slot)
             return
-        if n_known < self.ledger.n_cells[slot]:
-            self.shifts.pop(slot, None)
+        has_shift = (
+            self.shifts.pop(slot, None) is not None
+        )  # what is known stands before the tokens to be taken out
+        if has_shift or n_known < self.ledger.n_cells[slot]:
             self.trim(slot, n_known)
         self.prefixes.retain(slot, driver, n_known)
 

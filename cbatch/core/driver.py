@@ -37,7 +37,7 @@ class Status(Enum):
     PAUSED = "paused"
     """With its slot and cells until another sequence needs them, or without."""
     STORING = "storing"
-    """Ended, without a slot; its cells are being written to disk."""
+    """Ended; its slot is given back, and its cells are being written to disk."""
     FINISHED = "finished"
 
 

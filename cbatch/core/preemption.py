@@ -85,13 +85,16 @@ class Demand:
 def choose_victim(ledger: KvLedger) -> SequenceDriver | None:
     """Return the sequence that can best give up its cells: never the oldest, none too often, the least computed.
 
-    Where no cell is free and there is no other, one that was a victim too often: after a failure, sequences compute
-    cells of their own that they shared when they were admitted.
+    Where no cell is free it may be one that was a victim too often, and one that shares all its cells: those are free
+    when all that share them have left.
     """
     by_age = sorted([d for d in ledger.running if d is not None], key=lambda d: d.number)
-    eligible = [d for d in by_age[1:] if d.slot is not None and ledger.n_own(d.slot)]
+    younger = [d for d in by_age[1:] if d.slot is not None]
+    eligible = [d for d in younger if ledger.n_own(d.slot)]
     if ledger.n_free_cells:
         eligible = [d for d in eligible if d.n_preempted < N_PREEMPTED_MAX]
+    elif not eligible:
+        eligible = younger
     return min(eligible, key=_cost, default=None)
 
 

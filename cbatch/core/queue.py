@@ -130,7 +130,7 @@ class AdmissionQueue:
                 line.appendleft(entries[0])
 
     def put_back(self, driver: SequenceDriver) -> None:
-        """Put a sequence that had its turn before, or was held, among the first."""
+        """Put a sequence that lost its slot, or was held, among the first; one whose quantum ended is added anew."""
         self._ranks[driver] = (-math.inf, driver.number)
         insort(self._lines[driver.chosen_slot], self._entry(driver))
 

@@ -79,7 +79,7 @@ class ContinuousBatchScheduler:
     """Plans steps over the sequences of a batcher, and applies their results.
 
     `plan` decides and changes nothing: called twice it returns equal plans. `apply` commits what the backend did of it.
-    Between the two nothing may be submitted or cancelled.
+    Between the two no event may change the batcher: nothing is submitted, cancelled, paused or given up.
 
     After a step that failed, its sequences are computed in halves, apart from each other, until each is past the
     place of the failure: so a passing failure does no harm, and one that fails alone is the culprit and ends with an

@@ -402,3 +402,21 @@ def test_turn_of_adapters_for_which_there_is_no_room_goes_to_others() -> None:
     rig.batcher.resume("1")
     assert one_step(rig).adapters == ()
     drive(rig)
+
+
+def test_victims_whose_cells_are_all_shared_make_room_together() -> None:
+    """The oldest sequence has a turn of its own, and its run takes the last cells."""
+    memory = shared_pool(1280, can_copy=True)
+    rig = make_scheduler(64, 1280, 64, memory=memory, share_prefixes=True, adapters=("x",))
+    common = [*range(100, 132)]
+    rig.submit(make_request("before", common, max_tokens=1))
+    drive(rig)
+    rig.submit(make_request("oldest", [1] * 1121, adapter="x"))
+    while not rig.drivers["oldest"].n_output:
+        step(rig)
+    rig.submit(*[make_request(id, [*common, i], max_tokens=1) for i, id in enumerate("bc")])
+    drive(rig)
+    assert rig.results["oldest"].finish_reason == "window"
+    for i, id in enumerate("bc"):
+        alone = rig.alone(make_request(id, [*common, i]), 1)
+        assert rig.results[id].token_ids == tuple(alone)
