@@ -89,12 +89,11 @@ def choose_victim(ledger: KvLedger) -> SequenceDriver | None:
     when all that share them have left.
     """
     by_age = sorted([d for d in ledger.running if d is not None], key=lambda d: d.number)
-    younger = by_age[1:]
-    eligible = [d for d in younger if d.slot is not None and ledger.n_own(d.slot)]
+    eligible = [d for d in by_age[1:] if d.slot is not None and ledger.n_own(d.slot)]
     if ledger.n_free_cells:
         eligible = [d for d in eligible if d.n_preempted < N_PREEMPTED_MAX]
     elif not eligible:
-        eligible = younger
+        eligible = [d for d in by_age[1:] if d.slot is not None]
     return min(eligible, key=_cost, default=None)
 
 
