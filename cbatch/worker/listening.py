@@ -27,6 +27,9 @@ _N_UNREAD = 2**16
 
 _LONGEST_WAIT_S = 1.0
 
+_LEAVING_S = 1.0
+"""How long a client that comes waits for the one before it, which may be leaving."""
+
 _SOON_S = 1.0
 """A client that sends no line within this time is taken for one that knows no JSON; one that takes none gets none."""
 
@@ -104,7 +107,16 @@ class Listener:
             if self._is_serving.acquire(blocking=False):
                 self._clients.put(client)
             else:
-                threading.Thread(target=self._refuse, args=(client,), daemon=True).start()
+                threading.Thread(target=self._wait, args=(client,), daemon=True).start()
+
+    def _wait(self, client: socket.socket) -> None:
+        """Have a client served if the one before it leaves soon, else refuse it."""
+        if not self._is_serving.acquire(timeout=_LEAVING_S):
+            self._refuse(client)
+            return
+        self._clients.put(client)
+        if self._is_closed:  # nobody takes it then
+            hang_up(client)
 
     def _refuse(self, client: socket.socket) -> None:
         first = b""

@@ -46,6 +46,20 @@ def test_second_client_is_told_and_closed_and_the_next_one_served(tmp_path: Path
     assert not path.exists()
 
 
+def test_client_that_comes_before_the_one_before_it_has_left_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.worker.listening._LEAVING_S", PATIENCE_S)
+    path = tmp_path / "s"
+    with closing(Listener(path, busy)) as listener, closing(listener.clients()) as clients:
+        with connected(path):
+            next(clients)
+            second = connected(path)
+        with second:
+            next(clients).sendall(b"again")
+            assert second.recv(9) == b"again"
+
+
 def test_client_is_hung_up_on_when_the_next_one_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with closing(Listener(path, busy)) as listener, connected(path) as first:

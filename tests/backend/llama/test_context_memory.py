@@ -443,7 +443,8 @@ def test_copies_give_the_bits_that_computing_gives_under_exact(
 @pytest.mark.parametrize("tokens", [PROMPT, LONG], ids=["part", "most"])
 def test_copy_of_a_copy_in_one_plan(make: MakeBackend, kind: str, tokens: Sequence[int]) -> None:
     backend = make(kind)
-    expected = after(backend, 2, tokens[:9], 5)
+    backend.run(StepPlan((chunk(2, 0, tokens),)))
+    expected = go_on(backend, 2, [7], 5, start=9, trims=((Slot(2), 9),))
     backend.run(StepPlan((chunk(0, 0, tokens),), clears=(Slot(2),)))
     copies = ((Slot(0), Slot(1), 15), (Slot(1), Slot(2), 9))
     assert go_on(backend, 2, [7], 5, start=9, copies=copies) == expected
