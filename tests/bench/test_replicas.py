@@ -16,7 +16,8 @@ from tests.worker.links import engine_over
 if TYPE_CHECKING:
     from pathlib import Path
 
-REQUESTS = [BatchPrompt(prompt=f"number {i}", options={"max_tokens": 5}) for i in range(6)]
+OPTIONS = {"max_tokens": 5, "ignore_eos": True}
+REQUESTS = [BatchPrompt(prompt=f"number {i}", options=OPTIONS) for i in range(6)]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
