@@ -216,7 +216,7 @@ class Desk:
         n_with = self.n_queued_tokens(n_slots)
         if not is_alone and n_with > max(n_limit, n_queued):
             visit.n_prompt_tokens = 0
-            # where prompts are alike, so many of those that wait are too many
+            # this many waiting calls are too many, if their prompts are alike
             n_ends = (self.n_open - n_slots) * (n_with - n_limit) / n_with
             raise tokens_full(n_queued, n_limit, self._wait_s(n_ends, n_slots))
 

@@ -176,9 +176,8 @@ class Host:
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
         """Hand output to the thread that writes. Owner thread."""
-        if (
-            self._ending is not SessionEnd.FAILED
-        ):  # else the client knows what becomes of its requests
+        # a client whose engine has failed knows what becomes of its requests
+        if self._ending is not SessionEnd.FAILED:
             self._outbox.deliver(chunks, [result for _, result in results])
         for _, result in results:
             self._batches.pop(result.id, None)
