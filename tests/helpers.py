@@ -118,7 +118,7 @@ class Rig:
 
     def running(self) -> list[str]:
         """The ids in slots, in order of slots."""
-        return [d.request.id for d in self.ledger.running if d is not None]
+        return [d.request.id for d in self.ledger.holders if d is not None]
 
     @property
     def state(self) -> BatcherState:
@@ -363,7 +363,7 @@ def snapshot(rig: Rig) -> object:
     return _plain_values(rig.scheduler, {})
 
 
-_DERIVED = {"_order"}
+_DERIVED = {"_running"}
 """What is found again whenever other sequences run."""
 
 
@@ -485,7 +485,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     assert n_tokens <= rig.backend.n_batch
     assert n_tokens + (plan.n_steps - 1) * len(slots) <= ledger.n_free_cells
     assert not (has_preempted and entering)
-    running = [d for d in rig.ledger.running if d and d.status is Status.RUNNING]
+    running = [d for d in rig.ledger.holders if d and d.status is Status.RUNNING]
     running = [d for d in running if d not in leaves] + entering
     for c, driver in zip(plan.chunks, planned.rows, strict=True):
         end, start = c.start + len(c.tokens), starts.get(driver, driver.n_computed)
@@ -534,7 +534,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
 
 def waiting_for(rig: Rig, slots: SlotPlan) -> list[SequenceDriver]:
     """Those that still wait though one of the slots that a plan leaves free is theirs to have."""
-    waiting = islice(rig.state.queue.candidates(slots.ledger.running), rig.backend.n_slots + 1)
+    waiting = islice(rig.state.queue.candidates(slots.ledger.holders), rig.backend.n_slots + 1)
     waiting_ready = takewhile(lambda d: d.is_tokenized, waiting)
     gone = [*slots.placed, *slots.holds]
     copied = slots.cells.prefixes.copied
@@ -570,7 +570,7 @@ def plain(cells: Sequence[int]) -> list[int]:
 def check_slots(rig: Rig) -> None:
     """A slot that nobody has holds what the ledger says, and the index knows it."""
     ledger, prefixes = rig.ledger, rig.state.cells.prefixes
-    for slot, driver in enumerate(rig.ledger.running):
+    for slot, driver in enumerate(rig.ledger.holders):
         cells = plain(rig.backend.cells[slot])
         if driver is None and slot not in rig.state.cells.clears:
             n = rig.state.cells.trims.get(Slot(slot))
@@ -627,7 +627,7 @@ def saved_by_key(rig: Rig) -> dict[int, Any]:
 def check_cells(rig: Rig) -> None:
     """The backend holds exactly the computed tokens, but for what the next plan takes off."""
     cells, cells_saved = rig.state.cells, saved_by_key(rig)
-    for driver in rig.ledger.running:
+    for driver in rig.ledger.holders:
         if driver is None or driver.slot is None:
             continue
         held = plain(rig.backend.cells[driver.slot])
@@ -654,9 +654,9 @@ def check_invariants(rig: Rig) -> None:
     batcher, ledger, saved = rig.batcher, rig.ledger, rig.state.saved
     check_ledger(ledger)
     cells_saved = saved_by_key(rig)
-    having = [d for d in rig.ledger.running if d is not None]
+    having = [d for d in rig.ledger.holders if d is not None]
     assert ledger.n_used_slots == len(having) == len(set(map(id, having)))
-    for slot, driver in enumerate(rig.ledger.running):
+    for slot, driver in enumerate(rig.ledger.holders):
         if driver is not None:
             assert ledger.n_cells[slot] == driver.n_computed
             assert driver.slot == slot

@@ -55,7 +55,7 @@ WAITS: dict[Wait, tuple[str, str, str]] = {
     ),
     Wait.LEADER: (
         "another sequence that computes the same prefix",
-        "the other has computed it, makes no progress, or leaves its slot",
+        "the other has computed it, pauses, ends, or loses its slot",
         "every one, as long as a slot stays free for it",
     ),
     Wait.CACHE: (

@@ -106,7 +106,8 @@ class MultiRequestBatcher:
         self._is_by_prompt = options.policy in BY_PROMPT
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
-        self._order: list[SequenceDriver] | None = None  # None where others run than before
+        self._running: list[SequenceDriver] | None = None
+        """The running sequences, the oldest first; None where others run than before."""
 
     # ---- questions ----
 
@@ -118,7 +119,7 @@ class MultiRequestBatcher:
     def occupancy(self) -> Occupancy:
         """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
         n_free, n_waiting = self._ledger.n_free_slots, self.n_waiting
-        n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._ledger.running)
+        n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._ledger.holders)
         n_used_slots = self._ledger.n_slots - n_free
         return Occupancy(
             n_waiting,
@@ -138,12 +139,12 @@ class MultiRequestBatcher:
 
         Sequences whose cells or bindings the next plan changes first are left out.
         """
-        rows = [(Slot(i), d) for i, d in enumerate(self._ledger.running) if d and d.is_decoding]
+        rows = [(Slot(i), d) for i, d in enumerate(self._ledger.holders) if d and d.is_decoding]
         return [(slot, driver) for slot, driver in rows if self._cells.is_settled(slot)]
 
     def residents(self) -> list[tuple[SequenceDriver | None, int]]:
         """Return the sequence of each slot, None for a free one, and its cells."""
-        return [*zip(self._ledger.running, self._ledger.n_cells, strict=False)]
+        return [*zip(self._ledger.holders, self._ledger.n_cells, strict=False)]
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -175,7 +176,7 @@ class MultiRequestBatcher:
         """Do what comes before a plan: deadlines, ended waits, and the prompts whose turn may come.
 
         Requests end whose time is over or whose prompt is refused. Sequences are queued again whose leader has their
-        prefix, or is stuck. As many prompts become tokens as the plan may admit, where `ending` sequences leave their
+        prefix, or that stops. As many prompts become tokens as the plan may admit, where `ending` sequences leave their
         slots: so a long queue costs nothing, and a prompt that cannot run ends with its own error.
         """
         while (driver := self._deadlines.pop_due(now)) is not None:
@@ -183,7 +184,7 @@ class MultiRequestBatcher:
             driver.expire(now)
             self.retire(driver)
         for driver in self._followers.pop_ready():
-            self._release(driver)
+            self._release(driver, now)
         if self._queue and (n_open := self._ledger.n_slots - len(self._rows()) + len(ending)):
             self._tokenize_prompts(n_open, ending, now)
 
@@ -193,7 +194,7 @@ class MultiRequestBatcher:
         """Make the first prompts tokens, and prompts that may pass them; a refused prompt ends and counts as none."""
         refused: list[SequenceDriver] = []
         n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_shared else 0
-        for driver in self._queue.candidates(self._ledger.running, ending):
+        for driver in self._queue.candidates(self._ledger.holders, ending):
             self._tokenize(driver)
             n_ready += driver.error is None
             n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
@@ -235,7 +236,7 @@ class MultiRequestBatcher:
         elif isinstance(want, CacheRead):
             drivers, loads = self._reads.resolve(want, found)
             for driver in drivers:
-                self._release(driver)
+                self._release(driver, now)
             return loads
         elif isinstance(found, GrammarError):
             for driver in self._builds.resolve(want, None):
@@ -261,20 +262,26 @@ class MultiRequestBatcher:
         driver.undergo(Event.FINISH)
         self._ended.append(driver)
 
-    def refuse_cells(self, driver: SequenceDriver, error: CacheError) -> None:
-        """Have a sequence go on without cells from disk that the backend could not take."""
-        self._forget(driver)
+    def refuse_cells(self, driver: SequenceDriver, error: CacheError, now: float) -> None:
+        """Have a sequence go on without cells from disk that the backend could not take, or end if it requires them."""
         driver.proceed_uncached(error)
+        if driver.error is None:
+            self._forget(driver)
+        else:
+            self._withdraw(driver)
+            self._end(driver, now, driver.error)
 
     def _hold(self, driver: SequenceDriver, reason: Wait) -> None:
         """Take a waiting sequence out of the queue until `_release`: later sequences pass."""
         self._queue.remove(driver)
         driver.waits_for = reason
 
-    def _release(self, driver: SequenceDriver) -> None:
-        """Let a held sequence take its turn: among the first, for it has waited."""
+    def _release(self, driver: SequenceDriver, now: float) -> None:
+        """Let a held sequence take its turn, among the first, for it has waited; one that has failed ends."""
         driver.waits_for = None
-        if driver.status is Status.WAITING:
+        if driver.error is not None:
+            self._end(driver, now, driver.error)
+        elif driver.status is Status.WAITING:
             self._queue.put_back(driver)
 
     # ---- pausing and ending ----
@@ -290,7 +297,7 @@ class MultiRequestBatcher:
         if driver.status is Status.WAITING and driver.waits_for is None:
             self._queue.remove(driver)
         driver.undergo(Event.PAUSE)
-        self._order = None
+        self._running = None
         return True
 
     def resume(self, id: str, n_tokens: int | None = None) -> bool:
@@ -308,7 +315,7 @@ class MultiRequestBatcher:
                 self._queue.put_back(driver)
         else:
             driver.undergo(Event.RESUME)
-            self._order = None
+            self._running = None
         return True
 
     def cancel(self, id: str, now: float) -> bool:
@@ -345,9 +352,9 @@ class MultiRequestBatcher:
         self._deadlines.note_end()
         self._state.demand.learn(driver)
         if driver.slot is not None:
-            self._order = None
+            self._running = None
             self._ledger.free(driver.slot)
-            self._cells.retain(driver, driver.slot)
+            self._cells.leave(driver, driver.slot)
             if not has_cells:
                 self._cells.clear(driver.slot)
 
@@ -399,12 +406,12 @@ class MultiRequestBatcher:
 
     def _rows(self) -> list[SequenceDriver]:
         """Return the running sequences, the oldest first."""
-        if self._order is None:
+        if self._running is None:
             running = [
-                d for d in self._ledger.running if d is not None and d.status is Status.RUNNING
+                d for d in self._ledger.holders if d is not None and d.status is Status.RUNNING
             ]
-            self._order = sorted(running, key=lambda d: d.number)
-        return self._order
+            self._running = sorted(running, key=lambda d: d.number)
+        return self._running
 
     def slot_plan(self) -> SlotPlan:
         """Return the slots as they are, for a plan to decide what becomes of them."""
@@ -426,11 +433,9 @@ class MultiRequestBatcher:
         """
         self._end_copies(lost)
         self._cells.note_done()
-        if plan.chunks:
-            self._followers.note_step(plan.adapters)
         if slots.has_view:
             self._cells.commit(slots.cells)
-            self._order = None
+            self._running = None
         self._commit_waits(slots)
         for leave in slots.leaves:
             self._commit_leave(leave, lost)
@@ -450,7 +455,7 @@ class MultiRequestBatcher:
         for driver, found in slots.holds.items():
             if found.leader is not None:
                 self._hold(driver, Wait.LEADER)
-                self._followers.add(driver, found.leader, found.n_then)
+                self._followers.add(driver, found.leader, found.n_leader_cells)
             else:
                 self._hold(driver, Wait.CACHE)
                 self._reads.add(driver)
@@ -462,7 +467,7 @@ class MultiRequestBatcher:
         else:
             driver.n_computed = 0
         driver.slot = None
-        if leave.reason == "pause":
+        if leave.reason == "parked":
             return
         driver.undergo(Event.PREEMPT)
         if leave.reason == "turn":
@@ -509,7 +514,7 @@ class MultiRequestBatcher:
         """Record the cells that a step computed, by slot, and the sequences that ended; `has_cells` as in `retire`."""
         self._ledger.add_all(cells)
         if has_paused:
-            self._order = None
+            self._running = None
         for driver in finished:
             self.retire(driver, has_cells=has_cells)
 
@@ -536,7 +541,7 @@ class MultiRequestBatcher:
         """
         if broken_off is not None:
             self._lose_saved(broken_off)
-        for i, driver in enumerate(self._ledger.running):
+        for i, driver in enumerate(self._ledger.holders):
             if driver is None:
                 self._cells.clear(Slot(i))
             else:

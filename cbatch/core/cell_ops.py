@@ -126,8 +126,8 @@ class SlotCells:
         self.shifts[slot] = n_keep, n_cells
         self.rebinds[slot] = None
 
-    def retain(self, driver: SequenceDriver, slot: Slot) -> None:
-        """Retain what a driver computed in a slot that it gives back, where that is of use to others."""
+    def leave(self, driver: SequenceDriver, slot: Slot) -> None:
+        """Retain what a driver computed in the slot that it gives back, or empty the slot where that is of no use."""
         n_known = self.n_known(driver, slot)
         self.rebinds.pop(slot, None)
         if driver.finish_reason == "error" or not n_known or not self.prefixes.can_retain(driver):

@@ -34,6 +34,7 @@ class KvLedger:
     # with a dict instead of slots, each step of 16 rows takes 8 µs more
     __slots__ = (
         "_blocks",
+        "holders",
         "is_shared",
         "memory",
         "n_cells",
@@ -42,7 +43,6 @@ class KvLedger:
         "n_slots",
         "n_used",
         "n_window",
-        "running",
     )
 
     def __init__(self, n_slots: int, n_window: int, memory: KvCapabilities) -> None:
@@ -52,7 +52,7 @@ class KvLedger:
         self.n_pool = memory.n_cells if memory.kind == "unified" else n_slots * n_window
         self.is_shared = self.n_pool < n_slots * n_window
         """Whether slots can take cells from each other."""
-        self.running: list[SequenceDriver | None] = [None] * n_slots
+        self.holders: list[SequenceDriver | None] = [None] * n_slots
         """The sequence in each slot, also a paused one. A free slot may hold cells."""
         self.n_free_slots = n_slots
         self.n_cells = [0] * n_slots
@@ -72,20 +72,20 @@ class KvLedger:
     @property
     def free_slots(self) -> list[Slot]:
         """The slots that no sequence has, ascending."""
-        return [Slot(i) for i, driver in enumerate(self.running) if driver is None]
+        return [Slot(i) for i, driver in enumerate(self.holders) if driver is None]
 
     def assign(self, slot: Slot, driver: SequenceDriver) -> None:
         """Give a free slot to a sequence; raises a `LedgerError` where it is not free."""
-        if self.running[slot] is not None:
+        if self.holders[slot] is not None:
             raise LedgerError(f"slot {slot} is in use")
-        self.running[slot] = driver
+        self.holders[slot] = driver
         self.n_free_slots -= 1
 
     def free(self, slot: Slot) -> None:
         """Take a slot back, with its cells in it; raises a `LedgerError` where it is free."""
-        if self.running[slot] is None:
+        if self.holders[slot] is None:
             raise LedgerError(f"slot {slot} is free")
-        self.running[slot] = None
+        self.holders[slot] = None
         self.n_free_slots += 1
 
     def add(self, slot: Slot, n_cells: int) -> None:
@@ -101,7 +101,7 @@ class KvLedger:
         for slot, n_more in cells:
             n = self.n_cells[slot] + n_more
             if (
-                self.running[slot] is None
+                self.holders[slot] is None
                 or n > self.n_window
                 or n_more > self.n_pool - self.n_used
             ):
@@ -131,7 +131,7 @@ class KvLedger:
         if not self.is_shared:
             self.add(slot, n_cells)
             return
-        if self.running[slot] is None or self.n_cells[slot] or n_cells > self.n_cells[source]:
+        if self.holders[slot] is None or self.n_cells[slot] or n_cells > self.n_cells[source]:
             raise LedgerError(f"slot {slot} cannot have {n_cells} cells of slot {source}")
         n = 0
         for block in self._blocks[source]:
@@ -147,15 +147,15 @@ class KvLedger:
     def view(self) -> KvLedger:
         """Return what a plan changes in place of this: a copy that changes on its own."""
         view = copy(self)
-        view.n_cells, view.running = self.n_cells.copy(), self.running.copy()
+        view.n_cells, view.holders = self.n_cells.copy(), self.holders.copy()
         if self.is_shared:
-            blocks = {id(b): _Block(b.n, b.n_slots) for held in self._blocks for b in held}
-            view._blocks = [[blocks[id(b)] for b in held] for held in self._blocks]
+            copies = {id(b): _Block(b.n, b.n_slots) for blocks in self._blocks for b in blocks}
+            view._blocks = [[copies[id(b)] for b in blocks] for blocks in self._blocks]
         return view
 
     def commit(self, view: KvLedger) -> None:
         """Take over what a plan has changed in its view, which is used no more."""
-        self.running, self.n_free_slots = view.running, view.n_free_slots
+        self.holders, self.n_free_slots = view.holders, view.n_free_slots
         self._blocks = view._blocks
         self.n_cells, self.n_used = view.n_cells, view.n_used
 
@@ -165,9 +165,9 @@ class KvLedger:
             return self.n_cells[slot]
         return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
 
-    def n_in_use(self, kept: Collection[Slot] = ()) -> int:
-        """Return the cells of the slots that are in use or `kept`; a cell of several slots counts once."""
-        slots = (s for s, d in enumerate(self.running) if d is not None or s in kept)
+    def n_in_use(self, copied: Collection[Slot] = ()) -> int:
+        """Return the cells of the slots that are in use or `copied`; a cell of several slots counts once."""
+        slots = (s for s, d in enumerate(self.holders) if d is not None or s in copied)
         used = [self._blocks[s] for s in slots]
         return sum({id(b): b.n for blocks in used for b in blocks}.values())
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 Slot = NewType("Slot", int)
 
 BROKEN_ROW = -1
-"""Stands for a token where a row's logits held a NaN or +∞, or where there was no row. All such numbers are below 0."""
+"""Stands for a token where a row's logits held a NaN or +∞, or where there was no row.
+
+Tokens that are none are below 0; they are no codes of `llama_decode`, which are in `StepResult.code`."""
 
 EMPTY_ROW = -3
 """Stands for a token where every logit was −∞ after mask, bias and penalties: no token was left."""
@@ -78,7 +80,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
+    """One backend run. In this order: save, forget saved cells, rebuild, clear, trim, load, copy, shift, bind, compute.
 
     Where a slot is bound with a constraint, no token is sampled that it does not allow; such a chunk with an output
     is done in one step alone, for what is allowed next depends on what was sampled.

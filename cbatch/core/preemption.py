@@ -45,11 +45,11 @@ class KvDemandEstimator:
         """Expect more: the pool was full."""
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
-    def n_expected(self, driver: SequenceDriver, *, is_certain: bool) -> int:
-        """Return how many cells a sequence will want for tokens to come; the most, if `is_certain`."""
+    def n_expected(self, driver: SequenceDriver, *, is_worst_case: bool) -> int:
+        """Return how many cells a sequence will want for tokens to come; the most, if `is_worst_case`."""
         n_left = driver.n_left
         n_most = max(0, min(n_left, driver.n_window - driver.n_tokens))
-        if is_certain:
+        if is_worst_case:
             return n_most
         if not driver.is_capped:
             return min(n_most, self._n_unknown)
@@ -61,24 +61,26 @@ class Demand:
 
     def __init__(self, estimator: KvDemandEstimator) -> None:
         self._estimator = estimator
-        self._is_certain = not estimator.is_optimistic
+        self._is_worst_case = not estimator.is_optimistic
         self._n_coming = self._n_coming_at_worst = 0
 
     def join(self, driver: SequenceDriver, n_computed: int) -> None:
         """Count one more that runs, with `n_computed` cells."""
-        self._is_certain |= driver.n_preempted >= N_PREEMPTED_MAX
+        self._is_worst_case |= driver.n_preempted >= N_PREEMPTED_MAX
         n_pending = driver.n_tokens - n_computed
-        self._n_coming += n_pending + self._estimator.n_expected(driver, is_certain=False)
-        self._n_coming_at_worst += n_pending + self._estimator.n_expected(driver, is_certain=True)
+        self._n_coming += n_pending + self._estimator.n_expected(driver, is_worst_case=False)
+        self._n_coming_at_worst += n_pending + self._estimator.n_expected(
+            driver, is_worst_case=True
+        )
 
     def fits(self, driver: SequenceDriver, ledger: KvLedger, n_shared: int = 0) -> bool:
         """Return whether the pool holds `driver` besides the running sequences, which have `n_shared` of its cells."""
         if not ledger.is_shared:
             return True
-        is_certain = self._is_certain or driver.n_preempted >= N_PREEMPTED_MAX
-        n_coming = self._n_coming_at_worst if is_certain else self._n_coming
+        is_worst_case = self._is_worst_case or driver.n_preempted >= N_PREEMPTED_MAX
+        n_coming = self._n_coming_at_worst if is_worst_case else self._n_coming
         n_new = min(driver.n_tokens, driver.n_window) - n_shared
-        n_new += self._estimator.n_expected(driver, is_certain=is_certain)
+        n_new += self._estimator.n_expected(driver, is_worst_case=is_worst_case)
         return ledger.n_in_use() + n_coming + n_new <= ledger.n_pool
 
 
@@ -88,7 +90,7 @@ def choose_victim(ledger: KvLedger) -> SequenceDriver | None:
     Where no cell is free it may be one that was a victim too often, and one that shares all its cells: those are free
     when all that share them have left.
     """
-    by_age = sorted([d for d in ledger.running if d is not None], key=lambda d: d.number)
+    by_age = sorted([d for d in ledger.holders if d is not None], key=lambda d: d.number)
     eligible = [d for d in by_age[1:] if d.slot is not None and ledger.n_own(d.slot)]
     if ledger.n_free_cells:
         eligible = [d for d in eligible if d.n_preempted < N_PREEMPTED_MAX]
@@ -109,7 +111,7 @@ def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
     """
     if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
         return None
-    above_a_gap = [d for d in ledger.running[ledger.n_used_slots :] if d is not None]
+    above_a_gap = [d for d in ledger.holders[ledger.n_used_slots :] if d is not None]
     if not above_a_gap:
         return None
     highest = above_a_gap[-1]

@@ -37,7 +37,7 @@ class PrefixMatch:
 
     source: Source | None = None
     leader: SequenceDriver | None = None
-    n_then: int = 0
+    n_leader_cells: int = 0
     """Cells that the leader will have to give."""
 
 
@@ -63,7 +63,7 @@ class PrefixCache:
         self._ledger = ledger
         self._chunk_alignment = chunk_alignment
         self._can_trim, self._can_copy = memory.can_trim, memory.can_copy
-        self._is_pool = memory.kind == "unified"
+        self._is_unified = memory.kind == "unified"
         self._index = PrefixIndex()
         self._changed: dict[Slot, list[Hashable]] = {}
         """The texts of slots that the index has not been told of; views share the index."""
@@ -117,7 +117,7 @@ class PrefixCache:
     def copy(self, slot: Slot, n_cells: int) -> None:
         """Record that the plan copies the first `n_cells` of a slot."""
         self._use(slot)
-        if self._ledger.running[slot] is None:
+        if self._ledger.holders[slot] is None:
             self.copied[slot] = max(n_cells, self.copied.get(slot, 0))
 
     def is_private(self, driver: SequenceDriver) -> bool:
@@ -128,7 +128,7 @@ class PrefixCache:
         options = driver.request.options
         is_other = driver.own_alignment(self._chunk_alignment) != self._chunk_alignment
         is_moving = bool(options.n_discard) and not options.prefill_only
-        return is_other or (self._is_pool and is_moving)
+        return is_other or (self._is_unified and is_moving)
 
     def can_retain(self, driver: SequenceDriver) -> bool:
         """Whether a slot keeps a driver's cells for others when it is given back."""
@@ -148,12 +148,12 @@ class PrefixCache:
         source = self._best(driver, alike)
         n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
         for n_alike, slot in alike if self._can_copy else ():
-            n_then = self._whole(n_alike)
-            if n_then < n_least:
+            n_leader_cells = self._whole(n_alike)
+            if n_leader_cells < n_least:
                 break
-            leader = self._ledger.running[slot]
+            leader = self._ledger.holders[slot]
             if leader is not None and self._is_leading(leader, slot, n_alike):
-                return PrefixMatch(source, leader, n_then)
+                return PrefixMatch(source, leader, n_leader_cells)
         return PrefixMatch(source)
 
     def _alike(self, driver: SequenceDriver) -> list[tuple[int, Slot]]:
@@ -178,7 +178,7 @@ class PrefixCache:
         best, best_rank, chosen = None, (0, 0, 0, 0), driver.chosen_slot
         for n_alike, slot in alike:
             n_cells = self._n_common_cells(driver, slot, n_alike)
-            is_free = self._ledger.running[slot] is None
+            is_free = self._ledger.holders[slot] is None
             rank = (n_cells, is_free + (slot == chosen), n_alike, self._used_at[slot] * is_free)
             can_take = is_free and chosen in (None, slot)
             can_use = self._can_take if can_take else self._can_copy_from
@@ -210,7 +210,7 @@ class PrefixCache:
         """Whether it pays to copy from a slot; a paused sequence may lose it in the same plan."""
         if not self._can_copy or n_cells < MIN_SHARED_TOKENS:
             return False
-        holder = self._ledger.running[slot]
+        holder = self._ledger.holders[slot]
         return holder is None or (holder.status is not Status.PAUSED and holder.saved_key is None)
 
     def _is_leading(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> bool:
@@ -249,7 +249,7 @@ class PrefixCache:
         source: Source | None,
         *,
         has_room: bool,
-        kept: Collection[Slot] = (),
+        reserved: Collection[Slot] = (),
         avoided: Collection[Slot] = (),
     ) -> Slot | None:
         """Return which free slot to give: the source's own, else the best; None where there is none.
@@ -260,11 +260,15 @@ class PrefixCache:
         Args:
             source: the cells to begin with.
             has_room: whether a slot is to spare.
-            kept: slots that are not to be given.
+            reserved: slots that are not to be given.
             avoided: slots that are to be given last.
         """
-        best = self._best_slot(kept, avoided)
-        if source is None or self._ledger.running[source.slot] is not None or source.slot in kept:
+        best = self._best_slot(reserved, avoided)
+        if (
+            source is None
+            or self._ledger.holders[source.slot] is not None
+            or source.slot in reserved
+        ):
             return best
         if best is None or not has_room or not self._is_worth_leaving(source):
             return source.slot
@@ -275,7 +279,7 @@ class PrefixCache:
         """Whether cells are in a slot, or can be copied there."""
         return source.slot == slot or self._can_copy_from(source.slot, source.n_cells)
 
-    def _best_slot(self, kept: Collection[Slot], avoided: Collection[Slot]) -> Slot | None:
+    def _best_slot(self, reserved: Collection[Slot], avoided: Collection[Slot]) -> Slot | None:
         """Return the best free slot: with the most neighbours in use, for a gap costs a graph run.
 
         Among equals an empty slot comes first, then the least recently used.
@@ -283,8 +287,10 @@ class PrefixCache:
         n_cells = self._ledger.n_cells
         ranks: list[tuple[bool, int, int, Slot]] = []
         for slot in self._ledger.free_slots:
-            if slot not in self.copied and slot not in kept:
-                beside = () if self._is_pool else self._ledger.running[max(0, slot - 1) : slot + 2]
+            if slot not in self.copied and slot not in reserved:
+                beside = (
+                    () if self._is_unified else self._ledger.holders[max(0, slot - 1) : slot + 2]
+                )
                 n_beside = len([d for d in beside if d is not None])
                 used_at = self._used_at[slot] if n_cells[slot] else 0
                 ranks.append((slot in avoided, -n_beside, used_at, slot))

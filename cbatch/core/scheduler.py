@@ -62,12 +62,12 @@ class Plan:
     """The sequence of each chunk."""
     slots: SlotPlan
     """What becomes of slots."""
-    turns: Mapping[AdapterSet, int] | None
+    adapter_turns: Mapping[AdapterSet, int] | None
     """When each set of adapters in use had its turn, where there are several."""
     now: float
 
 
-class _Newcomer(NamedTuple):
+class _Prefill(NamedTuple):
     """A sequence with more than one token to compute, and where it stands in the plan."""
 
     driver: SequenceDriver
@@ -105,13 +105,13 @@ class ContinuousBatchScheduler:
         self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
         self._can_trim = memory.can_trim
         self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
-        self._is_pool = batcher.slot_plan().ledger.is_shared
-        self._can_even = not (chunk_alignment or self._is_pool)
+        self._has_shared_cells = batcher.slot_plan().ledger.is_shared
+        self._can_even = not (chunk_alignment or self._has_shared_cells)
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
-        self._turns: Mapping[AdapterSet, int] = {}
-        self._n_turns = 0
+        self._adapter_turns: Mapping[AdapterSet, int] = {}
+        self._n_adapter_turns = 0
         self._n_failures = 0
         self._has_rebuilt = self._must_rebuild = False
         self._is_pool_full = False
@@ -131,7 +131,7 @@ class ContinuousBatchScheduler:
         self._change_slots(slots)
         suspects = self.bisection.suspects(slots.leaving())
         rows: Sequence[SequenceDriver] = suspects or slots.rows()
-        rows, shares, turns = self._take_turn(rows, slots)
+        rows, shares, adapter_turns = self._take_adapter_turn(rows, slots)
         chunks, drivers = self._chunks(shares, slots)
         if not (chunks or slots.has_changes or slots.cells.has_ops):
             self._check_progress(slots)
@@ -144,7 +144,7 @@ class ContinuousBatchScheduler:
             binds=self._bindings(slots),
             adapters=rows[0].request.adapters if rows else (),
         )
-        return Plan(step, drivers, slots, turns, now)
+        return Plan(step, drivers, slots, adapter_turns, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:
         """Commit a plan by the result of its run; return the sequences of its rows.
@@ -174,7 +174,7 @@ class ContinuousBatchScheduler:
         n_waiting = slots.n_waiting
         if self._quantum and n_waiting:
             self._end_turns(slots)
-        if self._is_pool and self._free_cells_for_rows(slots) and slots.rows():
+        if self._has_shared_cells and self._free_cells_for_rows(slots) and slots.rows():
             return  # a sequence that just lost its cells would take them back
         if n_waiting and slots.can_admit:
             slots.admit(self._n_copied_max(slots))
@@ -223,34 +223,36 @@ class ContinuousBatchScheduler:
 
     def _bindings(self, slots: SlotPlan) -> tuple[Binding, ...]:
         """Return what the backend must know of the sequences that are new in their slots, or stand otherwise there."""
-        rebound = [(slots.ledger.running[slot], slot) for slot in slots.cells.rebinds]
+        rebound = [(slots.ledger.holders[slot], slot) for slot in slots.cells.rebinds]
         binds = [d.binding(slot) for d, slot in rebound if d is not None and d not in slots.placed]
         binds += [driver.binding(slot) for driver, (slot, _) in slots.placed.items()]
         return tuple(binds)
 
     # ---- what a step computes ----
 
-    def _take_turn(
+    def _take_adapter_turn(
         self, rows: Sequence[SequenceDriver], slots: SlotPlan
     ) -> tuple[Sequence[SequenceDriver], dict[int, int], Mapping[AdapterSet, int] | None]:
         """Return the sequences of one set of adapters and what each slot computes: each set in use has its turn."""
         sets = dict.fromkeys(d.request.adapters for d in rows) if self._has_adapters else {}
         if len(sets) < 2:
             return rows, self._shares(rows, slots), None
-        turns = {adapters: self._turns.get(adapters, self._n_turns) for adapters in sets}
-        for adapters in sorted(turns, key=turns.__getitem__):
+        adapter_turns = {
+            adapters: self._adapter_turns.get(adapters, self._n_adapter_turns) for adapters in sets
+        }
+        for adapters in sorted(adapter_turns, key=adapter_turns.__getitem__):
             group = [d for d in rows if d.request.adapters == adapters]
             if shares := self._shares(group, slots):  # a full pool may have no room for its turn
                 break
-        turns[group[0].request.adapters] = self._n_turns + 1
-        return group, shares, turns
+        adapter_turns[group[0].request.adapters] = self._n_adapter_turns + 1
+        return group, shares, adapter_turns
 
     def _shares(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> dict[int, int]:
-        """Return how many tokens each slot computes: 1 for every decode row, then the newcomers' shares."""
-        if self._is_pool:
+        """Return how many tokens each slot computes: 1 for every decode row, then each prefill's share."""
+        if self._has_shared_cells:
             self._evict_for_step(rows, slots)
         shares: dict[int, int] = {}
-        newcomers: list[_Newcomer] = []
+        prefills: list[_Prefill] = []
         n_free, placed = slots.ledger.n_free_cells, slots.placed
         is_decoding = is_watched = False
         for driver in rows:
@@ -259,34 +261,32 @@ class ContinuousBatchScheduler:
             if slot is None or n_tokens > driver.n_window:  # its window moves before it goes on
                 continue
             if n_tokens - start > 1:
-                newcomers.append(_Newcomer(driver, slot, start))
+                prefills.append(_Prefill(driver, slot, start))
                 continue
             if len(shares) < n_free:
                 shares[slot] = 1
             if start >= driver.n_prompt:
                 is_decoding = True
                 is_watched = is_watched or driver.reply.is_watched
-        if newcomers:
+        if prefills:
             room = self._n_batch - len(shares)
             if is_decoding:
                 room = self._budget(room, len(shares), len(rows), is_watched=is_watched)
-            self._share_out(shares, newcomers, min(room, n_free - len(shares)))
+            self._share_out(shares, prefills, min(room, n_free - len(shares)))
         return shares
 
-    def _share_out(
-        self, shares: dict[int, int], newcomers: Sequence[_Newcomer], budget: int
-    ) -> None:
-        """Give the newcomers their shares of a step's prompt tokens; mutates `shares`."""
+    def _share_out(self, shares: dict[int, int], prefills: Sequence[_Prefill], budget: int) -> None:
+        """Give the prefills their shares of a step's prompt tokens; mutates `shares`."""
         split = whole_pieces if self._chunk_alignment else split_budget
         cut = []
         for (driver, slot, start), n in zip(
-            newcomers, split(self._wanted(newcomers), budget), strict=True
+            prefills, split(self._wanted(prefills), budget), strict=True
         ):
             if n:
                 shares[slot] = n
                 if 1 < n < len(driver.tokens) - start:
                     cut.append(slot)
-        if len(newcomers) > 1 and self._can_even:
+        if len(prefills) > 1 and self._can_even:
             even_out(shares, cut)
 
     def _evict_for_step(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> None:
@@ -297,23 +297,23 @@ class ContinuousBatchScheduler:
             n_steps = min(n_steps, driver.n_room)
         slots.evict(min(self._n_batch, n_wanted) + n_steps * len(rows))
 
-    def _wanted(self, newcomers: Sequence[_Newcomer]) -> list[int]:
+    def _wanted(self, prefills: Sequence[_Prefill]) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
         if self._chunk_alignment:
-            wanted = [d.n_to_boundary(self._chunk_alignment, start) for d, _, start in newcomers]
+            wanted = [d.n_to_boundary(self._chunk_alignment, start) for d, _, start in prefills]
         else:
-            wanted = [min(len(d.tokens) - start, n_chunk) for d, _, start in newcomers]
-        if any(d.is_scoring for d, _, _ in newcomers):
-            self._limit_targets(newcomers, wanted)
+            wanted = [min(len(d.tokens) - start, n_chunk) for d, _, start in prefills]
+        if any(d.is_scoring for d, _, _ in prefills):
+            self._limit_targets(prefills, wanted)
         if self._n_long_context_prefills:
-            n_before = [start for _, _, start in newcomers]
+            n_before = [start for _, _, start in prefills]
             limit_long_context_prefills(wanted, n_before, self._n_long_context_prefills)
         return wanted
 
-    def _limit_targets(self, newcomers: Sequence[_Newcomer], wanted: list[int]) -> None:
+    def _limit_targets(self, prefills: Sequence[_Prefill], wanted: list[int]) -> None:
         """Have no more to score than a step can, the oldest first; aligned chunks are whole or not at all."""
         n_left = N_TARGETS_MAX
-        for i, (driver, _, start) in enumerate(newcomers):
+        for i, (driver, _, start) in enumerate(prefills):
             if driver.scores is not None:
                 n = driver.scores.n_within(start, wanted[i], n_left)
                 wanted[i] = 0 if self._chunk_alignment and n < wanted[i] else n
@@ -352,7 +352,7 @@ class ContinuousBatchScheduler:
     ) -> tuple[tuple[Chunk, ...], tuple[SequenceDriver, ...]]:
         """Return the chunks in ascending order of slot, and their sequences."""
         chunks, drivers, placed = list[Chunk](), list[SequenceDriver](), slots.placed
-        for i, driver in enumerate(slots.ledger.running):
+        for i, driver in enumerate(slots.ledger.holders):
             if driver is not None and i in shares:
                 start = placed[driver][1] if driver in placed else driver.n_computed
                 chunks.append(driver.chunk(Slot(i), start, shares[i]))
@@ -388,7 +388,7 @@ class ContinuousBatchScheduler:
             if is_turn:
                 n_turn = 0 if d in slots.placed else len(d.output) - d.n_before_turn
                 n_steps = min(n_steps, max(1, self._quantum - n_turn))
-        if self._is_pool:
+        if self._has_shared_cells:
             n_tokens = sum([len(c.tokens) for c in chunks])
             n_steps = min(n_steps, 1 + (slots.ledger.n_free_cells - n_tokens) // len(chunks))
         if is_short:
@@ -420,9 +420,9 @@ class ContinuousBatchScheduler:
         self._is_pool_full = False
         if step.is_rebuild:
             self._must_rebuild = False
-        if plan.turns is not None:
-            self._turns = plan.turns
-            self._n_turns += 1
+        if plan.adapter_turns is not None:
+            self._adapter_turns = plan.adapter_turns
+            self._n_adapter_turns += 1
         for driver in self._batcher.commit(plan.slots, step, result.lost, plan.now):
             driver.finish("error", now, driver.error)
             self._batcher.retire(driver)
@@ -497,7 +497,7 @@ class ContinuousBatchScheduler:
         }
         if result.code not in _UNCHANGED:
             self._settle_cells(drivers, result)
-        is_full = result.code == 1 and self._is_pool
+        is_full = result.code == 1 and self._has_shared_cells
         if is_full and _evict_all_or_preempt(self._batcher.slot_plan()):  # a trial
             self._is_pool_full = True
             return

@@ -49,8 +49,8 @@ class BatcherState:
     """Ended sequences that wait for their cells to be on disk, by number."""
 
 
-Reason = Literal["turn", "cells", "pause"]
-"""Why a sequence leaves its slot: its turn is over, cells are needed, or it is paused and the slot is needed."""
+Reason = Literal["turn", "cells", "parked"]
+"""Why a sequence leaves its slot: its turn is over, its cells are needed, or its slot is while it is paused."""
 
 
 class Leave(NamedTuple):
@@ -76,7 +76,7 @@ class SlotPlan:
     """
 
     state: BatcherState = field(compare=False)
-    order: list[SequenceDriver] = field(compare=False)
+    running: list[SequenceDriver] = field(compare=False)
     """The running sequences before the plan, the oldest first."""
     leaves: list[Leave] = field(default_factory=list)
     placed: dict[SequenceDriver, Place] = field(default_factory=dict)
@@ -109,9 +109,9 @@ class SlotPlan:
     def rows(self) -> list[SequenceDriver]:
         """Return the sequences that run then, the oldest first."""
         if not (self.leaves or self.placed):
-            return self.order
+            return self.running
         left = self.leaving()
-        rows = [d for d in self.order if d not in left and d not in self.placed]
+        rows = [d for d in self.running if d not in left and d not in self.placed]
         return sorted([*rows, *self.placed], key=lambda d: d.number)
 
     def leaving(self) -> list[SequenceDriver]:
@@ -128,18 +128,18 @@ class SlotPlan:
         """Sequences that wait for a slot then."""
         if not (self.leaves or self.placed or self.holds):
             return len(self.state.queue)
-        n_left = sum(leave.reason != "pause" for leave in self.leaves)
+        n_left = sum(leave.reason != "parked" for leave in self.leaves)
         return len(self.state.queue) - self.n_entering - len(self.holds) + n_left
 
     @property
     def can_admit(self) -> bool:
         """Whether a slot is free, or can be taken from a paused sequence."""
         ledger = self.ledger
-        return ledger.n_free_slots > 0 or len(self.order) < ledger.n_slots
+        return ledger.n_free_slots > 0 or len(self.running) < ledger.n_slots
 
     @property
     def n_following(self) -> int:
-        """Sequences that wait for another's prefix; a slot is kept free for each."""
+        """Sequences that wait for another's prefix; a slot stays free for each."""
         n_new = sum(found.leader is not None for found in self.holds.values())
         return len(self.state.followers) + n_new
 
@@ -165,7 +165,7 @@ class SlotPlan:
     def preempt(self) -> bool:
         """Take the slot and cells of a paused sequence, else of a victim; False if there is neither."""
         if paused := self._paused():
-            self.leave(paused[0], "pause")
+            self.leave(paused[0], "parked")
         elif victim := choose_victim(self.ledger):
             self.leave(victim, "cells")
         else:
@@ -179,7 +179,7 @@ class SlotPlan:
             return
         self.leaves.append(Leave(driver, reason, self._save(driver, slot)))
         cells.ledger.free(slot)
-        cells.retain(driver, slot)
+        cells.leave(driver, slot)
 
     def _save(self, driver: SequenceDriver, slot: Slot) -> bool:
         """Save the cells of a sequence that leaves its slot, where that can be."""
@@ -215,7 +215,7 @@ class SlotPlan:
         # a sequence whose prompt is refused ends before the next plan
         waiting = takewhile(
             lambda d: d.is_tokenized and d.error is None,
-            self.state.queue.candidates(self.ledger.running),
+            self.state.queue.candidates(self.ledger.holders),
         )
         first = [*islice(waiting, N_LOOK)]
         demand = self._demand()
@@ -238,10 +238,10 @@ class SlotPlan:
         sequence chose is not given to a later one.
         """
         passed: SequenceDriver | None = None
-        kept: list[Slot] = []
+        reserved: list[Slot] = []
         for driver in waiting:
             chosen = driver.chosen_slot
-            if chosen is not None and not is_to_be_had(self.ledger.running[chosen]):
+            if chosen is not None and not is_to_be_had(self.ledger.holders[chosen]):
                 continue  # the plan gave it to one before
             if self.ledger.n_free_slots + len(self._paused()) <= self.n_following:
                 return None
@@ -251,7 +251,9 @@ class SlotPlan:
                 if found.leader is not None or must_read:
                     self.holds[driver] = found
                     return driver
-                if self._place(driver, found, demand, kept) or self._place_in_paused(driver, kept):
+                if self._place(driver, found, demand, reserved) or self._place_in_paused(
+                    driver, reserved
+                ):
                     if passed is not None:
                         self.overtaken[passed] = self.overtaken.get(passed, 0) + 1
                     return driver
@@ -259,7 +261,7 @@ class SlotPlan:
                 if passed.n_overtaken + self.overtaken.get(passed, 0) >= N_OVERTAKEN_MAX:
                     return None
             if chosen is not None:
-                kept.append(chosen)
+                reserved.append(chosen)
         return None
 
     def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
@@ -271,7 +273,7 @@ class SlotPlan:
         is_saving = bool(driver.request.options.save_cache)
         return is_saving and len(self.state.storing) >= N_STORED_PER_SLOT * n_slots
 
-    def _place_in_paused(self, driver: SequenceDriver, kept: Collection[Slot]) -> bool:
+    def _place_in_paused(self, driver: SequenceDriver, reserved: Collection[Slot]) -> bool:
         """Take slots of paused sequences until a waiting one can be admitted; take none where it cannot even then."""
         paused = self._paused(driver.chosen_slot)
         if not paused:
@@ -279,8 +281,8 @@ class SlotPlan:
         before, n_left = (self.cells, self.ledger, self._n_saved_bytes), len(self.leaves)
         self._branch()
         for holder in paused:
-            self.leave(holder, "pause")
-            if self._place(driver, self.cells.prefixes.find(driver), self._demand(), kept):
+            self.leave(holder, "parked")
+            if self._place(driver, self.cells.prefixes.find(driver), self._demand(), reserved):
                 return True
         self.cells, self.ledger, self._n_saved_bytes = before
         del self.leaves[n_left:]
@@ -288,16 +290,16 @@ class SlotPlan:
 
     def _paused(self, slot: Slot | None = None) -> list[SequenceDriver]:
         """Return the paused sequences that have slots, first the one in `slot`."""
-        had_none_paused = len(self.order) == self.state.cells.ledger.n_used_slots
+        had_none_paused = len(self.running) == self.state.cells.ledger.n_used_slots
         if had_none_paused:
             return []
-        paused = [d for d in self.ledger.running if d is not None and d.status is Status.PAUSED]
+        paused = [d for d in self.ledger.holders if d is not None and d.status is Status.PAUSED]
         return sorted(paused, key=lambda d: d.slot != slot)
 
     def _demand(self) -> Demand:
         """Return what running sequences will want; each sequence that the plan admits joins them."""
         demand = Demand(self.state.demand)
-        for driver in self.ledger.running if self.ledger.is_shared else ():
+        for driver in self.ledger.holders if self.ledger.is_shared else ():
             if driver is not None:
                 demand.join(driver, self.n_computed(driver))
         return demand
@@ -307,15 +309,15 @@ class SlotPlan:
         driver: SequenceDriver,
         found: PrefixMatch,
         demand: Demand,
-        kept: Collection[Slot],
+        reserved: Collection[Slot],
     ) -> bool:
-        """Give a free slot that is not `kept` to a sequence whose cells fit; False where there is none, or no room."""
+        """Give a free slot, none of `reserved`, to a sequence whose cells fit; False where there is none or no room."""
         ledger, source, n_shared = self.ledger, found.source, 0
-        if source is not None and self.ledger.running[source.slot] is not None:
+        if source is not None and self.ledger.holders[source.slot] is not None:
             n_shared = source.n_cells
         if ledger.n_free_slots <= self.n_following or not demand.fits(driver, ledger, n_shared):
             return False
-        slot = self._slot_for(driver, source, kept)
+        slot = self._slot_for(driver, source, reserved)
         # saved cells that do not fit because of copies fit in the next plan, which copies nothing
         if slot is None or not self.cells.can_load(driver):
             return False
@@ -329,16 +331,20 @@ class SlotPlan:
         return True
 
     def _slot_for(
-        self, driver: SequenceDriver, source: Source | None, kept: Collection[Slot]
+        self, driver: SequenceDriver, source: Source | None, reserved: Collection[Slot]
     ) -> Slot | None:
         """Return the free slot that a sequence gets; None where it has to wait for one."""
         prefixes, slot = self.cells.prefixes, driver.chosen_slot
         if slot is None:
             avoided = self.state.queue.chosen_slots
             has_room = self._has_slot_to_spare()
-            return prefixes.choose_slot(source, has_room=has_room, kept=kept, avoided=avoided)
+            return prefixes.choose_slot(
+                source, has_room=has_room, reserved=reserved, avoided=avoided
+            )
         is_copied = slot in prefixes.copied and (source is None or source.slot != slot)
-        return None if is_copied or self.ledger.running[slot] is not None or slot in kept else slot
+        return (
+            None if is_copied or self.ledger.holders[slot] is not None or slot in reserved else slot
+        )
 
     def _has_slot_to_spare(self) -> bool:
         """Whether a slot stays free when each sequence that wants one has one."""

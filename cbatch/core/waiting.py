@@ -32,19 +32,15 @@ _N_GRAMMARS_MAX = 32
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """A sequence that waits until its leader has `n_cells` cells, as long as the leader computes more of them."""
+    """A sequence that waits until its leader has `n_cells` cells, as long as the leader runs."""
 
     driver: SequenceDriver
     leader: SequenceDriver
     n_cells: int
-    n_before: int = -1
-    """Cells that the leader had before the last step it could have been in."""
 
     @property
     def is_over(self) -> bool:
-        n_computed = self.leader.n_computed
-        is_running = self.leader.status is Status.RUNNING
-        return not is_running or n_computed >= self.n_cells or n_computed <= self.n_before
+        return self.leader.status is not Status.RUNNING or self.leader.n_computed >= self.n_cells
 
 
 class PrefixWaiters:
@@ -59,12 +55,6 @@ class PrefixWaiters:
     def add(self, driver: SequenceDriver, leader: SequenceDriver, n_cells: int) -> None:
         """Have a held driver wait until `leader` has `n_cells` cells."""
         self._followers[driver.number] = _Follower(driver, leader, n_cells)
-
-    def note_step(self, adapters: AdapterSet) -> None:
-        """Record how far each leader is before a step with `adapters`: one that it does not advance is stuck."""
-        for follower in self._followers.values():
-            if follower.leader.request.adapters == adapters:
-                follower.n_before = follower.leader.n_computed
 
     def pop_ready(self) -> list[SequenceDriver]:
         """Return the sequences whose leader has computed what they share, or stopped, or left."""

@@ -137,4 +137,4 @@ class CacheIo:
                     self._backend.import_state(key, data, want.n_read)
             except Exception as error:  # noqa: PERF203  # such as too little memory
                 what = f"no room for its cells: {words_of(error)}"
-                self._batcher.refuse_cells(driver, CacheError(want.ref.key, what))
+                self._batcher.refuse_cells(driver, CacheError(want.ref.key, what), self._clock())

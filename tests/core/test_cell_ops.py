@@ -104,7 +104,7 @@ def test_clear_of_a_slot_that_is_to_move_replaces_the_move() -> None:
 
 def test_slot_that_is_left_before_it_moves_keeps_what_would_not() -> None:
     cells = make_cells(is_on=True)
-    cells.retain(*moved(cells))
+    cells.leave(*moved(cells))
     assert ops_of(cells) == {"trims": ((0, 2),)}
     assert cells.ledger.n_cells[0] == 2
 
@@ -113,7 +113,7 @@ def test_slot_of_a_pool_whose_cells_move_for_all_is_left_empty() -> None:
     cells = make_cells(shared_pool(200, can_copy=True), is_on=True)
     driver, slot = running(cells, 5)
     driver.request = make_request(n_discard=4)
-    cells.retain(driver, slot)
+    cells.leave(driver, slot)
     assert ops_of(cells) == {"clears": (0,)}
 
 
@@ -140,7 +140,7 @@ def test_view_changes_nothing_below_and_has_what_was_left_to_do() -> None:
 
 def test_saved_cells_are_loaded_into_a_slot_that_is_emptied_for_them() -> None:
     cells = make_cells(is_on=True)
-    cells.retain(*running(cells, 9))
+    cells.leave(*running(cells, 9))
     driver = waiting(cells, 5, key=7)
     view = cells.view()
     assert view.fill(driver, Slot(0), None) == 5
@@ -153,7 +153,7 @@ def test_saved_cells_are_loaded_into_a_slot_that_is_emptied_for_them() -> None:
 )
 def test_cells_in_common_stay_where_they_are_or_are_copied(slot: int, ops: object) -> None:
     cells = make_cells(is_on=True)
-    cells.retain(*running(cells, 9))
+    cells.leave(*running(cells, 9))
     cells.note_done()
     cells.ledger.free(Slot(0))
     driver = SequenceDriver.of(make_request(), FakeVocab(320).piece, 0.0)

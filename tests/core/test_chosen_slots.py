@@ -196,7 +196,7 @@ def test_slot_is_kept_for_the_one_before_that_waits_for_cells() -> None:
     rig.submit(*(make_request(f"o{i}", (i,), max_tokens=9) for i in range(4)))
     while "runs" not in rig.results:
         one_step(rig)
-        assert rig.ledger.running[0] is None
+        assert rig.ledger.holders[0] is None
     drive(rig)
     assert len(rig.results) == 6
 

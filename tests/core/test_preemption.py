@@ -215,7 +215,7 @@ def test_pool_filled_on_purpose_moves_on_in_every_step() -> None:
     while rig.batcher.in_flight:
         one_step(rig)
         n_output = sum(d.n_output for d in rig.drivers.values())
-        n_loaded = sum(d.n_computed for d in rig.ledger.running if d is not None)
+        n_loaded = sum(d.n_computed for d in rig.ledger.holders if d is not None)
         assert n_output > n_before or n_loaded
         n_before = n_output
     assert n_before == 6 * 12

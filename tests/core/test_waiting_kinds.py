@@ -77,7 +77,7 @@ def arrive(
             key, np.array(FILE.tokens[:n_read], np.int64).view(np.uint8), n_read
         )
     for driver in drivers:
-        rig.batcher._release(driver)
+        rig.batcher._release(driver, rig.now)
     return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
 
 
@@ -115,6 +115,18 @@ def test_one_that_shares_next_to_nothing_goes_without(n_shared: int) -> None:
     warned, refused = rig.drivers["a"], rig.drivers["b"]
     assert "does not begin" in warned.warnings[0]
     assert isinstance(refused.error, CacheError)
+
+
+def test_one_that_requires_its_file_fails_though_no_slot_is_free() -> None:
+    rig = waiting(make_rig(1), reader("a", 0, cache_required=True))
+    want = rig.fetching.pop()
+    rig.submit(make_request("b", max_tokens=200))
+    step(rig)
+    rig.batcher.resolve(want, CacheError("k", "there is none"), rig.now)
+    step(rig)
+    assert rig.running() == ["b"]
+    assert isinstance(rig.drivers["a"].error, CacheError)
+    assert rig.drivers["a"].status is Status.FINISHED
 
 
 # ---- how much of a file is read ----
@@ -320,18 +332,16 @@ def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
     assert not rig.state.reads.is_needed(rig.drivers["0"], rig.state.cells.prefixes)
 
 
-def test_followers_wait_while_their_leader_gets_on_and_has_not_come_to_it() -> None:
+def test_followers_wait_while_their_leader_runs_and_has_not_come_to_it() -> None:
     followers, rig = PrefixWaiters(), make_rig()
     rig.submit(make_request("leader", range(9)), make_request("follower"))
     step(rig)
     leader = rig.drivers["leader"]
-    leader.n_computed = 0
     followers.add(rig.drivers["follower"], leader, 6)
-    for n_computed, n_left in [(0, 1), (2, 1), (4, 1), (4, 0)]:  # it has stopped
+    for n_computed, n_left in [(0, 1), (4, 1), (4, 1), (6, 0)]:
         leader.n_computed = n_computed
         over = followers.pop_ready()
         assert (len(followers), len(over)) == (n_left, 1 - n_left)
-        followers.note_step(())
 
 
 def test_followers_of_other_adapters_stay_in_place_during_our_turn() -> None:
