@@ -2,7 +2,7 @@
 
 All are loaded at once and take turns with the same requests, alone and beside endless loops. The files are those of
 `cbatch bench --requests`. `thread` is the engine in this process, `1` one worker process, `2` and more several with
-cores, slots and memory divided.
+cores, slots and memory divided, `auto` the number that `load` chooses then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
 from cbatch.bench.model_text import model_text
@@ -72,6 +72,12 @@ def compare(
     return {"tps": rates, f"against {names[0]}": against}
 
 
+def _replicas(name: str) -> int | Literal["auto"] | None:
+    if name == "auto":
+        return "auto"
+    return None if name == THREAD else int(name)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each file, way of reading and number of other programs."""
     asked = parser(__doc__, n_rounds=3)
@@ -83,23 +89,22 @@ def main(words: Sequence[str] | None = None) -> None:
     a = asked.parse_args(words)
     files = {path.stem: read(a.model, path) for path in a.requests}
     ahead = [(r, RunOptions.of(r.options)) for requests in files.values() for r in requests]
-    with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(
-                load(
-                    a.model,
-                    parallel=a.parallel,
-                    replicas=None if name == THREAD else int(name),
-                    look_ahead=LookAhead(ahead, is_all=True),
+    for n_loops in a.beside:
+        with busy_loops(n_loops), ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(
+                    load(
+                        a.model,
+                        parallel=a.parallel,
+                        replicas=_replicas(name),
+                        look_ahead=LookAhead(ahead, is_all=True),
+                    )
                 )
-            )
-            for name in a.replicas
-        }
-        for name, requests in files.items():
-            for n_loops in a.beside:
+                for name in a.replicas
+            }
+            for name, requests in files.items():
                 for is_streamed in (False, True) if a.streamed else (False,):
-                    with busy_loops(n_loops):
-                        found = compare(engines, requests, a.rounds, is_streamed=is_streamed)
+                    found = compare(engines, requests, a.rounds, is_streamed=is_streamed)
                     emit(requests=name, streamed=is_streamed, beside=n_loops, **found)
 
 

@@ -2,7 +2,8 @@
 
 Both have the same engine and slots. First all requests wait from the beginning on, and the rates are compared. Then
 both get the same arrivals by chance, at a share of the rate that static batches keep up with, and the times to the
-first token are compared: those of a static batch at its own first token, not at its end.
+first token are compared: with those of a static batch that shows its own first token, and with those of one that
+answers at its end, as most do.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ SIDES = ("engine", "static")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side needed: tokens a second, and the mean milliseconds to the first token."""
+    """What one side needed: tokens a second, and the mean milliseconds to the first token and to the end."""
 
     tps: float
     ttft_ms: float
+    end_ms: float
     rps: float
 
 
@@ -47,7 +49,13 @@ def measure(side: ProcessSide, chains: Chains, pace: Pace, n_rows: int) -> Turn:
         raise SideError(f"{side.name}: {found[0]}")
     figures = Figures.of(requests, answers, seconds)
     first_s = (a.first_s - a.sent_s for a in answers if a.first_s is not None)
-    return Turn(figures.output_tps, 1e3 * statistics.fmean(first_s), figures.rps)
+    end_s = (a.end_s - a.sent_s for a in answers)
+    return Turn(
+        figures.output_tps,
+        1e3 * statistics.fmean(first_s),
+        1e3 * statistics.fmean(end_s),
+        figures.rps,
+    )
 
 
 def compare(
@@ -76,6 +84,8 @@ def compare(
         **ratios(((ours.tps, theirs.tps) for ours, theirs in waiting), "engine_over_static"),
         "engine_ttft_ms": median((ours.ttft_ms for ours, _ in coming), 1),
         "static_ttft_ms": median((theirs.ttft_ms for _, theirs in coming), 1),
+        "static_end_ms": median((theirs.end_ms for _, theirs in coming), 1),
+        "sooner_than_its_end": median((theirs.end_ms / ours.ttft_ms for ours, theirs in coming), 2),
         "times_sooner": median((theirs.ttft_ms / ours.ttft_ms for ours, theirs in coming), 2),
     }
 

@@ -164,6 +164,10 @@ def bench(
         Path | None,
         option("--html", panel=_OUTPUT, metavar="FILE", help="A page with plots.", default="none"),
     ] = None,
+    svg_file: Annotated[
+        Path | None,
+        option("--svg", panel=_OUTPUT, metavar="FILE", help="The rates as a plot.", default="none"),
+    ] = None,
     force: Annotated[
         bool, option("--force", panel=_OUTPUT, help="Replace existing files.")
     ] = False,
@@ -200,7 +204,7 @@ def bench(
         return
     if words:
         raise ConfigError(f"{words[0]}: one model at a time; only a --case takes more arguments")
-    files = {"json": json_file, "markdown": markdown_file, "html": html_file}
+    files = {"json": json_file, "markdown": markdown_file, "html": html_file, "svg": svg_file}
     for file in filter(None, files.values()):
         check_new(file, force=force)
     loads = _loads(at_once, rate)
@@ -495,7 +499,7 @@ def _write_files(
 ) -> None:
     """Write the files that were asked for, each whole or not at all."""
     from cbatch.bench.summary import markdown
-    from cbatch.cli.bench_page import bench_page
+    from cbatch.cli.bench_page import bench_page, bench_picture
     from cbatch.files.report.page import machine_facts, version_facts
 
     machine = {**machine_facts(), **version_facts()}
@@ -509,6 +513,7 @@ def _write_files(
             [_line_of(facts), _line_of(machine), *summary.remarks(), *summary.problems()],
         ),
         "html": lambda: bench_page(summary, facts, machine),
+        "svg": lambda: bench_picture(summary, facts),
     }
     for kind, path in files.items():
         if path is not None:

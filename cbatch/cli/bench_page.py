@@ -1,4 +1,4 @@
-"""The page of a measurement: tables and plots that need nothing but a browser."""
+"""The page of a measurement, tables and plots that need nothing but a browser; and its rates as one picture."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +10,8 @@ from cbatch.bench.comparison import COLD
 from cbatch.files.units import count, short, tick_step, ticks
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
+
     from cbatch.bench.summary import Row, Summary
 
 _COLORS = ("blue", "rose", "teal", "amber", "violet", "gray")
@@ -102,6 +104,65 @@ def bench_page(
     now: datetime | None = None,
 ) -> str:
     """Return the page as HTML; every text in it is escaped by the template engine."""
+    now = now or datetime.now(timezone.utc)
+    tables = {table.title: table for table in summary.tables()}
+    parts = []
+    for title, table in tables.items():
+        rows = [row for row in summary.rows if title.startswith(f"{row.workload}:")]
+        parts.append((table, charts_of(rows)))
+    return (
+        _engine()
+        .get_template("bench.html")
+        .render(
+            title=Path(settings["model"]).name,
+            now=now,
+            date=now.strftime("%d %B %Y, %H:%M %Z").lstrip("0").rstrip(),
+            parts=parts,
+            colors=_colors(summary),
+            is_rate=_is_rate(summary),
+            remarks=summary.remarks(),
+            problems=summary.problems(),
+            settings=settings,
+            machine=machine,
+            count=count,
+        )
+    )
+
+
+class Panel(NamedTuple):
+    """A plot in a picture, and where its corner is."""
+
+    x: float
+    y: float
+    chart: LoadChart
+
+
+def bench_picture(summary: "Summary", settings: Mapping[str, Any]) -> str:
+    """Return the generated tokens a second of each workload as one SVG, readable on light and dark pages."""
+    names = list(dict.fromkeys(row.workload for row in summary.rows))
+    by_name = {n: charts_of([row for row in summary.rows if row.workload == n]) for n in names}
+    charts = [(name, found[0]) for name, found in by_name.items() if found]
+    panels = []
+    for i, (name, chart) in enumerate(charts):
+        chart.title = name
+        panels.append(Panel(i % 2 * 520.0, 56.0 + i // 2 * 270.0, chart))
+    return (
+        _engine()
+        .get_template("bench.svg")
+        .render(
+            title=Path(settings["model"]).name,
+            panels=panels,
+            sides=list(dict.fromkeys(side for _, chart in charts for side in chart.series)),
+            colors=_colors(summary),
+            is_rate=_is_rate(summary),
+            height=56 + (len(panels) + 1) // 2 * 270,
+            count=count,
+        )
+    )
+
+
+def _engine() -> "Environment":
+    """Return the templates; every text in one is escaped."""
     from jinja2 import (  # slow to import
         ChoiceLoader,
         Environment,
@@ -109,30 +170,19 @@ def bench_page(
         StrictUndefined,
     )
 
-    engine = Environment(
+    return Environment(
         loader=ChoiceLoader([PackageLoader("cbatch.cli"), PackageLoader("cbatch.files.report")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    now = now or datetime.now(timezone.utc)
-    tables = {table.title: table for table in summary.tables()}
-    sides = list(dict.fromkeys(row.side for row in summary.rows))
-    parts = []
-    for title, table in tables.items():
-        rows = [row for row in summary.rows if title.startswith(f"{row.workload}:")]
-        parts.append((table, charts_of(rows)))
-    return engine.get_template("bench.html").render(
-        title=Path(settings["model"]).name,
-        now=now,
-        date=now.strftime("%d %B %Y, %H:%M %Z").lstrip("0").rstrip(),
-        parts=parts,
-        colors={side: _COLORS[i % len(_COLORS)] for i, side in enumerate(sides)},
-        is_rate=any(row.load.rate is not None for row in summary.rows),
-        remarks=summary.remarks(),
-        problems=summary.problems(),
-        settings=settings,
-        machine=machine,
-        count=count,
-    )
+
+
+def _colors(summary: "Summary") -> dict[str, str]:
+    sides = dict.fromkeys(row.side for row in summary.rows)
+    return {side: _COLORS[i % len(_COLORS)] for i, side in enumerate(sides)}
+
+
+def _is_rate(summary: "Summary") -> bool:
+    return any(row.load.rate is not None for row in summary.rows)

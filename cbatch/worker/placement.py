@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +13,10 @@ from cbatch.checks import shown
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _NODES = Path("/sys/devices/system/node")
+_STAT = Path("/proc/stat")
 
 
 def my_cores() -> list[int]:
@@ -80,22 +82,69 @@ N_SMALL_BYTES = 64 * 2**20
 """Weights that stay in caches, about. Source: measured with 12 and 140 MiB; between them our choice."""
 
 
-def choose_replicas(nodes: Sequence[Sequence[int]], n_bytes: int, n_slots: int | None) -> int:
+N_TAKEN = 0.5
+"""Cores of two that other programs keep busy from which two workers are faster whatever the weights: threads of one
+context wait for the slowest, workers do not. Source: measured with an endless loop, docs/performance.md."""
+
+_SAMPLE_S = 0.25
+
+
+def n_cores_taken(
+    cores: Iterable[int], path: Path = _STAT, wait: Callable[[float], object] = time.sleep
+) -> float:
+    """Return how many of some cores others keep busy, over a quarter of a second; 0.0 where nothing tells."""
+    wanted = {f"cpu{core}" for core in cores}
+    try:
+        before, own = _ticks(path, wanted), sum(os.times()[:2])
+        wait(_SAMPLE_S)
+        after, own = _ticks(path, wanted), sum(os.times()[:2]) - own
+    except (OSError, ValueError):
+        return 0.0
+    n_busy, n_all = (late - early for late, early in zip(after, before, strict=True))
+    if n_all <= 0:
+        return 0.0
+    return max(0.0, len(wanted) * n_busy / n_all - own / _SAMPLE_S)
+
+
+def _ticks(path: Path, names: set[str]) -> tuple[int, int]:
+    """Return the ticks that cores were busy, also for other machines on the same host, and all. Source: man 5 proc."""
+    n_busy = n_all = 0
+    for line in path.read_text().splitlines():
+        name, *fields = line.split()
+        if name in names:
+            user, nice, system, idle, io_wait, irq, soft_irq, stolen = map(int, fields[:8])
+            n_busy += user + nice + system + irq + soft_irq + stolen
+            n_all += user + nice + system + irq + soft_irq + stolen + idle + io_wait
+    return n_busy, n_all
+
+
+def choose_replicas(
+    nodes: Sequence[Sequence[int]],
+    n_bytes: int,
+    n_slots: int | None,
+    n_taken: Callable[[Iterable[int]], float] = n_cores_taken,
+) -> int:
     """Return how many workers compute a model on the CPU fastest: 1 where dividing the cores does not pay.
 
     Dividing spares the barriers between threads, thousands a step. Within a NUMA node that pays where the weights stay
-    in the caches: beyond, two workers read them from memory twice (0.90 to 0.96 of one with 16 rows each). On machines
-    with several nodes the rule is one worker for each, and not measured.
+    in the caches, and on two cores where other programs keep one busy; else two workers read the weights from memory
+    twice (0.90 to 0.96 of one with 16 rows each). On machines with several nodes the rule is one worker for each, and
+    not measured.
 
     Args:
         nodes: the cores that this process may use, by NUMA node.
         n_bytes: the size of the weights.
         n_slots: slots of all workers together; None where each has the default number.
+        n_taken: returns how many cores others keep busy.
     """
-    is_small = n_bytes <= N_SMALL_BYTES
-    n = max(len(nodes), min(2, sum(map(len, nodes)))) if is_small else len(nodes)
-    n_least = N_ROWS_LEAST_SMALL if is_small else N_ROWS_LEAST
-    return n if n_slots is None or n_slots >= n * n_least else 1
+    cores = [core for node in nodes for core in node]
+    n = max(len(nodes), min(2, len(cores)))
+    if n_slots is None or n_slots >= n * N_ROWS_LEAST_SMALL:
+        is_pressed = n_bytes > N_SMALL_BYTES and len(cores) == 2 and n_taken(cores) >= N_TAKEN
+        if n_bytes <= N_SMALL_BYTES or is_pressed:
+            return n
+    n = len(nodes)
+    return n if n_slots is None or n_slots >= n * N_ROWS_LEAST else 1
 
 
 def divide(amount: int | None, n: int) -> list[int | None]:

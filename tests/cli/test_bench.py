@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -74,8 +75,8 @@ def test_workload_that_fits_no_slot_says_so() -> None:
 
 
 @pytest.mark.real
-def test_own_sides_are_measured_and_written_in_three_formats(tmp_path: Path) -> None:
-    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "markdown", "html")}
+def test_own_sides_are_measured_and_written_in_four_formats(tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "markdown", "html", "svg")}
     written = [word for kind, file in files.items() for word in (f"--{kind}", file)]
     shown = invoke("bench", *SHORT, "--at-once", "1,2", *written)
     assert shown.exit_code == 0, shown.stderr
@@ -98,6 +99,16 @@ def test_own_sides_are_measured_and_written_in_three_formats(tmp_path: Path) -> 
     page = files["html"].read_text(encoding="utf-8")
     assert page.count("<svg") == 4
     assert not re.search(r"(src|href)=|url\(", page)
+    picture = ElementTree.fromstring(files["svg"].read_text(encoding="utf-8"))
+    dots = picture.iterfind(
+        ".//{http://www.w3.org/2000/svg}circle/{http://www.w3.org/2000/svg}title"
+    )
+    assert {(dot.text or "").partition(":")[0] for dot in dots} == {
+        "engine",
+        "one",
+        "llama",
+        "static",
+    }
     for text in (files["markdown"].read_text(encoding="utf-8"), shown.stdout):
         assert "burst: many short questions (8–24 in, 4–16 out)" in text
         assert "engine" in text

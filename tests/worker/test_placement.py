@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
-from cbatch.worker.placement import choose_replicas, divide, divide_cores, nodes_of, place
+from cbatch.worker.placement import (
+    choose_replicas,
+    divide,
+    divide_cores,
+    n_cores_taken,
+    nodes_of,
+    place,
+)
 from cbatch.worker.start import settings_of
 
 if TYPE_CHECKING:
@@ -80,7 +87,45 @@ def test_things_are_divided_with_what_is_left_over_first() -> None:
 def test_workers_are_chosen_by_cores_weights_and_slots(
     nodes: list[list[int]], mib: int, n_slots: int | None, expected: int
 ) -> None:
-    assert choose_replicas(nodes, mib * MIB, n_slots) == expected
+    assert choose_replicas(nodes, mib * MIB, n_slots, lambda _: 0.1) == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "n_slots", "n_taken", "expected"),
+    [
+        ([0, 1], 16, 0.9, 2),
+        ([0, 1], None, 2.0, 2),
+        ([0, 1], 16, 0.4, 1),
+        ([0, 1], 15, 0.9, 1),
+        ([0, 1, 2, 3], 64, 3.0, 1),
+        ([0], 64, 1.0, 1),
+    ],
+)
+def test_two_workers_share_two_cores_with_other_programs(
+    cores: list[int], n_slots: int | None, n_taken: float, expected: int
+) -> None:
+    assert choose_replicas([cores], 500 * MIB, n_slots, lambda _: n_taken) == expected
+
+
+def test_cores_are_taken_that_others_keep_busy(tmp_path: Path) -> None:
+    def write(*busy: int) -> None:
+        """Write the ticks that each core was busy; every core is idle for the rest of 100."""
+        lines = [f"cpu{i} {n} 0 0 {100 - n} 0 0 0 0 0 0\n" for i, n in enumerate(busy)]
+        stat.write_text("cpu 1 1 1 1 1 1 1 1 1 1\n" + "".join(lines) + "intr 1 2 3\n")
+
+    stat = tmp_path / "stat"
+    write(0, 0, 0)
+    n = n_cores_taken([0, 2], stat, lambda _: stat.write_text(_later(stat.read_text())))
+    assert 1.3 <= n <= 1.5
+    assert n_cores_taken([0, 2], tmp_path / "none", lambda _: None) == 0.0
+
+
+def _later(text: str) -> str:
+    """Return the ticks a second later: the cores were busy for all, half, and half of it."""
+    text = text.replace("cpu0 0 0 0 100", "cpu0 100 0 0 100")
+    return text.replace("cpu1 0 0 0 100", "cpu1 50 0 0 150").replace(
+        "cpu2 0 0 0 100", "cpu2 20 0 0 150 0 0 0 30"
+    )
 
 
 def test_settings_of_workers_add_up_to_those_of_the_pool() -> None:
