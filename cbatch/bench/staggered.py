@@ -1,7 +1,9 @@
 """A request that comes while another is answered: `python -m cbatch.bench.staggered MODEL`.
 
 The second comes when 40 % of the first one's time alone is over. Each of them is measured alone, too, with prompts that
-nobody has seen. Where requests wait for each other, the second takes 1.6 times as long as alone.
+nobody has seen. Where requests wait for each other, the second takes 1.6 times as long as alone. On a CPU a step of two
+rows takes longer than one of one row, whoever computes it: `bare_over_alone` is how much longer the first would take by
+the bare `llama_decode` loop: two rows for the rest of its time, and the second prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 from cbatch.bench.harness import emit, median, parser, ratios
 from cbatch.bench.model_text import model_text
 from cbatch.bench.pacing import Pace
-from cbatch.bench.sides import ProcessSide, SideError
+from cbatch.bench.sides import BareSide, ProcessSide, SideError
 from cbatch.bench.verdict import problems
 from cbatch.bench.workloads import workload_of
 
@@ -65,10 +67,17 @@ def main(words: Sequence[str] | None = None) -> None:
     with model_text(a.model) as text, closing(ProcessSide("engine", a.model, settings)) as side:
         one_round(side, text.exact, workload, a.at, -1)  # warms up
         rounds = [one_round(side, text.exact, workload, a.at, i) for i in range(a.rounds)]
+    with closing(BareSide("bare", a.model, settings)) as bare:
+        steps = [[n / bare.decode_tps(n, a.output) for n in (1, 2)] for _ in range(a.rounds)]
+        prompt_s = median((a.prompt / bare.prompt_tps(1) for _ in range(a.rounds)), 6)
+    alone_s = median((r["first_alone_s"] for r in rounds), 6)
     emit(
         at=a.at,
         rounds=a.rounds,
         **ratios(((r["first_s"], r["first_alone_s"]) for r in rounds), "first_over_alone"),
+        bare_over_alone=median(
+            a.at + (1 - a.at) * two / one + prompt_s / alone_s for one, two in steps
+        ),
         second_over_alone=median(r["second_s"] / r["second_alone_s"] for r in rounds),
         second_ttft_ms=median((1e3 * r["second_ttft_s"] for r in rounds), 1),
         second_began_before_the_end_of_the_first=all(r["overlap_s"] > 0 for r in rounds),
