@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.bench.comparison import COLD
-from cbatch.files.units import count, short, tick_step, ticks
+from cbatch.files.report.page import templates
+from cbatch.files.units import short, tick_step, ticks
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
-
     from cbatch.bench.summary import Row, Summary
 
 _COLORS = ("blue", "rose", "teal", "amber", "violet", "gray")
@@ -111,12 +110,11 @@ def bench_page(
         rows = [row for row in summary.rows if title.startswith(f"{row.workload}:")]
         parts.append((table, charts_of(rows)))
     return (
-        _engine()
+        templates("cbatch.cli")
         .get_template("bench.html")
         .render(
             title=Path(settings["model"]).name,
             now=now,
-            date=now.strftime("%d %B %Y, %H:%M %Z").lstrip("0").rstrip(),
             parts=parts,
             colors=_colors(summary),
             is_rate=_is_rate(summary),
@@ -124,7 +122,6 @@ def bench_page(
             problems=summary.problems(),
             settings=settings,
             machine=machine,
-            count=count,
         )
     )
 
@@ -147,7 +144,7 @@ def bench_picture(summary: "Summary", settings: Mapping[str, Any]) -> str:
         chart.title = name
         panels.append(Panel(i % 2 * 520.0, 56.0 + i // 2 * 270.0, chart))
     return (
-        _engine()
+        templates("cbatch.cli")
         .get_template("bench.svg")
         .render(
             title=Path(settings["model"]).name,
@@ -156,26 +153,7 @@ def bench_picture(summary: "Summary", settings: Mapping[str, Any]) -> str:
             colors=_colors(summary),
             is_rate=_is_rate(summary),
             height=56 + (len(panels) + 1) // 2 * 270,
-            count=count,
         )
-    )
-
-
-def _engine() -> "Environment":
-    """Return the templates; every text in one is escaped."""
-    from jinja2 import (  # slow to import
-        ChoiceLoader,
-        Environment,
-        PackageLoader,
-        StrictUndefined,
-    )
-
-    return Environment(
-        loader=ChoiceLoader([PackageLoader("cbatch.cli"), PackageLoader("cbatch.files.report")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
     )
 
 

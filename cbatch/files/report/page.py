@@ -19,6 +19,8 @@ from cbatch.files.units import count, duration, percent
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from jinja2 import Environment
+
     from cbatch.files.report.recorder import RunRecorder
 
 N_POINTS = 170  # points of a curve: six pixels each
@@ -79,30 +81,47 @@ def report_page(
     now: datetime,
 ) -> str:
     """Return the page as HTML; every text in it is escaped by the template engine."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # which is slow to import
+    zero_s = recorder.steps.start_s or 0.0
+    return (
+        templates()
+        .get_template("report.html")
+        .render(
+            title=title,
+            now=now,
+            n_slots=recorder.n_slots,
+            steps=recorder.steps,
+            results=recorder.results,
+            timeline=[SlotChart(p, recorder.n_slots, zero_s) for p in recorder.steps.spans.parts()],
+            curves=_curves(recorder),
+            distributions=_distributions(recorder),
+            settings=settings,
+            machine=facts,
+        )
+    )
 
-    engine = Environment(
-        loader=PackageLoader("cbatch.files.report"),
+
+def templates(*packages: str) -> Environment:
+    """Return the templates of packages, and what all pages share; every text in one is escaped."""
+    from jinja2 import (  # slow to import
+        ChoiceLoader,
+        Environment,
+        PackageLoader,
+        StrictUndefined,
+    )
+
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(name) for name in (*packages, "cbatch.files.report")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    engine.filters.update(count=count, duration=duration, percent=percent, px=_px)
-    zero_s = recorder.steps.start_s or 0.0
-    return engine.get_template("report.html").render(
-        title=title,
-        now=now,
-        date=now.strftime("%d %B %Y, %H:%M %Z").lstrip("0").rstrip(),
-        n_slots=recorder.n_slots,
-        steps=recorder.steps,
-        results=recorder.results,
-        timeline=[SlotChart(p, recorder.n_slots, zero_s) for p in recorder.steps.spans.parts()],
-        curves=_curves(recorder),
-        distributions=_distributions(recorder),
-        settings=settings,
-        machine=facts,
-    )
+    environment.filters.update(count=count, duration=duration, percent=percent, px=_px, date=_date)
+    return environment
+
+
+def _date(moment: datetime) -> str:
+    return moment.strftime("%d %B %Y, %H:%M %Z").lstrip("0").rstrip()
 
 
 def _px(value: float) -> str:
