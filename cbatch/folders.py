@@ -1,18 +1,79 @@
-"""Folders on disk: the names in one last as long as its files only once they are written, too."""
+"""Folders on disk: names in them that last, and files that appear in them whole or not at all."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import secrets
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+ANYBODY = 0o666
+"""Permission bits of a new file, before the user's mask."""
+
+_N_MARK = 4
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the names in a folder are on disk: files last as long as their names."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def part_beside(path: Path, *, suffix: str = ".part", mode: int = ANYBODY) -> Iterator[Path]:
+    """Lend a new, empty file beside another, which is gone after the block unless it was renamed.
+
+    It is locked, so that processes tell it from one whose writer was killed: all of these that belong to `path` are
+    removed first. Write to it in place.
+
+    Args:
+        path: of the other file, which need not be there; its folder is.
+        suffix: the end of the name: `.part` or, where several are lent at once, `.WORD.part`.
+        mode: permission bits, before the user's mask.
+    """
+    _remove_left(path)
+    part, fd = _locked(path, suffix, mode)
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _locked(path: Path, suffix: str, mode: int) -> tuple[Path, int]:
+    """Return a new file and its open descriptor, which has the lock."""
+    while True:
+        part = path.with_name(f".{path.name}.{secrets.token_hex(_N_MARK)}{suffix}")
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with suppress(OSError):  # not every file system has locks; nothing is removed there
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if part.exists():
+            return part, fd
+        os.close(fd)  # it was removed by another process before it had the lock
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what killed writers of a file have left."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * _N_MARK}}}(\.\w+)?\.part")
+    with suppress(OSError):  # a folder in which names can be made but not listed
+        for name in filter(pattern.fullmatch, os.listdir(path.parent)):
+            with suppress(OSError):  # somebody else's, or just removed
+                _remove_unlocked(path.with_name(name))
+
+
+def _remove_unlocked(path: Path) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
     finally:
         os.close(fd)

@@ -22,6 +22,7 @@ from cbatch.bench.synthetic_tensors import N_CONV, Tensor, random_rows, tensors_
 from cbatch.bench.synthetic_tokenizer import Tokenizer, Value, make_tokenizer
 from cbatch.bench.weight_types import WEIGHT_TYPES
 from cbatch.errors import ConfigError, OutputError
+from cbatch.folders import part_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,8 @@ def write_model(
     force: bool = False,
     show: Show = lambda n_done, n_all: None,
 ) -> Path:
-    """Write a random model of this shape as a GGUF file. The file appears whole or not at all.
+    """Write a random model of this shape as a GGUF file. The file appears whole or not at all; what a killed process
+    has left beside it is removed.
 
     Args:
         path: where; missing folders are made.
@@ -85,32 +87,22 @@ def write_model(
     writing = _Writing(_import_gguf(), shape, seed, show)
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(path, writing.n_bytes)
-        writing.tokenizer = tokenizer or make_tokenizer(shape.n_vocab, seed)
-        if writing.tokenizer.n_tokens != shape.n_vocab:
-            raise ConfigError(
-                f"the tokenizer has {writing.tokenizer.n_tokens} tokens, the shape {shape.n_vocab}"
-            )
-        with _aside(path, "part") as part:
+        real = Path(os.path.realpath(path))
+        with part_beside(real) as part:
+            _check_room(path, writing.n_bytes)
+            writing.tokenizer = tokenizer or make_tokenizer(shape.n_vocab, seed)
+            if writing.tokenizer.n_tokens != shape.n_vocab:
+                raise ConfigError(
+                    f"the tokenizer has {writing.tokenizer.n_tokens} tokens, the shape {shape.n_vocab}"
+                )
             if shape.weight_type.is_direct:
                 writing.write(part, shape.type, dict(metadata or {}))
             else:
-                with _aside(path, _BEFORE_QUANTISING) as floats:
+                with part_beside(real, suffix=f".{_BEFORE_QUANTISING}.part") as floats:
                     writing.write(floats, _BEFORE_QUANTISING, dict(metadata or {}))
                     writing.quantise(floats, part)
-            part.replace(os.path.realpath(path))
+            part.replace(real)
     return path
-
-
-@contextmanager
-def _aside(path: Path, name: str) -> Iterator[Path]:
-    """Lend a path beside a file, which is gone after the block."""
-    real = Path(os.path.realpath(path))
-    part = real.with_name(f".{real.name}.{os.getpid()}.{name}")
-    try:
-        yield part
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -196,8 +188,7 @@ class _Writing:
             floats, part, kind.file_type, has_importance=kind.needs_importance
         ) as running:
             while not running.is_done(_LOOK_S):
-                n_now = part.stat().st_size if part.exists() else 0
-                self._advance(before + n_now - self._n_done)
+                self._advance(before + part.stat().st_size - self._n_done)
             problem = running.find_problem()
         if problem:
             raise ConfigError(f"llama.cpp's quantiser refuses {self._shape}: {problem}")

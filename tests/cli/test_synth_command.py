@@ -131,8 +131,21 @@ def test_shapes_of_the_measurements_have_their_sizes(name: str) -> None:
     assert shape.type == "q8_0"
 
 
-def files_beside(path: Path) -> list[str]:
-    return sorted(p.name.split(".")[-1] for p in path.parent.iterdir())
+def start_long(path: Path, type: str) -> subprocess.Popen[bytes]:
+    """Start a command that takes minutes; return when it writes the file, or when llama.cpp does."""
+    n_layer = 100 if type == "q8_0" else 2
+    sizes = ("--shape", "small", "--n-layer", n_layer, "--n-vocab", 400, "--type", type)
+    process = start("synth", path, *sizes)
+    while not has_part(path):
+        assert process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+def has_part(path: Path) -> bool:
+    """Whether something of the file itself is written, which is not what is quantised afterwards."""
+    parts = [p for p in path.parent.glob(".*.part") if ".f16." not in p.name]
+    return any(part.stat().st_size for part in parts)
 
 
 @pytest.mark.real
@@ -146,20 +159,27 @@ def test_synth_that_is_broken_off_leaves_nothing(
     tmp_path: Path, number: signal.Signals, exit_code: int, type: str
 ) -> None:
     """While the file is written, and while llama.cpp quantises, which takes minutes for this one."""
-    path = tmp_path / "a.gguf"
-    n_layer = 100 if type == "q8_0" else 2
-    sizes = ("--shape", "small", "--n-layer", n_layer, "--n-vocab", 400, "--type", type)
-    process = start("synth", path, *sizes)
+    process = start_long(tmp_path / "a.gguf", type)
     try:
-        while "part" not in files_beside(path):
-            assert process.poll() is None
-            time.sleep(0.01)
         process.send_signal(number)
         _, words = process.communicate()
     finally:
         process.kill()
     assert process.returncode == exit_code, words
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("type", ["q8_0", "iq2_xxs"])
+def test_synth_removes_what_a_killed_one_has_left(tmp_path: Path, type: str) -> None:
+    path = tmp_path / "a.gguf"
+    process = start_long(path, type)
+    process.kill()
+    process.communicate()
+    assert len(list(tmp_path.iterdir())) == (1 if type == "q8_0" else 2)
+    result = invoke("synth", path)
+    assert result.exit_code == 0, result.stderr
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def shown_on(ends: tuple[int, int], path: Path) -> str:

@@ -21,6 +21,13 @@ def test_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
         assert (os.listdir(tmp_path), out.read_text()) == (["out"], found)
 
 
+def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.01234567.part").touch()
+    with whole(tmp_path / "out") as part:
+        part.write_text("new")
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
     out = tmp_path / "out"
     os.mkfifo(out)

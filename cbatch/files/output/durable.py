@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import OutputError
+from cbatch.folders import ANYBODY as ANYBODY
+from cbatch.folders import part_beside
 from cbatch.folders import sync_folder as sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-ANYBODY = 0o666
-"""Permission bits of a new file, before the user's mask."""
 
 _PRIVATE = 0o600
 
@@ -70,7 +69,8 @@ def replace(new: Path, old: Path) -> None:
 def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
     """Lend a path beside a file; after the block the new file replaces the old one, after an error it is removed.
 
-    The new file has the owner and the mode of the old one, and links to it stay. A device is written directly.
+    The new file has the owner and the mode of the old one, and links to it stay. A device is written directly. What a
+    killed process has left beside the file is removed.
 
     Args:
         path: of the file.
@@ -80,15 +80,11 @@ def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        os.close(create(part, _PRIVATE if path.exists() else mode))
+    with part_beside(path, mode=_PRIVATE if path.exists() else mode) as part:
         yield part
         if path.exists():
             take_access(part, path)
         replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def create(path: Path, mode: int = _PRIVATE) -> int:
