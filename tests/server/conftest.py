@@ -1,8 +1,9 @@
-"""A server of the shipped model, for clients that are not ours."""
+"""Servers of the shipped model, for clients that are not ours."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,10 +16,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@contextmanager
+def served(test_model: Path, **settings: Any) -> Iterator[Running]:
+    with load(test_model, parallel=4, n_threads=1, options={"temperature": 0}) as engine:
+        app = create_app(engine, **settings)
+        with running(app) as found:
+            yield found
+        app.state.desk.close()
+
+
 @pytest.fixture(scope="module")
 def server(test_model: Path) -> Iterator[Running]:
-    with (
-        load(test_model, parallel=4, n_threads=1, options={"temperature": 0}) as engine,
-        running(create_app(engine)) as found,
-    ):
+    with served(test_model) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def keeping_server(test_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server that keeps files and batches."""
+    with served(test_model, files_dir=tmp_path_factory.mktemp("kept")) as found:
         yield found

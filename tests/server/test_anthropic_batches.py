@@ -7,32 +7,21 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import pytest
 
-from cbatch import load
-from cbatch.server import create_app
-from tests.server.clients import Running, running, wait_until
+from tests.server.clients import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from tests.server.clients import Running
 
 pytestmark = pytest.mark.real
 
 SUM = {"model": "m", "max_tokens": 24, "messages": [{"role": "user", "content": "What is 2+3?"}]}
 
 
-@pytest.fixture(scope="module")
-def server(test_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("kept")
-    with load(test_model, parallel=4, n_threads=1, options={"temperature": 0}) as engine:
-        app = create_app(engine, files_dir=folder)
-        with running(app) as found:
-            yield found
-        app.state.desk.close()
-
-
 @pytest.fixture
-def client(server: Running) -> Iterator[Any]:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as found:
+def client(keeping_server: Running) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=keeping_server.url, api_key="none", max_retries=0) as found:
         yield found
 
 
