@@ -56,17 +56,32 @@ def _word_prefixes() -> Iterator[str]:
 
 
 def _extend(pieces: list[str], n_pieces: int, rng: random.Random) -> list[str]:
-    """Append joined pieces in lower-case letters until there are `n_pieces`. Mutates `pieces`."""
+    """Append joined pieces in lower-case letters until there are `n_pieces`. Mutates `pieces`.
+
+    Every pair of earlier pieces that is short enough together is as likely as any other.
+    """
     taken = set(pieces)
-    heads = [p for p in pieces if p.lstrip(_SPACE).isalpha() and p.islower()]
-    tails = [p for p in heads if not p.startswith(_SPACE)]
+    lengths = range(1, _MAX_PIECE)
+    heads: dict[int, list[str]] = {n: [] for n in lengths}  # by their length
+    tails: dict[int, list[str]] = {n: [] for n in lengths}  # by that of the longest head they fit
+
+    def add(piece: str) -> None:
+        n = len(piece)
+        if n in heads:
+            heads[n].append(piece)
+            if not piece.startswith(_SPACE):
+                for n_before in range(1, _MAX_PIECE - n + 1):
+                    tails[n_before].append(piece)
+
+    for piece in pieces:
+        if piece.lstrip(_SPACE).isalpha() and piece.islower():
+            add(piece)
     while len(pieces) < n_pieces:
-        joined = rng.choice(heads) + rng.choice(tails)
-        if len(joined) > _MAX_PIECE or joined in taken:
-            continue
-        taken.add(joined)
-        pieces.append(joined)
-        heads.append(joined)
-        if not joined.startswith(_SPACE):
-            tails.append(joined)
+        n_pairs = [len(heads[n]) * len(tails[n]) for n in lengths]
+        (n,) = rng.choices(lengths, n_pairs)
+        joined = rng.choice(heads[n]) + rng.choice(tails[n])
+        if joined not in taken:
+            taken.add(joined)
+            pieces.append(joined)
+            add(joined)
     return pieces

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import random
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic import SHAPES, Shape, write_model
 from cbatch.bench.synthetic_tensors import tensors_of
 from cbatch.bench.synthetic_tokenizer import take_tokenizer
-from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS, vocabulary
+from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS, MIN_VOCAB, vocabulary
 from cbatch.bench.weight_types import WEIGHT_TYPES
 from cbatch.errors import ConfigError, OutputError
 from tests.profiles import examples
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
+    from _typeshed import SupportsLenAndGetItem
 
     from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
@@ -417,11 +419,36 @@ def test_model_needs_a_small_part_of_its_size_in_memory(tmp_path: Path) -> None:
     assert n_more < n_bytes / 5
 
 
-@pytest.mark.parametrize("n_vocab", [356, 1024, 5000])
+@pytest.mark.parametrize("n_vocab", [356, 1024, 5000, 151_936])
 def test_vocabulary_has_distinct_pieces_of_the_size_asked(n_vocab: int) -> None:
     pieces = vocabulary(n_vocab)
     assert len(pieces) == len(set(pieces)) == n_vocab
     assert pieces[: len(CONTROL_TOKENS)] == list(CONTROL_TOKENS)
+
+
+def test_pieces_are_two_earlier_ones_joined() -> None:
+    pieces = vocabulary(5000)[MIN_VOCAB:]
+    places = {piece: i for i, piece in enumerate([*vocabulary(MIN_VOCAB), *pieces])}
+    for piece in pieces:
+        halves = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        assert any(
+            max(places.get(one, len(places)), places.get(two, len(places))) < places[piece]
+            for one, two in halves
+        )
+
+
+def test_large_vocabulary_is_made_in_few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_draws = 0
+
+    class Counting(random.Random):
+        def choice(self, seq: SupportsLenAndGetItem[str]) -> str:  # type: ignore[override]
+            nonlocal n_draws
+            n_draws += 1
+            return super().choice(seq)
+
+    monkeypatch.setattr("cbatch.bench.synthetic_vocabulary.random.Random", Counting)
+    assert len(vocabulary(50_000)) == 50_000
+    assert n_draws < 3 * 50_000
 
 
 def test_common_words_are_single_tokens(random_model: Path) -> None:
