@@ -116,7 +116,10 @@ def serve(
         ),
     ] = None,
     max_body_mib: Annotated[
-        int, option("--max-body-mib", help="Most MiB of a request.", panel=HTTP)
+        int,
+        option(
+            "--max-body-mib", help="Most MiB of a request, or of a whole message batch.", panel=HTTP
+        ),
     ] = 32,
     cors_origin: Annotated[
         list[str] | None,

@@ -11,7 +11,7 @@ from cbatch.checks import shown
 from cbatch.plain import int_of
 from cbatch.server.batch_questions import CALLS
 from cbatch.server.batch_store import BATCH, disk_problems
-from cbatch.server.http_errors import HttpProblemError, bad_request, draining, refused
+from cbatch.server.http_errors import HttpProblemError, bad_request, draining, refused, too_large
 from cbatch.server.multipart_upload import FILE, Upload
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of
@@ -67,19 +67,18 @@ async def create_file(desk: Desk, exchange: Exchange) -> None:
     store, settings = batches_of(desk).store, desk.settings
     if desk.is_draining:
         raise draining()
-    n_max = settings.max_file_mib * 2**20
+    limit = settings.file_limit
+    of_form = limit._replace(n_bytes=limit.n_bytes + _N_FORM)
     with disk_problems(), store.arriving() as arriving:
         upload = Upload(exchange.headers.get(b"content-type", b""), arriving)
-        async with aclosing(exchange.parts(n_max + _N_FORM, settings.body_timeout_s)) as parts:
+        async with aclosing(exchange.parts(of_form, settings.body_timeout_s)) as parts:
             async for part in parts:
                 await desk.in_thread(upload.feed, part)
         upload.finish()
         if upload.name is None:
             raise bad_request("file is missing", FILE)
-        if arriving.n_bytes > n_max:
-            raise HttpProblemError(
-                413, f"the file is larger than {n_max:,} bytes", "request_too_large", FILE
-            )
+        if arriving.n_bytes > limit.n_bytes:
+            raise too_large("the file", limit, FILE)
         if not arriving.n_bytes:
             raise bad_request("the file is empty", FILE, "empty_file")
         seconds = _check_form(upload.fields)

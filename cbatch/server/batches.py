@@ -283,7 +283,7 @@ class Batches:
                 self._places(batch).requests,
                 batch.endpoint,
                 n_problems=_N_PROBLEMS,
-                max_line_bytes=self._settings.max_body_mib * 2**20,
+                max_line_bytes=self._settings.body_limit.n_bytes,
                 is_stopped=lambda: self._is_closed or batch.status == "cancelling",
             )
         except ConfigError as error:
@@ -370,7 +370,7 @@ class Batches:
             asker(batch.endpoint, self._settings, self._model, self._engine),
             gate,
             f"{batch.id}-",
-            self._settings.max_body_mib * 2**20,
+            self._settings.body_limit.n_bytes,
             has_one_model=not batch.is_of_messages,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from cbatch.checks import MAX_DEPTH, is_too_deep, refuse_constant, why_unread
-from cbatch.server.http_errors import HttpProblemError, bad_request, told
+from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from cbatch.server.call_record import CallRecord
+    from cbatch.server.server_settings import SizeLimit
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -51,16 +52,14 @@ class Exchange:
 
     # ---- the request ----
 
-    async def body(self, n_max: int, seconds: float) -> bytes:
-        """Return the body of at most `n_max` bytes.
+    async def body(self, limit: SizeLimit, seconds: float) -> bytes:
+        """Return the body of at most `limit`.
 
         Raises:
             HttpProblemError: it is longer, or does not arrive within `seconds`.
             ClientGoneError: the client has left.
         """
-        said = self.headers.get(b"content-length", b"")
-        if said.isdigit() and int(said[:20]) > n_max:
-            raise _too_large(n_max)
+        self._check_length(limit)
         parts: list[bytes] = []
         n_bytes = 0
         with anyio.move_on_after(seconds) as scope:
@@ -69,19 +68,17 @@ class Exchange:
                 _check_stays(message)
                 parts.append(message.get("body", b""))
                 n_bytes += len(parts[-1])
-                if n_bytes > n_max:
-                    raise _too_large(n_max)
+                if n_bytes > limit.n_bytes:
+                    raise _too_large(limit)
                 if not message.get("more_body", False):
                     break
         if scope.cancelled_caught:
             raise _too_slow()
         return b"".join(parts)
 
-    async def parts(self, n_max: int, seconds: float) -> AsyncGenerator[bytes, None]:
-        """Yield the parts of a body of at most `n_max` bytes, each within `seconds`. Raises as `body`."""
-        said = self.headers.get(b"content-length", b"")
-        if said.isdigit() and int(said[:20]) > n_max:
-            raise _too_large(n_max)
+    async def parts(self, limit: SizeLimit, seconds: float) -> AsyncGenerator[bytes, None]:
+        """Yield the parts of a body of at most `limit`, each within `seconds`. Raises as `body`."""
+        self._check_length(limit)
         n_bytes, has_more = 0, True
         while has_more:
             message: Message | None = None
@@ -92,17 +89,22 @@ class Exchange:
             _check_stays(message)
             data = message.get("body", b"")
             n_bytes += len(data)
-            if n_bytes > n_max:
-                raise _too_large(n_max)
+            if n_bytes > limit.n_bytes:
+                raise _too_large(limit)
             yield data
             has_more = message.get("more_body", False)
 
-    async def json(self, n_max: int, seconds: float) -> dict[str, Any]:
+    def _check_length(self, limit: SizeLimit) -> None:
+        said = self.headers.get(b"content-length", b"")
+        if said.isdigit() and int(said[:20]) > limit.n_bytes:
+            raise _too_large(limit)
+
+    async def json(self, limit: SizeLimit, seconds: float) -> dict[str, Any]:
         """Return the body's JSON object. Raises as `body`, and a `HttpProblemError` where it is none."""
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != JSON.encode() and not kind.endswith(b"+json"):
             raise HttpProblemError(415, f"content-type must be {JSON}", "unsupported_media_type")
-        data = await self.body(n_max, seconds)
+        data = await self.body(limit, seconds)
         self.is_small = len(data) <= _N_SMALL
         if self.is_small:
             return object_of(data)
@@ -197,9 +199,8 @@ def _check_stays(message: Message) -> None:
         raise ClientGoneError
 
 
-def _too_large(n_max: int) -> HttpProblemError:
-    message = f"the request's body is larger than {n_max:,} bytes"
-    return HttpProblemError(413, message, "request_too_large", headers={"connection": "close"})
+def _too_large(limit: SizeLimit) -> HttpProblemError:
+    return too_large("the request's body", limit, headers={"connection": "close"})
 
 
 def _too_slow() -> HttpProblemError:

@@ -27,6 +27,8 @@ from cbatch.errors import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from cbatch.server.server_settings import SizeLimit
+
 NO_RETRY = {"x-should-retry": "false"}
 """Clients of OpenAI repeat a status of 500 and more, unless this header says no."""
 
@@ -105,6 +107,14 @@ def bad_request(
 ) -> HttpProblemError:
     """Return the problem of a request that can never succeed."""
     return HttpProblemError(400, message, code, param)
+
+
+def too_large(
+    what: str, limit: SizeLimit, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> HttpProblemError:
+    """Return the problem of something that is larger than the server takes."""
+    message = f"{what} is larger than {limit.n_bytes:,} bytes: the server has {limit.option}"
+    return HttpProblemError(413, message, "request_too_large", param, headers or {})
 
 
 def refused(name: str, why: str) -> HttpProblemError:

@@ -14,7 +14,7 @@ from cbatch.checks import shown
 from cbatch.server.batch_endpoints import Query, batches_of, id_in
 from cbatch.server.batch_store import MESSAGES, disk_problems
 from cbatch.server.exchange import dumps
-from cbatch.server.http_errors import HttpProblemError, bad_request, draining, told
+from cbatch.server.http_errors import HttpProblemError, bad_request, draining, told, too_large
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of, rfc3339
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cbatch.server.batches import Batches
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
+    from cbatch.server.server_settings import SizeLimit
 
 _KIND: Kind = "msgbatch"
 
@@ -53,20 +54,20 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     ignored = [name for name, value in body.items() if value is not None and name != "requests"]
     if ignored and desk.settings.strict_fields:
         raise bad_request(f"unknown field {shown(ignored[0])}", ignored[0], "unknown_parameter")
-    n_max = desk.settings.max_body_mib * 2**20
-    batch = await desk.in_thread(_created, batches, body.get("requests"), n_max)
+    limit = desk.settings.body_limit
+    batch = await desk.in_thread(_created, batches, body.get("requests"), limit)
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
 
 
-def _created(batches: Batches, requests: Any, n_max: int) -> Batch:
-    """Begin a batch of checked requests, whose lines have at most `n_max` bytes."""
-    lines = _lines_of(requests, n_max)
+def _created(batches: Batches, requests: Any, limit: SizeLimit) -> Batch:
+    """Begin a batch of checked requests, each line of at most `limit`."""
+    lines = _lines_of(requests, limit)
     with disk_problems(), batches.store.arriving() as arriving:
         arriving.write(b"".join(lines))
         return batches.create_of_messages(arriving.written(), len(lines), _WINDOW, _WINDOW_S)
 
 
-def _lines_of(requests: Any, n_max: int) -> list[bytes]:
+def _lines_of(requests: Any, limit: SizeLimit) -> list[bytes]:
     """Return requests as the lines of a batch file. Raises a `HttpProblemError`."""
     if requests is None:
         raise bad_request("requests is missing", "requests")
@@ -91,9 +92,8 @@ def _lines_of(requests: Any, n_max: int) -> list[bytes]:
             raise _wrong(f"{place}.params must be an object, not {shown(params)}")
         line = {"custom_id": id, "method": "POST", "url": MESSAGES, "body": params}
         lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        if len(lines[-1]) > n_max:
-            message = f"{place} is larger than {n_max:,} bytes"
-            raise HttpProblemError(413, message, "request_too_large", "requests")
+        if len(lines[-1]) > limit.n_bytes:
+            raise too_large(place, limit, "requests")
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.checks import (
     MAX_INT,
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MIB = 2**20
+
+
+class SizeLimit(NamedTuple):
+    """How large something of a client may be, and the option that says so."""
+
+    n_bytes: int
+    option: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +96,13 @@ class ServerSettings:
     def __post_init__(self) -> None:
         """Check every value."""
         check_fields(self)
+
+    @property
+    def body_limit(self) -> SizeLimit:
+        """The limit of a request's body, and of a line of a batch."""
+        return SizeLimit(self.max_body_mib * MIB, f"--max-body-mib {self.max_body_mib}")
+
+    @property
+    def file_limit(self) -> SizeLimit:
+        """The limit of an uploaded file."""
+        return SizeLimit(self.max_file_mib * MIB, f"--max-file-mib {self.max_file_mib}")

@@ -226,7 +226,7 @@ async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str)
 async def body_of(desk: Desk, exchange: Exchange) -> dict[str, Any]:
     """Return the JSON object that a request has, within the server's limits."""
     settings = desk.settings
-    return await exchange.json(settings.max_body_mib * 2**20, settings.body_timeout_s)
+    return await exchange.json(settings.body_limit, settings.body_timeout_s)
 
 
 def _flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:

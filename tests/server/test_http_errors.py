@@ -92,7 +92,9 @@ def test_body_over_the_limit_is_refused_by_its_header_and_as_it_comes() -> None:
     with fake_app(max_body_mib=1) as app:
         large = json.dumps({**ASKED, "user": "x" * 2**20}).encode()
         headers = {"content-type": "application/json"}
-        assert error_of(call(app, CHAT, large, headers=headers), 413)["code"] == "request_too_large"
+        error = error_of(call(app, CHAT, large, headers=headers), 413)
+        assert error["code"] == "request_too_large"
+        assert "larger than 1,048,576 bytes: the server has --max-body-mib 1" in error["message"]
         lying = {**headers, "content-length": "9"}
         assert call(app, CHAT, large, headers=lying).status_code == 413
         assert call(app, CHAT, ASKED).status_code == 200

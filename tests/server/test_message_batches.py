@@ -144,16 +144,28 @@ def test_wrong_requests_are_refused_by_their_place(
         assert not [*(tmp_path / "kept" / "content").iterdir()]
 
 
+def test_ten_thousand_small_requests_are_taken_by_default(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        app.state.desk.room.set_calls(4)  # which leaves no slot
+        id = created(app, *(request(f"r{i}") for i in range(10_000)))["id"]
+        assert told(app, id)["request_counts"]["processing"] == 10_000
+        call(app, f"{BATCHES}/{id}/cancel", method="POST")
+        assert ended(app, id)["request_counts"]["canceled"] == 10_000
+
+
 def test_limits_hold_in_the_form_of_the_dialect(tmp_path: Path) -> None:
     with kept_app(tmp_path, max_body_mib=1, max_stored_mib=1, api_keys=["k"]) as app:
         key = {"x-api-key": "k"}
         body = {"requests": [request("a", **{**PARAMS, "system": "x" * 2**20})]}
-        refusal_of(call(app, BATCHES, body, headers=key), 413, "request_too_large")
+        message = refusal_of(call(app, BATCHES, body, headers=key), 413, "request_too_large")
+        assert "--max-body-mib 1" in message
         refusal_of(call(app, BATCHES, body), 401, "authentication_error")
         # numbers may be longer as they are written here than as they came
         long = b'{"requests":[{"custom_id":"a","params":{"x":[' + b"1e15," * 99_999 + b"1]}}]}"
         answer = call(app, BATCHES, long, headers={**key, "content-type": "application/json"})
-        assert "requests.0" in refusal_of(answer, 413, "request_too_large")
+        message = refusal_of(answer, 413, "request_too_large")
+        assert "requests.0" in message
+        assert "--max-body-mib 1" in message
         app.state.desk.batches.store.reserve(2**20 - 99)
         some = {"requests": [request("a")]}
         refusal_of(call(app, BATCHES, some, headers=key), 507, "api_error")
