@@ -706,6 +706,26 @@ def test_engine_that_fails_ends_savers_with_its_error(tmp_path: Path, is_threade
     engine.close()
 
 
+class Struck(FakeBackend):
+    """Fails in every run that computes."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            raise RuntimeError("struck by lightning")
+        return super().run(plan)
+
+
+def test_engine_that_fails_while_files_are_read_closes(tmp_path: Path, reading: Gate) -> None:
+    place = Place(tmp_path, "threaded")
+    engine = place.engine(kind=Struck)
+    waiting = engine.run([item(text_of(9), **{**REQUIRED, "cache_key": f"k{i}"}) for i in range(3)])
+    reading.wait()
+    failed = [*place.results(engine.submit(item(text_of(9)))), *place.results(waiting)]
+    assert {r.finish_reason for r in failed} == {"error"}
+    reading.go.set()
+    engine.close()  # where the thread of the engine has failed, pytest tells
+
+
 class Interrupted(FakeBackend):
     """Ctrl-C strikes in the first run that copies cells out, before or after its work."""
 

@@ -268,8 +268,7 @@ class MultiRequestBatcher:
         if driver.error is None:
             self._forget(driver)
         else:
-            self._withdraw(driver)
-            self._end(driver, now, driver.error)
+            self.fail(driver, driver.error, now)
 
     def _hold(self, driver: SequenceDriver, reason: Wait) -> None:
         """Take a waiting sequence out of the queue until `_release`: later sequences pass."""
@@ -327,6 +326,11 @@ class MultiRequestBatcher:
         driver.cancel(now)
         self.retire(driver)
         return True
+
+    def fail(self, driver: SequenceDriver, error: CBatchError, now: float) -> None:
+        """End a request in flight with an error, wherever it waits."""
+        self._withdraw(driver)
+        self._end(driver, now, error)
 
     def take_out(self, id: str) -> None:
         """Forget a sequence that never had a slot, as if it had not been submitted."""

@@ -413,8 +413,7 @@ class Loop:
         elif self._error is None:
             batcher.cancel(driver.request.id, now)
         else:
-            driver.finish("error", now, self._failure(self._error))
-            batcher.retire(driver)
+            batcher.fail(driver, self._failure(self._error), now)
 
     def _failure(self, cause: BaseException) -> EngineClosedError:
         error = EngineClosedError(f"the engine stopped: {words_of(cause)}")
