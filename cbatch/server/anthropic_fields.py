@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import check_flag, shown
 from cbatch.messages import BatchPrompt
 from cbatch.plain import int_of
-from cbatch.server.http_errors import bad_request, refused
-from cbatch.server.request_fields import READ_BY_ALL, asked_under, field_errors
+from cbatch.server.dialect_fields import DialectFields, mapping
+from cbatch.server.http_errors import bad_request
+from cbatch.server.request_fields import field_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from cbatch.server.request_fields import Asked
 
 OWN = frozenset(
     {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking"}
@@ -58,50 +57,26 @@ _BLOCKS = {
 """Types of blocks by the role that may say them."""
 
 
-class Fields:
-    """What a body asks for: options with the fields that they come from, and what is ignored."""
+class Fields(DialectFields):
+    """What a body asks for."""
+
+    OWN, IGNORED, REFUSED = OWN, IGNORED, REFUSED
 
     def __init__(self, body: Mapping[str, Any], *, is_strict: bool, is_capped: bool) -> None:
         """Sort the fields of a body; with `is_capped` it must have `max_tokens`. Raises a `HttpProblemError`."""
-        self._given = {name: value for name, value in body.items() if value is not None}
-        self._options: dict[str, tuple[str, Any]] = {}
-        self._ignored: list[str] = []
-        self._rest: dict[str, Any] = {}
-        for name, value in self._given.items():
-            self._sort(name, value, is_strict=is_strict)
+        super().__init__(body, is_strict=is_strict)
         self._read_cap(is_needed=is_capped)
-        if "stop_sequences" in self._given:
-            self._options["stop"] = "stop_sequences", self._given["stop_sequences"]
+        if "stop_sequences" in self.given:
+            self.options["stop"] = "stop_sequences", self.given["stop_sequences"]
         self._read_tools()
         self._read_template_variables()
         self._read_format()
-        self._is_strict = is_strict
-
-    def _sort(self, name: str, value: Any, *, is_strict: bool) -> None:
-        if name in OWN:
-            return
-        if name in REFUSED:
-            raise refused(name, REFUSED[name])
-        is_unknown = name in READ_BY_ALL and name not in ("model", "stream")
-        if is_unknown and is_strict:
-            raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")
-        if is_unknown or name in IGNORED:
-            self._ignored.append(name)
-        else:
-            self._rest[name] = value
-
-    @property
-    def asked(self) -> Asked:
-        """The fields of the call. Raises a `HttpProblemError`."""
-        return asked_under(
-            self._rest, self._options, [*dict.fromkeys(self._ignored)], is_strict=self._is_strict
-        )
 
     @property
     def prompt(self) -> BatchPrompt:
         """The chat. Raises a `HttpProblemError`."""
-        chat = _system(self._given.get("system"))
-        messages = self._given.get("messages")
+        chat = _system(self.given.get("system"))
+        messages = self.given.get("messages")
         if messages is None:
             raise bad_request("messages is missing", "messages")
         if not isinstance(messages, list) or not messages:
@@ -121,24 +96,24 @@ class Fields:
     # ---- options ----
 
     def _read_cap(self, *, is_needed: bool) -> None:
-        cap = self._given.get("max_tokens")
+        cap = self.given.get("max_tokens")
         if cap is None:
             if is_needed:
                 raise bad_request("max_tokens is missing", "max_tokens")
         elif int_of(cap) == 0:
-            self._options["prefill_only"] = "max_tokens", True
+            self.options["prefill_only"] = "max_tokens", True
         else:
-            self._options["max_tokens"] = "max_tokens", cap
+            self.options["max_tokens"] = "max_tokens", cap
 
     def _read_tools(self) -> None:
-        tools = self._given.get("tools")
+        tools = self.given.get("tools")
         if isinstance(tools, list):
             tools = [self._tool(f"tools.{i}", tool) for i, tool in enumerate(tools)]
         if tools is not None:
-            self._options["tools"] = "tools", tools
-        if "tool_choice" not in self._given:
+            self.options["tools"] = "tools", tools
+        if "tool_choice" not in self.given:
             return
-        choice = _object("tool_choice", self._given["tool_choice"], "tool_choice")
+        choice = _object("tool_choice", self.given["tool_choice"], "tool_choice")
         kind, name = choice.get("type"), choice.get("name")
         named = {"type": "function", "function": {"name": name}}
         found = {"auto": "auto", "any": "required", "none": "none", "tool": named}
@@ -151,30 +126,30 @@ class Fields:
             raise bad_request(
                 f"tool_choice.name must be a tool's name, not {shown(name)}", "tool_choice"
             )
-        self._options["tool_choice"] = "tool_choice", found[kind]
+        self.options["tool_choice"] = "tool_choice", found[kind]
         is_one = choice.get("disable_parallel_tool_use")
         with field_errors("tool_choice"):
             is_one = is_one is not None and check_flag("disable_parallel_tool_use", is_one)
         if is_one:
-            self._options["parallel_tool_calls"] = "tool_choice", False
+            self.options["parallel_tool_calls"] = "tool_choice", False
 
     def _tool(self, place: str, tool: Any) -> dict[str, Any]:
         tool = _object(place, tool, "tools")
         if tool.get("type", "custom") != "custom":
             words = f"{place} has the type {shown(tool['type'])}: there are no tools of the server"
             raise bad_request(words, "tools", "unsupported_parameter")
-        schema = _mapping(f"{place}.input_schema", tool.get("input_schema"), "tools")
+        schema = mapping(f"{place}.input_schema", tool.get("input_schema"), "tools")
         said = {"name": tool.get("name"), "parameters": schema}
         if "description" in tool:
             said["description"] = tool["description"]
-        self._ignored += [f"tools.{key}" for key in tool if key not in _TOOL_KEYS]
+        self.ignored += [f"tools.{key}" for key in tool if key not in _TOOL_KEYS]
         return {"type": "function", "function": said}
 
     def _read_template_variables(self) -> None:
         """Read what becomes variables of the chat template; those that are given come first."""
         variables: dict[str, Any] = {}
-        if "thinking" in self._given:
-            thinking = _object("thinking", self._given["thinking"], "thinking")
+        if "thinking" in self.given:
+            thinking = _object("thinking", self.given["thinking"], "thinking")
             kind = thinking.get("type")
             if kind not in ("enabled", "disabled", "adaptive"):
                 words = f"thinking.type must be enabled, disabled or adaptive, not {shown(kind)}"
@@ -185,7 +160,7 @@ class Fields:
             if kind == "enabled":
                 self._read_budget(thinking.get("budget_tokens"))
                 known.add("budget_tokens")
-            self._ignored += [f"thinking.{key}" for key in thinking if key not in known]
+            self.ignored += [f"thinking.{key}" for key in thinking if key not in known]
         effort = self._output.get("effort")
         if effort is not None:
             if not isinstance(effort, str) or effort not in _EFFORTS:
@@ -193,46 +168,35 @@ class Fields:
                 raise bad_request(f"{words}, not {shown(effort)}", "output_config")
             variables["reasoning_effort"] = _EFFORTS[effort]
         if variables:
-            kwargs = self._rest.pop("chat_template_kwargs", {})
-            if not isinstance(kwargs, dict):
-                words = f"chat_template_kwargs must be an object, not {shown(kwargs)}"
-                raise bad_request(words, "chat_template_kwargs")
-            self._options["chat_template_kwargs"] = "chat_template_kwargs", {**variables, **kwargs}
+            self.add_template_variables("chat_template_kwargs", variables)
 
     def _read_budget(self, budget: Any) -> None:
         number = int_of(budget) or 0
         if number < 1:
             raise bad_request("thinking.budget_tokens must be a number above 0", "thinking")
-        self._options["thinking_budget"] = "thinking", number
+        self.options["thinking_budget"] = "thinking", number
 
     @property
     def _output(self) -> Mapping[str, Any]:
-        return _object("output_config", self._given.get("output_config", {}), "output_config")
+        return _object("output_config", self.given.get("output_config", {}), "output_config")
 
     def _read_format(self) -> None:
         name, format = "output_config", self._output.get("format")
         if format is None:
-            name, format = "output_format", self._given.get("output_format")
+            name, format = "output_format", self.given.get("output_format")
         if format is None:
             return
         format = _object(f"{name}.format", format, name)
         if format.get("type") != "json_schema":
             words = f"{name}: a format's type must be json_schema, not {shown(format.get('type'))}"
             raise bad_request(words, name)
-        schema = _mapping(f"{name}: a format's schema", format.get("schema"), name)
-        self._options["json_schema"] = name, schema
-
-
-def _mapping(place: str, value: Any, field: str) -> dict[str, Any]:
-    """Return an object as it is. Raises a `HttpProblemError`."""
-    if not isinstance(value, dict):
-        raise bad_request(f"{place} must be an object, not {shown(value)}", field)
-    return value
+        schema = mapping(f"{name}: a format's schema", format.get("schema"), name)
+        self.options["json_schema"] = name, schema
 
 
 def _object(place: str, value: Any, field: str) -> dict[str, Any]:
     """Return an object without nulls. Raises a `HttpProblemError`."""
-    given = _mapping(place, value, field)
+    given = mapping(place, value, field)
     return {key: each for key, each in given.items() if each is not None}
 
 
@@ -286,7 +250,7 @@ def _assistant(blocks: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _call(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = _mapping(f"{place}.input", block.get("input"), "messages")
+    arguments = mapping(f"{place}.input", block.get("input"), "messages")
     function = {"name": _string(place, block, "name", is_filled=True), "arguments": arguments}
     id = _string(place, block, "id", is_filled=True)
     return {"id": id, "type": "function", "function": function}

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import shown
 from cbatch.messages import BatchPrompt
 from cbatch.server.anthropic_fields import joined
+from cbatch.server.dialect_fields import DialectFields, mapping
 from cbatch.server.http_errors import bad_request, refused
-from cbatch.server.request_fields import READ_BY_ALL, asked_under, field_errors
+from cbatch.server.request_fields import field_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from cbatch.server.request_fields import Asked
 
 OWN = frozenset(
     {"input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"}
@@ -44,52 +43,33 @@ _FUNCTION = dict.fromkeys(("description", "parameters", "strict"))
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-class ResponsesFields:
+class ResponsesFields(DialectFields):
     """What a body asks for."""
+
+    OWN, IGNORED, REFUSED = OWN, IGNORED, REFUSED
 
     def __init__(self, body: Mapping[str, Any], *, is_strict: bool) -> None:
         """Sort the fields of a body. Raises a `HttpProblemError`."""
-        self._given = {name: value for name, value in body.items() if value is not None}
-        self._options: dict[str, tuple[str, Any]] = {}
-        self._ignored: list[str] = []
-        self._rest: dict[str, Any] = {}
-        self._is_strict = is_strict
-        for name, value in self._given.items():
-            self._sort(name, value)
-        if "max_output_tokens" in self._given:
-            self._options["max_tokens"] = "max_output_tokens", self._given["max_output_tokens"]
+        super().__init__(body, is_strict=is_strict)
+        if "max_output_tokens" in self.given:
+            self.options["max_tokens"] = "max_output_tokens", self.given["max_output_tokens"]
         self._read_tools()
         self._read_text()
         self._read_reasoning()
         self._read_include()
 
-    def _sort(self, name: str, value: Any) -> None:
-        if name in OWN:
-            return
-        if name in REFUSED:
-            raise refused(name, REFUSED[name])
-        if name == "background":
-            if value is not False:
-                raise refused(name, "an answer is given at once")
-            return
-        is_unknown = name in READ_BY_ALL and name not in ("model", "stream")
-        if is_unknown and self._is_strict and name not in IGNORED:
-            raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")
-        if is_unknown or name in IGNORED:
-            self._ignored.append(name)
-        else:
-            self._rest[name] = value
-
-    @property
-    def asked(self) -> Asked:
-        """The fields of the call. Raises a `HttpProblemError`."""
-        return asked_under(self._rest, self._options, [*self._ignored], is_strict=self._is_strict)
+    def sort(self, name: str, value: Any) -> None:
+        """Sort one field. Raises a `HttpProblemError` where it is refused."""
+        if name != "background":
+            super().sort(name, value)
+        elif value is not False:
+            raise refused(name, "an answer is given at once")
 
     @property
     def prompt(self) -> BatchPrompt:
         """The chat. Raises a `HttpProblemError`."""
         chat: list[dict[str, Any]] = []
-        instructions, said = self._given.get("instructions"), self._given.get("input")
+        instructions, said = self.given.get("instructions"), self.given.get("input")
         if instructions is not None:
             text = _string("instructions", instructions, "instructions")
             chat.append({"role": "system", "content": text})
@@ -107,7 +87,7 @@ class ResponsesFields:
     @property
     def said(self) -> dict[str, Any]:
         """What a response repeats of its request."""
-        given = self._given
+        given = self.given
         text, reasoning = given.get("text", {}), given.get("reasoning", {})
         return {
             "instructions": given.get("instructions"),
@@ -132,73 +112,62 @@ class ResponsesFields:
     # ---- options ----
 
     def _read_tools(self) -> None:
-        tools = self._given.get("tools")
+        tools = self.given.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise bad_request(f"tools must be a list, not {shown(tools)}", "tools")
         found = []
         for i, tool in enumerate(tools or ()):
-            tool = _mapping(f"tools[{i}]", tool, "tools")
+            tool = mapping(f"tools[{i}]", tool, "tools")
             if tool.get("type") != "function":
-                self._ignored.append(f"tools[{i}]")
+                self.ignored.append(f"tools[{i}]")
                 continue
             keys = ("name", "description", "parameters")
-            self._ignored += [f"tools.{key}" for key in tool if key not in ("type", *keys)]
+            self.ignored += [f"tools.{key}" for key in tool if key not in ("type", *keys)]
             said = {key: tool[key] for key in keys if tool.get(key) is not None}
             found.append({"type": "function", "function": said})
         if found:
-            self._options["tools"] = "tools", found
-        choice = self._given.get("tool_choice")
+            self.options["tools"] = "tools", found
+        choice = self.given.get("tool_choice")
         if isinstance(choice, dict):
             if choice.get("type") != "function":
                 raise bad_request(f"tool_choice cannot be {shown(choice)}", "tool_choice")
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         if choice is not None:
-            self._options["tool_choice"] = "tool_choice", choice
+            self.options["tool_choice"] = "tool_choice", choice
 
     def _read_text(self) -> None:
-        text = _mapping("text", self._given.get("text", {}), "text")
-        self._ignored += [f"text.{key}" for key in text if key != "format"]
+        text = mapping("text", self.given.get("text", {}), "text")
+        self.ignored += [f"text.{key}" for key in text if key != "format"]
         if (format := text.get("format")) is None:
             return
-        format = dict(_mapping("text.format", format, "text"))
+        format = dict(mapping("text.format", format, "text"))
         if format.get("type") == "json_schema":
             format.pop("type")
             inner = {key: value for key, value in format.items() if value is not None}
             format = {"type": "json_schema", "json_schema": inner}
-        self._options["response_format"] = "text", format
+        self.options["response_format"] = "text", format
 
     def _read_reasoning(self) -> None:
-        reasoning = _mapping("reasoning", self._given.get("reasoning", {}), "reasoning")
-        self._ignored += [f"reasoning.{key}" for key in reasoning if key != "effort"]
+        reasoning = mapping("reasoning", self.given.get("reasoning", {}), "reasoning")
+        self.ignored += [f"reasoning.{key}" for key in reasoning if key != "effort"]
         if (effort := reasoning.get("effort")) is None:
             return
         text = _string("reasoning.effort", effort, "reasoning")
         said = {"enable_thinking": False} if text == "none" else {"reasoning_effort": text}
-        kwargs = _mapping(
-            "chat_template_kwargs",
-            self._rest.pop("chat_template_kwargs", {}),
-            "chat_template_kwargs",
-        )
-        self._options["chat_template_kwargs"] = "reasoning", {**said, **kwargs}
+        self.add_template_variables("reasoning", said)
 
     def _read_include(self) -> None:
-        include = self._given.get("include", [])
+        include = self.given.get("include", [])
         if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
             raise bad_request(f"include must be a list of names, not {shown(include)}", "include")
-        self._ignored += [f"include.{name}" for name in include if name != LOGPROBS]
+        self.ignored += [f"include.{name}" for name in include if name != LOGPROBS]
         if LOGPROBS in include:
-            self._options["logprobs"] = "include", True
-        if "top_logprobs" in self._given:
+            self.options["logprobs"] = "include", True
+        if "top_logprobs" in self.given:
             if LOGPROBS in include:
-                self._options["top_logprobs"] = "top_logprobs", self._given["top_logprobs"]
+                self.options["top_logprobs"] = "top_logprobs", self.given["top_logprobs"]
             else:
-                self._ignored.append("top_logprobs")
-
-
-def _mapping(place: str, value: Any, field: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise bad_request(f"{place} must be an object, not {shown(value)}", field)
-    return value
+                self.ignored.append("top_logprobs")
 
 
 def _string(place: str, value: Any, field: str, *, is_filled: bool = False) -> str:
@@ -212,7 +181,7 @@ def _string(place: str, value: Any, field: str, *, is_filled: bool = False) -> s
 
 def _item(place: str, item: Any) -> dict[str, Any]:
     """Return the message that an item is, or a part of it."""
-    item = _mapping(place, item, "input")
+    item = mapping(place, item, "input")
     kind = item.get("type") or "message"
     if kind == "message":
         role = item.get("role")
@@ -255,7 +224,7 @@ def _content(place: str, content: Any) -> str:
 
 
 def _part(place: str, part: Any, kinds: tuple[str, ...]) -> str:
-    part = _mapping(place, part, "input")
+    part = mapping(place, part, "input")
     kind = part.get("type")
     if kind not in kinds:
         raise bad_request(
