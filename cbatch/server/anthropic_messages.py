@@ -9,8 +9,8 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.server.answer_events import Called, Ended, Reasoning, Text
 from cbatch.server.anthropic_fields import Fields
+from cbatch.server.block_stream import BlockStream
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult, ToolCall
-    from cbatch.server.answer_events import Event
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
     from cbatch.server.http_errors import HttpProblemError
@@ -79,20 +78,16 @@ class MessagesCall(Call):
         return MessagesStream(self, model)
 
 
-class MessagesStream:
+class MessagesStream(BlockStream):
     """Encodes the events of one message."""
 
     def __init__(self, call: MessagesCall, model: str) -> None:
+        super().__init__()
         self._call, self._model = call, model
-        self._has_begun = False
         self._open: str | None = None
         """The type of the block that is open."""
         self._n_blocks = 0
         self._thought = hashlib.sha256()
-
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events; the message begins before the first."""
-        return self._begun() + b"".join(map(self._frame, events))
 
     def end(self) -> bytes:
         """Return the last frame."""
@@ -100,17 +95,14 @@ class MessagesStream:
 
     def idle(self) -> bytes:
         """Return what is sent in silence; a message begins before."""
-        return self._begun() + named_frame({"type": "ping"})
+        return self.begun() + named_frame({"type": "ping"})
 
     def error(self, problem: HttpProblemError) -> bytes:
         """Return the frame of an error, behind which nothing comes."""
         return named_frame(problem.as_anthropic())
 
-    def _begun(self) -> bytes:
-        """Return the beginning of the message, once."""
-        if self._has_begun:
-            return b""
-        self._has_begun = True
+    def beginning(self) -> bytes:
+        """Return the beginning of the message."""
         usage = _tokens(self._call.n_prompt_tokens, 0, 0)
         nothing: dict[str, Any] = {
             "content": [],
@@ -121,30 +113,23 @@ class MessagesStream:
         message = {**_message(self._model), **nothing, "usage": usage}
         return named_frame({"type": "message_start", "message": message})
 
-    def _frame(self, event: Event) -> bytes:
-        if isinstance(event, Text):
-            return self._said(event.text) if event.text else b""
-        if isinstance(event, Reasoning):
-            return self._thought_on(event.text)
-        if isinstance(event, Called):
-            return self._called(event.call)
-        if isinstance(event, Ended):
-            return self._ended(event.choice)
-        raise TypeError(f"not an event of a message: {event!r}")
-
-    def _said(self, text: str) -> bytes:
+    def said(self, text: str) -> bytes:
+        """Return the delta of new text."""
         return self._opened(_text("")) + self._delta("text_delta", "text", text)
 
-    def _thought_on(self, text: str) -> bytes:
+    def thought(self, text: str) -> bytes:
+        """Return the delta of new thinking."""
         opened = self._opened({"type": "thinking", "thinking": "", "signature": ""})
         self._thought.update(text.encode())
         return opened + self._delta("thinking_delta", "thinking", text)
 
-    def _called(self, call: ToolCall) -> bytes:
+    def called(self, call: ToolCall) -> bytes:
+        """Return the block of a tool call."""
         opened = self._opened(_tool_use(call, {}), is_new=True)
         return opened + self._delta("input_json_delta", "partial_json", call.arguments)
 
-    def _ended(self, result: BatchResult) -> bytes:
+    def ended(self, result: BatchResult) -> bytes:
+        """Return the end of the last block, and why the answer ended."""
         first = b""
         if not self._n_blocks and not self._call.asked.options.prefill_only:
             first = self._opened(_text(""))

@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cbatch.openai_format import chat_logprobs
-from cbatch.server.answer_events import Called, Ended, Reasoning, Text
+from cbatch.server.answer_events import Reasoning, Text
+from cbatch.server.block_stream import BlockStream
 from cbatch.server.call import Call
 from cbatch.server.responses_fields import ResponsesFields
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
@@ -85,24 +86,21 @@ class ResponsesCall(Call):
         return ResponsesStream(self.response(model))
 
 
-class ResponsesStream:
+class ResponsesStream(BlockStream):
     """Encodes the events of one response."""
 
     def __init__(self, response: dict[str, Any]) -> None:
+        super().__init__()
         self._response = response
         self._output: list[dict[str, Any]] = []
         self._open: list[str] = []
         """The parts of the text of the item that is open."""
-        self._is_open = self._has_begun = False
+        self._is_open = False
         self._scores: list[Any] = []
         """Log-probabilities of all tokens so far, those of thinking too."""
         self._n_told = 0
         """How many of them stand beside a delta of the text."""
         self._n_events = 0
-
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events."""
-        return self._begun() + b"".join(map(self._frame, events))
 
     def end(self) -> bytes:
         """Return the last frames: there are none behind the response's end."""
@@ -116,32 +114,23 @@ class ResponsesStream:
         """Return the frames of an error: a response that failed."""
         error = {"code": problem.code or "server_error", "message": problem.message}
         failed = {"status": "failed", "error": error, "output": self._output}
-        return self._begun() + self._event("failed", response={**self._response, **failed})
+        return self.begun() + self._event("failed", response={**self._response, **failed})
 
     def _event(self, kind: str, **more: Any) -> bytes:
         value = {"type": f"response.{kind}", "sequence_number": self._n_events, **more}
         self._n_events += 1
         return named_frame(value)
 
-    def _begun(self) -> bytes:
-        if self._has_begun:
-            return b""
-        self._has_begun = True
+    def beginning(self) -> bytes:
+        """Return that the response was created, and is in progress."""
         kinds = ("created", "in_progress")
         return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
-    def _frame(self, event: Event) -> bytes:
+    def frame(self, event: Event) -> bytes:
+        """Return the frames of one event, whose log-probabilities are kept for the item's end."""
         if isinstance(event, Text | Reasoning) and event.logprobs:
             self._scores += chat_logprobs(event.logprobs)["content"]
-        if isinstance(event, Text):
-            return self._said(event.text) if event.text else b""
-        if isinstance(event, Reasoning):
-            return self._thought(event.text)
-        if isinstance(event, Called):
-            return self._called(event.call)
-        if isinstance(event, Ended):
-            return self._ended(event.choice)
-        raise TypeError(f"not an event of a response: {event!r}")
+        return super().frame(event)
 
     # ---- items, of which one is open at a time ----
 
@@ -160,7 +149,8 @@ class ResponsesStream:
         index = len(self._output) - 1
         return closed + self._event("output_item.added", output_index=index, item=item)
 
-    def _said(self, text: str) -> bytes:
+    def said(self, text: str) -> bytes:
+        """Return the delta of new text."""
         opened = b""
         if self._kind != "message":
             opened = self._added(_message(_id("msg"), [], "in_progress"))
@@ -173,7 +163,8 @@ class ResponsesStream:
         more = {**self._place, "content_index": 0, "delta": text, "logprobs": new}
         return opened + self._event("output_text.delta", **more)
 
-    def _thought(self, text: str) -> bytes:
+    def thought(self, text: str) -> bytes:
+        """Return the delta of new thinking."""
         opened = b""
         if self._kind != "reasoning":
             opened = self._added(_thought(_id("rs"), None, "in_progress"))
@@ -181,7 +172,8 @@ class ResponsesStream:
         more = {**self._place, "content_index": 0, "delta": text}
         return opened + self._event("reasoning_text.delta", **more)
 
-    def _called(self, call: ToolCall) -> bytes:
+    def called(self, call: ToolCall) -> bytes:
+        """Return the item of a tool call."""
         added = self._added(_called(_id("fc"), call, "", "in_progress"))
         self._open.append(call.arguments)
         return added + self._event(
@@ -214,8 +206,9 @@ class ResponsesStream:
         index = len(self._output) - 1
         return done + self._event("output_item.done", output_index=index, item=item)
 
-    def _ended(self, result: BatchResult) -> bytes:
-        first = b"" if self._output else self._said("")
+    def ended(self, result: BatchResult) -> bytes:
+        """Return the end of the last item, and of the response."""
+        first = b"" if self._output else self.said("")
         status = _status(result)
         first += self._closed(status)
         response = _ended(self._response, self._output, result)

@@ -1,0 +1,65 @@
+"""Answers that are streamed as blocks, one after another: text, thinking, calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from cbatch.server.answer_events import Called, Ended, Reasoning, Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.response import BatchResult, ToolCall
+    from cbatch.server.answer_events import Event
+
+
+class BlockStream(ABC):
+    """Encodes the events of one answer."""
+
+    def __init__(self) -> None:
+        """Make one; the beginning is not sent."""
+        self._has_begun = False
+
+    @abstractmethod
+    def beginning(self) -> bytes:
+        """Return the frames before the first event."""
+
+    @abstractmethod
+    def said(self, text: str) -> bytes:
+        """Return the frames of new text."""
+
+    @abstractmethod
+    def thought(self, text: str) -> bytes:
+        """Return the frames of new thinking."""
+
+    @abstractmethod
+    def called(self, call: ToolCall) -> bytes:
+        """Return the frames of a tool call."""
+
+    @abstractmethod
+    def ended(self, result: BatchResult) -> bytes:
+        """Return the frames of the answer's end."""
+
+    def begun(self) -> bytes:
+        """Return the frames before the first event, once."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        return self.beginning()
+
+    def frames(self, events: Sequence[Event]) -> bytes:
+        """Return the frames of events; the beginning comes before the first."""
+        return self.begun() + b"".join(map(self.frame, events))
+
+    def frame(self, event: Event) -> bytes:
+        """Return the frames of one event."""
+        if isinstance(event, Text):
+            return self.said(event.text) if event.text else b""
+        if isinstance(event, Reasoning):
+            return self.thought(event.text)
+        if isinstance(event, Called):
+            return self.called(event.call)
+        if isinstance(event, Ended):
+            return self.ended(event.choice)
+        raise TypeError(f"not an event of an answer: {event!r}")
