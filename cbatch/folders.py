@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+from cbatch.errors import OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +19,24 @@ if TYPE_CHECKING:
 ANYBODY = 0o666
 """Permission bits of a new file, before the user's mask."""
 
+_WAYS_OUT = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EDQUOT: "the disk quota is used up: free some space",
+    errno.EFBIG: "the file would be larger than is allowed here (ulimit -f): raise the limit",
+}
+
 _N_MARK = 4
+
+
+@contextmanager
+def told(path: Path, more: str = "") -> Iterator[None]:
+    """Raise errors of the system as `OutputError`, with the file and the way out, behind which comes `more`."""
+    try:
+        yield
+    except OSError as error:
+        way_out = _WAYS_OUT.get(error.errno or 0)
+        reason = f"cannot be written: {error.strerror or error}"
+        raise OutputError(path, reason if way_out is None else way_out + more) from error
 
 
 def sync_folder(folder: Path) -> None:

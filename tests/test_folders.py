@@ -1,7 +1,8 @@
-"""Parts beside a file: those that killed processes have left are removed, and nothing else is."""
+"""Parts beside a file: those that killed processes have left are removed, and nothing else is. Errors of the disk."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import cbatch
-from cbatch.folders import part_beside
+from cbatch.errors import OutputError
+from cbatch.files.output import durable
+from cbatch.folders import part_beside, told
 
 KILLED = """
 import os, signal, sys
@@ -99,3 +102,17 @@ def test_file_system_without_locks_keeps_every_part(
     with part_beside(tmp_path / "out") as part:
         assert {*tmp_path.iterdir()} == {left, part}
     assert os.listdir(tmp_path) == [left.name]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_error_of_the_disk_names_the_file_and_the_way_out(tmp_path: Path, number: int) -> None:
+    """What a run has finished is kept, and nothing else."""
+    words = []
+    for telling in (told, durable.told):
+        with pytest.raises(OutputError) as error, telling(tmp_path / "out"):
+            raise OSError(number, os.strerror(number))
+        words.append(str(error.value))
+    if number == errno.EIO:
+        assert words == [f"{tmp_path}/out: cannot be written: Input/output error"] * 2
+    else:
+        assert words[1] == f"{words[0]}, then run the same command again: finished items are kept"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -22,10 +21,10 @@ from cbatch.bench.synthetic_tensors import N_CONV, Tensor, random_rows, tensors_
 from cbatch.bench.synthetic_tokenizer import Tokenizer, Value, make_tokenizer
 from cbatch.bench.weight_types import WEIGHT_TYPES
 from cbatch.errors import ConfigError, OutputError
-from cbatch.folders import part_beside
+from cbatch.folders import part_beside, told
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from gguf import GGUFWriter
@@ -40,12 +39,6 @@ _LOOK_S = 0.2
 
 # What a quantised file may take at most beside the bits of its type: llama.cpp gives some matrices more.
 _N_BITS_MORE, _N_BITS_OF_LOGITS = 2.0, 8.5
-
-_FULL = {
-    errno.ENOSPC: "the disk is full: free some space",
-    errno.EDQUOT: "the disk quota is used up: free some space",
-    errno.EFBIG: "the file would be larger than is allowed here (ulimit -f): raise the limit",
-}
 
 
 def write_model(
@@ -85,7 +78,7 @@ def write_model(
             else f"{path} is not a regular file"
         )
     writing = _Writing(_import_gguf(), shape, seed, show)
-    with _told(path):
+    with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         real = Path(os.path.realpath(path))
         with part_beside(real) as part:
@@ -103,16 +96,6 @@ def write_model(
                     writing.quantise(floats, part)
             part.replace(real)
     return path
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Raise errors of the system as `OutputError`, with the file and the way out."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror or error}"
-        raise OutputError(path, _FULL.get(error.errno or 0, reason)) from error
 
 
 def _check_room(path: Path, n_bytes: int) -> None:

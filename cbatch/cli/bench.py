@@ -17,9 +17,9 @@ from cbatch.cli.option_table import Given, option, takes
 from cbatch.cli.terminal import say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError
-from cbatch.files.output.durable import told as written
 from cbatch.files.output.durable import whole
 from cbatch.files.places import check_new, stdout
+from cbatch.folders import told as written
 
 if TYPE_CHECKING:
     from cbatch.bench.comparison import Comparison, Load, Plan

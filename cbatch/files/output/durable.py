@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.errors import OutputError
+from cbatch import folders
 from cbatch.folders import ANYBODY as ANYBODY
 from cbatch.folders import part_beside
 from cbatch.folders import sync_folder as sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 _PRIVATE = 0o600
 
 _ACCESS_LIST = "system.posix_acl_access"
 """Source: Linux's acl(5); the group bits of the mode then limit the rights that the list gives."""
 
-_AGAIN = "then run the same command again: finished items are kept"
-
-_WAYS_OUT = {
-    errno.ENOSPC: f"the disk is full: free some space, {_AGAIN}",
-    errno.EDQUOT: f"the disk quota is used up: free some space, {_AGAIN}",
-    errno.EFBIG: f"the file would be larger than is allowed here (ulimit -f): raise the limit, {_AGAIN}",
-}
+_AGAIN = ", then run the same command again: finished items are kept"
 
 
-@contextmanager
-def told(path: Path) -> Iterator[None]:
+def told(path: Path) -> AbstractContextManager[None]:
     """Raise errors of the system as `OutputError`, with the file and the way out."""
-    try:
-        yield
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror or error}"
-        raise OutputError(path, _WAYS_OUT.get(error.errno or 0, reason)) from error
+    return folders.told(path, _AGAIN)
 
 
 def write_at(fd: int, data: bytes, start: int) -> None:
