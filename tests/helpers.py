@@ -20,7 +20,7 @@ from cbatch.backend.fake import (
     StepCost,
 )
 from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
-from cbatch.core.cell_ops import Stored
+from cbatch.core.cell_ops import ToStore
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Binding, KvCapabilities, Slot
@@ -84,7 +84,7 @@ class Rig:
     chunks: dict[str, list[BatchOutputChunk]] = field(default_factory=dict)
     results: dict[str, BatchResult] = field(default_factory=dict)
     disk: dict[CacheRef, tuple[CacheEntry, NDArray[np.uint8]]] = field(default_factory=dict)
-    storing: list[tuple[Stored, CacheEntry | None]] = field(default_factory=list)
+    storing: list[tuple[ToStore, CacheEntry | str]] = field(default_factory=list)
     fetching: list[CacheRead] = field(default_factory=list)
     compiling: list[Grammar | DryBreakers] = field(default_factory=list)
     n_visited: int = 0
@@ -306,9 +306,9 @@ class CountedQueue(AdmissionQueue):
     n_visited = 0
 
     def candidates(
-        self, running: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
+        self, holders: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
     ) -> Iterator[SequenceDriver]:
-        for driver in super().candidates(running, ending):
+        for driver in super().candidates(holders, ending):
             CountedQueue.n_visited += 1
             yield driver
 
@@ -354,7 +354,7 @@ def run(rig: Rig, plan: Plan) -> None:
 def park_paused(rig: Rig) -> None:
     """Take the slot of a paused sequence, as a plan does for one that waits."""
     slots = rig.batcher.slot_plan()
-    assert slots.preempt()
+    assert slots.free_a_slot()
     run(rig, Plan(slots.cells.step(), (), slots, None, rig.now))
 
 
@@ -391,7 +391,7 @@ def take_wants(rig: Rig) -> None:
     while (want := rig.batcher.take_want()) is not None:
         if isinstance(want, CacheRead):
             rig.fetching.append(want)
-        elif isinstance(want, Stored):
+        elif isinstance(want, ToStore):
             store(rig, want)
         else:
             rig.compiling.append(want)
@@ -426,11 +426,11 @@ def settle_compiled(rig: Rig) -> None:
         rig.batcher.resolve(want, found, rig.now)
 
 
-def store(rig: Rig, stored: Stored) -> None:
+def store(rig: Rig, stored: ToStore) -> None:
     """Write what was copied out."""
     driver, n = stored.driver, stored.n_cells
     data = rig.backend.export_state(stored.key)
-    entry = None
+    entry: CacheEntry | str = "the cells were not saved: they could not be copied out"
     if data is not None:
         entry = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt))
         rig.disk[CacheRef.of(driver.request)] = entry, data
@@ -469,7 +469,7 @@ def drive(
 
 def check_plan(rig: Rig, planned: Plan) -> None:
     """Rows ascend, positions follow the ledger, the budget holds, no decode row and no room is left out."""
-    plan, planned_slots = planned.step, planned.slots
+    plan, planned_slots = planned.step, planned.slot_plan
     slots = [c.slot for c in plan.chunks]
     assert slots == sorted(set(slots))
     assert len(planned.rows) == len(slots)
@@ -503,9 +503,9 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         assert not plan.chunks
         return
     n_holds = len(planned_slots.holds)
-    n_waiting = len(waiting_for(rig, planned.slots))
-    if not ledger.is_shared:
-        assert entering or "pause" not in leaves.values()
+    n_waiting = len(waiting_for(rig, planned.slot_plan))
+    if not ledger.is_overcommitted:
+        assert entering or "parked" not in leaves.values()
         is_full = len(rig.state.followers) + len(rig.state.reads) + n_holds > 0
         is_full = is_full or bool(rig.state.storing or (plan.copies and rig.copy_s))
         assert is_full or not (n_waiting and ledger.n_free_slots)
@@ -516,7 +516,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     running = [
         d for d in running if d.request.adapters == plan.adapters and d.n_tokens <= d.n_window
     ]
-    if not ledger.is_shared:
+    if not ledger.is_overcommitted:
         pending = {d: d.n_tokens - starts.get(d, d.n_computed) for d in running}
         assert all(d in planned.rows for d, n in pending.items() if n == 1)
     options = rig.scheduler.options
@@ -526,7 +526,9 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     is_free = (
         is_free and not rig.backend.memory.n_long_context_prefills
     )  # with them some wait for others' prompts
-    n_used = n_tokens if ledger.is_shared else 2 * n_tokens  # chunks are evened out otherwise
+    n_used = (
+        n_tokens if ledger.is_overcommitted else 2 * n_tokens
+    )  # chunks are evened out otherwise
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
         done = {d: c.start + len(c.tokens) for c, d in zip(plan.chunks, planned.rows, strict=True)}
         assert all(done[d] == d.n_tokens for d in running)
@@ -589,7 +591,7 @@ def known_in(rig: Rig, tokens: Sequence[int]) -> dict[Slot, int]:
 
 def check_cell_ops(rig: Rig, planned: Plan) -> None:
     """The operations of a plan lead from the cells that slots hold to those of the plan's own ledger."""
-    n_cells, ops, ledger = [*rig.ledger.n_cells], planned.step, planned.slots.cells.ledger
+    n_cells, ops, ledger = [*rig.ledger.n_cells], planned.step, planned.slot_plan.cells.ledger
     for slot in ops.clears:
         n_cells[slot] = 0
     for slot, n in ops.trims:
@@ -607,10 +609,12 @@ def check_ledger(ledger: KvLedger) -> None:
     assert all(0 <= n <= ledger.n_window for n in ledger.n_cells)
     blocks_by_slot = ledger._blocks
     held = [b for blocks in blocks_by_slot for b in blocks]
-    counted = {id(b): b.n for b in held} if ledger.is_shared else dict(enumerate(ledger.n_cells))
+    counted = (
+        {id(b): b.n for b in held} if ledger.is_overcommitted else dict(enumerate(ledger.n_cells))
+    )
     assert sum(counted.values()) == ledger.n_used <= ledger.n_pool
     assert all(b.n >= 1 and b.n_slots == held.count(b) for b in held)
-    if ledger.is_shared:
+    if ledger.is_overcommitted:
         assert [sum(b.n for b in blocks) for blocks in blocks_by_slot] == ledger.n_cells
 
 
@@ -637,7 +641,7 @@ def check_cells(rig: Rig) -> None:
         n_keep, n_moved = cells.shifts.get(driver.slot, (0, 0))
         del held[n_keep : n_keep + n_moved]
         assert held == driver.tokens[: driver.n_computed]
-    if rig.ledger.is_shared and not (cells.clears or cells.trims or cells.shifts):
+    if rig.ledger.is_overcommitted and not (cells.clears or cells.trims or cells.shifts):
         assert rig.backend.n_used == rig.ledger.n_used
     assert set(rig.backend.saved) - set(cells.forgets) == set(cells_saved)
     for key, entry in cells_saved.items():

@@ -20,12 +20,13 @@ STATUSES: dict[Status, str] = {
     ),
     Status.RUNNING: (
         "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing "
-        "stores it. A sequence that is preempted loses slot and cells and keeps its tokens: its reader sees a"
-        " pause."
+        "stores it. A sequence that loses its slot keeps its tokens, and its cells are saved in host memory or "
+        "computed again: its reader sees a pause."
     ),
     Status.PAUSED: (
         "by `engine.pause(id)`, or where `pause_every` has it pause. Slot and cells stay until another "
-        "sequence needs them."
+        "sequence needs them: then the sequence is parked, paused without a slot, its cells saved or computed "
+        "again."
     ),
     Status.STORING: (
         "ended, and its cells are being written to disk for `save_cache`: the result comes when that is done,"
@@ -39,7 +40,9 @@ STATUSES: dict[Status, str] = {
 
 EVENTS: dict[Event, str] = {
     Event.ADMIT: "it gets a slot, for the first time or again",
-    Event.PREEMPT: "slot and cells are taken: a shared pool is full, or its turn is over",
+    Event.LOSE_SLOT: (
+        "its turn is over, or a shared pool is full (preemption); its cells are saved in host memory or computed again"
+    ),
     Event.PAUSE: "`engine.pause(id)`, or it has sampled as many tokens as it may before it pauses",
     Event.RESUME: "`engine.resume(id)`, where it kept its slot",
     Event.REQUEUE: "`engine.resume(id)`, where it has no slot",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
@@ -21,6 +21,7 @@ from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.cache.store import CacheStore
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine import Engine
+from cbatch.engine_options import Policy
 from cbatch.errors import (
     CacheError,
     ConfigError,
@@ -1093,7 +1094,7 @@ def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> No
     assert all(start % 16 == 0 for start in starts)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "round_robin"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_policy_changes_nothing_about_files(any_way: Place, policy: str) -> None:
     quantum = {"quantum": 3} if policy == "round_robin" else {}
     prompts = [text_of(40 + i, start=i) for i in range(8)]

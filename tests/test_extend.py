@@ -6,7 +6,7 @@ import copy
 import pickle
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from cbatch.backend.fake import END_TOKEN, FakeBackend, Faults
 from cbatch.cache.store import CacheStore
 from cbatch.core.plan import KvCapabilities
+from cbatch.engine_options import Policy
 from cbatch.errors import (
     CacheError,
     ConfigError,
@@ -208,7 +209,7 @@ def test_failed_steps_change_no_part(any_way: Place) -> None:
 
 
 def test_policies_change_no_part(any_way: Place) -> None:
-    for policy in ("priority", "shortest", "round_robin"):
+    for policy in get_args(Policy):
         engine = any_way.engine(n_slots=1, schedule={"policy": policy})
         first = any_way.result(engine, text_of(50), max_tokens=9)
         assert extended(any_way, engine, first, 9).token_ids == expected(text_of(50), 18)

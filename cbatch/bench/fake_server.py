@@ -95,7 +95,7 @@ class FakeServer:
         return True
 
     def _run(self, plan: Plan) -> StepResult:
-        is_urgent = self.batcher.occupancy().n_waiting <= plan.slots.n_entering
+        is_urgent = self.batcher.occupancy().n_waiting <= plan.slot_plan.n_entering
         self._run_end_s = self.next_s if is_urgent and self.next_s > self.now else math.inf
         if self.is_stepwise:
             self.backend.interrupt()

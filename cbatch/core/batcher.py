@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
+from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
 from cbatch.core.driver import Event, Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import KvDemandEstimator
@@ -66,8 +66,9 @@ class Occupancy:
 class MultiRequestBatcher:
     """The requests in flight, and the only part that changes the state of slots and cells.
 
-    Events change the state at once: `submit`, `cancel`, `pause`, `resume`, what was compiled or read, and what the
-    clock brings, in `begin_step`. A plan is made for this state and changes nothing; `commit` carries it out.
+    Commands change the state at once: `submit`, `cancel`, `pause`, `resume`, what was compiled or read, and what the
+    clock brings, in `begin_step`. A plan is made for this state and changes nothing; the backend carries it out, and
+    `commit` records that.
     """
 
     def __init__(
@@ -148,12 +149,12 @@ class MultiRequestBatcher:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the next request's time is over at the latest, or None."""
+        """A time before which no deadline passes; None where there is none."""
         return self._deadlines.next_s()
 
     def is_storing(self, id: str) -> bool:
         """Whether a request has ended but for its cells, which are on their way to disk."""
-        return any(stored.driver.request.id == id for stored in self._storing.values())
+        return any(want.driver.request.id == id for want in self._storing.values())
 
     # ---- coming ----
 
@@ -167,7 +168,8 @@ class MultiRequestBatcher:
             if self._is_by_prompt or driver.request.prompt.tokens is not None:
                 self._tokenize(driver)
             if driver.error is not None:
-                self._end(driver, driver.clock.submitted_s, driver.error)
+                driver.finish("error", driver.clock.submitted_s, driver.error)
+                self.retire(driver)
             elif not self._waits_to_compile(driver):
                 ready.append(driver)
         self._queue.add(ready)
@@ -175,16 +177,16 @@ class MultiRequestBatcher:
     def begin_step(self, now: float, ending: Collection[SequenceDriver] = ()) -> None:
         """Do what comes before a plan: deadlines, ended waits, and the prompts whose turn may come.
 
-        Requests end whose time is over or whose prompt is refused. Sequences are queued again whose leader has their
-        prefix, or that stops. As many prompts become tokens as the plan may admit, where `ending` sequences leave their
-        slots: so a long queue costs nothing, and a prompt that cannot run ends with its own error.
+        Requests end whose time is over or whose prompt is refused. Sequences are queued again whose leader has computed
+        their prefix, or no longer runs. As many prompts become tokens as the plan may admit, where `ending` sequences
+        leave their slots: so a long queue costs nothing, and a prompt that cannot run ends with its own error.
         """
         while (driver := self._deadlines.pop_due(now)) is not None:
             self._withdraw(driver)
             driver.expire(now)
             self.retire(driver)
         for driver in self._followers.pop_ready():
-            self._release(driver, now)
+            self._release(driver)
         if self._queue and (n_open := self._ledger.n_slots - len(self._rows()) + len(ending)):
             self._tokenize_prompts(n_open, ending, now)
 
@@ -192,19 +194,18 @@ class MultiRequestBatcher:
         self, n_wanted: int, ending: Collection[SequenceDriver], now: float
     ) -> None:
         """Make the first prompts tokens, and prompts that may pass them; a refused prompt ends and counts as none."""
-        refused: list[SequenceDriver] = []
-        n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_shared else 0
+        refused: list[tuple[SequenceDriver, CBatchError]] = []
+        n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_overcommitted else 0
         for driver in self._queue.candidates(self._ledger.holders, ending):
             self._tokenize(driver)
             n_ready += driver.error is None
             n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
             if driver.error is not None:
-                refused.append(driver)
+                refused.append((driver, driver.error))
             if n_ready == n_wanted + n_passed or len(refused) == N_REFUSED_MAX:
                 break
-        for driver in refused:
-            self._queue.remove(driver)
-            self._end(driver, now, driver.error)
+        for driver, error in refused:
+            self.fail(driver, error, now)
 
     # ---- what comes from outside ----
 
@@ -225,22 +226,25 @@ class MultiRequestBatcher:
             want: what sequences wait for.
             found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, a `CacheError`, or None
                 where no sequence waited for it any more; of cells to write the `CacheEntry` of their file, or why they
-                were not saved, or None where they could not be copied out.
+                were not saved.
             now: when that was.
 
         Returns:
             The sequences for which the backend is to get the cells of a file that was read, with the key for each.
         """
-        if isinstance(want, Stored):
+        if isinstance(want, ToStore):
             self._end_storing(want.driver, found)
         elif isinstance(want, CacheRead):
-            drivers, loads = self._reads.resolve(want, found)
-            for driver in drivers:
-                self._release(driver, now)
-            return loads
+            given = self._reads.resolve(want, found)
+            for driver, what in given.items():
+                if isinstance(what, CacheError):
+                    self.refuse_cells(driver, what, now)
+                if driver.error is None:
+                    self._release(driver)
+            return [(driver, what) for driver, what in given.items() if isinstance(what, int)]
         elif isinstance(found, GrammarError):
             for driver in self._builds.resolve(want, None):
-                self._end(driver, now, GrammarError(found.kind, found.reason))
+                self.fail(driver, GrammarError(found.kind, found.reason), now)
         else:
             self._go_on_compiled(self._builds.resolve(want, found))
         return []
@@ -253,17 +257,17 @@ class MultiRequestBatcher:
         self._queue.add([d for d in ready if d.status is Status.WAITING])  # others are paused
 
     def _end_storing(self, driver: SequenceDriver, found: object) -> None:
-        """End a sequence whose cells are on disk, or could not be put there."""
+        """End a sequence whose cells are on disk, or were not saved: `found` says why."""
         if isinstance(found, CacheEntry):
             self._reads.learn(CacheRef.of(driver.request), found)
-        elif found is not None:
+        else:
             driver.warnings.append(str(found))
         del self._storing[driver.number]
         driver.undergo(Event.FINISH)
         self._ended.append(driver)
 
     def refuse_cells(self, driver: SequenceDriver, error: CacheError, now: float) -> None:
-        """Have a sequence go on without cells from disk that the backend could not take, or end if it requires them."""
+        """Have a sequence go on without the cells of its file, or end if it requires them."""
         driver.proceed_uncached(error)
         if driver.error is None:
             self._forget(driver)
@@ -275,12 +279,10 @@ class MultiRequestBatcher:
         self._queue.remove(driver)
         driver.waits_for = reason
 
-    def _release(self, driver: SequenceDriver, now: float) -> None:
-        """Let a held sequence take its turn, among the first, for it has waited; one that has failed ends."""
+    def _release(self, driver: SequenceDriver) -> None:
+        """Let a held sequence take its turn, among the first, for it has waited."""
         driver.waits_for = None
-        if driver.error is not None:
-            self._end(driver, now, driver.error)
-        elif driver.status is Status.WAITING:
+        if driver.status is Status.WAITING:
             self._queue.put_back(driver)
 
     # ---- pausing and ending ----
@@ -330,7 +332,8 @@ class MultiRequestBatcher:
     def fail(self, driver: SequenceDriver, error: CBatchError, now: float) -> None:
         """End a request in flight with an error, wherever it waits."""
         self._withdraw(driver)
-        self._end(driver, now, error)
+        driver.finish("error", now, error)
+        self.retire(driver)
 
     def take_out(self, id: str) -> None:
         """Forget a sequence that never had a slot, as if it had not been submitted."""
@@ -372,21 +375,21 @@ class MultiRequestBatcher:
         slot, n_cells = driver.slot, 0
         if slot is not None and has_cells and slot not in self._cells.trims:
             n_cells = self._cells.n_known(driver, slot) if self._saved.can_save else 0
-        self._storing[driver.number] = Stored(driver, driver.number, n_cells)
+        self._storing[driver.number] = ToStore(driver, driver.number, n_cells)
         if slot is not None and n_cells:
             self._cells.saves.append((slot, driver.number))
         else:
             self._end_storing(driver, "the cells were not saved: none were left when it ended")
 
-    def _end_copies(self, lost: Collection[int]) -> None:
+    def _order_writes(self, lost: Collection[int]) -> None:
         """Have the cells that a run has copied out written to disk, but for the keys that were lost."""
         for _, key in self._cells.saves:
-            stored = self._storing[key]
+            want = self._storing[key]
             if key in lost:
                 why = "the cells were not saved: they could not be copied out"
-                self._end_storing(stored.driver, why)
+                self._end_storing(want.driver, why)
             else:
-                self._wants.append(stored)
+                self._wants.append(want)
 
     def _forget(self, driver: SequenceDriver) -> None:
         """Give up a sequence's saved cells, if it has any."""
@@ -401,10 +404,6 @@ class MultiRequestBatcher:
             self._waiters[driver.waits_for].drop(driver)
         elif driver.status is Status.WAITING:
             self._queue.remove(driver)
-
-    def _end(self, driver: SequenceDriver, now: float, error: CBatchError | None) -> None:
-        driver.finish("error", now, error)
-        self.retire(driver)
 
     # ---- what runs do: for the scheduler ----
 
@@ -422,47 +421,45 @@ class MultiRequestBatcher:
         return SlotPlan(self._state, self._rows())
 
     def commit(
-        self, slots: SlotPlan, plan: StepPlan, lost: Collection[int], now: float
-    ) -> list[SequenceDriver]:
+        self, slot_plan: SlotPlan, step: StepPlan, lost: Collection[int], made_s: float, now: float
+    ) -> None:
         """Commit what a plan did to slots and cells, once it was run: its view becomes the state.
 
         Args:
-            slots: what it did to slots.
-            plan: what was run.
-            lost: keys that could not be saved or loaded. Where a load failed nothing was copied.
-            now: when the plan was made.
-
-        Returns:
-            The sequences that have an error now: their cells from disk are required, and could not be loaded.
+            slot_plan: what it did to slots.
+            step: what was run.
+            lost: keys that could not be saved or loaded. Where a load failed nothing was copied, and requests that
+                require the cells of their file end.
+            made_s: when the plan was made: its sequences are admitted then.
+            now: when it was run.
         """
-        self._end_copies(lost)
+        self._order_writes(lost)
         self._cells.note_done()
-        if slots.has_view:
-            self._cells.commit(slots.cells)
+        if slot_plan.has_view:
+            self._cells.commit(slot_plan.cells)
             self._running = None
-        self._commit_waits(slots)
-        for leave in slots.leaves:
+        self._commit_waits(slot_plan)
+        for leave in slot_plan.leaves:
             self._commit_leave(leave, lost)
-        empty = {slot for slot, key, _ in plan.loads if key in lost}
+        empty = {slot for slot, key, _ in step.loads if key in lost}
         if empty:
-            empty |= {slot for _, slot, _ in plan.copies}
-        for driver, place in slots.placed.items():
+            empty |= {slot for _, slot, _ in step.copies}
+        for driver, place in slot_plan.placed.items():
             if driver.slot is None:
-                self._commit_admission(driver, place, now, has_cells=place.slot not in empty)
+                has_cells = place.slot not in empty
+                self._commit_admission(driver, place, made_s, now, has_cells=has_cells)
             else:
                 self._commit_move(driver, driver.slot, place.slot)
-        return [driver for driver in slots.placed if driver.error is not None]
 
-    def _commit_waits(self, slots: SlotPlan) -> None:
-        for driver, n_more in slots.overtaken.items():
+    def _commit_waits(self, slot_plan: SlotPlan) -> None:
+        for driver, n_more in slot_plan.overtaken.items():
             driver.n_overtaken += n_more
-        for driver, found in slots.holds.items():
-            if found.leader is not None:
-                self._hold(driver, Wait.LEADER)
-                self._followers.add(driver, found.leader, found.n_leader_cells)
-            else:
-                self._hold(driver, Wait.CACHE)
+        for driver, (reason, found) in slot_plan.holds.items():
+            self._hold(driver, reason)
+            if reason is Wait.CACHE:
                 self._reads.add(driver)
+            elif found.leader is not None:
+                self._followers.add(driver, found.leader, found.n_leader_cells)
 
     def _commit_leave(self, leave: Leave, lost: Collection[int]) -> None:
         driver = leave.driver
@@ -473,7 +470,7 @@ class MultiRequestBatcher:
         driver.slot = None
         if leave.reason == "parked":
             return
-        driver.undergo(Event.PREEMPT)
+        driver.undergo(Event.LOSE_SLOT)
         if leave.reason == "turn":
             self._queue.add([driver])
         else:
@@ -482,15 +479,15 @@ class MultiRequestBatcher:
             self._queue.put_back(driver)
 
     def _commit_admission(
-        self, driver: SequenceDriver, place: Place, now: float, *, has_cells: bool
+        self, driver: SequenceDriver, place: Place, made_s: float, now: float, *, has_cells: bool
     ) -> None:
         """Give a sequence its slot, with its cells unless they could not be loaded or copied."""
         problem = self._reads.why_useless(driver)
         self._queue.remove(driver)
-        driver.admit(place.slot, now)
+        driver.admit(place.slot, made_s)
         if problem is not None:
-            driver.has_fetched = True
-            driver.proceed_uncached(problem)
+            driver.is_done_with_disk = True
+            self.refuse_cells(driver, problem, now)
         key = driver.saved_key
         is_from_disk = key is not None and self._saved.take(key)
         if has_cells:
@@ -500,7 +497,7 @@ class MultiRequestBatcher:
         self._ledger.trim(place.slot, 0)
         if is_from_disk:
             file = CacheRef.of(driver.request).key
-            driver.proceed_uncached(CacheError(file, "llama.cpp cannot take these cells"))
+            self.refuse_cells(driver, CacheError(file, "llama.cpp cannot take these cells"), now)
 
     def _commit_move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
         driver.slot = slot
@@ -555,8 +552,8 @@ class MultiRequestBatcher:
     def _lose_saved(self, plan: StepPlan) -> None:
         loaded = [key for _, key, _ in plan.loads]
         saved = [key for _, key in plan.saves]
-        self._end_copies([key for _, key in self._cells.saves])
+        self._order_writes([key for _, key in self._cells.saves])
         for driver in self._saved.give_up([*loaded, *saved]):
-            driver.has_fetched = False
+            driver.is_done_with_disk = False
         self._cells.saves = []
         self._cells.forgets += [*loaded, *saved]

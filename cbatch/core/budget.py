@@ -86,7 +86,7 @@ class StepCosts:
         self._decode_s: dict[int, float] = {}  # by width
         self._token_s = 0.0
         self._copy_s = 0.0
-        self.n_free = 0
+        self.n_at_no_cost = 0
         """The most prompt tokens of a step that was no longer than one that only decodes."""
 
     @property
@@ -105,7 +105,7 @@ class StepCosts:
             if decode_s is not None:
                 self._token_s = _smooth(self._token_s, (seconds - decode_s) / n_prompt)
         else:
-            self.n_free = max(self.n_free, n_prompt)
+            self.n_at_no_cost = max(self.n_at_no_cost, n_prompt)
 
     def learn_copy(self, n_cells: int, seconds: float) -> None:
         """Learn from copying `n_cells` cells from slot to slot."""

@@ -1,4 +1,4 @@
-"""What a plan does to cells: a value, made against a view of the ledger and the prefix cache."""
+"""The state of cells, with the operations still to be done on them; and cells saved in host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class SlotCells:
     """The ledger and the prefix cache, with the cell operations that the backend has still to do.
 
-    Events between plans change the ledger at once and leave an operation for the next plan; a plan adds its own in a
+    Commands between plans change the ledger at once and leave an operation for the next plan; a plan adds its own in a
     `view`. Cells of a slot that is given back stay for sequences that begin alike, until the slot or, in a shared pool,
     the cells are needed.
     """
@@ -42,8 +42,8 @@ class SlotCells:
     @property
     def has_ops(self) -> bool:
         """Whether the backend has an operation to do, or a slot to bind anew."""
-        events = self.clears or self.trims or self.shifts or self.saves or self.forgets
-        return bool(events or self.rebinds or self.copies or self.loads)
+        to_do = self.clears or self.trims or self.shifts or self.saves or self.forgets
+        return bool(to_do or self.rebinds or self.copies or self.loads)
 
     def is_settled(self, slot: Slot) -> bool:
         """Whether the backend holds of a slot what the ledger says: no operation is left to do there."""
@@ -133,9 +133,8 @@ class SlotCells:
         if driver.finish_reason == "error" or not n_known or not self.prefixes.can_retain(driver):
             self.clear(slot)
             return
-        has_shift = (
-            self.shifts.pop(slot, None) is not None
-        )  # what is known stands before the tokens to be taken out
+        # the ledger has left out shifted cells already, the backend has them still: it cuts to what stands before them
+        has_shift = self.shifts.pop(slot, None) is not None
         if has_shift or n_known < self.ledger.n_cells[slot]:
             self.trim(slot, n_known)
         self.prefixes.retain(slot, driver, n_known)
@@ -151,7 +150,7 @@ class SlotCells:
     def can_load(self, driver: SequenceDriver) -> bool:
         """Whether there is room for the saved cells of a driver, if it has any, once free slots are emptied."""
         ledger = self.ledger
-        if driver.saved_key is None or not ledger.is_shared:
+        if driver.saved_key is None or not ledger.is_overcommitted:
             return True
         return ledger.n_in_use(self.prefixes.copied) + driver.n_computed <= ledger.n_pool
 
@@ -163,7 +162,7 @@ class SlotCells:
         elif n_kept < self.ledger.n_cells[slot]:
             self.trim(slot, n_kept)
         if driver.saved_key is not None:
-            self.evict(driver.n_computed)
+            self.make_room(driver.n_computed)
             self.ledger.add(slot, driver.n_computed)
             self.loads.append((slot, driver.saved_key, driver.n_computed))
         elif source is not None and not n_kept:
@@ -180,9 +179,9 @@ class SlotCells:
         if self.prefixes.can_retain(driver):
             self.prefixes.retain(source, driver, n_cells)
 
-    def evict(self, n_cells: int) -> None:
-        """Empty free slots until `n_cells` cells are free, first the one whose cells are unused for longest."""
-        while self.ledger.n_free_cells < n_cells:
+    def make_room(self, n_free_cells: int) -> None:
+        """Empty free slots until `n_free_cells` cells are free, first the one whose cells are unused for longest."""
+        while self.ledger.n_free_cells < n_free_cells:
             slot = self.prefixes.oldest_retained()
             if slot is None:
                 break
@@ -208,7 +207,7 @@ class _Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class ToStore:
     """An ended sequence of which `n_cells` cells are copied out, under `key`, to be written to disk."""
 
     driver: SequenceDriver

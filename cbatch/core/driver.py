@@ -45,7 +45,7 @@ class Event(Enum):
     """What can happen to a sequence."""
 
     ADMIT = "admit"
-    PREEMPT = "preempt"
+    LOSE_SLOT = "lose slot"
     PAUSE = "pause"
     RESUME = "resume"
     """It kept its slot."""
@@ -59,7 +59,7 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.WAITING, Event.ADMIT): Status.RUNNING,
     (Status.WAITING, Event.PAUSE): Status.PAUSED,
     (Status.WAITING, Event.FINISH): Status.FINISHED,
-    (Status.RUNNING, Event.PREEMPT): Status.WAITING,
+    (Status.RUNNING, Event.LOSE_SLOT): Status.WAITING,
     (Status.RUNNING, Event.PAUSE): Status.PAUSED,
     (Status.RUNNING, Event.STORE): Status.STORING,
     (Status.RUNNING, Event.FINISH): Status.FINISHED,
@@ -127,8 +127,8 @@ class SequenceDriver:
     """Sequences admitted before it while it waited for cells at the head of the queue."""
     scores: PromptScores | None = None
     window: MovingWindow | None = None
-    has_fetched: bool = False
-    """Whether cells on disk were asked for."""
+    is_done_with_disk: bool = False
+    """Whether its file is not to be asked for (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)
     """What was compiled of the request's grammar and DRY breakers."""
     saved_key: int | None = None
@@ -136,7 +136,7 @@ class SequenceDriver:
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
-    """What it ends with, or why its prompt cannot be computed, where that was found out before its turn."""
+    """What it ends with; before its end, why its prompt cannot be computed, or that its required file is of no use."""
 
     @classmethod
     def of(
@@ -436,20 +436,20 @@ class SequenceDriver:
             # the last token of the output came `n_late` steps before the end of the run
             clock.last_token_s = now - later_s * n_late / max(1, n_sampled - 1) if n_late else now
         if guidance is not FREE or is_broken:
-            self._follow(guidance, now, sampled[-1])
+            self._follow(guidance, now, sampled[-1] if is_broken else None)
 
     def take_scores(self, scores: Sequence[TokenLogprobs], now: float) -> bool:
         """Take log-probabilities of the prompt; where one is NaN end the sequence and return False."""
         if self.scores is None or self.scores.take(scores):
             return True
-        self.fail_row(now, BROKEN_ROW)
+        self._fail_row(now, BROKEN_ROW)
         return False
 
     def _go_on_unsampled(self, now: float) -> None:
         """Go on where nothing is to be sampled: with the tokens that were held, or to the end."""
         held, self.held = self.held, None
         if held is not None:
-            self._follow(held, now, held.forced[0])
+            self._follow(held, now)
         else:
             self.clock.computed_s = now
             self.finish("length", now)
@@ -481,16 +481,16 @@ class SequenceDriver:
             del self.output[-n_past:], self.tokens[-n_past:]
         return n_past
 
-    def _follow(self, guidance: GrammarStep, now: float, last: int) -> None:
-        """Fail where the grammar or the last row has failed; append the tokens that the grammar forces.
+    def _follow(self, guidance: GrammarStep, now: float, stands_for: int | None = None) -> None:
+        """Append the tokens that the grammar forces, or fail: with its problem, or where `stands_for` replaces a token.
 
         Where the sequence pauses, the rest is held: in parts an answer has the same tokens as in one.
         """
         if self.finish_reason is None:
             if guidance.problem:
-                self.fail_grammar(guidance.problem, now)
-            elif last < 0:
-                self.fail_row(now, last)
+                self._fail_grammar(guidance.problem, now)
+            elif stands_for is not None:
+                self._fail_row(now, stands_for)
         n_forced = len(guidance.forced)
         for i, token in enumerate(guidance.forced, 1):
             # a full window has no place for the rest: it is sampled under the grammar when the window has moved
@@ -504,20 +504,20 @@ class SequenceDriver:
 
     # ---- the end ----
 
-    def fail_row(self, now: float, stands_for: int) -> None:
+    def _fail_row(self, now: float, stands_for: int) -> None:
         """End a sequence whose row brought no token, by the number that stands in the token's place."""
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"
         elif self.request.grammar is not None:
             bans = "logit_bias, the model's file or its logits rule out all that it allows"
-            self.fail_grammar(f"no token is left to go on with: {bans}", now)
+            self._fail_grammar(f"no token is left to go on with: {bans}", now)
             return
         else:
             reason = "no token is left to sample: logit_bias, the model's file or its logits rule out every one"
         self.finish("error", now, RequestFailedError(reason))
 
-    def fail_grammar(self, reason: str, now: float) -> None:
-        """End a sequence whose grammar cannot be compiled, or not be followed any further."""
+    def _fail_grammar(self, reason: str, now: float) -> None:
+        """End a sequence whose grammar cannot be followed any further."""
         grammar = self.request.grammar
         self.finish("error", now, GrammarError(grammar.kind if grammar else "", reason))
 

@@ -28,14 +28,14 @@ class KvLedger:
     """`n_slots` slots of at most `n_window` cells each.
 
     Partitioned and recurrent memory have room for every slot's window. Unified memory has `n_pool` cells for all slots;
-    a cell that several slots share is counted once.
+    where it is overcommitted, a cell that several slots share is counted once.
     """
 
     # with a dict instead of slots, each step of 16 rows takes 8 µs more
     __slots__ = (
         "_blocks",
         "holders",
-        "is_shared",
+        "is_overcommitted",
         "memory",
         "n_cells",
         "n_free_slots",
@@ -50,8 +50,8 @@ class KvLedger:
         self.n_slots = n_slots
         self.n_window = n_window
         self.n_pool = memory.n_cells if memory.kind == "unified" else n_slots * n_window
-        self.is_shared = self.n_pool < n_slots * n_window
-        """Whether slots can take cells from each other."""
+        self.is_overcommitted = self.n_pool < n_slots * n_window
+        """Whether all windows together are more than the pool: slots can take cells from each other."""
         self.holders: list[SequenceDriver | None] = [None] * n_slots
         """The sequence in each slot, also a paused one. A free slot may hold cells."""
         self.n_free_slots = n_slots
@@ -111,7 +111,7 @@ class KvLedger:
                 )
             self.n_cells[slot] = n
             self.n_used += n_more
-            if self.is_shared and n_more:
+            if self.is_overcommitted and n_more:
                 blocks = self._blocks[slot]
                 if blocks and blocks[-1].n_slots == 1:
                     blocks[-1].n += n_more
@@ -124,11 +124,11 @@ class KvLedger:
         if n_less < 0:
             raise LedgerError(f"slot {slot} has {self.n_cells[slot]} cells, not {n_cells}")
         self.n_cells[slot] = n_cells
-        self.n_used -= self._drop_blocks(slot, n_less) if self.is_shared else n_less
+        self.n_used -= self._drop_blocks(slot, n_less) if self.is_overcommitted else n_less
 
     def share(self, source: Slot, slot: Slot, n_cells: int) -> None:
-        """Record that an empty slot shares the first `n_cells` cells of another; in a pool that takes no room."""
-        if not self.is_shared:
+        """Record that an empty slot shares another's first `n_cells`; in an overcommitted pool they take no room."""
+        if not self.is_overcommitted:
             self.add(slot, n_cells)
             return
         if self.holders[slot] is None or self.n_cells[slot] or n_cells > self.n_cells[source]:
@@ -148,7 +148,7 @@ class KvLedger:
         """Return what a plan changes in place of this: a copy that changes on its own."""
         view = copy(self)
         view.n_cells, view.holders = self.n_cells.copy(), self.holders.copy()
-        if self.is_shared:
+        if self.is_overcommitted:
             copies = {id(b): _Block(b.n, b.n_slots) for blocks in self._blocks for b in blocks}
             view._blocks = [[copies[id(b)] for b in blocks] for blocks in self._blocks]
         return view
@@ -161,12 +161,12 @@ class KvLedger:
 
     def n_own(self, slot: Slot) -> int:
         """Return the cells that would be free if the slot were emptied."""
-        if not self.is_shared:
+        if not self.is_overcommitted:
             return self.n_cells[slot]
         return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
 
     def n_in_use(self, copied: Collection[Slot] = ()) -> int:
-        """Return the cells of the slots that are in use or `copied`; a cell of several slots counts once."""
+        """Return the cells of slots in use or `copied`, each once, of an overcommitted pool; 0 of any other."""
         slots = (s for s, d in enumerate(self.holders) if d is not None or s in copied)
         used = [self._blocks[s] for s in slots]
         return sum({id(b): b.n for blocks in used for b in blocks}.values())

@@ -20,6 +20,9 @@ Tokens that are none are below 0; they are no codes of `llama_decode`, which are
 EMPTY_ROW = -3
 """Stands for a token where every logit was −∞ after mask, bias and penalties: no token was left."""
 
+UNCHANGED = (0, 1, -1)
+"""Return codes of `llama_decode` after which every cell is where the result says. Source: include/llama.h."""
+
 N_TARGETS_MAX = 64
 """Most targets of all chunks of one step: with a vocabulary of 256,000 their logits take 64 MB. Our choice."""
 

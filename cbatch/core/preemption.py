@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import Status
-
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
 
 N_PREEMPTED_MAX = 3
 """How often a sequence may be a victim; then every running sequence gets room for its worst case."""
-
-N_WORTH_MOVE = 8
-"""Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
 
 _FIRST_RATIO = 0.7
 """Expected share of the cap before anything has ended. Source: SGLang's initial new-token ratio."""
@@ -75,7 +70,7 @@ class Demand:
 
     def fits(self, driver: SequenceDriver, ledger: KvLedger, n_shared: int = 0) -> bool:
         """Return whether the pool holds `driver` besides the running sequences, which have `n_shared` of its cells."""
-        if not ledger.is_shared:
+        if not ledger.is_overcommitted:
             return True
         is_worst_case = self._is_worst_case or driver.n_preempted >= N_PREEMPTED_MAX
         n_coming = self._n_coming_at_worst if is_worst_case else self._n_coming
@@ -101,21 +96,3 @@ def choose_victim(ledger: KvLedger) -> SequenceDriver | None:
 
 def _cost(victim: SequenceDriver) -> tuple[bool, int, int]:
     return victim.n_preempted >= N_PREEMPTED_MAX, victim.n_computed, -victim.number
-
-
-def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
-    """Return the sequence in the highest slot, if a gap is below it and moving there can be and pays.
-
-    In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one. A
-    sequence that chose its slot stays there.
-    """
-    if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
-        return None
-    above_a_gap = [d for d in ledger.holders[ledger.n_used_slots :] if d is not None]
-    if not above_a_gap:
-        return None
-    highest = above_a_gap[-1]
-    if highest.chosen_slot is not None:
-        return None
-    is_settled = highest.status is Status.RUNNING and highest.n_computed and not highest.n_shifts
-    return highest if is_settled and highest.n_left >= N_WORTH_MOVE else None

@@ -99,15 +99,15 @@ class AdmissionQueue:
         return [slot for slot, line in self._lines.items() if slot is not None and line]
 
     def candidates(
-        self, running: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
+        self, holders: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
     ) -> Iterator[SequenceDriver]:
         """Yield in order the sequences that could have a slot; for each slot, the first that chose it.
 
         Args:
-            running: the sequence in each slot.
-            ending: running sequences that are about to leave.
+            holders: the sequence in each slot.
+            ending: those of them that are about to leave.
         """
-        slots = [slot for slot in self.chosen_slots if is_to_be_had(running[slot], ending)]
+        slots = [slot for slot in self.chosen_slots if is_to_be_had(holders[slot], ending)]
         entries: Iterable[_Entry] = reversed(self._lines[None])
         if slots:
             firsts = sorted([self._lines[slot][-1] for slot in slots], reverse=True)
@@ -180,5 +180,5 @@ class Deadlines:
             self._n_ended = 0
 
     def next_s(self) -> float | None:
-        """Return when the next one is over at the latest, or None."""
+        """Return a time before which no deadline passes; None where there is none."""
         return self._heap[0][0] if self._heap else None

@@ -14,7 +14,7 @@ from cbatch.core.budget import (
     whole_pieces,
 )
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import FREE, N_TARGETS_MAX, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import FREE, N_TARGETS_MAX, UNCHANGED, Chunk, Slot, StepPlan, StepResult
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cbatch.stats import EngineStats
 
 N_STEPS_MAX = 64
-"""Most steps in one run. Seconds end most runs earlier, so this only sizes the buffers."""
+"""Most steps in one run; in an overcommitted pool, retained cells are emptied for so many."""
 
 RUN_S = 0.5
 """How long a run takes: a step that ends later is its last. A command or a deadline ends the run earlier."""
@@ -47,10 +47,7 @@ N_PROMPT_MIN = 16
 """Prompt tokens that a step has room for whatever they cost: fewer are computed no faster on a CPU."""
 
 N_FAILURES_MAX = 16
-"""So many failed computations in a row, without one that worked, end the engine: more than to find one among 256."""
-
-_UNCHANGED = (1, -1)
-"""Return codes of `llama_decode` that leave the cache as it was. Source: include/llama.h."""
+"""Most failed computations in a row; one more ends the engine. They are enough to find one culprit among 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ class Plan:
     step: StepPlan
     rows: tuple[SequenceDriver, ...]
     """The sequence of each chunk."""
-    slots: SlotPlan
+    slot_plan: SlotPlan
     """What becomes of slots."""
     adapter_turns: Mapping[AdapterSet, int] | None
     """When each set of adapters in use had its turn, where there are several."""
@@ -79,7 +76,7 @@ class ContinuousBatchScheduler:
     """Plans steps over the sequences of a batcher, and applies their results.
 
     `plan` decides and changes nothing: called twice it returns equal plans. `apply` commits what the backend did of it.
-    Between the two no event may change the batcher: nothing is submitted, cancelled, paused or given up.
+    Between the two no command may change the batcher: nothing is submitted, cancelled, paused or given up.
 
     After a step that failed, its sequences are computed in halves, apart from each other, until each is past the
     place of the failure: so a passing failure does no harm, and one that fails alone is the culprit and ends with an
@@ -105,8 +102,8 @@ class ContinuousBatchScheduler:
         self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
         self._can_trim = memory.can_trim
         self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
-        self._has_shared_cells = batcher.slot_plan().ledger.is_shared
-        self._can_even = not (chunk_alignment or self._has_shared_cells)
+        self._is_overcommitted = batcher.slot_plan().ledger.is_overcommitted
+        self._can_even = not (chunk_alignment or self._is_overcommitted)
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
@@ -115,7 +112,7 @@ class ContinuousBatchScheduler:
         self._n_failures = 0
         self._has_rebuilt = self._must_rebuild = False
         self._is_pool_full = False
-        """Whether the last run found no free cell."""
+        """Whether the last run found no free cell, and the next plan can free some."""
 
     def begin_step(self, now: float) -> None:
         """Do what the clock brings before a plan; see `MultiRequestBatcher.begin_step`."""
@@ -124,27 +121,27 @@ class ContinuousBatchScheduler:
 
     def plan(self, now: float) -> Plan | None:
         """Return what happens next, or None where there is nothing to do; changes nothing."""
-        slots = self._batcher.slot_plan()
+        slot_plan = self._batcher.slot_plan()
         if self._must_rebuild and self._batcher.in_flight:
-            step = slots.cells.step(binds=self._bindings(slots), is_rebuild=True)
-            return Plan(step, (), slots, None, now)
-        self._change_slots(slots)
-        suspects = self.bisection.suspects(slots.leaving())
-        rows: Sequence[SequenceDriver] = suspects or slots.rows()
-        rows, shares, adapter_turns = self._take_adapter_turn(rows, slots)
-        chunks, drivers = self._chunks(shares, slots)
-        if not (chunks or slots.has_changes or slots.cells.has_ops):
-            self._check_progress(slots)
+            step = slot_plan.cells.step(binds=self._bindings(slot_plan), is_rebuild=True)
+            return Plan(step, (), slot_plan, None, now)
+        self._change_slots(slot_plan)
+        suspects = self.bisection.suspects(slot_plan.leaving())
+        running = suspects or slot_plan.running_then()
+        group, shares, adapter_turns = self._take_adapter_turn(running, slot_plan)
+        chunks, drivers = self._chunks(shares, slot_plan)
+        if not (chunks or slot_plan.has_changes or slot_plan.cells.has_ops):
+            self._check_progress(slot_plan)
             return None
-        n_steps, slice_s = (1, 0.0) if suspects else self._length(chunks, rows, slots, now)
-        step = slots.cells.step(
+        n_steps, slice_s = (1, 0.0) if suspects else self._length(chunks, group, slot_plan, now)
+        step = slot_plan.cells.step(
             chunks,
             n_steps,
             slice_s,
-            binds=self._bindings(slots),
-            adapters=rows[0].request.adapters if rows else (),
+            binds=self._bindings(slot_plan),
+            adapters=group[0].request.adapters if group else (),
         )
-        return Plan(step, drivers, slots, adapter_turns, now)
+        return Plan(step, drivers, slot_plan, adapter_turns, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:
         """Commit a plan by the result of its run; return the sequences of its rows.
@@ -169,93 +166,95 @@ class ContinuousBatchScheduler:
 
     # ---- what becomes of slots ----
 
-    def _change_slots(self, slots: SlotPlan) -> None:
+    def _change_slots(self, slot_plan: SlotPlan) -> None:
         """Take the slots that others need, and admit the waiting sequences that fit then."""
-        n_waiting = slots.n_waiting
+        n_waiting = slot_plan.n_waiting
         if self._quantum and n_waiting:
-            self._end_turns(slots)
-        if self._has_shared_cells and self._free_cells_for_rows(slots) and slots.rows():
+            self._end_turns(slot_plan)
+        must_wait = self._is_overcommitted and self._free_cells_for_rows(slot_plan)
+        if must_wait and slot_plan.running_then():
             return  # a sequence that just lost its cells would take them back
-        if n_waiting and slots.can_admit:
-            slots.admit(self._n_copied_max(slots))
-        elif not n_waiting and not slots.n_awaited and not slots.cells.rebinds:
-            slots.compact()
+        if n_waiting and slot_plan.can_admit:
+            slot_plan.admit(self._n_copied_max(slot_plan))
+        elif not n_waiting and not slot_plan.n_held and not slot_plan.cells.rebinds:
+            slot_plan.compact()
 
-    def _end_turns(self, slots: SlotPlan) -> None:
+    def _end_turns(self, slot_plan: SlotPlan) -> None:
         """Take the slots of sequences that had their quantum: chosen slots, and as many more as others wait for.
 
         Cells that are about to move cannot be saved: their sequence keeps its slot for one more step.
         """
-        queue, n_free = slots.state.queue, slots.ledger.n_free_slots
-        over = [d for d in self._past_quantum(slots) if d.slot not in slots.cells.shifts]
+        queue, n_free = slot_plan.state.queue, slot_plan.ledger.n_free_slots
+        over = [d for d in self._past_quantum(slot_plan) if d.slot not in slot_plan.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
         chosen = [d for d in over if d.slot in queue.chosen_slots]
         others = [d for d in over if d not in chosen]
         for driver in (*chosen, *others[: max(0, len(queue) - queue.n_chosen - n_free)]):
-            slots.leave(driver, "turn")
+            slot_plan.leave(driver, "turn")
 
-    def _past_quantum(self, slots: SlotPlan) -> list[SequenceDriver]:
+    def _past_quantum(self, slot_plan: SlotPlan) -> list[SequenceDriver]:
         """Return the running sequences that have had their quantum."""
-        return [d for d in slots.rows() if d.n_turn >= self._quantum]
+        return [d for d in slot_plan.running_then() if d.n_turn >= self._quantum]
 
-    def _free_cells_for_rows(self, slots: SlotPlan) -> bool:
+    def _free_cells_for_rows(self, slot_plan: SlotPlan) -> bool:
         """Free cells until every decoding sequence can have one; return whether waiting sequences must stay out.
 
         Slots that retain cells are emptied first.
         """
-        has_preempted = self._is_pool_full
-        if has_preempted and _evict_all_or_preempt(slots):
-            slots.evict(slots.ledger.n_pool)  # also what a victim has left in its slot
-        while running := slots.rows():
+        is_tight = self._is_pool_full
+        if is_tight and _make_room_or_free_slot(slot_plan):
+            slot_plan.make_room(slot_plan.ledger.n_pool)  # also what a victim has left in its slot
+        while running := slot_plan.running_then():
             n_rows = max(1, _n_single(running))
-            slots.evict(n_rows)
-            if slots.ledger.n_free_cells >= n_rows:
+            slot_plan.make_room(n_rows)
+            if slot_plan.ledger.n_free_cells >= n_rows:
                 break
-            has_preempted = True
-            if not slots.preempt():
+            is_tight = True
+            if not slot_plan.free_a_slot():
                 break
-        return has_preempted
+        return is_tight
 
-    def _n_copied_max(self, slots: SlotPlan) -> int | None:
+    def _n_copied_max(self, slot_plan: SlotPlan) -> int | None:
         """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""
-        n_rows = _n_single(slots.rows())
+        n_rows = _n_single(slot_plan.running_then())
         return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
 
-    def _bindings(self, slots: SlotPlan) -> tuple[Binding, ...]:
+    def _bindings(self, slot_plan: SlotPlan) -> tuple[Binding, ...]:
         """Return what the backend must know of the sequences that are new in their slots, or stand otherwise there."""
-        rebound = [(slots.ledger.holders[slot], slot) for slot in slots.cells.rebinds]
-        binds = [d.binding(slot) for d, slot in rebound if d is not None and d not in slots.placed]
-        binds += [driver.binding(slot) for driver, (slot, _) in slots.placed.items()]
+        holders, placed = slot_plan.ledger.holders, slot_plan.placed
+        rebound = [(holders[slot], slot) for slot in slot_plan.cells.rebinds]
+        binds = [d.binding(slot) for d, slot in rebound if d is not None and d not in placed]
+        binds += [driver.binding(slot) for driver, (slot, _) in placed.items()]
         return tuple(binds)
 
     # ---- what a step computes ----
 
     def _take_adapter_turn(
-        self, rows: Sequence[SequenceDriver], slots: SlotPlan
+        self, running: Sequence[SequenceDriver], slot_plan: SlotPlan
     ) -> tuple[Sequence[SequenceDriver], dict[int, int], Mapping[AdapterSet, int] | None]:
         """Return the sequences of one set of adapters and what each slot computes: each set in use has its turn."""
-        sets = dict.fromkeys(d.request.adapters for d in rows) if self._has_adapters else {}
+        sets = dict.fromkeys(d.request.adapters for d in running) if self._has_adapters else {}
         if len(sets) < 2:
-            return rows, self._shares(rows, slots), None
+            return running, self._shares(running, slot_plan), None
         adapter_turns = {
             adapters: self._adapter_turns.get(adapters, self._n_adapter_turns) for adapters in sets
         }
         for adapters in sorted(adapter_turns, key=adapter_turns.__getitem__):
-            group = [d for d in rows if d.request.adapters == adapters]
-            if shares := self._shares(group, slots):  # a full pool may have no room for its turn
+            group = [d for d in running if d.request.adapters == adapters]
+            if shares := self._shares(group, slot_plan):  # a full pool may have no room
                 break
         adapter_turns[group[0].request.adapters] = self._n_adapter_turns + 1
         return group, shares, adapter_turns
 
-    def _shares(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> dict[int, int]:
-        """Return how many tokens each slot computes: 1 for every decode row, then each prefill's share."""
-        if self._has_shared_cells:
-            self._evict_for_step(rows, slots)
+    def _shares(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> dict[int, int]:
+        """Return how many tokens each slot computes: 1 where one is pending and a cell is free; then prefills."""
+        if self._is_overcommitted:
+            self._make_room_for_step(group, slot_plan)
         shares: dict[int, int] = {}
         prefills: list[_Prefill] = []
-        n_free, placed = slots.ledger.n_free_cells, slots.placed
+        n_free, placed = slot_plan.ledger.n_free_cells, slot_plan.placed
         is_decoding = is_watched = False
-        for driver in rows:
+        for driver in group:
             slot, start = placed.get(driver) or (driver.slot, driver.n_computed)
             n_tokens = len(driver.tokens)
             if slot is None or n_tokens > driver.n_window:  # its window moves before it goes on
@@ -265,13 +264,13 @@ class ContinuousBatchScheduler:
                 continue
             if len(shares) < n_free:
                 shares[slot] = 1
-            if start >= driver.n_prompt:
+            if driver.output:
                 is_decoding = True
                 is_watched = is_watched or driver.reply.is_watched
         if prefills:
             room = self._n_batch - len(shares)
             if is_decoding:
-                room = self._budget(room, len(shares), len(rows), is_watched=is_watched)
+                room = self._budget(room, len(shares), len(group), is_watched=is_watched)
             self._share_out(shares, prefills, min(room, n_free - len(shares)))
         return shares
 
@@ -289,13 +288,13 @@ class ContinuousBatchScheduler:
         if len(prefills) > 1 and self._can_even:
             even_out(shares, cut)
 
-    def _evict_for_step(self, rows: Sequence[SequenceDriver], slots: SlotPlan) -> None:
+    def _make_room_for_step(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> None:
         """Empty retained slots for what the sequences of a step can use, and for the steps after it."""
         n_wanted, n_steps = 0, N_STEPS_MAX
-        for driver in rows:
-            n_wanted += len(driver.tokens) - slots.n_computed(driver)
+        for driver in group:
+            n_wanted += len(driver.tokens) - slot_plan.n_computed(driver)
             n_steps = min(n_steps, driver.n_room)
-        slots.evict(min(self._n_batch, n_wanted) + n_steps * len(rows))
+        slot_plan.make_room(min(self._n_batch, n_wanted) + n_steps * len(group))
 
     def _wanted(self, prefills: Sequence[_Prefill]) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
@@ -345,14 +344,14 @@ class ContinuousBatchScheduler:
         if not self.costs.has_decoded:
             return 0  # this step tells what decoding takes
         n_tokens = self.costs.n_prompt_within(n_rows, limit_s)
-        return max(N_PROMPT_MIN, 2 * self.costs.n_free if n_tokens is None else n_tokens)
+        return max(N_PROMPT_MIN, 2 * self.costs.n_at_no_cost if n_tokens is None else n_tokens)
 
     def _chunks(
-        self, shares: Mapping[int, int], slots: SlotPlan
+        self, shares: Mapping[int, int], slot_plan: SlotPlan
     ) -> tuple[tuple[Chunk, ...], tuple[SequenceDriver, ...]]:
         """Return the chunks in ascending order of slot, and their sequences."""
-        chunks, drivers, placed = list[Chunk](), list[SequenceDriver](), slots.placed
-        for i, driver in enumerate(slots.ledger.holders):
+        chunks, drivers, placed = list[Chunk](), list[SequenceDriver](), slot_plan.placed
+        for i, driver in enumerate(slot_plan.ledger.holders):
             if driver is not None and i in shares:
                 start = placed[driver][1] if driver in placed else driver.n_computed
                 chunks.append(driver.chunk(Slot(i), start, shares[i]))
@@ -362,51 +361,51 @@ class ContinuousBatchScheduler:
     def _length(
         self,
         chunks: Sequence[Chunk],
-        rows: Sequence[SequenceDriver],
-        slots: SlotPlan,
+        group: Sequence[SequenceDriver],
+        slot_plan: SlotPlan,
         now: float,
     ) -> tuple[int, float]:
         """Return how many steps a run has at most, and its seconds.
 
         A plan is repeated while no row ends, no turn ends, and no sequence is left out.
         """
-        if not chunks or len(chunks) < len(rows) or slots.n_following:
+        if not chunks or len(chunks) < len(group) or slot_plan.n_following:
             return 1, 0.0
         for chunk in chunks:
             if not chunk.has_output or chunk.targets:
                 return 1, 0.0
         # the next plan may let in a sequence that this one had no room for
-        n_waiting, n_steps = slots.n_waiting, N_STEPS_MAX
-        is_short = bool(n_waiting and slots.ledger.n_free_slots)
+        n_waiting, n_steps = slot_plan.n_waiting, N_STEPS_MAX
+        is_short = bool(n_waiting and slot_plan.ledger.n_free_slots)
         is_turn = self._quantum and n_waiting
-        for d in rows:
+        for d in group:
             if d.request.grammar is not None:
                 return 1, 0.0
             # what is sampled after a stop string is computed in vain
             is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
-            n_steps = min(n_steps, d.n_due - len(d.output), d.n_window + 1 - len(d.tokens))
+            n_steps = min(n_steps, d.n_room)
             if is_turn:
-                n_turn = 0 if d in slots.placed else len(d.output) - d.n_before_turn
+                n_turn = 0 if d in slot_plan.placed else d.n_turn
                 n_steps = min(n_steps, max(1, self._quantum - n_turn))
-        if self._has_shared_cells:
+        if self._is_overcommitted:
             n_tokens = sum([len(c.tokens) for c in chunks])
-            n_steps = min(n_steps, 1 + (slots.ledger.n_free_cells - n_tokens) // len(chunks))
+            n_steps = min(n_steps, 1 + (slot_plan.ledger.n_free_cells - n_tokens) // len(chunks))
         if is_short:
             return n_steps, SHORT_RUN_S
         next_s = self._batcher.next_deadline_s
         left_s = RUN_S if next_s is None else next_s - now
         return n_steps, max(SHORT_RUN_S, min(RUN_S, left_s))
 
-    def _check_progress(self, slots: SlotPlan) -> None:
+    def _check_progress(self, slot_plan: SlotPlan) -> None:
         """Refuse to sleep while a sequence could be served.
 
         Raises:
             PlanError: no sequence runs although one waits, or none that runs can be computed.
         """
-        seen, n_running = self._batcher.occupancy(), len(slots.rows())
-        is_idle = seen.n_ended or slots.n_awaited or seen.n_storing
+        seen, n_running = self._batcher.occupancy(), len(slot_plan.running_then())
+        is_idle = seen.n_ended or slot_plan.n_held or seen.n_storing
         if n_running or (seen.n_waiting and not is_idle):
-            ledger = slots.ledger
+            ledger = slot_plan.ledger
             raise PlanError(
                 f"no progress: {n_running} run, {seen.n_waiting} wait, "
                 f"{ledger.n_free_cells} cells and {ledger.n_free_slots} slots are free"
@@ -415,7 +414,7 @@ class ContinuousBatchScheduler:
     # ---- what a step brought ----
 
     def _commit(self, plan: Plan, result: StepResult, now: float) -> None:
-        """Commit what the run did to slots and cells; requests that require cells that were lost fail."""
+        """Commit what the run did to slots and cells."""
         step = plan.step
         self._is_pool_full = False
         if step.is_rebuild:
@@ -423,9 +422,7 @@ class ContinuousBatchScheduler:
         if plan.adapter_turns is not None:
             self._adapter_turns = plan.adapter_turns
             self._n_adapter_turns += 1
-        for driver in self._batcher.commit(plan.slots, step, result.lost, plan.now):
-            driver.finish("error", now, driver.error)
-            self._batcher.retire(driver)
+        self._batcher.commit(plan.slot_plan, step, result.lost, plan.now, now)
         if result.move_s:
             self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 
@@ -443,7 +440,7 @@ class ContinuousBatchScheduler:
             n_new = len(sampled) - (sampled[-1] < 0) + len(guidance.forced) if sampled else 0
             gap = driver.clock.last_token_s, n_new
             n_rows_by_gap[gap] = n_rows_by_gap.get(gap, 0) + 1
-            if n_chunk == 1 and n_computed >= driver.n_prompt:
+            if n_chunk == 1 and n_computed >= driver.n_prompt:  # as `EngineStats` has it
                 n_decode += 1
             else:
                 n_prompt += n_chunk
@@ -462,7 +459,7 @@ class ContinuousBatchScheduler:
             has_paused = has_paused or driver.status is Status.PAUSED
         self._count(n_decode, n_prompt, len(plan.rows), result)
         stats.count_tokens(n_rows_by_gap, now, later_s)
-        has_cells = not result.code or result.code in _UNCHANGED
+        has_cells = result.code in UNCHANGED
         self._batcher.record_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
 
     def _count(self, n_decode: int, n_prompt: int, n_rows: int, result: StepResult) -> None:
@@ -480,36 +477,37 @@ class ContinuousBatchScheduler:
 
     def _shift_full_windows(self, plan: Plan) -> None:
         """Take tokens out of windows that are full, where that was asked for; their cells go with the next plan."""
-        for driver in (*plan.rows, *plan.slots.placed):
+        for driver in (*plan.rows, *plan.slot_plan.placed):
             if len(driver.tokens) > driver.n_window and driver.finish_reason is None:
                 self._batcher.shift(driver)
 
     # ---- failures ----
 
     def _contain(
-        self, drivers: Sequence[SequenceDriver], plan: StepPlan, result: StepResult, now: float
+        self, drivers: Sequence[SequenceDriver], step: StepPlan, result: StepResult, now: float
     ) -> None:
         """Handle a failed step by its code: what becomes of the cells, and which sequence is the culprit."""
         n_past = {
             d: c.start + len(c.tokens) + result.n_steps
-            for d, c in zip(drivers, plan.chunks, strict=True)
+            for d, c in zip(drivers, step.chunks, strict=True)
             if d.status is Status.RUNNING
         }
-        if result.code not in _UNCHANGED:
+        if result.code not in UNCHANGED:
             self._settle_cells(drivers, result)
-        is_full = result.code == 1 and self._has_shared_cells
-        if is_full and _evict_all_or_preempt(self._batcher.slot_plan()):  # a trial
+        is_full = result.code == 1 and self._is_overcommitted
+        # only asked, on a plan that is thrown away: the next plan does it
+        if is_full and _make_room_or_free_slot(self._batcher.slot_plan()):
             self._is_pool_full = True
             return
         is_again = not result.n_steps and bool(self.bisection.suspects())
         if result.code < -1:
             self._note_failure(result.code)
             if self._must_rebuild and len(n_past) == 1:
-                return
+                return  # the only suspect gets one try on the new context
         if not is_again:
             self.bisection.suspect(n_past)
         elif culprit := self.bisection.split(n_past):
-            self._fail(culprit, plan, result.code, now)
+            self._fail(culprit, step, result.code, now)
 
     def _settle_cells(self, drivers: Sequence[SequenceDriver], result: StepResult) -> None:
         """Keep the cells that are still known after an abort; drop the cells of a computation that failed."""
@@ -532,18 +530,17 @@ class ContinuousBatchScheduler:
             self._must_rebuild = self._has_rebuilt = True
             self._batcher.lose_cells()
 
-    def _fail(self, driver: SequenceDriver, plan: StepPlan, code: int, now: float) -> None:
+    def _fail(self, driver: SequenceDriver, step: StepPlan, code: int, now: float) -> None:
         failure = RequestFailedError("computing this request failed")
         failure.__cause__ = DecodeError(code)
         if code == -1:
-            failure.__cause__.__cause__ = PlanError(repr(plan))
-        driver.finish("error", now, failure)
-        self._batcher.retire(driver)
+            failure.__cause__.__cause__ = PlanError(repr(step))
+        self._batcher.fail(driver, failure, now)
 
 
-def _evict_all_or_preempt(slots: SlotPlan) -> bool:
+def _make_room_or_free_slot(slot_plan: SlotPlan) -> bool:
     """Empty all free slots, or else take the slot of one sequence; False where neither can be."""
-    return slots.evict(slots.ledger.n_pool) or slots.preempt()
+    return slot_plan.make_room(slot_plan.ledger.n_pool) or slot_plan.free_a_slot()
 
 
 def _n_single(drivers: Sequence[SequenceDriver]) -> int:

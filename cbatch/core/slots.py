@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from cbatch.core.driver import Status
-from cbatch.core.preemption import Demand, choose_mover, choose_victim
+from cbatch.core.driver import Status, Wait
+from cbatch.core.preemption import Demand, choose_victim
 from cbatch.core.queue import is_to_be_had
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from cbatch.core.cell_ops import SavedCells, SlotCells, Stored
+    from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Slot
@@ -28,16 +28,19 @@ N_LOOK = 4
 N_OVERTAKEN_MAX = 16
 """How many sequences may pass one that waits for cells; then it holds up all that come after it."""
 
+N_WORTH_MOVE = 8
+"""Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
+
 N_READ_PER_SLOT = 2
 """How many sequences may wait for cells from disk, which take memory once read. Further ones wait in the queue."""
 
-N_STORED_PER_SLOT = 2
+N_STORING_PER_SLOT = 2
 """How many sequences may wait for their cells to be written, in host memory meanwhile; then none that saves enters."""
 
 
 @dataclass(eq=False, slots=True)
 class BatcherState:
-    """What the batcher knows: slots, cells, waiting sequences. Events and `apply` change it; a plan never does."""
+    """What the batcher knows: slots, cells, waiting sequences. Commands and `apply` change it; a plan never does."""
 
     cells: SlotCells
     saved: SavedCells
@@ -45,12 +48,13 @@ class BatcherState:
     followers: PrefixWaiters
     reads: CacheReads
     demand: KvDemandEstimator
-    storing: dict[int, Stored]
+    storing: dict[int, ToStore]
     """Ended sequences that wait for their cells to be on disk, by number."""
 
 
 Reason = Literal["turn", "cells", "parked"]
-"""Why a sequence leaves its slot: its turn is over, its cells are needed, or its slot is while it is paused."""
+"""Why a sequence leaves its slot. "turn": its quantum is over; "cells": a full pool needs its cells; "parked": it is
+paused, and its slot or cells are needed."""
 
 
 class Leave(NamedTuple):
@@ -81,8 +85,8 @@ class SlotPlan:
     leaves: list[Leave] = field(default_factory=list)
     placed: dict[SequenceDriver, Place] = field(default_factory=dict)
     """The sequences that are new in their slots: waiting ones, or one that moves to a lower slot."""
-    holds: dict[SequenceDriver, PrefixMatch] = field(default_factory=dict)
-    """The sequences that wait for their leader, or where there is none for cells from disk."""
+    holds: dict[SequenceDriver, tuple[Wait, PrefixMatch]] = field(default_factory=dict)
+    """The sequences that leave the queue to wait for their leader, or for cells from disk."""
     overtaken: dict[SequenceDriver, int] = field(default_factory=dict)
     """How many sequences pass one that was first."""
     cells: SlotCells = field(init=False, compare=False)
@@ -106,7 +110,7 @@ class SlotPlan:
         """Whether there is anything for `apply` to commit."""
         return self.has_view or bool(self.holds or self.overtaken)
 
-    def rows(self) -> list[SequenceDriver]:
+    def running_then(self) -> list[SequenceDriver]:
         """Return the sequences that run then, the oldest first."""
         if not (self.leaves or self.placed):
             return self.running
@@ -140,11 +144,11 @@ class SlotPlan:
     @property
     def n_following(self) -> int:
         """Sequences that wait for another's prefix; a slot stays free for each."""
-        n_new = sum(found.leader is not None for found in self.holds.values())
+        n_new = sum(reason is Wait.LEADER for reason, _ in self.holds.values())
         return len(self.state.followers) + n_new
 
     @property
-    def n_awaited(self) -> int:
+    def n_held(self) -> int:
         """Sequences that wait for a prefix or for cells from disk."""
         return len(self.state.followers) + len(self.state.reads) + len(self.holds)
 
@@ -154,16 +158,16 @@ class SlotPlan:
 
     # ---- leaving ----
 
-    def evict(self, n_cells: int) -> bool:
-        """Empty free slots until `n_cells` cells are free; return whether any was emptied."""
-        has_room = self.ledger.n_free_cells >= n_cells
+    def make_room(self, n_free_cells: int) -> bool:
+        """Empty free slots until `n_free_cells` cells are free; return whether any was emptied."""
+        has_room = self.ledger.n_free_cells >= n_free_cells
         if has_room or self.cells.prefixes.oldest_retained() is None:
             return False
-        self._edit().evict(n_cells)
+        self._edit().make_room(n_free_cells)
         return True
 
-    def preempt(self) -> bool:
-        """Take the slot and cells of a paused sequence, else of a victim; False if there is neither."""
+    def free_a_slot(self) -> bool:
+        """Take the slot, not yet its cells, of a paused sequence, else of a victim; False if there is neither."""
         if paused := self._paused():
             self.leave(paused[0], "parked")
         elif victim := choose_victim(self.ledger):
@@ -249,7 +253,7 @@ class SlotPlan:
             must_read = found.leader is None and reads.is_needed(driver, self.cells.prefixes)
             if not self._waits_for_disk(driver, must_read=must_read):
                 if found.leader is not None or must_read:
-                    self.holds[driver] = found
+                    self.holds[driver] = Wait.CACHE if must_read else Wait.LEADER, found
                     return driver
                 if self._place(driver, found, demand, reserved) or self._place_in_paused(
                     driver, reserved
@@ -267,11 +271,11 @@ class SlotPlan:
     def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
         """Whether a sequence waits until fewer cells are on their way from or to the disk."""
         n_slots = self.ledger.n_slots
-        n_read = self.n_awaited - self.n_following
+        n_read = self.n_held - self.n_following
         if must_read and n_read >= N_READ_PER_SLOT * n_slots:
             return True
         is_saving = bool(driver.request.options.save_cache)
-        return is_saving and len(self.state.storing) >= N_STORED_PER_SLOT * n_slots
+        return is_saving and len(self.state.storing) >= N_STORING_PER_SLOT * n_slots
 
     def _place_in_paused(self, driver: SequenceDriver, reserved: Collection[Slot]) -> bool:
         """Take slots of paused sequences until a waiting one can be admitted; take none where it cannot even then."""
@@ -299,7 +303,7 @@ class SlotPlan:
     def _demand(self) -> Demand:
         """Return what running sequences will want; each sequence that the plan admits joins them."""
         demand = Demand(self.state.demand)
-        for driver in self.ledger.holders if self.ledger.is_shared else ():
+        for driver in self.ledger.holders if self.ledger.is_overcommitted else ():
             if driver is not None:
                 demand.join(driver, self.n_computed(driver))
         return demand
@@ -326,7 +330,7 @@ class SlotPlan:
         if source is not None and not cells.prefixes.can_reach(source, slot):
             source = None
         self.placed[driver] = Place(slot, cells.fill(driver, slot, source))
-        if ledger.is_shared:
+        if ledger.is_overcommitted:
             demand.join(driver, self.n_computed(driver))
         return True
 
@@ -362,3 +366,21 @@ class SlotPlan:
         """Go on in a view of slots and cells as they are."""
         self.cells = self.cells.view()
         self.ledger = self.cells.ledger
+
+
+def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
+    """Return the sequence in the highest slot, if a gap is below it and moving there can be and pays.
+
+    In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one. A
+    sequence that chose its slot stays there.
+    """
+    if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
+        return None
+    above_a_gap = [d for d in ledger.holders[ledger.n_used_slots :] if d is not None]
+    if not above_a_gap:
+        return None
+    highest = above_a_gap[-1]
+    if highest.chosen_slot is not None:
+        return None
+    is_settled = highest.status is Status.RUNNING and highest.n_computed and not highest.n_shifts
+    return highest if is_settled and highest.n_left >= N_WORTH_MOVE else None

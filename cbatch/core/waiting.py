@@ -11,9 +11,9 @@ from cbatch.errors import CacheError
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from cbatch.core.cell_ops import SavedCells, Stored
+    from cbatch.core.cell_ops import SavedCells, ToStore
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.prefix import PrefixCache
     from cbatch.options import AdapterSet, DryBreakers, Grammar
@@ -70,13 +70,13 @@ class PrefixWaiters:
         self._followers.pop(driver.number, None)
 
 
-class Awaited(Generic[C, V]):
+class WantWaiters(Generic[C, V]):
     """Sequences that wait for a file or a grammar, which is asked for once; what was found lately is remembered."""
 
     def __init__(self, n_known_max: int) -> None:
         self._n_known_max = n_known_max
         self._waiting: dict[C, dict[int, SequenceDriver]] = {}  # by number
-        self._known: dict[C, V] = {}  # the one unused for longest first
+        self._known: dict[C, V] = {}  # learned longest ago first
 
     def __len__(self) -> int:
         return sum(map(len, [*self._waiting.values()]))  # a copy: it is asked from any thread
@@ -96,7 +96,7 @@ class Awaited(Generic[C, V]):
         return [*self._waiting.pop(wanted, {}).values()]
 
     def learn(self, wanted: C, found: V) -> None:
-        """Remember what was found, and forget the one unused for longest where there are too many."""
+        """Remember what was found, and forget what was learned longest ago where there is too much."""
         self._known.pop(wanted, None)
         self._known[wanted] = found
         if len(self._known) > self._n_known_max:
@@ -146,11 +146,15 @@ class CacheRead:
 
 
 ToCompile: TypeAlias = "Grammar | DryBreakers"
-Want: TypeAlias = "ToCompile | CacheRead | Stored"
+Want: TypeAlias = "ToCompile | CacheRead | ToStore"
 """What sequences want from outside: something compiled, a file read, or cells written to a file."""
 
+Given: TypeAlias = "int | CacheError | None"
+"""What a sequence gets of its file: the key under which the backend is to get cells for it, or why it gets none; None
+where it looks again at its turn: it copies from a slot, or asks again."""
 
-class CacheReads(Awaited[CacheRef, CacheEntry]):
+
+class CacheReads(WantWaiters[CacheRef, CacheEntry]):
     """Sequences that wait for cells from disk; each file is read once for all that want it at that time."""
 
     def __init__(self, prefixes: PrefixCache, saved: SavedCells, wants: deque[Want]) -> None:
@@ -165,7 +169,10 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         return found is None or not self._is_in_memory(driver, found, prefixes)
 
     def why_useless(self, driver: SequenceDriver) -> CacheError | None:
-        """Return why a driver enters its slot without the cells of its file, where that file is known to be no use."""
+        """Return why a driver enters its slot without the cells of its file, where that file is known to be no use.
+
+        A file that is required is read all the same: another may have been written meanwhile.
+        """
         if driver.request.options.cache_required or not self._may_read(driver):
             return None
         found = self._known.get(CacheRef.of(driver.request))
@@ -175,43 +182,37 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
 
     def _may_read(self, driver: SequenceDriver) -> bool:
         options = driver.request.options
-        if options.cache_key is None or driver.has_fetched or driver.has_run or driver.output:
+        if options.cache_key is None or driver.is_done_with_disk or driver.has_run or driver.output:
             return False
         return options.n_prompt_logprobs is None  # a scored prompt is computed in whole
 
     def add(self, driver: SequenceDriver) -> None:
         """Have a held driver wait for its file."""
-        driver.has_fetched = True
+        driver.is_done_with_disk = True
         ref = CacheRef.of(driver.request)
         if self._add(driver, ref):
             self._wants.append(CacheRead(ref, self._waiting[ref], self._n_usable))
 
-    def resolve(
-        self, want: CacheRead, found: object
-    ) -> tuple[list[SequenceDriver], list[tuple[SequenceDriver, int]]]:
-        """Take what reading a file brought; see `MultiRequestBatcher.resolve`.
-
-        Returns:
-            The sequences that waited for it, which go on now, and those of them for which the backend is to get these
-            cells, with the key. The others look again at their turn: they copy from a slot, or ask again.
-        """
+    def resolve(self, want: CacheRead, found: object) -> dict[SequenceDriver, Given]:
+        """Take what reading a file brought; return what the sequences that waited for it get of it."""
         drivers = self._pop_waiting(want.ref)
         if isinstance(found, CacheEntry):
             self.learn(want.ref, found)
-            return drivers, [*self._give_cells(want, found, drivers)]
-        for driver in drivers:
-            if isinstance(found, CacheError):
-                driver.proceed_uncached(found)
-            else:
-                driver.has_fetched = False
-        if found is not None:
-            self._known.pop(want.ref, None)
-        return drivers, []
+            given = self._give_cells(want, found, drivers)
+        else:
+            error = found if isinstance(found, CacheError) else None
+            given = dict.fromkeys(drivers, error)
+            if error is not None:
+                self._known.pop(want.ref, None)
+        for driver, what in given.items():
+            driver.is_done_with_disk = what is not None
+        return given
 
     def _give_cells(
         self, want: CacheRead, found: CacheEntry, drivers: Sequence[SequenceDriver]
-    ) -> Iterator[tuple[SequenceDriver, int]]:
-        """Yield the sequences that get cells of their own; others can soon copy them from a slot."""
+    ) -> dict[SequenceDriver, Given]:
+        """Decide for each sequence what a file gives it."""
+        given: dict[SequenceDriver, Given] = {}
         n_loaded = 0
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
@@ -223,13 +224,14 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
                 or (can_share and is_loaded)
                 or self._is_in_memory(driver, found, self._prefixes)
             ):
-                driver.has_fetched = False
+                given[driver] = None
             elif not n_cells:
-                driver.proceed_uncached(_no_beginning(want.ref, found))
+                given[driver] = _no_beginning(want.ref, found)
             else:
-                yield driver, self._saved.add_from_disk(driver, n_cells)
+                given[driver] = self._saved.add_from_disk(driver, n_cells)
                 if can_share:
                     n_loaded = n_cells
+        return given
 
     def _is_in_memory(
         self, driver: SequenceDriver, found: CacheEntry, prefixes: PrefixCache
@@ -243,7 +245,7 @@ class CacheReads(Awaited[CacheRef, CacheEntry]):
         return self._prefixes.n_usable(driver, found.tokens, found.n_given)
 
 
-class GrammarBuilds(Awaited[ToCompile, object]):
+class GrammarBuilds(WantWaiters[ToCompile, object]):
     """Sequences that wait for their grammar, or DRY's breakers; each is compiled once for all, and kept."""
 
     def __init__(self, wants: deque[Want]) -> None:
@@ -257,7 +259,7 @@ class GrammarBuilds(Awaited[ToCompile, object]):
                 if self._add(driver, want):
                     self._wants.append(want)
                 return True
-            self._known[want] = self._known.pop(want)
+            self._known[want] = self._known.pop(want)  # use counts as learning
             driver.compiled[want] = self._known[want]
         return False
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.cell_ops import Stored
+    from cbatch.core.cell_ops import ToStore
     from cbatch.core.driver import SequenceDriver
 
     Post = Callable[[Callable[[], object]], None]
@@ -58,14 +58,14 @@ class CacheIo:
         """Whether the caller's thread is the one that reads and writes. From any thread."""
         return self._thread.is_current
 
-    def order(self, want: CacheRead | Stored) -> None:
+    def order(self, want: CacheRead | ToStore) -> None:
         """Have a file read, or cells that were copied out written; a sequence whose cells are gone ends here."""
         if isinstance(want, CacheRead):
             self._thread.do(partial(self._read, want), _READ)
             return
         data = self._backend.export_state(want.key)
         if data is None:
-            self._resolve(want, None)
+            self._resolve(want, "the cells were not saved: they could not be copied out")
         else:
             self._thread.do(partial(self._write, want, data), _WRITE)
 
@@ -104,8 +104,8 @@ class CacheIo:
         except ValueError as error:
             raise CacheError(ref.key, f"the cells in its file {error}") from error
 
-    def _write(self, stored: Stored, data: NDArray[np.uint8]) -> None:
-        driver, n_cells = stored.driver, stored.n_cells
+    def _write(self, want: ToStore, data: NDArray[np.uint8]) -> None:
+        driver, n_cells = want.driver, want.n_cells
         ref = CacheRef.of(driver.request)
         found: CacheEntry | str = "the cells were not saved: writing them was broken off"
         try:
@@ -118,12 +118,12 @@ class CacheIo:
         except Exception as error:
             found = f"the cells were not saved: {words_of(error)}"
         finally:
-            self._post(partial(self._resolve, stored, found))
+            self._post(partial(self._resolve, want, found))
 
     # ---- what came of it ----
 
     def _resolve(
-        self, want: CacheRead | Stored, found: CacheEntry | CacheError | str | None
+        self, want: CacheRead | ToStore, found: CacheEntry | CacheError | str | None
     ) -> list[tuple[SequenceDriver, int]]:
         return self._batcher.resolve(want, found, self._clock())
 

@@ -109,7 +109,9 @@ class Loop:
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
         self._unapplied = plan
-        if self.on_admit is not None and (new := [d for d in plan.slots.placed if not d.has_run]):
+        if self.on_admit is not None and (
+            new := [d for d in plan.slot_plan.placed if not d.has_run]
+        ):
             self.on_admit([d.request.id for d in new])
         result = self._backend.run(plan.step)
         ran = self._clock()
@@ -166,7 +168,7 @@ class Loop:
     def n_entering(self) -> int:
         """Waiting sequences that have a slot as soon as the run in flight is applied. From any thread."""
         plan = self._unapplied
-        return 0 if plan is None else plan.slots.n_entering
+        return 0 if plan is None else plan.slot_plan.n_entering
 
     def call(self, command: Callable[[], T]) -> T:
         """Do `command` between two runs and return what it returns. From any thread; waits. Raises as `check_open`."""
@@ -281,7 +283,7 @@ class Loop:
                 self._error, self._is_closed = error, True
                 self._end()
                 raise self._failure(error) from error
-            except BaseException:  # such as Ctrl-C in the run
+            except BaseException:  # such as `SystemExit` of what is called in a step
                 self._give_up_run()
                 raise
         return self._has_dozed()

@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
@@ -18,7 +18,7 @@ from cbatch.bench.simulate import Arrival, Report, capacity, poisson, read_trace
 from cbatch.bench.step_costs import SMALL
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import KvCapabilities
-from cbatch.engine_options import ScheduleOptions
+from cbatch.engine_options import Policy, ScheduleOptions
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 A_SECOND = StepCost(base_s=1.0)
-POLICIES = ["fcfs", "priority", "shortest", "round_robin"]
+POLICIES: tuple[str, ...] = get_args(Policy)
 
 
 def served(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
 from cbatch.core.batcher import N_REFUSED_MAX
 from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX
+from cbatch.engine_options import Policy
 from cbatch.errors import PromptTooLongError, RequestFailedError
 from tests.helpers import (
     Rig,
@@ -181,7 +182,7 @@ def test_admission_looks_at_the_first_few_alone() -> None:
     assert rig.running() == ["runs"]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "round_robin"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 @pytest.mark.parametrize("memory", [None, shared_pool(64), recurrent(4)])
 def test_long_queue_costs_a_plan_what_a_short_one_does(
     policy: str, memory: KvCapabilities | None

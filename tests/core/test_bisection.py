@@ -68,7 +68,7 @@ def test_who_leaves_its_slot_is_no_longer_looked_at() -> None:
     bisection.suspect(dict.fromkeys(drivers, 5))
     drivers[0].cancel(0.0)
     drivers[1].undergo(Event.PAUSE)
-    drivers[2].undergo(Event.PREEMPT)
+    drivers[2].undergo(Event.LOSE_SLOT)
     assert ids(bisection.suspects()) == "3"
 
 

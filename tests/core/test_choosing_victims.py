@@ -10,7 +10,8 @@ from cbatch.core.driver import Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
-from cbatch.core.preemption import N_PREEMPTED_MAX, N_WORTH_MOVE, choose_mover, choose_victim
+from cbatch.core.preemption import N_PREEMPTED_MAX, choose_victim
+from cbatch.core.slots import N_WORTH_MOVE, choose_mover
 from tests.core.drivers import make_running
 from tests.helpers import partitioned, recurrent, shared_pool
 

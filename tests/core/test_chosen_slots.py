@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.preemption import choose_mover
-from cbatch.core.slots import N_LOOK
+from cbatch.core.slots import N_LOOK, choose_mover
+from cbatch.engine_options import Policy
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 from tests.helpers import (
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cbatch.core.plan import KvCapabilities
     from cbatch.request import Request
 
-POLICIES = ("fcfs", "priority", "shortest", "round_robin")
+POLICIES: tuple[str, ...] = get_args(Policy)
 A_TEXT = range(40)
 
 

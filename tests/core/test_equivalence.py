@@ -6,7 +6,7 @@ import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cbatch.backend.fake import fake_logprobs
 from cbatch.core.driver import Status
 from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, TokenLogprobs
+from cbatch.engine_options import Policy
 from cbatch.errors import (
     DeadlineError,
     DecodeError,
@@ -177,7 +178,7 @@ ITEMS = st.builds(
 
 @st.composite
 def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
-    policy = draw(st.sampled_from(["fcfs", "priority", "shortest", "round_robin"]))
+    policy = draw(st.sampled_from(get_args(Policy)))
     said: dict[str, Any] = {"policy": policy, "swap_mib": draw(st.sampled_from([0, 1, 1024]))}
     said["share_prefixes"] = draw(st.sampled_from([True, True, True, False]))
     if policy == "round_robin":

@@ -57,7 +57,7 @@ def entered(rig: Rig) -> list[str]:
     rig.scheduler.begin_step(rig.now)
     plan = rig.scheduler.plan(rig.now)
     assert plan is not None
-    return [driver.request.id for driver in plan.slots.placed]
+    return [driver.request.id for driver in plan.slot_plan.placed]
 
 
 def drive_until(rig: Rig, id: str) -> None:

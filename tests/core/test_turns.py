@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.core.scheduler import DEFAULT_QUANTUM
+from cbatch.engine_options import Policy
 from tests.helpers import (
     Rig,
     drive,
@@ -50,9 +51,9 @@ def watch_turns(rig: Rig) -> list[Turn]:
         planned = plan(now)
         if planned is not None and planned not in seen:  # planning twice begins no turn
             seen.append(planned)
-            entering = [d.request.id for d in planned.slots.placed]
+            entering = [d.request.id for d in planned.slot_plan.placed]
             admitted = {*entering}
-            left = {leave.driver.request.id for leave in planned.slots.leaves}
+            left = {leave.driver.request.id for leave in planned.slot_plan.leaves}
             running = ({*rig.running()} - left) | admitted
             waiting = rig.batcher.in_flight.keys() - running
             turns.extend(Turn(id, waiting, running) for id in entering)
@@ -229,7 +230,7 @@ def test_nobody_leaves_for_one_that_has_a_slot_to_go_to_but_no_cells() -> None:
     assert [rig.drivers[id].n_before_turn for id in "01c"] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest"])
+@pytest.mark.parametrize("policy", [p for p in get_args(Policy) if p != "round_robin"])
 def test_other_policies_let_everybody_finish(policy: str) -> None:
     rig = make_scheduler(1, 256, policy=policy)
     turns = watch_turns(rig)

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from cbatch.core.cell_ops import Stored
+from cbatch.core.cell_ops import ToStore
 from cbatch.core.driver import Status, Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
-from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX, N_READ_PER_SLOT, N_STORED_PER_SLOT
+from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX, N_READ_PER_SLOT, N_STORING_PER_SLOT
 from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRead, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
 from tests.helpers import (
@@ -62,23 +62,18 @@ def read_of(n_read: int) -> CacheRead:
 def adopted(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
-    """Return which sequences get cells of the file, of which the first were read, and how many they begin with."""
-    _, adopted = rig.state.reads.resolve(read_of(n_read), found)
-    return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
+    """Let all go on that waited; return which get cells of the file, of which the first were read, and how many."""
+    loads = rig.batcher.resolve(read_of(n_read), found, rig.now)
+    return [(driver.request.id, driver.n_computed) for driver, _ in loads]
 
 
-def arrive(
-    rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
-) -> list[tuple[str, int]]:
-    """Do as `adopted`, and let all go on that waited; cells are put into the backend for those that get some."""
-    drivers, adopted = rig.state.reads.resolve(read_of(n_read), found)
-    for _, key in adopted:
-        rig.backend.import_state(
-            key, np.array(FILE.tokens[:n_read], np.int64).view(np.uint8), n_read
-        )
-    for driver in drivers:
-        rig.batcher._release(driver, rig.now)
-    return [(driver.request.id, driver.n_computed) for driver, _ in adopted]
+def arrive(rig: Rig, n_read: int = len(FILE.tokens)) -> list[tuple[str, int]]:
+    """Do as `adopted`; cells are put into the backend for those that get some."""
+    given = adopted(rig, FILE, n_read)
+    for id, _ in given:
+        data = np.array(FILE.tokens[:n_read], np.int64).view(np.uint8)
+        rig.backend.import_state(rig.drivers[id].number, data, n_read)
+    return given
 
 
 # ---- what each one gets ----
@@ -254,7 +249,7 @@ def test_one_that_is_paused_when_the_file_comes_loads_it_for_nobody() -> None:
     rig = waiting(make_rig(), *(reader(f"{i}", 100) for i in range(3)))
     rig.batcher.pause("0")
     assert adopted(rig) == [("1", 100)]
-    assert not rig.drivers["0"].has_fetched
+    assert not rig.drivers["0"].is_done_with_disk
 
 
 def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None:
@@ -272,7 +267,7 @@ def test_request_during_the_drop_of_an_unwanted_read_orders_it_again() -> None:
     assert not rig.fetching.pop().drivers  # so it is dropped
     waiting(rig, reader("a", 100, cache_required=True))
     assert rig.fetching == []
-    assert arrive(rig, None, 0) == []
+    assert adopted(rig, None, 0) == []
     step(rig)
     assert [want.ref for want in rig.fetching] == [FETCH]
     assert arrive(rig) == [("a", 100)]
@@ -282,7 +277,7 @@ def test_one_who_asks_after_a_read_that_nobody_wanted_gets_it_ordered() -> None:
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
     rig.fetching.clear()
-    assert arrive(rig, None, 0) == []
+    assert adopted(rig, None, 0) == []
     waiting(rig, reader("a", 100))
     assert [want.ref for want in rig.fetching] == [FETCH]
 
@@ -377,9 +372,9 @@ def test_no_more_wait_for_files_than_twice_the_slots() -> None:
     drive(rig)
 
 
-def steps_without_writing(rig: Rig, n: int) -> list[Stored]:
+def steps_without_writing(rig: Rig, n: int) -> list[ToStore]:
     """Do some steps in which nothing that is copied out is written; return what is to be written."""
-    copied_out = list[Stored]()
+    copied_out = list[ToStore]()
     for _ in range(n):
         settle_disk(rig)
         rig.scheduler.begin_step(rig.now)
@@ -390,7 +385,7 @@ def steps_without_writing(rig: Rig, n: int) -> list[Stored]:
         while (want := rig.batcher.take_want()) is not None:
             if isinstance(want, CacheRead):
                 rig.fetching.append(want)
-            elif isinstance(want, Stored):
+            elif isinstance(want, ToStore):
                 copied_out.append(want)
     return copied_out
 
@@ -400,7 +395,7 @@ def test_savers_wait_for_a_slow_disk_so_that_their_cells_do_not_pile_up() -> Non
     savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(20)]
     rig.submit(*savers)
     copied_out = steps_without_writing(rig, 60)
-    n_most = N_STORED_PER_SLOT * n_slots
+    n_most = N_STORING_PER_SLOT * n_slots
     assert (
         n_most <= rig.batcher.occupancy().n_storing < n_most + n_slots
     )  # with those that ran when it was full
@@ -425,7 +420,7 @@ def test_others_pass_readers_for_which_there_is_no_room_to_read(n_readers: int) 
 
 def test_others_pass_savers_while_too_many_cells_are_being_written() -> None:
     rig = make_rig(2)
-    savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(2 * N_STORED_PER_SLOT + 2)]
+    savers = [reader(f"{i}", 9, f"{i}", save_cache=True) for i in range(2 * N_STORING_PER_SLOT + 2)]
     others = [make_request(f"o{i}", [i] * 30, max_tokens=2) for i in range(2 * N_OVERTAKEN_MAX)]
     rig.submit(*savers)
     copied_out = steps_without_writing(rig, 60)

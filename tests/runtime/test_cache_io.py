@@ -14,7 +14,7 @@ from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.cache.cell_file import CachedCells
 from cbatch.cache.store import CacheStore
 from cbatch.core.batcher import MultiRequestBatcher
-from cbatch.core.cell_ops import Stored
+from cbatch.core.cell_ops import ToStore
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
 from cbatch.errors import CacheError
@@ -46,10 +46,12 @@ class Told(MultiRequestBatcher):
 
 
 class Exporting(FakeBackend):
-    """Has the cells of every slot."""
+    """Has the cells of every slot, unless they are lost."""
+
+    is_lost = False
 
     def export_state(self, key: int) -> Any:
-        return DATA
+        return None if self.is_lost else DATA
 
 
 @dataclass(eq=False)
@@ -78,11 +80,11 @@ def read(key: str, *, is_wanted: bool = True) -> CacheRead:
     return CacheRead(CacheRef(key), drivers, lambda *_: 10)
 
 
-def stored(key: str) -> Stored:
+def stored(key: str) -> ToStore:
     request = make_request(key, text_of(10), cache_key=key, save_cache=True)
     driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
     driver.set_prompt(text_of(10), 64)
-    return Stored(driver, 0, 10)
+    return ToStore(driver, 0, 10)
 
 
 def make_owner(folder: Path, *, is_threaded: bool, post: Post | None = None) -> Owner:
@@ -123,6 +125,14 @@ def test_file_that_was_written_is_read(owner: Owner) -> None:
 
 
 # ---- whatever happens, whoever asked is told ----
+
+
+def test_cells_that_are_lost_before_they_are_written_are_told(
+    by_hand: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Exporting, "is_lost", True)
+    by_hand.write("k")
+    assert by_hand.batcher.told == ["the cells were not saved: they could not be copied out"]
 
 
 def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(

@@ -22,7 +22,7 @@ from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
 from cbatch.checks import readable
-from cbatch.core.plan import StepPlan, StepResult
+from cbatch.core.plan import UNCHANGED, StepPlan, StepResult
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 from cbatch.model_facts import ModelFacts
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from cbatch.core.plan import Chunk, Slot
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
-
-_UNCHANGED = (0, 1, -1)
-"""Codes after which every cell is where the result says. Source: include/llama.h, llama_decode."""
 
 
 class LlamaBackend:
@@ -211,7 +208,7 @@ class LlamaBackend:
         if result.n_steps:
             self._cells.add(plan.chunks, result.n_steps, result.tokens)
             result = self._runner.follow(plan.chunks, result)
-        if result.code in _UNCHANGED:
+        if result.code in UNCHANGED:
             return result
         n_kept = tuple(self._cells.keep(c, result.n_steps) for c in plan.chunks)
         return replace(result, n_kept=n_kept)
