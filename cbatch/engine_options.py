@@ -307,16 +307,9 @@ class EngineOptions(ScheduleOptions):
                 f"cache_type_v={self.cache_type_v!r} needs flash attention: "
                 "leave flash_attn='off' out, or use 'f16', 'bf16' or 'f32'"
             )
-        if self.split_mode != "tensor":
-            return
-        if self.flash_attn == "off":
+        if self.split_mode == "tensor" and self.flash_attn == "off":
             raise ConfigError(
                 "split_mode='tensor' needs flash attention: leave flash_attn='off' out"
-            )
-        if self.exact and not self.has_quantised_values:
-            raise ConfigError(
-                "split_mode='tensor' needs flash attention, which exact=True turns off: "
-                "use cache_type_k='q8_0' and cache_type_v='q8_0', or another split_mode"
             )
 
     def _check_exact(self) -> None:
@@ -324,11 +317,6 @@ class EngineOptions(ScheduleOptions):
             raise ConfigError(
                 "exact=True cannot hold with kv='unified': the position of a cell changes the rounding; "
                 "use kv='partitioned'"
-            )
-        if self.exact and self.flash_attn == "on" and not self.has_quantised_values:
-            raise ConfigError(
-                "exact=True cannot hold with flash_attn='on': its kernel depends on the shape of a step; "
-                "leave it out, or use cache_type_k='q8_0' and cache_type_v='q8_0'"
             )
         if self.exact and self.adapters:
             raise ConfigError(

@@ -303,7 +303,7 @@ void edits_feed(edits * e, const cbatch_chunk & chunk, const int32_t * tokens) n
         return;
     }
     if (!e->is_placed) {
-        e->is_placed = chunk.has_output != 0;
+        e->is_placed = chunk.has_output != 0 && chunk.has_output != CBATCH_SILENT_ROW;
         e->end = end;
         return;
     }

@@ -29,6 +29,9 @@ constexpr int64_t score_cost_ps = 500;
 // Source: include/llama.h at llama_decode: below −1 the computation failed.
 constexpr int32_t code_threw = -3;
 
+// What pad rows compute after their first step: any token does.
+constexpr int32_t pad_token = 0;
+
 struct binding {
     bool is_bound = false;
     int32_t output_origin = 0;
@@ -153,6 +156,14 @@ bool has_slot(const cbatch_stepper & s, int32_t slot) {
     return slot >= 0 && slot < s.sizes.n_slots;
 }
 
+bool is_pad(const cbatch_chunk & c) {
+    return c.has_output == CBATCH_PAD_ROW;
+}
+
+bool is_sampled(const cbatch_chunk & c) {
+    return c.has_output != 0 && !is_pad(c) && c.has_output != CBATCH_SILENT_ROW;
+}
+
 // ---- checking a run before anything is done ----
 
 int32_t check_chunk(const cbatch_stepper & s, const cbatch_chunk & c, int32_t last_slot, int32_t n_steps) {
@@ -160,10 +171,13 @@ int32_t check_chunk(const cbatch_stepper & s, const cbatch_chunk & c, int32_t la
         return CBATCH_BAD_SLOT;
     }
     const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens + n_steps;
-    if (c.n_tokens < 1 || c.start < 0 || end > INT32_MAX) {
+    if (c.n_tokens < 1 || c.start < 0 || end > INT32_MAX || (is_pad(c) && c.n_tokens > 1)) {
         return CBATCH_BAD_CHUNK;
     }
-    if (!c.has_output) {
+    if (is_pad(c)) {
+        return CBATCH_OK;
+    }
+    if (!is_sampled(c)) {
         return n_steps > 1 ? CBATCH_BAD_STEPS : CBATCH_OK;
     }
     return s.bindings[c.slot].is_bound ? CBATCH_OK : CBATCH_NOT_BOUND;
@@ -186,7 +200,7 @@ int32_t check_scoring(const cbatch_stepper & s, const cbatch_chunk * chunks, int
                       const cbatch_scoring & scoring, int32_t n_steps) {
     int64_t n_all = 0;
     for (int32_t i = 0; i < n_chunks; i++) {
-        const int32_t n_most = chunks[i].n_tokens - (chunks[i].has_output != 0);
+        const int32_t n_most = chunks[i].n_tokens - is_sampled(chunks[i]);
         const int32_t n_top = scoring.n_top[i];
         if (scoring.n_targets[i] < 0 || scoring.n_targets[i] > n_most || n_top < 0 || n_top > CBATCH_TOP_MAX) {
             return CBATCH_BAD_SCORES;
@@ -252,7 +266,7 @@ void put_score(cbatch_stepper * s, int32_t i_chunk, int32_t i_in_chunk, int32_t 
 
 void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
     const cbatch_chunk & c = s->chunks[i_chunk];
-    if (c.has_output) {
+    if (is_sampled(c)) {
         const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens;
         const int32_t i_output = static_cast<int32_t>(end - s->bindings[c.slot].output_origin);
         s->rows[s->n_rows++] = {i_chunk, i_mask, s->n_tokens - 1, i_output, nullptr};
@@ -271,7 +285,9 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
     int32_t i_target = 0;
     for (int32_t i = 0; i < s->n_chunks; i++) {
         const cbatch_chunk & c = s->chunks[i];
-        edits_feed(&s->bindings[c.slot].row.changes, c, tokens + offset);
+        if (!is_pad(c)) {
+            edits_feed(&s->bindings[c.slot].row.changes, c, tokens + offset);
+        }
         put_token(s, c, tokens[offset], 0);
         put_score(s, i, 0, i_target);
         offset += c.n_tokens;
@@ -279,7 +295,7 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
         if (c.n_tokens == 1) {
             put_output(s, i, i_mask);
         }
-        i_mask += c.has_output != 0;
+        i_mask += is_sampled(c);
     }
     offset = 0;
     i_mask = 0;
@@ -295,7 +311,7 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
         if (c.n_tokens > 1) {
             put_output(s, i, i_mask);
         }
-        i_mask += c.has_output != 0;
+        i_mask += is_sampled(c);
     }
 }
 
@@ -403,13 +419,13 @@ bool has_ended_row(const cbatch_stepper & s) {
     return false;
 }
 
-// Turn each chunk into the token that it just sampled, at the next position.
+// Turn each chunk into the token that it just sampled, or a pad row's, at the next position.
 void feed(cbatch_stepper * s) {
     for (int32_t i = 0; i < s->n_chunks; i++) {
         cbatch_chunk & c = s->chunks[i];
         c.start += c.n_tokens;
         c.n_tokens = 1;
-        s->fed[i] = s->out[i];
+        s->fed[i] = is_pad(c) ? pad_token : s->out[i];
     }
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -13,7 +13,9 @@ import pytest
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend, output_row
 from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
+from cbatch.backend.load.row_shapes import find_exact
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
@@ -21,8 +23,9 @@ from cbatch.messages import BatchPrompt
 from tests.runtime.backends import all_results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
+    from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.core.plan import Binding, Chunk, Slot, StepResult
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 N_PROMPTS, N_SLOTS, N_WINDOW = 48, 16, 1024
 LENGTHS = (3, 600)
 N_GREEDY, N_SAMPLED = 8, 8
+TYPES = ["q8_0", "q4_0", "f16", "bf16", "q4_k_m", "q5_k_m", "q6_k", "q3_k_m", "iq4_xs", "q5_0"]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": N_GREEDY, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": N_SAMPLED, "ignore_eos": True}
 
@@ -44,6 +48,7 @@ class RecordingStepper(NativeStepper):
         super().__init__(ctx, **sizes)
         self.rows: Rows = {}
         self.n_rows_max = 0
+        self.widths: set[int] = set()
         self._ctx, self._n_bytes = ctx, 4 * sizes["n_vocab"]
         self._seeds: dict[Slot, int] = {}
 
@@ -58,9 +63,12 @@ class RecordingStepper(NativeStepper):
         slice_s: float = 0.0,
         masks: Any = None,
         await_masks: Any = None,
+        pads: Collection[Chunk] = (),
     ) -> StepResult:
-        result = super().run(chunks, masks=masks)
-        self.n_rows_max = max(self.n_rows_max, len(chunks))
+        result = super().run(chunks, masks=masks, pads=pads)
+        self.n_rows_max = max(self.n_rows_max, len(chunks) - len(pads))
+        if len(chunks[0].tokens) == 1:
+            self.widths.add(len(chunks))
         for i, chunk in enumerate(chunks):
             if chunk.has_output and chunk.slot in self._seeds:
                 key = (self._seeds[chunk.slot], chunk.start + len(chunk.tokens) - 1)
@@ -80,6 +88,7 @@ class Exact:
     engine: Engine
     stepper: RecordingStepper
     prompts: list[list[int]]
+    shape: RowShape
 
     def take_rows(self) -> Rows:
         rows, self.stepper.rows = self.stepper.rows, {}
@@ -95,17 +104,19 @@ class Exact:
         return items
 
 
-@pytest.fixture(scope="module", params=["q8_0", "q4_0"])
+@pytest.fixture(scope="module", params=TYPES)
 def exact(request: pytest.FixtureRequest, synth: SynthFactory) -> Iterator[Exact]:
-    model = open_model(synth("exact", type=request.param), EngineOptions(exact=True))
+    settings = EngineOptions(parallel=N_SLOTS, ctx_per_seq=N_WINDOW, exact=True)
+    model = open_model(synth("exact", type=request.param), settings)
     steppers: list[RecordingStepper] = []
 
     def make_stepper(ctx: Any, **sizes: Any) -> RecordingStepper:
         steppers.append(RecordingStepper(ctx, **sizes))
         return steppers[-1]
 
-    options = EngineOptions(parallel=N_SLOTS, ctx_per_seq=N_WINDOW, exact=True)
-    backend = LlamaBackend(model, options, stepper=make_stepper)
+    found = find_exact(model, settings)
+    assert found.exactness == "bitwise"
+    backend = LlamaBackend(model, found.options, stepper=make_stepper, shape=found.shape)
     dice, (low, high) = random.Random(1), LENGTHS
     shares = [
         (i / (N_PROMPTS - 1)) ** 3 for i in range(N_PROMPTS)
@@ -113,7 +124,7 @@ def exact(request: pytest.FixtureRequest, synth: SynthFactory) -> Iterator[Exact
     lengths = [low + round(share * (high - low)) for share in shares]
     prompts = [[dice.randrange(261, backend.vocab.n_vocab) for _ in range(n)] for n in lengths]
     with Engine(backend) as engine:
-        yield Exact(engine, steppers[0], prompts)
+        yield Exact(engine, steppers[0], prompts, found.shape)
 
 
 def test_logits_and_tokens_are_the_same_bits_alone_and_in_company(exact: Exact) -> None:
@@ -126,6 +137,8 @@ def test_logits_and_tokens_are_the_same_bits_alone_and_in_company(exact: Exact) 
     assert tokens_of(together) == tokens_of(alone)
     assert [key for key, row in rows_alone.items() if rows_together[key] != row] == []
     assert len(rows_together) == len(rows_alone) == N_PROMPTS * N_GREEDY
+    shape = exact.shape
+    assert exact.stepper.widths == {shape.width(n) for n in exact.stepper.widths}
     check_that_equality_says_something(together)
 
 
@@ -156,7 +169,7 @@ def tokens_of(results: Sequence[BatchResult]) -> list[tuple[int, ...]]:
 # ---- what the probe says ----
 
 
-@pytest.mark.parametrize("type", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("type", ["q8_0", "q4_k_m"])
 def test_exact_engine_says_bitwise(synth: SynthFactory, type: str) -> None:
     path = synth("exact", type=type)
     with cbatch.load(path, exact=True, parallel=N_SLOTS, ctx_per_seq=N_WINDOW) as engine:
@@ -164,9 +177,45 @@ def test_exact_engine_says_bitwise(synth: SynthFactory, type: str) -> None:
         assert len(engine.submit("Hello", options={"max_tokens": 3}).result().token_ids) == 3
 
 
-def test_exact_is_refused_for_f16_by_name(synth: SynthFactory) -> None:
-    with pytest.raises(ConfigError, match=r"exact=True .* f16 weights use another kernel"):
-        cbatch.load(synth("exact", type="f16"), exact=True, parallel=N_SLOTS, ctx_per_seq=N_WINDOW)
+def test_rows_without_output_do_not_change_the_shape_of_output(synth: SynthFactory) -> None:
+    path, dice = synth("exact", type="f16"), random.Random(4)
+    prompts = [[dice.randrange(261, 4096) for _ in range(5 + i)] for i in range(8)]
+    turns: dict[str, Any] = {"policy": "round_robin", "quantum": 8, "swap_mib": 0}  # computed again
+    options = {**GREEDY, "max_tokens": 20, "logprobs": 5}
+    with cbatch.load(path, exact=True, parallel=4, ctx_per_seq=192, **turns) as engine:
+        asked = [BatchPrompt(tokens=prompt, options=options) for prompt in prompts]
+        together = [r.logprobs for r in engine.run(asked).results()]
+        assert [engine.submit(one).result().logprobs for one in asked] == together
+
+
+@pytest.mark.parametrize("n_slots", [4, 6])
+def test_exact_is_refused_where_rows_cannot_be_padded_and_change(
+    synth: SynthFactory, n_slots: int
+) -> None:
+    path = synth("exact", type="q4_k_m", n_window=64)
+    with pytest.raises(ConfigError, match="width of a step"):
+        cbatch.load(path, exact=True, parallel=n_slots, ctx_per_seq=256)
+
+
+@pytest.mark.parametrize("n_slots", [1, 3, 5])
+def test_exact_keeps_to_budget_and_window(synth: SynthFactory, n_slots: int) -> None:
+    options = EngineOptions(exact=True, parallel=n_slots, n_batch=n_slots)
+    said = describe_model(synth("exact"), replace(options, memory_mib=20), asks_probe=False)
+    assert said["n_memory_bytes"] <= 20 * 2**20
+    assert (
+        describe_model(synth("exact"), replace(options, ctx_per_seq=1024), asks_probe=False)[
+            "n_window"
+        ]
+        == 1024
+    )
+
+
+def test_info_says_of_an_exact_engine_what_load_finds(synth: SynthFactory) -> None:
+    options = EngineOptions(exact=True, parallel=4, ctx_per_seq=192)
+    assert (
+        describe_model(synth("exact", type="f16"), options, asks_probe=True)["exactness"]
+        == "bitwise"
+    )
 
 
 def test_exact_is_refused_for_unified_memory_without_loading() -> None:

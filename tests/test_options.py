@@ -341,11 +341,8 @@ def test_path_of_bytes_that_are_no_text_is_a_path() -> None:
         ({"n_ctx": 4096, "ctx_per_seq": 256}, "not both"),
         ({"n_ctx": 31, "parallel": 16}, "fewer slots"),
         ({"exact": True, "kv": "unified"}, "partitioned"),
-        ({"exact": True, "flash_attn": "on"}, "flash_attn"),
-        ({"exact": True, "flash_attn": "on", "cache_type_k": "q8_0"}, "cache_type_v='q8_0'"),
         ({"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v='q8_0' needs flash"),
         ({"split_mode": "tensor", "flash_attn": "off"}, "split_mode='tensor' needs flash"),
-        ({"split_mode": "tensor", "exact": True}, "cache_type_v='q8_0', or another split_mode"),
         ({"split_mode": "none", "tensor_split": [1, 2]}, "uses one"),
         ({"rope_scaling": "none", "rope_freq_scale": 0.5}, "no effect with rope_scaling='none'"),
         (
@@ -366,10 +363,10 @@ def test_engine_values_at_odds_are_refused(settings: dict[str, Any], named: str)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"exact": True, "flash_attn": "on", "cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        {"exact": True, "flash_attn": "on"},
         {"exact": True, "cache_type_v": "q5_1"},
         {"cache_type_k": "q8_0", "flash_attn": "off"},
-        {"split_mode": "tensor", "exact": True, "cache_type_v": "q8_0"},
+        {"split_mode": "tensor", "exact": True},
         {"rope_freq_scale": 0.5},
         {"rope_scaling": "yarn", "rope_freq_scale": 0.5, "yarn_ext_factor": 0, "yarn_orig_ctx": 1},
         {"yarn_beta_fast": 32},

@@ -55,10 +55,11 @@ class FaultyStepper(NativeStepper):
         slice_s: float = 0.0,
         masks: Any = None,
         await_masks: Any = None,
+        pads: Any = (),
     ) -> StepResult:
         if code := self._fails(chunks):
             return StepResult([[] for _ in chunks], 0, code)
-        return super().run(chunks, n_steps, slice_s, masks, await_masks)
+        return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
 
 
 def faulty_engine(path: Path, fails: Callable[[Sequence[Chunk]], int], **settings: Any) -> Engine:

@@ -23,6 +23,9 @@ EMPTY_ROW = -3
 UNCHANGED = (0, 1, -1)
 """Return codes of `llama_decode` after which every cell is where the result says. Source: include/llama.h."""
 
+N_STEPS_MAX = 64
+"""Most steps in one run. In an overcommitted pool, retained cells are emptied for so many."""
+
 N_TARGETS_MAX = 64
 """Most targets of all chunks of one step: with a vocabulary of 256,000 their logits take 64 MB. Our choice."""
 

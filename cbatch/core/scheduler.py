@@ -14,7 +14,16 @@ from cbatch.core.budget import (
     whole_pieces,
 )
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import FREE, N_TARGETS_MAX, UNCHANGED, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import (
+    FREE,
+    N_STEPS_MAX,
+    N_TARGETS_MAX,
+    UNCHANGED,
+    Chunk,
+    Slot,
+    StepPlan,
+    StepResult,
+)
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -26,9 +35,6 @@ if TYPE_CHECKING:
     from cbatch.engine_options import ScheduleOptions
     from cbatch.options import AdapterSet
     from cbatch.stats import EngineStats
-
-N_STEPS_MAX = 64
-"""Most steps in one run; in an overcommitted pool, retained cells are emptied for so many."""
 
 RUN_S = 0.5
 """How long a run takes: a step that ends later is its last. A command or a deadline ends the run earlier."""

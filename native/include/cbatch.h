@@ -18,12 +18,19 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 5
+#define CBATCH_ABI_VERSION 6
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
 #define CBATCH_NO_TOKEN (-2)    // nothing sampled: a chunk without output, or a step not done
 #define CBATCH_EMPTY_ROW (-3)   // every logit was −∞ after mask and edits: no token was left
+
+// `has_output` of a chunk that is a pad row: one token, computed with its logits to give the step its shape, and nothing
+// sampled. Each further step of a run computes one more, at the next position. Its slot need not be bound.
+#define CBATCH_PAD_ROW 2
+
+// `has_output` of a chunk whose last token's logits are computed to give the step its shape; nothing is sampled.
+#define CBATCH_SILENT_ROW 3
 
 // Return codes. Anything but CBATCH_OK means that nothing was done.
 #define CBATCH_OK 0
@@ -32,7 +39,7 @@ extern "C" {
 #define CBATCH_NO_MEMORY 3      // allocation failed
 #define CBATCH_BAD_SLOT 4       // slot out of range; in a run also: not ascending, or one slot twice
 #define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative count
-#define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too high
+#define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too high, a pad row of several tokens
 #define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab): to compute, in a history, with a bias
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
 #define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks or a chunk without output; a budget below 0
@@ -131,7 +138,7 @@ typedef struct cbatch_chunk {
     int32_t slot;        // ascending from chunk to chunk
     int32_t start;       // position of the first token, ≥ 0
     int32_t n_tokens;    // ≥ 1
-    int32_t has_output;  // not 0: the last token's logits are sampled
+    int32_t has_output;  // 1: the last token's logits are sampled; 0: they are not computed; or CBATCH_PAD_ROW, CBATCH_SILENT_ROW
 } cbatch_chunk;
 
 // Tokens that are not sampled but given, whose log-probabilities are to be reported: after the chunk's first token the first

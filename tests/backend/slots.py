@@ -137,14 +137,15 @@ class FailingStepper(NativeStepper):
         slice_s: float = 0.0,
         masks: Any = None,
         await_masks: Any = None,
+        pads: Any = (),
     ) -> StepResult:
         """Do a run, or part of one."""
         failure = self._failures.pop(0) if self._failures else None
         if failure is None:
-            return super().run(chunks, n_steps, slice_s, masks, await_masks)
+            return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
         code, n_done = failure
         if n_done:
-            return replace(super().run(chunks, n_done, masks=masks), code=code)
+            return replace(super().run(chunks, n_done, masks=masks, pads=pads), code=code)
         first = chunks[0]
         if code not in (1, -1) and len(first.tokens) > 1:
             super().run([Chunk(first.slot, first.start, first.tokens[:-1], False)])

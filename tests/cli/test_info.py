@@ -14,6 +14,8 @@ import typer
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.pad_rows import RowShape
+from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.cli import app
 from cbatch.cli.info import as_text
 from tests.cli.conftest import forbid_opening, invoke
@@ -236,11 +238,20 @@ def test_info_asks_the_probe_as_the_model_would_be_loaded(
         asked.append(options.exact)
         return "found"
 
+    def find_exact(model: object, options: Any, is_stopped: object) -> ExactSettings:
+        asked.append(options.exact)
+        return ExactSettings("found", options, RowShape(8, 4))
+
     monkeypatch.setattr("cbatch.backend.load.loader.probe", probe)
+    monkeypatch.setattr("cbatch.backend.load.loader.find_exact", find_exact)
     assert info(test_model, "--exactness")["exactness"] == "found"
     assert info(test_model, "--exact")["exactness"] == "found"
     assert asked == [False, True]
-    assert invoke("info", test_model, "--exactness").stdout.endswith("\nexactness      found\n")
+    found = invoke("info", test_model, "--exact").stdout.splitlines()[-2:]
+    assert found == [
+        "exactness      found",
+        "decoding       in steps of 8 rows or more, in multiples of 4",
+    ]
 
 
 def test_info_answers_what_the_engine_answers(synth: SynthFactory) -> None:

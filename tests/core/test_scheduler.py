@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 from cbatch.backend.fake import StepCost
-from cbatch.core.plan import KvCapabilities, StepResult
-from cbatch.core.scheduler import N_STEPS_MAX
+from cbatch.core.plan import N_STEPS_MAX, KvCapabilities, StepResult
 from cbatch.errors import DecodeError, PlanError, PromptTooLongError, RequestFailedError
 from tests.helpers import (
     Rig,

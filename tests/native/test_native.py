@@ -569,7 +569,9 @@ def test_native_and_python_steppers_do_the_same(
 ) -> None:
     codes = dict.fromkeys(failing, 1)
     ours, theirs = FakeLlama(codes=codes), FakeLlama(codes=codes)
-    sizes = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": N_VOCAB, "n_threads": 1}
+    is_silent = bool(failing)
+    sizes: dict[str, Any] = {"n_slots": N_SLOTS, "n_batch": N_BATCH, "n_vocab": N_VOCAB}
+    sizes |= {"n_threads": 1, "has_silent_rows": is_silent}
     found = outcome(NativeStepper(None, **sizes, api=ours.api()), workload)
     wanted = outcome(PythonStepper(None, **sizes, api=theirs.api()), workload)
     assert found == wanted

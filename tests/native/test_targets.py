@@ -109,7 +109,7 @@ def test_scores_are_of_the_models_own_logits(make: MakeStepper) -> None:
 
 def test_slot_that_was_never_bound_can_be_scored() -> None:
     for kind in (NativeStepper, PythonStepper):
-        sizes = {"n_slots": 1, "n_batch": 4, "n_vocab": N_VOCAB, "n_threads": 1}
+        sizes: dict[str, Any] = {"n_slots": 1, "n_batch": 4, "n_vocab": N_VOCAB, "n_threads": 1}
         stepper: Stepper = kind(None, **sizes, api=Noise().api())
         assert len(stepper.run([scored(0, 0, 1, 2)]).scores[Slot(0)]) == 1
 

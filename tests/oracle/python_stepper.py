@@ -6,6 +6,7 @@ import ctypes
 import math
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from cbatch.errors import PlanError
 from tests.oracle.sampling import logprobs, sample_row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from cbatch.backend.llama.native import Masks
     from cbatch.options import Sampling
@@ -44,10 +45,12 @@ class PythonStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int = 1,
+        has_silent_rows: bool = False,
         api: LlamaApi | None = None,
     ) -> None:
         """Take what `NativeStepper` takes; `n_threads` is not used."""
         self._ctx, self._n_threads = ctx, n_threads
+        self._has_silent_rows = has_silent_rows
         self._n_slots, self._n_batch, self._n_vocab = n_slots, n_batch, n_vocab
         self._api = api or LlamaApi.of_llama_cpp()
         self._bindings: dict[int, Binding] = {}
@@ -79,9 +82,11 @@ class PythonStepper:
         slice_s: float = 0.0,
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
+        pads: Collection[Chunk] = (),
     ) -> StepResult:
         """Do up to `n_steps` steps; see `NativeStepper.run`."""
-        self._check(chunks, n_steps, masks)
+        padded = {c.slot for c in pads}
+        self._check(chunks, n_steps, masks, padded)
         begin = time.perf_counter()
         end_s = begin + slice_s if slice_s else math.inf
         tokens: list[list[int]] = [[] for _ in chunks]
@@ -92,8 +97,8 @@ class PythonStepper:
             if n_done > 0 and (n_done == n_steps or self._ends(chunks, tokens, end_s)):
                 break
             step_begin = time.perf_counter()
-            fed = list(_fed(chunks, tokens))
-            code, rows = self._decode(fed)
+            fed = list(_fed(chunks, tokens, n_done))
+            code, rows = self._decode(fed, padded)
             decode_s += time.perf_counter() - step_begin
             if code:
                 break
@@ -124,7 +129,9 @@ class PythonStepper:
     def close(self) -> None:
         """Do nothing: nothing is held."""
 
-    def _check(self, chunks: Sequence[Chunk], n_steps: int, masks: Masks | None) -> None:
+    def _check(
+        self, chunks: Sequence[Chunk], n_steps: int, masks: Masks | None, padded: set[Slot]
+    ) -> None:
         slots = [c.slot for c in chunks]
         n_tokens = sum(len(c.tokens) for c in chunks)
         ok = (
@@ -135,9 +142,13 @@ class PythonStepper:
             and n_tokens <= self._n_batch
             and n_steps >= 1
             and all(len(c.tokens) >= 1 and c.start >= 0 for c in chunks)
+            and all(len(c.tokens) == 1 for c in chunks if c.slot in padded)
             and all(0 <= t < self._n_vocab for c in chunks for t in c.tokens)
             and all(c.slot in self._bindings for c in chunks if c.has_output)
-            and (n_steps == 1 or (masks is None and all(c.has_output for c in chunks)))
+            and (
+                n_steps == 1
+                or (masks is None and all(c.has_output or c.slot in padded for c in chunks))
+            )
             and (masks is None or len(masks) == sum(c.has_output for c in chunks))
             and self._can_score(chunks, n_steps)
         )
@@ -153,13 +164,18 @@ class PythonStepper:
             and all(0 <= self._n_top(c) <= N_TOP_MAX for c in chunks if c.targets)
         )
 
-    def _decode(self, chunks: Sequence[Chunk]) -> tuple[int, list[tuple[int, int, Logits]]]:
+    def _decode(
+        self, chunks: Sequence[Chunk], padded: set[Slot]
+    ) -> tuple[int, list[tuple[int, int, Logits]]]:
         """Decode one step; return llama.cpp's code and (chunk, token in it, its logits) of each output."""
         for chunk in chunks:
-            if chunk.slot in self._histories:
+            if chunk.slot in self._histories and chunk.slot not in padded:
                 self._histories[chunk.slot].feed(chunk)
         rows = list(_rows(chunks))
-        code = int(self._api.decode(self._ctx, _batch(chunks, rows)))
+        unsampled = set(padded)
+        if self._has_silent_rows:
+            unsampled |= {c.slot for c in chunks if len(c.tokens) == 1}
+        code = int(self._api.decode(self._ctx, _batch(chunks, rows, unsampled)))
         if code != 0:
             return code, []
         wanted = [(i, j, n) for n, (i, j) in enumerate(rows) if _has_logits(chunks[i], j)]
@@ -220,14 +236,14 @@ def _is_sane(s: Sampling) -> bool:
     )
 
 
-def _fed(chunks: Sequence[Chunk], tokens: list[list[int]]) -> Iterator[Chunk]:
-    """Yield the next step's chunks: each the token sampled last; before the first step itself."""
+def _fed(chunks: Sequence[Chunk], tokens: list[list[int]], n_done: int) -> Iterator[Chunk]:
+    """Yield the next step's chunks: each the token sampled last, or a pad row; before the first step itself."""
     for chunk, sampled in zip(chunks, tokens, strict=True):
         if sampled:
             start = chunk.start + len(chunk.tokens) + len(sampled) - 1
             yield Chunk(chunk.slot, start, sampled[-1:], has_output=True)
         else:
-            yield chunk
+            yield replace(chunk, start=chunk.start + n_done, tokens=[0] if n_done else chunk.tokens)
 
 
 def _rows(chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
@@ -247,7 +263,7 @@ def _has_logits(chunk: Chunk, j: int) -> bool:
     return _is_output(chunk, j) or j < len(chunk.targets)
 
 
-def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]]) -> Any:
+def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]], padded: set[Slot]) -> Any:
     """Return a `llama_batch` that keeps its own arrays alive."""
     from cbatch.backend.bindings import llama_cpp
 
@@ -259,6 +275,8 @@ def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]]) -> Any:
         (ctypes.c_int32 * n)(*[chunks[i].start + j for i, j in rows]),
         (ctypes.c_int32 * n)(*[1] * n),
         (ctypes.POINTER(ctypes.c_int32) * n)(*[ctypes.pointer(slot) for slot in ids]),
-        (ctypes.c_int8 * n)(*[_has_logits(chunks[i], j) for i, j in rows]),
+        (ctypes.c_int8 * n)(
+            *[_has_logits(chunks[i], j) or chunks[i].slot in padded for i, j in rows]
+        ),
     )
     return llama_cpp.llama_batch(n, *arrays)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.layout import CELL_TYPES, read_layout
 from cbatch.backend.llama.log import llama_log
-from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.backend.llama.pad_rows import n_sequences
+from cbatch.core.plan import N_STEPS_MAX, N_TARGETS_MAX
 from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -66,17 +67,20 @@ def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> A
 
 def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     params = llama_cpp.llama_context_default_params()
-    params.n_seq_max = options.n_slots
+    n_sequences = sequences_of(options)
+    params.n_seq_max = n_sequences
     # with more outputs llama.cpp ends the process; the graph's memory is reserved for this many
-    params.n_outputs_max = options.n_slots + N_TARGETS_MAX
+    params.n_outputs_max = n_sequences + N_TARGETS_MAX
     params.n_ctx = context_cells(model, options)
-    params.n_batch = options.n_batch
+    params.n_batch = max(options.n_batch, n_sequences)
     params.n_ubatch = min(options.n_ubatch, options.n_batch)
+    if options.exact:  # a step's rows are one run of the graph
+        params.n_ubatch = max(params.n_ubatch, n_sequences)
     params.n_threads = params.n_threads_batch = n_threads
     params.kv_unified = options.kv == "unified"
     params.type_k = CELL_TYPES[options.cache_type_k].id
     params.type_v = CELL_TYPES[options.cache_type_v].id
-    params.flash_attn_type = flash_attn_type(options)
+    params.flash_attn_type = _FLASH_ATTN[options.flash_attn]
     params.offload_kqv = options.offload_kqv
     params.rope_scaling_type = _ROPE_SCALING[options.rope_scaling]
     for name in ROPE_VALUES:
@@ -85,14 +89,27 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     return params
 
 
-def flash_attn_type(options: EngineOptions) -> int:
-    """Return llama.cpp's number for how flash attention is chosen.
+def sequences_of(options: EngineOptions) -> int:
+    """Return the sequences of a context: the slots, and with `exact` up to three more for pad rows."""
+    return n_sequences(options.n_slots) if options.exact else options.n_slots
 
-    `exact` turns it off, as its kernel depends on the shape of a step, except for values in blocks, which need it.
-    """
-    if options.exact:
-        return _FLASH_ATTN["on" if options.has_quantised_values else "off"]
-    return _FLASH_ATTN[options.flash_attn]
+
+def n_pad_cells(options: EngineOptions, n_slots: int = 0) -> int:
+    """Return the cells of each sequence that pad rows need beyond its window, rounded up as llama.cpp does."""
+    return padded(N_STEPS_MAX) if options.exact and (n_slots or options.n_slots) > 1 else 0
+
+
+def cells_of_slots(options: EngineOptions, n_slots: int, n_window: int) -> int:
+    """Return the cells of `n_slots` slots with memory of their own, and of what pad rows need besides."""
+    n_held = n_sequences(n_slots) if options.exact else n_slots
+    return n_held * (padded(n_window) + n_pad_cells(options, n_slots))
+
+
+def _asked(options: EngineOptions, n_ctx_train: int) -> int:
+    """Return the window of a slot as it is asked for, or else as it is by default."""
+    if options.n_ctx and options.kv != "unified":
+        return options.n_ctx // options.n_slots
+    return options.ctx_per_seq or min(n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)
 
 
 def check_cell_types(model: LlamaModel, options: EngineOptions) -> None:
@@ -162,12 +179,10 @@ def context_cells(model: LlamaModel, options: EngineOptions) -> int:
     Raises:
         ConfigError: more than llama.cpp can count.
     """
-    window = min(model.n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)
     if options.kv == "unified":
-        n_ctx = padded(options.n_ctx or options.n_slots * (options.ctx_per_seq or window))
+        n_ctx = padded(options.n_ctx or options.n_slots * _asked(options, model.n_ctx_train))
     else:
-        asked = options.n_ctx // options.n_slots if options.n_ctx else options.ctx_per_seq
-        n_ctx = options.n_slots * padded(asked or window)
+        n_ctx = cells_of_slots(options, options.n_slots, _asked(options, model.n_ctx_train))
     if n_ctx > _N_CTX_MAX:
         raise ConfigError(
             f"{options.n_slots} slots of {n_ctx // options.n_slots} cells need {n_ctx}, "
@@ -180,7 +195,8 @@ def context_cells(model: LlamaModel, options: EngineOptions) -> int:
 def slot_window(options: EngineOptions, n_cells: int, n_ctx_train: int, *, is_pool: bool) -> int:
     """Return the positions of one slot: its part of `n_cells`; in a pool the window that is set or trained."""
     if not is_pool:
-        return n_cells // options.n_slots
+        n_most = n_cells // sequences_of(options) - n_pad_cells(options)
+        return min(n_most, padded(_asked(options, n_ctx_train)))
     return min(n_cells, options.ctx_per_seq or n_ctx_train or n_cells)
 
 

@@ -24,11 +24,22 @@ class ContextMemory:
     """
 
     def __init__(
-        self, ctx: Any, found: FoundMemory, *, n_slots: int, n_window: int, is_on_device: bool
+        self,
+        ctx: Any,
+        found: FoundMemory,
+        *,
+        n_slots: int,
+        n_window: int,
+        is_on_device: bool,
+        n_pad_cells: int = 0,
     ) -> None:
-        """Take a `llama_context *` whose slots are empty, and whether cells may be in the memory of a device."""
+        """Take a `llama_context *` whose slots are empty, and what its options say.
+
+        Whether cells may be in the memory of a device, and the cells that pad rows take beyond a window.
+        """
         self._found, self._n_slots, self._n_window = found, n_slots, n_window
         self._memory, self._is_on_device = found.capabilities, is_on_device
+        self._n_wiped = n_window + n_pad_cells
         self._rules = PlanCheck(found.capabilities, n_slots, n_window)
         self.saved: dict[int, SavedState] = {}
         """States in host memory, by their keys."""
@@ -121,7 +132,7 @@ class ContextMemory:
             self._cells.wipe(empty, self._found.sample)
         elif left and memory.kind == "partitioned" and memory.can_trim and format is not None:
             with suppress(MemoryError):
-                zeros = SavedState(format.zeros(self._n_window), self._n_window)
+                zeros = SavedState(format.zeros(self._n_wiped), self._n_wiped)
                 self._cells.wipe(left, zeros)
 
     def copy(self, copies: Sequence[tuple[Slot, Slot, int]]) -> float:
@@ -162,6 +173,14 @@ class ContextMemory:
                 self._unshifted.add(slot)
 
     # ---- after computing ----
+
+    def n_held(self, slot: Slot) -> int:
+        """Return how many cells a slot or a sequence above the slots holds."""
+        return self.n_cells[slot] if slot < self._n_slots else 0
+
+    def cut_back(self, slot: Slot) -> None:
+        """Remove what was computed in a slot beyond its counted cells."""
+        self._cells.trim(slot, self.n_held(slot))
 
     def add(self, chunks: Sequence[Chunk], n_steps: int, tokens: Sequence[Sequence[int]]) -> None:
         """Count the cells of `n_steps` steps that were done, at least one; note whose row was broken.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.engine_options import EngineOptions
 
 Parts: TypeAlias = "tuple[tuple[Path, int, int], ...]"
@@ -49,24 +50,27 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
     return {"model": file_digest(parts), "llama-cpp-python": llama_cpp.__version__, **said}
 
 
-def answer_settings(options: EngineOptions, chunk_alignment: int, n_window: int) -> dict[str, str]:
+def answer_settings(
+    options: EngineOptions, shape: RowShape, chunk_alignment: int, n_window: int
+) -> dict[str, str]:
     """Return the settings that change what a model answers, by name, in readable words.
 
     A setting that changes only the rounding, as company does, is left out, unless the options are exact.
     """
     return {
-        "exact": "False" if not options.exact else _exactly(options, chunk_alignment, n_window),
+        "exact": _exactly(options, shape, chunk_alignment, n_window) if options.exact else "False",
         **{name: str(getattr(options, name)) for name in _OF_CELLS},
         "rope": _said(options, ("rope_scaling", *ROPE_VALUES)) or "the model's own",
     }
 
 
-def _exactly(options: EngineOptions, chunk_alignment: int, n_window: int) -> str:
+def _exactly(options: EngineOptions, shape: RowShape, chunk_alignment: int, n_window: int) -> str:
     if chunk_alignment >= n_window:  # every prompt is one chunk, as with `n_ubatch`
         chunk_alignment = max(chunk_alignment, options.n_ubatch)
     devices = _said(options, _DEVICES)
     places = f", {devices}" if devices else ""
-    return f"True (pieces of {chunk_alignment}, llama-cpp-python {llama_cpp.__version__}{places})"
+    version = f"llama-cpp-python {llama_cpp.__version__}"
+    return f"True (pieces of {chunk_alignment}, {shape}, {version}{places})"
 
 
 def _said(options: EngineOptions, names: Sequence[str]) -> str:

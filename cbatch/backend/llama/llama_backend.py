@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.context import available_cores, make_context, slot_window
+from cbatch.backend.llama.context import (
+    available_cores,
+    make_context,
+    n_pad_cells,
+    sequences_of,
+    slot_window,
+)
 from cbatch.backend.llama.context_memory import ContextMemory
 from cbatch.backend.llama.fingerprint import answer_settings, fingerprint, model_parts, rope_factors
 from cbatch.backend.llama.grammar import LlamaGrammars
@@ -19,10 +25,11 @@ from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
 from cbatch.checks import readable
-from cbatch.core.plan import UNCHANGED, StepPlan, StepResult
+from cbatch.core.plan import N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 from cbatch.model_facts import ModelFacts
@@ -35,9 +42,14 @@ if TYPE_CHECKING:
     from cbatch.backend import Vocab
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.core.plan import Chunk, Slot
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
+
+
+_LEARNED_POSITIONS = "position_embd.weight"
+"""The tensor of models that know no other positions than those in it. Source: src/llama-arch.cpp."""
 
 
 class LlamaBackend:
@@ -51,15 +63,17 @@ class LlamaBackend:
         owns_model: bool = True,
         stepper: Any = None,
         adapters: Adapters | None = None,
+        shape: RowShape = ANY_SHAPE,
     ) -> None:
         """Make a context for `options.parallel` sequences.
 
         Args:
             model: a loaded model.
-            options: sizes and settings; `exact` turns flash attention off.
+            options: sizes and settings.
             owns_model: close the model with the backend.
             stepper: what runs steps, called as `NativeStepper` is; None for that.
             adapters: what plans may compute with; closed with the backend.
+            shape: rows of decoding steps with `exact`; others may have any.
 
         Raises:
             ModelLoadError: llama.cpp cannot make the context, for want of memory as a rule.
@@ -73,6 +87,7 @@ class LlamaBackend:
             )
         self.model, self.options, self._owns_model = model, options, owns_model
         self._stepper_class: Callable[..., NativeStepper] = stepper or NativeStepper
+        self.shape = shape
         self._adapters = adapters
         self.adapters: Sequence[str] = () if adapters is None else adapters.names
         self.grammars = LlamaGrammars(model)
@@ -105,24 +120,38 @@ class LlamaBackend:
         self.n_window = slot_window(
             options, self.memory.n_cells, model.n_ctx_train, is_pool=self.memory.kind == "unified"
         )
+        if options.exact and _LEARNED_POSITIONS in model.read_header().tensors:
+            # pad rows stand after a slot's cells, and llama.cpp ends the process at positions that were not learned
+            self.n_window = max(1, min(self.n_window, model.n_ctx_train - N_STEPS_MAX))
+        if options.exact:  # without what is for pad rows
+            self.memory = replace(self.memory, n_cells=self.n_slots * self.n_window)
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
         # exact: a chunk is one run of the graph, with room for one row of every other slot
         n_alone = min(options.n_ubatch, self.n_batch - self.n_slots + 1)
         self.chunk_alignment = n_alone if options.exact else 0
         self._format = found.format
         self._cells = ContextMemory(
-            self.ctx, found, n_slots=self.n_slots, n_window=self.n_window, is_on_device=is_on_device
+            self.ctx,
+            found,
+            n_slots=self.n_slots,
+            n_window=self.n_window,
+            is_on_device=is_on_device,
+            n_pad_cells=n_pad_cells(options),
         )
         self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
-        self._runner = StepRunner(self._make_stepper, self._matchers, is_on_device=is_on_device)
+        pad_rows = PadRows(self.shape, self._cells, sequences_of(options))
+        self._runner = StepRunner(
+            self._make_stepper, self._matchers, pad_rows, is_on_device=is_on_device
+        )
 
     def _make_stepper(self) -> NativeStepper:
         return self._stepper_class(
             ctypes.cast(self.ctx, ctypes.c_void_p),
-            n_slots=self.n_slots,
+            n_slots=sequences_of(self.options),
             n_batch=self.n_batch,
             n_vocab=self.model.vocab.n_vocab,
             n_threads=self.n_threads,
+            has_silent_rows=self.options.exact,
         )
 
     def _rebuild(self) -> None:
@@ -265,7 +294,7 @@ class LlamaBackend:
     @property
     def answer_settings(self) -> Mapping[str, str]:
         """Settings that answers depend on; see `Backend.answer_settings`."""
-        said = answer_settings(self.options, self.chunk_alignment, self.n_window)
+        said = answer_settings(self.options, self.shape, self.chunk_alignment, self.n_window)
         return {**said, "rope factors": self._rope_factors}
 
     @property
@@ -289,6 +318,8 @@ class LlamaBackend:
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
         said = {"pieces": str(self.chunk_alignment), "rope factors": self._rope_factors}
+        if self.chunk_alignment == 1:  # else only chunks of prompts are reused, which are no rows
+            said["rows"] = str(self.shape)
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)

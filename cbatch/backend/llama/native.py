@@ -31,12 +31,18 @@ from cbatch.core.plan import (
 from cbatch.errors import EngineClosedError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
+
+_PAD_ROW = 2
+"""`has_output` of a pad row. Source: native/include/cbatch.h, CBATCH_PAD_ROW."""
+
+_SILENT_ROW = 3
+"""`has_output` of a row that is computed as others are, but not sampled. Source: native/include/cbatch.h."""
 
 ISA_BEST = -1
 """The best instruction set that build and machine have; 0, 1, 2 are the base, AVX2, AVX-512."""
@@ -48,7 +54,7 @@ _MEANINGS = {
     3: "out of memory",
     4: "a slot out of range, not ascending or twice",
     5: "a sampling value out of its range",
-    6: "no chunk, a chunk without tokens, or a start out of range",
+    6: "no chunk, a chunk without tokens, a pad row of several, or a start out of range",
     7: "a token id outside the vocabulary: to compute, in a history, or with a bias",
     8: "more tokens than n_batch",
     9: "n_steps below 1, or several steps while a chunk has no output or masks are given",
@@ -73,6 +79,7 @@ class NativeStepper:
         n_batch: int,
         n_vocab: int,
         n_threads: int,
+        has_silent_rows: bool = False,
         api: LlamaApi | None = None,
         isa: int = ISA_BEST,
     ) -> None:
@@ -81,10 +88,12 @@ class NativeStepper:
         Args:
             ctx: address of the `llama_context`, for `n_slots + N_TARGETS_MAX` outputs where chunks have targets; must
                 outlive the stepper.
-            n_slots: slots, llama.cpp's sequence ids `0 … n_slots − 1`.
+            n_slots: llama.cpp's sequence ids `0 … n_slots − 1`: the slots, and those for pad rows.
             n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
             n_threads: size of the team that samples; give the one that decoding uses.
+            has_silent_rows: compute the logits of chunks of one token without output too, so that the shape of a step
+                does not depend on how many rows are sampled.
             api: functions to call instead of llama-cpp-python's.
             isa: instruction set of the sampling code; all give the same tokens.
 
@@ -101,7 +110,7 @@ class NativeStepper:
         self._grow_out(0)
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
-        self._n_vocab = n_vocab
+        self._n_vocab, self._has_silent_rows = n_vocab, has_silent_rows
         table, handle = self._api.table(), ctypes.c_void_p()
         sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
         code = self._lib.cbatch_stepper_init(
@@ -140,6 +149,7 @@ class NativeStepper:
         slice_s: float = 0.0,
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
+        pads: Collection[Chunk] = (),
     ) -> StepResult:
         """Do up to `n_steps` steps, feeding each sampled token to the next.
 
@@ -154,6 +164,7 @@ class NativeStepper:
                 is allowed where bit `i % 32` of word `i // 32` is set. A sequence of rows may hold None for all tokens.
             await_masks: called once the step is decoded and before the masks are read: returns when they are written.
                 Not called where decoding fails. None where they are written already.
+            pads: those of the chunks that are pad rows: nothing is sampled of them, and each step computes one more.
 
         Raises:
             PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
@@ -163,7 +174,7 @@ class NativeStepper:
         if n_chunks * n_steps > len(self._out):
             self._grow_out(n_chunks * n_steps)
         try:
-            heads, tokens = _flatten(chunks)
+            heads, tokens = _flatten(chunks, pads, has_silent_rows=self._has_silent_rows)
             has_targets = [c for c in chunks if c.targets]
             scoring = _Scoring(chunks, self._n_tops) if has_targets else None
         except (TypeError, OverflowError) as error:
@@ -255,13 +266,22 @@ class NativeStepper:
         return self._handle
 
 
-def _flatten(chunks: Sequence[Chunk]) -> tuple[array[int], array[int]]:
+def _flatten(
+    chunks: Sequence[Chunk], pads: Collection[Chunk] = (), *, has_silent_rows: bool = False
+) -> tuple[array[int], array[int]]:
     """Return the chunks as `cbatch_chunk`s (n_chunks × 4 int32) and all their tokens (int32)."""
     heads: list[int] = []
     tokens: list[int] = []
     for c in chunks:
         heads += (c.slot, c.start, len(c.tokens), c.has_output)
         tokens += c.tokens
+    if has_silent_rows:
+        for i in (i for i, c in enumerate(chunks) if len(c.tokens) == 1 and not c.has_output):
+            heads[4 * i + 3] = _SILENT_ROW
+    if pads:
+        padded = {c.slot for c in pads}
+        for i in (i for i, c in enumerate(chunks) if c.slot in padded):
+            heads[4 * i + 3] = _PAD_ROW
     return array("i", heads), array("i", tokens)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend.llama.grammar_matchers import GrammarMatchers
     from cbatch.backend.llama.native import NativeStepper
+    from cbatch.backend.llama.pad_rows import PadRows
 
 _CELLS_UNKNOWN = -3
 """Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
@@ -24,11 +25,12 @@ class StepRunner:
         self,
         make_stepper: Callable[[], NativeStepper],
         matchers: GrammarMatchers,
+        pad_rows: PadRows,
         *,
         is_on_device: bool,
     ) -> None:
         """Take what `renew` calls, and whether a device computes, so that masks can be made meanwhile."""
-        self._make_stepper, self._matchers = make_stepper, matchers
+        self._make_stepper, self._matchers, self._pad_rows = make_stepper, matchers, pad_rows
         self._is_on_device = is_on_device
         self.renew()
 
@@ -36,7 +38,7 @@ class StepRunner:
         """Go on with a new context: every slot is unbound."""
         self._stepper = self._make_stepper()
         self.last_chunks: Sequence[Chunk] = ()
-        """What the last call of the stepper computed."""
+        """What the last call of the stepper computed, pad rows included."""
 
     def bind(self, bindings: Sequence[Binding]) -> None:
         """Say how slots are sampled from now on, and what their output must match."""
@@ -56,25 +58,48 @@ class StepRunner:
         """
         if chunk_alignment and any(len(c.tokens) > 1 for c in plan.chunks):
             return self._run_apart(plan.chunks, undo)
-        return self._run(plan.chunks, plan.n_steps, plan.slice_s)
+        pads = self._pad_rows.beside(plan.chunks) if chunk_alignment else ()
+        return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
         """Have grammars follow what was sampled in at least one step that was done."""
         tokens, steps = self._matchers.follow(chunks, result.tokens)
         return replace(result, tokens=tokens, grammar_steps=steps) if steps else result
 
-    def _run(self, chunks: Sequence[Chunk], n_steps: int = 1, slice_s: float = 0.0) -> StepResult:
-        """Run the stepper; masks are made while a device computes, but before decoding where that needs the cores."""
-        self.last_chunks = chunks
-        masks = self._matchers.masks(chunks)
-        if masks is None:
-            return self._stepper.run(chunks, n_steps, slice_s)
-        if not self._is_on_device:
-            self._matchers.fill(chunks)
-            return self._stepper.run(chunks, n_steps, slice_s, masks)
-        await_masks = self._matchers.fill_meanwhile(chunks)
+    def _run_padded(
+        self,
+        chunks: Sequence[Chunk],
+        pads: Sequence[Chunk],
+        n_steps: int = 1,
+        slice_s: float = 0.0,
+    ) -> StepResult:
+        """Run the stepper with pad rows besides, whose cells are removed again."""
+        if not pads:
+            return self._run(chunks, pads, n_steps, slice_s)
+        rows = sorted([*chunks, *pads], key=lambda c: c.slot)
         try:
-            return self._stepper.run(chunks, n_steps, slice_s, masks, await_masks)
+            result = self._run(rows, pads, n_steps, slice_s)
+        finally:
+            self._pad_rows.remove(pads)
+        padded = {c.slot for c in pads}
+        kept = [i for i, c in enumerate(rows) if c.slot not in padded]
+        logprobs = [result.logprobs[i] for i in kept] if result.logprobs else ()
+        return replace(result, tokens=[result.tokens[i] for i in kept], logprobs=logprobs)
+
+    def _run(
+        self, rows: Sequence[Chunk], pads: Sequence[Chunk], n_steps: int, slice_s: float
+    ) -> StepResult:
+        """Run the stepper; masks are made while a device computes, but before decoding where that needs the cores."""
+        self.last_chunks = rows
+        masks = self._matchers.masks(rows)
+        if masks is None:
+            return self._stepper.run(rows, n_steps, slice_s, pads=pads)
+        if not self._is_on_device:
+            self._matchers.fill(rows)
+            return self._stepper.run(rows, n_steps, slice_s, masks, pads=pads)
+        await_masks = self._matchers.fill_meanwhile(rows)
+        try:
+            return self._stepper.run(rows, n_steps, slice_s, masks, await_masks, pads)
         finally:
             await_masks()  # the stepper does not where decoding failed
 
@@ -87,7 +112,8 @@ class StepRunner:
         groups += [[c] for c in chunks if len(c.tokens) > 1]
         results: list[StepResult] = []
         for group in groups:
-            result = self._run(group)
+            pads = self._pad_rows.beside(group) if group is rows else ()
+            result = self._run_padded(group, pads)
             if result.code:
                 done = [c for g in groups[: len(results)] for c in g]
                 return StepResult([], 0, result.code if undo(done) else _CELLS_UNKNOWN)

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.adapters import Adapters
-from cbatch.backend.llama.context import context_cells, slot_window
+from cbatch.backend.llama.context import context_cells, sequences_of, slot_window
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import BITWISE, probe
+from cbatch.backend.load.row_shapes import ExactSettings, find_exact
 from cbatch.backend.load.sizing import check_fits, find_room, settle
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.checks import check_path, readable, reading
@@ -103,6 +105,7 @@ def _describe(
     with opened as loaded, closing(loaded):
         room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
         settled = settle(loaded, options, room)
+        found = _find_exactness(loaded, settled, is_stopped) if asks_probe else None
         n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
         is_pool = settled.kv == "unified" and not loaded.has_states
         return {
@@ -126,14 +129,24 @@ def _describe(
             "n_cell_bytes": cost and cost.n_cell_bytes,
             "n_state_bytes": cost and cost.n_state_bytes,
             "is_about": cost is None or cost.is_about,
-            "n_memory_bytes": cost and cost.of(n_slots, n_cells),
+            "n_memory_bytes": cost and cost.of(sequences_of(settled), n_cells),
             "n_weight_bytes": loaded.n_bytes,
             "n_free_bytes": room.n_free,
             "n_budget_bytes": room.n_budget,
             "n_slots_fit": room.most_slots(n_cells // n_slots),
             "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
-            "exactness": probe(loaded, settled, is_stopped) if asks_probe else None,
+            "exactness": found and found.exactness,
+            "step_rows": str(found.shape) if found else None,
         }
+
+
+def _find_exactness(
+    loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> ExactSettings:
+    """Return whether answers depend on company with these options, and of which shape steps are with `exact`."""
+    if options.exact:
+        return find_exact(loaded, options, is_stopped)
+    return ExactSettings(probe(loaded, options, is_stopped), options)
 
 
 def _load(
@@ -215,14 +228,15 @@ def _make_backend(
     loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     ask: Callable[[], str] = partial(_until_struck, partial(probe, loaded, options))
+    shape = ANY_SHAPE
     if options.exact:
-        found = probe(loaded, options, is_stopped)
-        if found != BITWISE:
-            raise ConfigError(f"exact=True cannot hold for this model: {found}")
-        ask = partial(str, found)
+        found = find_exact(loaded, options, is_stopped)
+        if found.exactness != BITWISE:
+            raise ConfigError(f"exact=True cannot hold for this model: {found.exactness}")
+        ask, options, shape = partial(str, found.exactness), found.options, found.shape
     adapters = Adapters(loaded, options.adapters or {})
     try:
-        return LlamaBackend(loaded, options, adapters=adapters), ask
+        return LlamaBackend(loaded, options, adapters=adapters, shape=shape), ask
     except BaseException:
         adapters.close()
         raise

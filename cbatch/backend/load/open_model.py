@@ -62,7 +62,7 @@ def open_model(
 
     Args:
         model: the file (of a split model, the first one), or the `Llama`, taken as it was loaded.
-        options: where the weights are put, the chat template, and `exact`, for which weights are not repacked.
+        options: where the weights are put, and the chat template.
         has_weights: read the weights; nothing can be computed without.
         is_stopped: called for each tensor; once it is true, loading ends.
 
@@ -81,9 +81,7 @@ def open_model(
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
     if has_weights:
         params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
-        if options.exact:
-            params.use_extra_bufts = False
-        elif not has_sound_amx(shipped_model()):
+        if not has_sound_amx(shipped_model()):
             _log.warn("%s", AMX_ADVICE)
             params.use_extra_bufts = False
     place(params, options)

@@ -7,6 +7,7 @@ bit.
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import closing
 from dataclasses import replace
@@ -49,10 +50,7 @@ def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bo
     Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens; ends
     once `is_stopped` is true.
     """
-    n_slots = min(options.n_slots, max(WIDTHS) + 1)
-    wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
-    n_window = max(_N_LEAST, min(wanted, model.n_ctx_train or wanted, _N_LONG + 16))
-    small = replace(options, parallel=n_slots, n_ctx=None, ctx_per_seq=n_window)
+    small = probed_options(model, options, min(options.n_slots, max(WIDTHS) + 1), _N_LONG + 16)
     try:
         with model.busy:
             finding = _first_finding(model, small, is_stopped)
@@ -65,16 +63,35 @@ def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bo
     return f"not guaranteed: logits change {way} (by up to {difference:.2g}): {cause}"
 
 
+def probed_options(
+    model: LlamaModel, options: EngineOptions, n_slots: int, n_window: int
+) -> EngineOptions:
+    """Return the options of a context to probe: `n_slots` slots of at most `n_window` cells."""
+    wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
+    n_window = max(_N_LEAST, min(wanted, model.n_ctx_train or wanted, n_window))
+    n_batch = max(options.n_batch, n_slots)
+    return replace(options, parallel=n_slots, n_batch=n_batch, n_ctx=None, ctx_per_seq=n_window)
+
+
+def difference(a: Logits, b: Logits) -> float:
+    """Return by how much two rows of logits differ at most; 0 only where their bits are equal."""
+    if a.tobytes() == b.tobytes():
+        return 0.0
+    with np.errstate(invalid="ignore"):  # between infinities
+        by = float(np.max(np.abs(a - b)))
+    return math.inf if math.isnan(by) else max(by, float(np.finfo(np.float32).tiny))
+
+
 def _first_finding(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
 ) -> tuple[str, float] | None:
     """Return the first way of computing that changes the bits, and by how much; None where none does."""
     with closing(LlamaBackend(model, options, owns_model=False)) as backend:
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
-        for way, alone, found in _Probe(backend, n_window, is_stopped).ways():
+        for way, alone, found in Probe(backend, n_window, is_stopped).ways():
             for a, b in zip(alone, found, strict=True):
                 if a.tobytes() != b.tobytes():
-                    return way, float(np.max(np.abs(a - b)))
+                    return way, difference(a, b)
     return None
 
 
@@ -93,10 +110,13 @@ def _cause(way: str, model: LlamaModel, options: EngineOptions) -> str:
     return "a lone token takes other kernels than several; exact=True cuts all prompts alike"
 
 
-class _Probe:
+class Probe:
+    """Computes made-up sequences on a backend, alone and in company."""
+
     def __init__(
         self, backend: LlamaBackend, n_window: int, is_stopped: Callable[[], bool]
     ) -> None:
+        """Take a backend of its own, the cells that a slot may have, and what says whether to stop."""
         self._backend, self._is_stopped = backend, is_stopped
         dice = random.Random(1)
         n_vocab = backend.vocab.n_vocab
@@ -138,16 +158,15 @@ class _Probe:
         self, company: Sequence[Sequence[int]], i_ours: int, n_chunk: int = 0
     ) -> list[Logits]:
         """Compute the prompts one after another, then decode all of them together, one row each."""
-        self._clear()
+        self.clear()
         logits = [
-            self._prefill(Slot(i), tokens[:-_N_DECODED], n_chunk)
-            for i, tokens in enumerate(company)
+            self.prefill(Slot(i), tokens[:-_N_DECODED], n_chunk) for i, tokens in enumerate(company)
         ]
         return [logits[i_ours], *self._decode(company, i_ours)]
 
     def _merged(self, tokens: Sequence[int]) -> list[Logits]:
         """Compute the sequence's prompt in one step with as many others as fit, in the slot above theirs."""
-        self._clear()
+        self.clear()
         prompt, n_batch = tokens[:-_N_DECODED], self._backend.n_batch
         n_first = min(len(prompt), self._backend.chunk_alignment or n_batch // 2)
         sizes = accumulate(len(other) - _N_DECODED for other in self._others[:-1])
@@ -158,23 +177,24 @@ class _Probe:
             for i, other in enumerate(company)
         ]
         chunks.append(Chunk(Slot(i_ours), 0, prompt[:n_first], has_output=is_whole))
-        first = self._run(chunks, i_ours)
+        first = self.run(chunks, i_ours)
         if not is_whole:
-            first = self._prefill(Slot(i_ours), prompt, start=n_first)
+            first = self.prefill(Slot(i_ours), prompt, start=n_first)
         return [first, *self._decode([*company, tokens], i_ours)]
 
     def _again(self, tokens: Sequence[int]) -> list[Logits]:
         """Compute prompt and decoded tokens as one prompt, as after a preemption."""
-        self._clear()
-        return [self._prefill(Slot(0), tokens)]
+        self.clear()
+        return [self.prefill(Slot(0), tokens)]
 
-    def _prefill(
+    def prefill(
         self, slot: Slot, prompt: Sequence[int], n_chunk: int = 0, start: int = 0
     ) -> Logits:
+        """Compute a prompt from its token `start` on, alone; return the logits after it."""
         n_chunk = n_chunk or self._backend.chunk_alignment or self._backend.n_batch
         for i in range(start, len(prompt), n_chunk):
             is_last = i + n_chunk >= len(prompt)
-            logits = self._run([Chunk(slot, i, prompt[i : i + n_chunk], has_output=is_last)], 0)
+            logits = self.run([Chunk(slot, i, prompt[i : i + n_chunk], has_output=is_last)], 0)
         return logits
 
     def _decode(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
@@ -185,10 +205,10 @@ class _Probe:
                 Chunk(Slot(i), len(t) - i_fed, [t[-i_fed]], has_output=True)
                 for i, t in enumerate(company)
             ]
-            found.append(self._run(chunks, i_ours))
+            found.append(self.run(chunks, i_ours))
         return found
 
-    def _run(self, chunks: Sequence[Chunk], i_ours: int) -> Logits:
+    def run(self, chunks: Sequence[Chunk], i_ours: int) -> Logits:
         """Run one step; return the logits of chunk `i_ours` (empty where it has no output)."""
         if self._is_stopped():
             raise EngineError("it was stopped")
@@ -199,7 +219,8 @@ class _Probe:
             return np.empty(0, np.float32)
         return self._backend.logits(chunks[i_ours].slot)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Empty and bind every slot."""
         slots = [Slot(i) for i in range(self._backend.n_slots)]
         binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
         self._backend.run(StepPlan((), clears=tuple(slots), binds=binds))

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Literal
 from cbatch.backend.llama.context import (
     DEFAULT_WINDOW,
     N_PAD,
+    cells_of_slots,
     check_cell_types,
     context_cells,
     padded,
+    sequences_of,
 )
 from cbatch.backend.llama.layout import footprint, read_layout
+from cbatch.backend.llama.pad_rows import n_sequences
 from cbatch.backend.load.free_memory import free_for_cells, host_most, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL
 from cbatch.errors import CBatchError, ModelLoadError
@@ -70,6 +73,8 @@ class Room:
     n_budget: int | None
     """What all cells together may take."""
     n_free: int | None = None
+    options: EngineOptions | None = None
+    """What each slot needs besides its window: with `exact`, cells for pad rows."""
 
     def holds(self, n_slots: int, n_window: int) -> bool:
         """Whether `n_slots` slots of a window fit."""
@@ -80,7 +85,10 @@ class Room:
         """Return the bytes of `n_slots` slots of a window; None where they are unknown."""
         if self.footprint is None:
             return None
-        return self.footprint.of(n_slots, n_slots * padded(n_window))
+        if self.options is None or not self.options.exact:
+            return self.footprint.of(n_slots, n_slots * padded(n_window))
+        n_cells = cells_of_slots(self.options, n_slots, n_window)
+        return self.footprint.of(n_sequences(n_slots), n_cells)
 
     def most_slots(self, n_window: int, n_most: int = MAX_PARALLEL) -> int:
         """Return how many slots of a window fit."""
@@ -138,7 +146,7 @@ def find_room(
     n_free = free_for_cells(model, options, n_unloaded=n_unloaded)
     n_half = None if n_free is None else n_free // 2 // n_sharing
     n_budget = n_half if options.memory_mib is None else options.memory_mib * _MIB
-    return Room(footprint(read_layout(model), options), n_budget, n_free)
+    return Room(footprint(read_layout(model), options), n_budget, n_free, options)
 
 
 def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
@@ -151,7 +159,7 @@ def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
     n_cells, n_most = context_cells(model, options), host_most()
     if n_most is None or room.footprint is None or room.footprint.is_about:
         return
-    n_bytes = int(room.footprint.of(options.n_slots, n_cells) * share_on_host(model, options))
+    n_bytes = int(room.footprint.of(sequences_of(options), n_cells) * share_on_host(model, options))
     if n_bytes > n_most:
         raise ModelLoadError(
             f"{n_cells:,} cells for {options.n_slots} slot{'s' * (options.n_slots > 1)} would take {_mib(n_bytes)} MiB "

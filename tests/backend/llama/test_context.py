@@ -15,7 +15,7 @@ from cbatch.backend.llama.context import (
     _params,
     check_cell_types,
     context_cells,
-    flash_attn_type,
+    slot_window,
 )
 from cbatch.backend.llama.layout import CELL_TYPES
 from cbatch.backend.llama.llama_backend import LlamaBackend
@@ -110,24 +110,24 @@ def test_slots_that_were_not_said_are_sixteen(model: LlamaModel) -> None:
     assert _params(model, EngineOptions(), 1).n_seq_max == 16
 
 
-@pytest.mark.parametrize(
-    ("settings", "number"),
-    [
-        ({}, -1),
-        ({"flash_attn": "on"}, 1),
-        ({"flash_attn": "off"}, 0),
-        ({"exact": True}, 0),
-        ({"exact": True, "cache_type_k": "q8_0"}, 0),
-        ({"exact": True, "cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 1),
-        ({"exact": True, "cache_type_v": "q4_0"}, 1),
-        ({"cache_type_v": "q8_0"}, -1),
-    ],
-    ids=str,
-)
-def test_exact_takes_flash_attention_for_values_in_blocks_alone(
-    settings: dict[str, Any], number: int
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("said", "number"), [("auto", -1), ("on", 1), ("off", 0)])
+def test_flash_attention_is_passed_on(
+    model: LlamaModel, said: str, number: int, *, exact: bool
 ) -> None:
-    assert flash_attn_type(options(**settings)) == number
+    assert _params(model, options(flash_attn=said, exact=exact), 1).flash_attn_type == number
+
+
+@pytest.mark.parametrize(("n_slots", "n_sequences"), [(1, 1), (2, 4), (4, 4), (5, 8), (16, 16)])
+def test_exact_context_has_sequences_and_cells_for_pad_rows(
+    model: LlamaModel, n_slots: int, n_sequences: int
+) -> None:
+    settings = EngineOptions(parallel=n_slots, ctx_per_seq=256, exact=True, n_batch=n_slots)
+    params = _params(model, settings, 1)
+    window = 256 if n_slots == 1 else 512  # llama.cpp counts by 256
+    assert (params.n_seq_max, params.n_ctx) == (n_sequences, n_sequences * window)
+    assert min(params.n_batch, params.n_ubatch) >= n_sequences
+    assert slot_window(settings, params.n_ctx, 4096, is_pool=False) >= 256
 
 
 @pytest.mark.parametrize(

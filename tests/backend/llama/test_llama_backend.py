@@ -129,7 +129,7 @@ def one_step_a_run(stepper: type[NativeStepper | PythonStepper]) -> Callable[...
     def make_stepper(ctx: Any, **sizes: Any) -> NativeStepper | PythonStepper:
         made = stepper(ctx, **sizes)
         run = made.run
-        made.run = lambda chunks, *_: run(chunks, 1)  # type: ignore[method-assign]
+        made.run = lambda chunks, *_, pads=(): run(chunks, 1, pads=pads)  # type: ignore[method-assign]
         return made
 
     return make_stepper
@@ -229,11 +229,12 @@ class FailingStepper(PythonStepper):
         slice_s: float = 0.0,
         masks: Any = None,
         await_masks: Any = None,
+        pads: Any = (),
     ) -> Any:
         code = next(self._codes, 0)
         if code:
             return StepResult([], 0, code)
-        return super().run(chunks, n_steps, slice_s, masks, await_masks)
+        return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
 
 
 def test_memory_that_counts_otherwise_is_refused(
@@ -338,11 +339,12 @@ def test_second_thread_in_one_context_is_refused(make: MakeBackend) -> None:
             slice_s: float = 0.0,
             masks: Any = None,
             await_masks: Any = None,
+            pads: Any = (),
         ) -> Any:
             if chunks[0].has_output:
                 held.set()
                 assert go.wait(PATIENCE_S)
-            return super().run(chunks, n_steps, slice_s, masks, await_masks)
+            return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
 
     backend = make(stepper=HeldStepper)
     bind_all(backend)

@@ -176,11 +176,12 @@ def test_failing_decode_is_no_answer(model: LlamaModel, monkeypatch: pytest.Monk
             slice_s: float = 0.0,
             masks: Any = None,
             await_masks: Any = None,
+            pads: Any = (),
         ) -> StepResult:
             self.n_runs += 1
             if self.n_runs > 4:
                 return StepResult([], 0, -3)
-            return super().run(chunks, n_steps, slice_s, masks, await_masks)
+            return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
 
     class Backend(LlamaBackend):
         def __init__(self, *args: Any, **given: Any) -> None:

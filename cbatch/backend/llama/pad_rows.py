@@ -1,0 +1,100 @@
+"""Pad rows: rows of idle slots that a step computes besides, so that its shape does not depend on company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cbatch.core.plan import Chunk, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend.llama.context_memory import ContextMemory
+
+PAD_TOKEN = 0
+"""What a pad row computes: any token does."""
+
+N_GROUP = 4
+"""Rows that llama.cpp's kernels for repacked weights take together, those that are left over one by one.
+Source: ggml/src/ggml-cpu/repack.cpp, forward_mul_mat_one_chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """The numbers of rows that a decoding step may have: multiples of `multiple` from `least` on."""
+
+    least: int = 1
+    multiple: int = 1
+
+    def width(self, n_rows: int) -> int:
+        """Return the rows of a step in which `n_rows` sequences decode."""
+        return max(self.least, -(-n_rows // self.multiple) * self.multiple)
+
+    @property
+    def has_pads(self) -> bool:
+        """Whether a step may need pad rows."""
+        return max(self.least, self.multiple) > 1
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        if not self.has_pads:
+            return "any number of rows"
+        by = f", in multiples of {self.multiple}" if self.multiple > 1 else ""
+        return f"{self.least} rows or more{by}"
+
+
+ANY_SHAPE = RowShape()
+
+
+def shapes(n_slots: int, *, is_plain: bool) -> Sequence[RowShape]:
+    """Return the shapes to try for a context of `n_slots` slots, the one with the fewest pad rows first.
+
+    Flash attention has a kernel of its own for a lone row, and so have products of floats. With weights that are not
+    all plain, kernels change at 8 rows, and rows are taken by fours. The last shape has one width alone.
+    Source: ggml/src/ggml-cpu/repack.cpp; tiled.cpp; ops.cpp, flash attention; docs/exactness.md.
+    """
+    if n_slots == 1:
+        return [ANY_SHAPE]
+    n_most = n_sequences(n_slots)
+    tried = [*((2, 1),) * is_plain, (4, 4), (8, 4), (n_most, n_most)]
+    least = 2 if is_plain else min(8, n_most)
+    return [RowShape(*shape) for shape in tried if least <= shape[0] <= n_most]
+
+
+def n_sequences(n_slots: int) -> int:
+    """Return the sequences of a context in which the rows of every step can be padded: its slots, and up to 3 more."""
+    return n_slots if n_slots == 1 else -(-n_slots // N_GROUP) * N_GROUP
+
+
+class PadRows:
+    """Adds pad rows to the decoding rows of a step, and removes their cells after it."""
+
+    def __init__(self, shape: RowShape, memory: ContextMemory, n_sequences: int) -> None:
+        """Take the shape of steps, the memory whose cells are counted, and the context's sequences."""
+        self._shape, self._memory, self._n_sequences = shape, memory, n_sequences
+
+    def beside(self, rows: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Return the pad rows of a step with these decoding rows, which ascend by slot.
+
+        llama.cpp computes rows of consecutive sequences together, so pad rows fill the gaps between the slots too.
+        """
+        if not self._shape.has_pads:
+            return ()
+        low, high = rows[0].slot, rows[-1].slot + 1
+        n_missing = self._shape.width(high - low) - (high - low)
+        if not n_missing and len(rows) == high - low:
+            return ()
+        high = min(high + n_missing, self._n_sequences)
+        low = Slot(min(low, high - self._shape.width(high - low)))
+        taken = {c.slot for c in rows}
+        return [
+            Chunk(Slot(i), self._memory.n_held(Slot(i)), (PAD_TOKEN,), has_output=False)
+            for i in range(max(0, low), high)
+            if i not in taken
+        ]
+
+    def remove(self, pads: Sequence[Chunk]) -> None:
+        """Remove the cells that pad rows have made, in one step or several."""
+        for pad in pads:
+            self._memory.cut_back(pad.slot)

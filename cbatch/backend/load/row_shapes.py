@@ -1,0 +1,223 @@
+"""The shape of steps under `exact`: the numbers of rows that give a sequence the same logits, whatever its company."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cbatch.backend.llama.fingerprint import model_parts
+from cbatch.backend.llama.gguf import DamagedError, read_header
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, n_sequences, shapes
+from cbatch.backend.load.probe import BITWISE, Probe, difference, probe, probed_options
+from cbatch.core.plan import Chunk, Slot, StepPlan
+from cbatch.errors import CBatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.pad_rows import RowShape
+    from cbatch.backend.load.probe import Logits
+    from cbatch.engine_options import EngineOptions
+
+N_ROWS_MAX = 32
+"""Widest step that is tried: kernels of the CPU backend change at 16 rows at most. Source: docs/exactness.md."""
+
+_COUNTS = (1, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31)
+"""Rows of steps that are tried, besides the most."""
+
+# Source: ggml/include/ggml.h, enum ggml_type: f32, f16, q4_0, q4_1, q5_0, q5_1, q8_0, bf16.
+_PLAIN = frozenset((0, 1, 2, 3, 6, 7, 8, 30))
+
+_N_LONG = 520  # above 512: this neighbour has attention look at more cells
+_N_TOKENS = 3  # that are tried after the texts: kernels that differ give many rows the same bits
+_N_UNPADDED = 8  # tokens that are decoded alone and together where no row is padded
+
+
+@dataclass(frozen=True, slots=True)
+class ExactSettings:
+    """What the probe found for a model that is to be exact."""
+
+    exactness: str
+    """`bitwise`, or `not guaranteed: reason`."""
+    options: EngineOptions
+    """With flash attention as it has to be."""
+    shape: RowShape = ANY_SHAPE
+    """Rows of decoding steps."""
+
+
+def find_exact(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
+) -> ExactSettings:
+    """Return how a model is computed so that no logits depend on company, or why it cannot be.
+
+    Works on contexts of its own. Where memory can be cut anywhere, the rows of a step are padded as the model's kernels
+    need it; otherwise flash attention is turned off, and the model is refused where that is not enough.
+    """
+    found = _find(model, options, is_stopped)
+    can_go_without = not options.has_quantised_values and options.split_mode != "tensor"
+    if found.exactness != BITWISE and options.flash_attn == "auto" and can_go_without:
+        plain = _find(model, replace(options, flash_attn="off"), is_stopped)
+        if plain.exactness == BITWISE:
+            return plain
+    return found
+
+
+def _find(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> ExactSettings:
+    n_probed = min(options.n_slots, N_ROWS_MAX)
+    small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
+    try:
+        with model.busy, closing(LlamaBackend(model, small, owns_model=False)) as backend:
+            if backend.memory.can_trim:
+                possible = shapes(options.n_slots, is_plain=has_plain_weights(model))
+                tried = [shape for shape in possible if shape.least <= backend.n_slots]
+                found = _Rows(backend, is_stopped).find(tried, n_probed)
+                if isinstance(found, str):
+                    return ExactSettings(found, options)
+                return ExactSettings(BITWISE, options, found)
+            if refusal := _Unpadded(backend, backend.n_window, is_stopped).refusal(n_probed):
+                return ExactSettings(refusal, options)
+    except CBatchError as error:
+        why = f"not guaranteed: the probe could not run: {error}"
+        return ExactSettings(why, options)
+    return ExactSettings(probe(model, options, is_stopped), options)
+
+
+class _Unpadded(Probe):
+    """Decodes sequences alone and in steps of many widths, where memory cannot be cut and so no row is padded."""
+
+    def refusal(self, n_rows: int) -> str:
+        """Return how logits differ among steps of up to `n_rows` rows; empty where they do not."""
+        alone = [self._together([i])[0] for i in range(n_rows)]
+        for width in sorted({n for n in (2, 6, *_COUNTS, n_rows) if 1 < n <= n_rows}):
+            slots = range((n_rows - width) // 2, (n_rows + width) // 2)
+            for i, rows in zip(slots, self._together(slots), strict=True):
+                if by := max(map(difference, alone[i], rows)):
+                    return (
+                        "not guaranteed: logits change with the width of a step "
+                        f"({width} rows against 1, by up to {by:.2g})"
+                    )
+        return ""
+
+    def _together(self, slots: Sequence[int]) -> list[list[Logits]]:
+        """Return the logits of the sequences of these slots after each of their last tokens, decoded together."""
+        self.clear()
+        dice, n_vocab = random.Random(3), self._backend.vocab.n_vocab
+        texts = [
+            dice.choices(range(n_vocab), k=4 + i % 7 + _N_UNPADDED) for i in range(max(slots) + 1)
+        ]
+        for i in slots:
+            self.prefill(Slot(i), texts[i][:-_N_UNPADDED])
+        found: list[list[Logits]] = [[] for _ in slots]
+        for i_fed in range(_N_UNPADDED, 0, -1):
+            chunks = [
+                Chunk(Slot(i), len(texts[i]) - i_fed, (texts[i][-i_fed],), has_output=True)
+                for i in slots
+            ]
+            self.run(chunks, 0)
+            for rows, i in zip(found, slots, strict=True):
+                rows.append(self._backend.logits(Slot(i)))
+        return found
+
+
+def has_plain_weights(model: LlamaModel) -> bool:
+    """Whether llama.cpp computes all of a model's weights alike in steps of two rows and more."""
+    try:
+        headers = [read_header(part, "") for part, *_ in model_parts(model.name)]
+    except DamagedError:
+        return False
+    types = {tensor.type for header in headers if header for tensor in header.tensors.values()}
+    return bool(types) and None not in headers and types <= _PLAIN
+
+
+class _Rows(Probe):
+    """Decodes sequences, one a slot, in steps of many widths, and compares the logits of each with its own."""
+
+    def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool]) -> None:
+        n_most = min(backend.n_window, _N_LONG + 16) - 2
+        super().__init__(backend, n_most + 2, is_stopped)
+        dice, n_vocab = random.Random(2), backend.vocab.n_vocab
+        sizes = (_N_LONG, *range(3 + 2 * backend.n_slots, 3, -2))[: backend.n_slots]
+        self._texts = [dice.choices(range(n_vocab), k=min(n, n_most)) for n in sizes]
+        self._next = [dice.choices(range(n_vocab), k=_N_TOKENS) for _ in self._texts]
+        self._known: dict[tuple[int, int], Logits] = {}
+        """Logits after each text and each of its next tokens, as they were first found in the current shape."""
+
+    def find(self, tried: Sequence[RowShape], n_rows: int) -> RowShape | str:
+        """Return the first shape in which no logits depend on the step, or why there is none."""
+        self._fill()
+        if any(shape.has_pads for shape in tried) and self._is_pad_broken():
+            return f"not guaranteed: token {PAD_TOKEN} of pad rows leaves cells that are NaN"
+        refusal = ""
+        for shape in tried:
+            self._known.clear()
+            widths = {shape.width(n) for n in (*_COUNTS, n_rows) if n <= n_rows}
+            refusal = self._refusal(sorted(widths))
+            if not refusal:
+                return self._refusal_of_likes(max(widths)) or shape
+        return refusal
+
+    def _fill(self) -> None:
+        self.clear()
+        for i, text in enumerate(self._texts):
+            self.prefill(Slot(i), text)
+
+    def _is_pad_broken(self) -> bool:
+        """Whether a pad row's logits are NaN: its cells would break the rows that come after it in its slot."""
+        n_cells = len(self._texts[0])
+        logits = self.run([Chunk(Slot(0), n_cells, (PAD_TOKEN,), has_output=True)], 0)
+        self._backend.run(StepPlan((), trims=((Slot(0), n_cells),)))
+        return bool(np.isnan(logits).any())
+
+    def _refusal(self, widths: Sequence[int]) -> str:
+        """Return how logits differ among steps of these widths: in the first slots, in the middle, in the last.
+
+        Each token is tried in two of these places, so that a slot's logits are compared in several companies.
+        """
+        n_slots = self._backend.n_slots
+        for width in widths:
+            starts = (0, (n_slots - width) // 2, n_slots - width)
+            tries = [
+                (start, (i + more) % _N_TOKENS) for i, start in enumerate(starts) for more in (0, 1)
+            ]
+            for start, i_token in tries:
+                if by := self._most_difference(range(start, start + width), i_token):
+                    than = f" against {widths[0]}" if width != widths[0] else ""
+                    return (
+                        "not guaranteed: logits change with the width and the company of a step "
+                        f"({width} rows{than}, by up to {by:.2g})"
+                    )
+        return ""
+
+    def _refusal_of_likes(self, width: int) -> str:
+        """Return how logits of a sequence differ where all of a step are like it, and so choose the same experts."""
+        last, i_token = len(self._texts) - 1, _N_TOKENS - 1
+        self._known = dict.fromkeys(
+            ((i, i_token) for i in range(width)), self._known[last, i_token]
+        )
+        self._texts, self._next = [self._texts[last]] * width, [self._next[last]] * width
+        self._fill()
+        if by := self._most_difference(range(width), i_token):
+            return f"not guaranteed: logits change with the company of a row (by up to {by:.2g})"
+        return ""
+
+    def _most_difference(self, slots: range, i_token: int) -> float:
+        """Decode a next token of each of these slots; return by how much logits differ from those that are known."""
+        chunks = [
+            Chunk(Slot(i), len(self._texts[i]), (self._next[i][i_token],), has_output=True)
+            for i in slots
+        ]
+        self.run(chunks, 0)
+        found = 0.0
+        for i in slots:
+            logits = self._backend.logits(Slot(i))
+            found = max(found, difference(self._known.setdefault((i, i_token), logits), logits))
+        self._backend.run(StepPlan((), trims=tuple((c.slot, c.start) for c in chunks)))
+        return found

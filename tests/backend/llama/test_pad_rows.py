@@ -1,0 +1,194 @@
+"""Pad rows: the shapes of steps, and which slots fill a step up to its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows, RowShape, n_sequences, shapes
+from cbatch.core.plan import Chunk, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SLOT_COUNTS = range(1, 34)
+
+
+@dataclass(eq=False, slots=True)
+class HeldCells:
+    """What `PadRows` asks a memory; notes which slots are cut back."""
+
+    n_cells: Sequence[int]
+    cut: list[int] = field(default_factory=list)
+
+    def n_held(self, slot: Slot) -> int:
+        return self.n_cells[slot] if slot < len(self.n_cells) else 0
+
+    def cut_back(self, slot: Slot) -> None:
+        self.cut.append(slot)
+
+
+def pad_rows(shape: RowShape, n_cells: Sequence[int]) -> tuple[PadRows, HeldCells]:
+    """Return pad rows over slots that hold so many cells."""
+    memory = HeldCells(n_cells)
+    return PadRows(shape, cast("Any", memory), n_sequences(len(n_cells))), memory
+
+
+def row(slot: int, start: int = 0) -> Chunk:
+    return Chunk(Slot(slot), start, [7], has_output=True)
+
+
+def pads_beside(shape: RowShape, n_slots: int, *slots: int) -> list[int]:
+    """Return the slots of the pad rows beside rows in these slots."""
+    pads, _ = pad_rows(shape, [0] * n_slots)
+    return [c.slot for c in pads.beside([row(slot) for slot in slots])]
+
+
+# ---- shapes ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths"),
+    [
+        (ANY_SHAPE, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (RowShape(2, 1), [2, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (RowShape(4, 4), [4, 4, 4, 4, 8, 8, 8, 8, 12]),
+        (RowShape(8, 4), [8, 8, 8, 8, 8, 8, 8, 8, 12]),
+        (RowShape(20, 20), [20] * 9),
+    ],
+    ids=str,
+)
+def test_width_is_the_next_one_that_a_shape_has(shape: RowShape, widths: list[int]) -> None:
+    assert [shape.width(n) for n in range(1, 10)] == widths
+
+
+def test_shape_says_its_rows() -> None:
+    assert str(ANY_SHAPE) == "any number of rows"
+    assert str(RowShape(2, 1)) == "2 rows or more"
+    assert str(RowShape(8, 4)) == "8 rows or more, in multiples of 4"
+
+
+def test_any_shape_alone_has_no_pads() -> None:
+    assert not ANY_SHAPE.has_pads
+    assert all(RowShape(*shape).has_pads for shape in ((2, 1), (1, 4), (8, 4)))
+
+
+def test_sequences_are_the_slots_and_at_most_three_more() -> None:
+    found = {n: n_sequences(n) for n in (1, 2, 3, 4, 5, 8, 9, 253, 256)}
+    assert found == {1: 1, 2: 4, 3: 4, 4: 4, 5: 8, 8: 8, 9: 12, 253: 256, 256: 256}
+
+
+def test_lone_slot_needs_no_shape() -> None:
+    assert shapes(1, is_plain=True) == shapes(1, is_plain=False) == [ANY_SHAPE]
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("n_slots", SLOT_COUNTS)
+def test_last_shape_that_is_tried_has_one_width_alone(n_slots: int, is_plain: bool) -> None:
+    last = shapes(n_slots, is_plain=is_plain)[-1]
+    assert {last.width(n) for n in range(1, n_slots + 1)} == {n_sequences(n_slots)}
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("n_slots", SLOT_COUNTS)
+def test_each_shape_fits_into_the_sequences(n_slots: int, is_plain: bool) -> None:
+    for shape in shapes(n_slots, is_plain=is_plain):
+        assert all(n <= shape.width(n) <= n_sequences(n_slots) for n in range(1, n_slots + 1))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("n_slots", SLOT_COUNTS)
+def test_shapes_are_tried_from_the_fewest_pad_rows_on(n_slots: int, is_plain: bool) -> None:
+    tried = shapes(n_slots, is_plain=is_plain)
+    widths = [[shape.width(n) for n in range(1, n_slots + 1)] for shape in tried]
+    assert all(a <= b for fewer, more in pairwise(widths) for a, b in zip(fewer, more, strict=True))
+
+
+def test_weights_of_several_kernels_are_never_computed_in_narrow_steps() -> None:
+    for n_slots in range(5, 34):
+        assert min(shape.least for shape in shapes(n_slots, is_plain=False)) == 8
+        assert shapes(n_slots, is_plain=True)[0] == RowShape(2, 1)
+    assert {shape.least for n in (2, 3, 4) for shape in shapes(n, is_plain=False)} == {4}
+
+
+# ---- which slots are padded ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots", "padded"),
+    [
+        (RowShape(4, 4), [0], [1, 2, 3]),
+        (RowShape(4, 4), [3], [4, 5, 6]),
+        (RowShape(4, 4), [1, 4], [2, 3]),
+        (RowShape(4, 4), [1, 5], [2, 3, 4, 6, 7, 8]),
+        (RowShape(4, 4), [4], [5, 6, 7]),
+        (RowShape(8, 4), [8], [4, 5, 6, 7, 9, 10, 11]),
+        (RowShape(12, 12), [6], [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]),
+        (RowShape(2, 1), [8], [9]),
+        (RowShape(2, 1), [0, 2], [1]),
+    ],
+    ids=str,
+)
+def test_pads_fill_gaps_then_above_then_below(
+    shape: RowShape, slots: list[int], padded: list[int]
+) -> None:
+    assert pads_beside(shape, 9, *slots) == padded
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots"),
+    [
+        (ANY_SHAPE, [0]),
+        (ANY_SHAPE, [0, 5, 8]),
+        (RowShape(2, 1), [3, 4]),
+        (RowShape(4, 4), [5, 6, 7, 8]),
+        (RowShape(8, 4), [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+    ids=str,
+)
+def test_rows_that_have_the_shape_have_no_pads(shape: RowShape, slots: list[int]) -> None:
+    assert pads_beside(shape, 9, *slots) == []
+
+
+@st.composite
+def padded_steps(draw: st.DrawFn) -> tuple[RowShape, list[int], list[int]]:
+    """A shape that may be tried, the cells of all slots, and the slots that have rows."""
+    n_slots = draw(st.integers(1, 40))
+    shape = draw(st.sampled_from(shapes(n_slots, is_plain=draw(st.booleans()))))
+    n_cells = draw(st.lists(st.integers(0, 99), min_size=n_slots, max_size=n_slots))
+    slots = draw(st.sets(st.integers(0, n_slots - 1), min_size=1))
+    return shape, n_cells, sorted(slots)
+
+
+@given(padded_steps())
+def test_rows_and_pads_are_consecutive_and_have_the_shape(
+    step: tuple[RowShape, list[int], list[int]],
+) -> None:
+    shape, n_cells, slots = step
+    pads, _ = pad_rows(shape, n_cells)
+    found = pads.beside([row(slot, n_cells[slot]) for slot in slots])
+    padded = [c.slot for c in found]
+    assert padded == sorted(set(padded) - set(slots))
+    if shape == ANY_SHAPE:
+        assert padded == []
+        return
+    together = sorted([*padded, *slots])
+    assert together == list(range(together[0], together[-1] + 1))
+    assert 0 <= together[0] <= together[-1] < n_sequences(len(n_cells))
+    assert len(together) == shape.width(len(together)) == shape.width(slots[-1] - slots[0] + 1)
+    for pad in found:
+        assert pad.start == (n_cells[pad.slot] if pad.slot < len(n_cells) else 0)
+        assert (len(pad.tokens), pad.has_output, pad.targets) == (1, False, ())
+
+
+def test_removed_pads_are_cut_back_in_their_slots_alone() -> None:
+    pads, memory = pad_rows(RowShape(4, 4), [5, 0, 3])
+    found = pads.beside([row(0, 5), row(2, 3)])
+    assert memory.cut == []
+    pads.remove(found)
+    assert memory.cut == [1, 3]

@@ -1,0 +1,414 @@
+"""The shape of steps under `exact`: what is found for kernels that depend on the rows of a step in some way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, RowShape, n_sequences
+from cbatch.backend.load import probe as probe_module
+from cbatch.backend.load import row_shapes
+from cbatch.backend.load.loader import describe_model
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.load.probe import BITWISE
+from cbatch.backend.load.row_shapes import ExactSettings, find_exact, has_plain_weights
+from cbatch.engine_options import EngineOptions
+from cbatch.loading import load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.core.plan import Slot
+    from tests.conftest import SynthFactory
+
+Touch = Callable[[LlamaBackend, "Slot"], float]
+"""What a slot's logits hold after the last step, by what was computed in it."""
+
+PARALLEL = 17
+WHOLE = RowShape(20, 20)
+"""One width alone, of 17 slots."""
+
+
+@pytest.fixture(scope="module")
+def model(test_model: Path) -> Iterator[LlamaModel]:
+    yield from opened(test_model)
+
+
+@pytest.fixture(scope="module")
+def states(synth: SynthFactory) -> Iterator[LlamaModel]:
+    """Yield a model whose memory cannot be cut."""
+    yield from opened(synth("mamba"))
+
+
+def opened(path: Path) -> Iterator[LlamaModel]:
+    llama_log().install()
+    found = open_model(path, EngineOptions(exact=True))
+    yield found
+    found.close()
+    llama_log().remove()
+
+
+def options(**given: Any) -> EngineOptions:
+    sizes = {"parallel": PARALLEL, "ctx_per_seq": 1024, "n_threads": 1}
+    return EngineOptions(**{**sizes, "exact": True, **given})
+
+
+def find(
+    monkeypatch: pytest.MonkeyPatch,
+    model: LlamaModel,
+    touch: Touch,
+    *,
+    is_plain: bool = True,
+    **given: Any,
+) -> ExactSettings:
+    """Return what is found for a model whose logits are what `touch` says, and all contexts closed."""
+    made: list[LlamaBackend] = []
+
+    class Touched(LlamaBackend):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            made.append(self)
+
+        def logits(self, slot: Slot) -> NDArray[np.float32]:
+            return np.full(self.vocab.n_vocab, touch(self, slot), np.float32)
+
+    monkeypatch.setattr(row_shapes, "LlamaBackend", Touched)
+    monkeypatch.setattr(probe_module, "LlamaBackend", Touched)
+    monkeypatch.setattr(row_shapes, "has_plain_weights", lambda model: is_plain)
+    found = find_exact(model, options(**given))
+    assert made
+    assert all(backend.ctx is None for backend in made)
+    return found
+
+
+def width_of(backend: LlamaBackend) -> int:
+    """The rows of the last step; 0 where it computed a prompt."""
+    chunks = backend.last_chunks
+    return len(chunks) if all(len(c.tokens) == 1 for c in chunks) else 0
+
+
+def tokens_of(backend: LlamaBackend) -> Sequence[tuple[int, ...]]:
+    return [tuple(c.tokens) for c in backend.last_chunks]
+
+
+def nothing(backend: LlamaBackend, slot: Slot) -> float:
+    return 1.0
+
+
+def is_narrow(backend: LlamaBackend, slot: Slot) -> float:
+    return float(0 < width_of(backend) < 8)
+
+
+def is_left_over(backend: LlamaBackend, slot: Slot) -> float:
+    """Rows that are left over, where a kernel takes four together."""
+    width, i_row = width_of(backend), [c.slot for c in backend.last_chunks].index(slot)
+    return float(i_row >= width - width % 4)
+
+
+def each_width(backend: LlamaBackend, slot: Slot) -> float:
+    return float(width_of(backend))
+
+
+def is_first_row(backend: LlamaBackend, slot: Slot) -> float:
+    return float(width_of(backend) > 0 and backend.last_chunks[0].slot == slot)
+
+
+def is_slot_2(backend: LlamaBackend, slot: Slot) -> float:
+    return float(slot == 2)
+
+
+def has_likes(backend: LlamaBackend, slot: Slot) -> float:
+    """Whether all rows compute the same token."""
+    return float(width_of(backend) > 1 and len(set(tokens_of(backend))) == 1)
+
+
+def has_long_company(backend: LlamaBackend, slot: Slot) -> float:
+    return float(slot != 0 and any(c.slot == 0 and c.start > 512 for c in backend.last_chunks))
+
+
+# ---- what is found ----
+
+
+@pytest.mark.parametrize(
+    ("touch", "is_plain", "shape"),
+    [
+        (nothing, True, RowShape(2, 1)),
+        (nothing, False, RowShape(8, 4)),
+        (is_narrow, True, RowShape(8, 4)),
+        (is_narrow, False, RowShape(8, 4)),
+        (is_left_over, True, RowShape(4, 4)),
+        (is_left_over, False, RowShape(8, 4)),
+        (each_width, True, WHOLE),
+        (each_width, False, WHOLE),
+    ],
+)
+def test_shape_is_the_first_in_which_logits_do_not_depend_on_the_width(
+    monkeypatch: pytest.MonkeyPatch,
+    model: LlamaModel,
+    touch: Touch,
+    is_plain: bool,
+    shape: RowShape,
+) -> None:
+    found = find(monkeypatch, model, touch, is_plain=is_plain)
+    assert (found.exactness, found.shape) == (BITWISE, shape)
+    assert found.options == options()
+
+
+@pytest.mark.parametrize(
+    ("touch", "words"),
+    [
+        (is_slot_2, "with the company of a row"),
+        (is_first_row, "with the company of a row"),
+        (has_likes, "with the company of a row"),
+    ],
+)
+def test_what_no_shape_helps_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, words: str
+) -> None:
+    found = find(monkeypatch, model, touch)
+    assert found.exactness.startswith("not guaranteed: ")
+    assert words in found.exactness
+    assert found.shape == ANY_SHAPE
+
+
+@pytest.mark.parametrize("parallel", [2, 3, 5, 9, PARALLEL, 256])
+def test_long_company_that_changes_logits_is_found(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, parallel: int
+) -> None:
+    found = find(monkeypatch, model, has_long_company, parallel=parallel)
+    assert "company" in found.exactness
+
+
+@pytest.mark.parametrize("touched", [float("nan"), float("inf"), -0.0])
+def test_rows_that_differ_without_a_number_between_them_differ(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touched: float
+) -> None:
+    def touch(backend: LlamaBackend, slot: Slot) -> float:
+        return touched if 1 < width_of(backend) < 8 else 0.0
+
+    assert find(monkeypatch, model, touch).shape == RowShape(8, 4)
+
+
+def test_rows_that_are_nan_in_company_of_likes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
+) -> None:
+    def touch(backend: LlamaBackend, slot: Slot) -> float:
+        return float("nan") if has_likes(backend, slot) else 1.0
+
+    assert find(monkeypatch, model, touch).exactness != BITWISE
+
+
+@pytest.mark.parametrize("n_slots", [33, 37, 64, 256])
+def test_width_of_more_slots_than_are_tried_is_never_another_one(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, n_slots: int
+) -> None:
+    found = find(monkeypatch, model, each_width, parallel=n_slots)
+    widths = {found.shape.width(n) for n in range(1, n_slots + 1)}
+    assert found.exactness != BITWISE or widths == {n_sequences(n_slots)}
+
+
+# ---- flash attention ----
+
+
+def is_by_flash_attention(backend: LlamaBackend, slot: Slot) -> float:
+    """Flash attention differs by the row's place, the other does not."""
+    return is_first_row(backend, slot) * (backend.options.flash_attn != "off")
+
+
+def test_flash_attention_is_turned_off_where_that_is_enough(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
+) -> None:
+    found = find(monkeypatch, model, is_by_flash_attention)
+    assert (found.exactness, found.options.flash_attn) == (BITWISE, "off")
+    assert found.shape == RowShape(2, 1)
+
+
+@pytest.mark.parametrize("given", [{"flash_attn": "on"}, {"cache_type_v": "q8_0"}], ids=str)
+def test_flash_attention_that_is_needed_is_not_turned_off(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, given: dict[str, Any]
+) -> None:
+    found = find(monkeypatch, model, is_by_flash_attention, **given)
+    assert "with the company of a row" in found.exactness
+
+
+def test_refusal_is_that_with_flash_attention_where_nothing_helps(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
+) -> None:
+    def touch(backend: LlamaBackend, slot: Slot) -> float:
+        return is_first_row(backend, slot) * (2 - (backend.options.flash_attn == "off"))
+
+    found = find(monkeypatch, model, touch)
+    assert "by up to 2)" in found.exactness
+    assert found.options.flash_attn == "auto"
+
+
+def test_flash_attention_that_does_no_harm_stays(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
+) -> None:
+    for said in ("auto", "on", "off"):
+        found = find(monkeypatch, model, nothing, flash_attn=said)
+        assert (found.exactness, found.options.flash_attn) == (BITWISE, said)
+
+
+# ---- memory that cannot be cut ----
+
+
+def test_memory_that_cannot_be_cut_has_any_shape(
+    monkeypatch: pytest.MonkeyPatch, states: LlamaModel
+) -> None:
+    found = find(monkeypatch, states, nothing)
+    assert (found.exactness, found.shape) == (BITWISE, ANY_SHAPE)
+
+
+def test_memory_that_cannot_be_cut_is_tried_without_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, states: LlamaModel
+) -> None:
+    def touch(backend: LlamaBackend, slot: Slot) -> float:
+        return each_width(backend, slot) * (backend.options.flash_attn != "off")
+
+    found = find(monkeypatch, states, touch)
+    assert (found.exactness, found.shape) == (BITWISE, ANY_SHAPE)
+    assert found.options.flash_attn == "off"
+
+
+def test_memory_that_cannot_be_cut_is_refused_where_widths_differ(
+    monkeypatch: pytest.MonkeyPatch, states: LlamaModel
+) -> None:
+    found = find(monkeypatch, states, each_width)
+    assert "with the width of a step" in found.exactness
+    assert found.options.flash_attn == "auto"
+
+
+# ---- sizes ----
+
+SMALL: Sequence[dict[str, Any]] = (
+    {},
+    {"ctx_per_seq": 1},
+    {"ctx_per_seq": None, "n_ctx": 40},
+    {"n_ubatch": 1},
+    {"n_ubatch": 16},
+)
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3, 5, 256])
+@pytest.mark.parametrize("given", SMALL, ids=str)
+def test_small_windows_and_steps_are_tried_too(
+    model: LlamaModel, parallel: int, given: dict[str, Any]
+) -> None:
+    if parallel == 256 and "n_ctx" in given:
+        given = {"ctx_per_seq": None, "n_ctx": 1024}
+    found = find_exact(model, options(parallel=parallel, **given))
+    assert found.exactness == BITWISE
+    assert found.options == options(parallel=parallel, **given)
+    assert found.shape.has_pads == (parallel > 1)
+    assert found.shape.width(parallel) <= n_sequences(parallel)
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3, 5, 17, 256])
+def test_steps_of_one_row_a_slot_are_tried_too(model: LlamaModel, parallel: int) -> None:
+    given = options(parallel=parallel, n_batch=parallel, n_ubatch=1)
+    found = find_exact(model, given)
+    assert (found.exactness, found.options) == (BITWISE, given)
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3, 5])
+def test_few_slots_that_differ_by_width_have_one_width(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, parallel: int
+) -> None:
+    found = find(monkeypatch, model, each_width, parallel=parallel)
+    assert found.exactness == BITWISE
+    assert len({found.shape.width(n) for n in range(1, parallel + 1)}) == 1
+
+
+def test_engine_with_steps_of_one_row_a_slot_answers(test_model: Path) -> None:
+    sizes: dict[str, Any] = {"parallel": 3, "n_batch": 3, "n_ubatch": 1, "n_threads": 1}
+    with load(test_model, exact=True, ctx_per_seq=64, **sizes) as engine:
+        assert engine.exactness == BITWISE
+        found = [engine.submit(text, options={"max_tokens": 3}) for text in ("a", "b c", "d e f g")]
+        assert all(request.result().finish_reason for request in found)
+
+
+# ---- weights ----
+
+
+PLAIN, MIXED = ("f32", "f16", "bf16", "q8_0", "q4_0"), ("q4_k_m", "iq4_xs", "q6_k")
+
+
+@pytest.mark.parametrize(
+    ("type", "is_plain"), [*((type, True) for type in PLAIN), *((type, False) for type in MIXED)]
+)
+def test_plain_weights_are_those_of_one_kernel(
+    synth: SynthFactory, type: str, is_plain: bool
+) -> None:
+    found = open_model(synth("exact", type=type))
+    assert has_plain_weights(found) == is_plain
+    found.close()
+
+
+def test_weights_of_a_split_model_are_those_of_all_parts(
+    synth: SynthFactory, tmp_path: Path
+) -> None:
+    for types, is_plain in ((("f16", "q8_0"), True), (("f16", "q4_k_m"), False)):
+        parts = [tmp_path / f"{types[1]}-0000{i}-of-00002.gguf" for i in (1, 2)]
+        for part, type in zip(parts, types, strict=True):
+            part.write_bytes(synth("exact", type=type).read_bytes())
+        found = open_model(parts[0])
+        assert has_plain_weights(found) == is_plain
+        found.close()
+
+
+@pytest.mark.parametrize("flash_attn", ["auto", "off"])
+def test_model_that_makes_pad_rows_nan_is_refused(
+    synth: SynthFactory, tmp_path: Path, flash_attn: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(synth(type="f16").read_bytes())
+    reader = GGUFReader(path, "r+")
+    embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
+    embedding.data[PAD_TOKEN] = np.nan
+    reader.data.flush()
+    found = open_model(path)
+    assert "token 0 of pad rows" in find_exact(found, options(flash_attn=flash_attn)).exactness
+    assert find_exact(found, options(flash_attn=flash_attn, parallel=1)).exactness == BITWISE
+    found.close()
+
+
+# ---- what stops it ----
+
+
+def test_search_that_cannot_run_says_why(test_model: Path) -> None:
+    closed = open_model(test_model)
+    closed.close()
+    found = find_exact(closed, options())
+    assert found.exactness.startswith("not guaranteed: the probe could not run: ")
+    assert test_model.name in found.exactness
+
+
+def test_search_ends_once_it_is_stopped(model: LlamaModel) -> None:
+    asked = []
+
+    def is_stopped() -> bool:
+        asked.append(1)
+        return len(asked) > 9
+
+    found = find_exact(model, options(), is_stopped)
+    assert found.exactness == "not guaranteed: the probe could not run: it was stopped"
+    assert len(asked) < 20
+
+
+# ---- what is said of a model ----
+
+
+def test_description_says_what_loading_finds(test_model: Path, synth: SynthFactory) -> None:
+    for path in (test_model, synth("exact", type="f16")):
+        found = describe_model(path, options(), asks_probe=True)
+        assert found["exactness"] == BITWISE
