@@ -14,7 +14,8 @@ SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)
 STATUSES: dict[Status, str] = {
     Status.WAITING: (
         "queued, or back without a slot. The policy says whose turn it is; the slot that holds most of the "
-        "prompt is given, else one beside those in use. A prompt becomes tokens at its turn "
+        "prompt is given or copied from, else one that is empty or unused for longest, in partitioned memory one "
+        "beside those in use; a sequence whose cells were saved takes any. A prompt becomes tokens at its turn "
         "(with `shortest` when it comes), so one that "
         "cannot run fails then; token ids are checked at once."
     ),

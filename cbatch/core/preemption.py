@@ -1,4 +1,4 @@
-"""How many cells running sequences will want, and which of them gives up its slot where there are too few."""
+"""How many cells sequences with slots will want, and which of them gives up its slot where there are too few."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
 
 N_PREEMPTED_MAX = 3
-"""How often a sequence may be a victim; then every running sequence gets room for its worst case."""
+"""How often a sequence may be a victim while any cell is free; then all with slots get room for their worst case."""
 
 _FIRST_RATIO = 0.7
 """Expected share of the cap before anything has ended. Source: SGLang's initial new-token ratio."""
@@ -52,7 +52,7 @@ class KvDemandEstimator:
 
 
 class Demand:
-    """The cells that running sequences will want in a shared pool: decides whether one more fits."""
+    """The cells that sequences with slots will want in a shared pool: decides whether one more fits."""
 
     def __init__(self, estimator: KvDemandEstimator) -> None:
         self._estimator = estimator
@@ -69,7 +69,7 @@ class Demand:
         )
 
     def fits(self, driver: SequenceDriver, ledger: KvLedger, n_shared: int = 0) -> bool:
-        """Return whether the pool holds `driver` besides the running sequences, which have `n_shared` of its cells."""
+        """Return whether the pool holds `driver` besides those with slots, which have `n_shared` of its cells."""
         if not ledger.is_overcommitted:
             return True
         is_worst_case = self._is_worst_case or driver.n_preempted >= N_PREEMPTED_MAX

@@ -179,7 +179,7 @@ class ContinuousBatchScheduler:
             self._end_turns(slot_plan)
         must_wait = self._is_overcommitted and self._free_cells_for_rows(slot_plan)
         if must_wait and slot_plan.running_then():
-            return  # a sequence that just lost its cells would take them back
+            return  # one that waits, such as an earlier victim, would take the cells just freed
         if n_waiting and slot_plan.can_admit:
             slot_plan.admit(self._n_copied_max(slot_plan))
         elif not n_waiting and not slot_plan.n_held and not slot_plan.cells.rebinds:
@@ -203,7 +203,7 @@ class ContinuousBatchScheduler:
         return [d for d in slot_plan.running_then() if d.n_turn >= self._quantum]
 
     def _free_cells_for_rows(self, slot_plan: SlotPlan) -> bool:
-        """Free cells until every decoding sequence can have one; return whether waiting sequences must stay out.
+        """Free cells for each row of one token, for one row at least; return whether waiting sequences must stay out.
 
         Slots that retain cells are emptied first.
         """

@@ -301,7 +301,7 @@ class SlotPlan:
         return sorted(paused, key=lambda d: d.slot != slot)
 
     def _demand(self) -> Demand:
-        """Return what running sequences will want; each sequence that the plan admits joins them."""
+        """Return what sequences with slots will want; each sequence that the plan admits joins them."""
         demand = Demand(self.state.demand)
         for driver in self.ledger.holders if self.ledger.is_overcommitted else ():
             if driver is not None:
