@@ -96,6 +96,7 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "room", _room(found)
     if found["exactness"] is not None:
         yield "exactness", found["exactness"]
+    if found["step_rows"] is not None:
         yield "decoding", f"in steps of {found['step_rows']}"
 
 

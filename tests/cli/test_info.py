@@ -229,8 +229,15 @@ def test_model_without_permission_is_named(
         assert result.stderr == f"cbatch: {test_model}: cannot be read: Permission denied\n"
 
 
+@pytest.mark.parametrize(
+    ("said", "lines"),
+    [
+        ("bitwise", ["decoding       in steps of 8 rows or more, in multiples of 4"]),
+        ("not guaranteed: so", []),
+    ],
+)
 def test_info_asks_the_probe_as_the_model_would_be_loaded(
-    test_model: Path, monkeypatch: pytest.MonkeyPatch
+    test_model: Path, monkeypatch: pytest.MonkeyPatch, said: str, lines: list[str]
 ) -> None:
     asked: list[bool] = []
 
@@ -240,18 +247,17 @@ def test_info_asks_the_probe_as_the_model_would_be_loaded(
 
     def find_exact(model: object, options: Any, is_stopped: object) -> ExactSettings:
         asked.append(options.exact)
-        return ExactSettings("found", options, RowShape(8, 4))
+        return ExactSettings(said, options, RowShape(8, 4))
 
     monkeypatch.setattr("cbatch.backend.load.loader.probe", probe)
     monkeypatch.setattr("cbatch.backend.load.loader.find_exact", find_exact)
     assert info(test_model, "--exactness")["exactness"] == "found"
-    assert info(test_model, "--exact")["exactness"] == "found"
+    assert info(test_model, "--exact")["exactness"] == said
     assert asked == [False, True]
-    found = invoke("info", test_model, "--exact").stdout.splitlines()[-2:]
-    assert found == [
-        "exactness      found",
-        "decoding       in steps of 8 rows or more, in multiples of 4",
-    ]
+    plain = invoke("info", test_model, "--exactness").stdout.splitlines()
+    assert plain[-1] == "exactness      found"
+    found = invoke("info", test_model, "--exact").stdout.splitlines()
+    assert found[-1 - len(lines) :] == [f"exactness      {said}", *lines]
 
 
 def test_info_answers_what_the_engine_answers(synth: SynthFactory) -> None:

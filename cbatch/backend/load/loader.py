@@ -136,7 +136,7 @@ def _describe(
             "n_slots_fit": room.most_slots(n_cells // n_slots),
             "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
             "exactness": found and found.exactness,
-            "step_rows": str(found.shape) if found else None,
+            "step_rows": str(found.shape) if found and found.exactness == BITWISE else None,
         }
 
 
