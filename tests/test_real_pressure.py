@@ -48,18 +48,10 @@ class FaultyStepper(NativeStepper):
         super().__init__(ctx, **sizes)
         self._fails = fails
 
-    def run(
-        self,
-        chunks: Sequence[Chunk],
-        n_steps: int = 1,
-        slice_s: float = 0.0,
-        masks: Any = None,
-        await_masks: Any = None,
-        pads: Any = (),
-    ) -> StepResult:
+    def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
         if code := self._fails(chunks):
             return StepResult([[] for _ in chunks], 0, code)
-        return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
+        return super().run(chunks, *args, **given)
 
 
 def faulty_engine(path: Path, fails: Callable[[Sequence[Chunk]], int], **settings: Any) -> Engine:

@@ -89,20 +89,24 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     return params
 
 
-def sequences_of(options: EngineOptions) -> int:
-    """Return the sequences of a context: the slots, and with `exact` up to three more for pad rows."""
-    return n_sequences(options.n_slots) if options.exact else options.n_slots
+def sequences_of(options: EngineOptions, n_slots: int | None = None) -> int:
+    """Return the sequences of a context of `n_slots` slots, the options' by default.
+
+    They are the slots, and with `exact` up to three more for pad rows.
+    """
+    n_slots = options.n_slots if n_slots is None else n_slots
+    return n_sequences(n_slots) if options.exact else n_slots
 
 
-def n_pad_cells(options: EngineOptions, n_slots: int = 0) -> int:
+def n_pad_cells(options: EngineOptions, n_slots: int | None = None) -> int:
     """Return the cells of each sequence that pad rows need beyond its window, rounded up as llama.cpp does."""
-    return padded(N_STEPS_MAX) if options.exact and (n_slots or options.n_slots) > 1 else 0
+    n_slots = options.n_slots if n_slots is None else n_slots
+    return padded(N_STEPS_MAX) if options.exact and n_slots > 1 else 0
 
 
 def cells_of_slots(options: EngineOptions, n_slots: int, n_window: int) -> int:
     """Return the cells of `n_slots` slots with memory of their own, and of what pad rows need besides."""
-    n_held = n_sequences(n_slots) if options.exact else n_slots
-    return n_held * (padded(n_window) + n_pad_cells(options, n_slots))
+    return sequences_of(options, n_slots) * (padded(n_window) + n_pad_cells(options, n_slots))
 
 
 def _asked(options: EngineOptions, n_ctx_train: int) -> int:

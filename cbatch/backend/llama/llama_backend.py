@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
 
 
-_LEARNED_POSITIONS = "position_embd.weight"
-"""The tensor of models that know no other positions than those in it. Source: src/llama-arch.cpp."""
-
-
 class LlamaBackend:
     """Implements `Backend` over one `llama_context`."""
 
@@ -120,7 +116,7 @@ class LlamaBackend:
         self.n_window = slot_window(
             options, self.memory.n_cells, model.n_ctx_train, is_pool=self.memory.kind == "unified"
         )
-        if options.exact and _LEARNED_POSITIONS in model.read_header().tensors:
+        if options.exact and model.has_learned_positions:
             # pad rows stand after a slot's cells, and llama.cpp ends the process at positions that were not learned
             self.n_window = max(1, min(self.n_window, model.n_ctx_train - N_STEPS_MAX))
         if options.exact:  # without what is for pad rows

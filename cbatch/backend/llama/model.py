@@ -152,6 +152,11 @@ class LlamaModel:
         """The file's arrays of integers, which llama.cpp has no function for."""
         return self.read_header().integers
 
+    @cached_property
+    def has_learned_positions(self) -> bool:
+        """Whether the model knows no other positions than those in a tensor of its file. Source: src/llama-arch.cpp."""
+        return "position_embd.weight" in self.read_header().tensors
+
     def read_header(self) -> Header:
         """Return what the file says of itself; an empty header where the file cannot be read."""
         with suppress(DamagedError):

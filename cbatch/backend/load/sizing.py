@@ -6,7 +6,7 @@ Sizes that the options set are kept; the others follow from the bytes of a cell 
 from __future__ import annotations
 
 from bisect import bisect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -20,9 +20,8 @@ from cbatch.backend.llama.context import (
     sequences_of,
 )
 from cbatch.backend.llama.layout import footprint, read_layout
-from cbatch.backend.llama.pad_rows import n_sequences
 from cbatch.backend.load.free_memory import free_for_cells, host_most, share_on_host
-from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL
+from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
 from cbatch.logs import Log
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from cbatch.backend import Vocab
     from cbatch.backend.llama.layout import Footprint
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.engine_options import EngineOptions
     from cbatch.messages import BatchPrompt, LookAhead
     from cbatch.options import RunOptions
 
@@ -73,7 +71,7 @@ class Room:
     n_budget: int | None
     """What all cells together may take."""
     n_free: int | None = None
-    options: EngineOptions | None = None
+    options: EngineOptions = field(default_factory=EngineOptions)
     """What each slot needs besides its window: with `exact`, cells for pad rows."""
 
     def holds(self, n_slots: int, n_window: int) -> bool:
@@ -85,10 +83,8 @@ class Room:
         """Return the bytes of `n_slots` slots of a window; None where they are unknown."""
         if self.footprint is None:
             return None
-        if self.options is None or not self.options.exact:
-            return self.footprint.of(n_slots, n_slots * padded(n_window))
         n_cells = cells_of_slots(self.options, n_slots, n_window)
-        return self.footprint.of(n_sequences(n_slots), n_cells)
+        return self.footprint.of(sequences_of(self.options, n_slots), n_cells)
 
     def most_slots(self, n_window: int, n_most: int = MAX_PARALLEL) -> int:
         """Return how many slots of a window fit."""

@@ -222,19 +222,11 @@ class FailingStepper(PythonStepper):
         super().__init__(ctx, **sizes)
         self._codes = codes
 
-    def run(
-        self,
-        chunks: Sequence[Chunk],
-        n_steps: int = 1,
-        slice_s: float = 0.0,
-        masks: Any = None,
-        await_masks: Any = None,
-        pads: Any = (),
-    ) -> Any:
+    def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> Any:
         code = next(self._codes, 0)
         if code:
             return StepResult([], 0, code)
-        return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
+        return super().run(chunks, *args, **given)
 
 
 def test_memory_that_counts_otherwise_is_refused(
@@ -332,19 +324,11 @@ def test_second_thread_in_one_context_is_refused(make: MakeBackend) -> None:
     held, go = threading.Event(), threading.Event()
 
     class HeldStepper(PythonStepper):
-        def run(
-            self,
-            chunks: Sequence[Chunk],
-            n_steps: int = 1,
-            slice_s: float = 0.0,
-            masks: Any = None,
-            await_masks: Any = None,
-            pads: Any = (),
-        ) -> Any:
+        def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> Any:
             if chunks[0].has_output:
                 held.set()
                 assert go.wait(PATIENCE_S)
-            return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
+            return super().run(chunks, *args, **given)
 
     backend = make(stepper=HeldStepper)
     bind_all(backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from cbatch.backend.llama.context import sequences_of
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import RowShape
 from cbatch.backend.load.open_model import open_model
@@ -21,7 +23,8 @@ from cbatch.errors import PlanError
 from cbatch.options import GREEDY, RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from tests.conftest import SynthFactory
 
@@ -129,17 +132,9 @@ class Runs:
         class Stepper(NativeStepper):
             """Computes a step more than it says where it fails, as llama.cpp's earlier parts of a batch stay."""
 
-            def run(
-                self,
-                chunks: Sequence[Chunk],
-                n_steps: int = 1,
-                slice_s: float = 0.0,
-                masks: Any = None,
-                await_masks: Any = None,
-                pads: Collection[Chunk] = (),
-            ) -> StepResult:
+            def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
                 runs.widths.append(len(chunks))
-                result = super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
+                result = super().run(chunks, *args, **given)
                 code = runs.codes.pop(0) if runs.codes else 0
                 if not code:
                     return result
@@ -356,3 +351,15 @@ def test_grammar_masks_are_those_of_the_rows(
     assert set(texts[0]) != {ord("a")}
     assert result.code == 0
     assert held(backend)[2] == len(TEXTS[2])
+
+
+def test_learned_positions_leave_room_for_pad_rows(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaModel, "has_learned_positions", True)
+    model = open_model(test_model)
+    with closing(model):
+        settings = EngineOptions(parallel=2, ctx_per_seq=model.n_ctx_train, exact=True)
+        backend = LlamaBackend(model, settings, owns_model=False)
+        assert backend.n_window == model.n_ctx_train - N_STEPS_MAX
+        backend.close()

@@ -169,19 +169,11 @@ def test_failing_decode_is_no_answer(model: LlamaModel, monkeypatch: pytest.Monk
     class Failing(PythonStepper):
         n_runs = 0
 
-        def run(
-            self,
-            chunks: Sequence[Chunk],
-            n_steps: int = 1,
-            slice_s: float = 0.0,
-            masks: Any = None,
-            await_masks: Any = None,
-            pads: Any = (),
-        ) -> StepResult:
+        def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
             self.n_runs += 1
             if self.n_runs > 4:
                 return StepResult([], 0, -3)
-            return super().run(chunks, n_steps, slice_s, masks, await_masks, pads)
+            return super().run(chunks, *args, **given)
 
     class Backend(LlamaBackend):
         def __init__(self, *args: Any, **given: Any) -> None:
