@@ -80,9 +80,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep servers that tests start out of the user's own files."""
-    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep servers that tests start, and what is found out at load, out of the user's own files."""
+    for kind in ("STATE", "CACHE"):
+        os.environ[f"XDG_{kind}_HOME"] = str(tmp_path_factory.mktemp(kind.lower()))
 
 
 @pytest.fixture(autouse=True)

@@ -8,16 +8,16 @@ only where llama.cpp may repack them.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
-
-import platformdirs
+from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.load import notes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 AMX_ADVICE = (
     "llama.cpp's AMX code ends the process here, as builds by GCC 12 do, so weights are not repacked, and prompts "
@@ -25,6 +25,7 @@ AMX_ADVICE = (
     'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"'
 )
 _WALL_S = 60.0
+_SOUND = "sound"
 SCRIPT = f"""
 import sys
 sys.path[:] = filter(None, sys.path)  # another cbatch may be where the process was started
@@ -37,28 +38,16 @@ compute(sys.argv[1])
 def has_sound_amx(model: Path) -> bool:
     """Whether weights may be repacked: this processor has no AMX, or a process of its own survived a step with it.
 
-    Tried once a process with a small model. A success is noted in the user's cache folder, for this build of llama.cpp.
+    Tried once a process with a small model. A success is noted for this machine.
     """
     if b"AMX_INT8 = 1" not in llama_cpp.llama_print_system_info():
         return True
-    note = _note()
-    if note.exists():
+    if notes.read("amx") == _SOUND:
         return True
     code = _code_of_step(model)
     if code == 0:
-        with suppress(OSError):  # without it the next process tries again
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.touch()
+        notes.write(_SOUND, "amx")
     return code is None or code >= 0
-
-
-def _note() -> Path:
-    """Return the file that exists once the AMX code of this build of llama.cpp worked."""
-    folder = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).with_name("lib")
-    files = sorted(Path(folder).glob("*ggml*"))
-    seen = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    digest = hashlib.sha256(repr((str(folder), seen)).encode()).hexdigest()
-    return platformdirs.user_cache_path("cbatch", appauthor=False) / f"amx-{digest[:16]}"
 
 
 def _code_of_step(model: Path) -> int | None:

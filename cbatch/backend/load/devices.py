@@ -1,4 +1,4 @@
-"""The free memory of the devices that ggml knows other than the CPU, and RPC servers that lend devices."""
+"""Devices that ggml knows: their names, the free memory of those other than the CPU, and RPC servers that lend some."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_dev_count": (_size,),
     "ggml_backend_dev_get": (_pointer, _size),
     "ggml_backend_dev_type": (ctypes.c_int, _pointer),
+    "ggml_backend_dev_description": (_text, _pointer),
     "ggml_backend_dev_memory": (None, _pointer, _pointer, _pointer),
     "ggml_backend_dev_backend_reg": (_pointer, _pointer),
     "ggml_backend_reg_name": (_text, _pointer),
@@ -40,12 +41,18 @@ def free_on_devices() -> list[int]:
     """
     if not llama_cpp.llama_supports_gpu_offload():
         return []
-    handles = [_ggml("ggml_backend_dev_get", i) for i in range(_ggml("ggml_backend_dev_count"))]
+    handles = _devices()
     kinds = [(_ggml("ggml_backend_dev_type", h), _is_server(h), h) for h in handles]
     servers = [h for kind, is_server, h in kinds if kind == _GPU and is_server]
     gpus = [h for kind, is_server, h in kinds if kind == _GPU and not is_server]
     shared = [h for kind, _, h in kinds if kind == _SHARED_GPU]
     return [_n_free(h) for h in (*servers, *(gpus or shared))]
+
+
+def device_names() -> list[str]:
+    """Return what each device is called by its maker: processors too."""
+    names = [_ggml("ggml_backend_dev_description", handle) for handle in _devices()]
+    return [name.decode("utf-8", "backslashreplace") for name in names]
 
 
 def add_servers(servers: Sequence[str]) -> None:
@@ -89,6 +96,10 @@ def _n_free(handle: Any) -> int:
     n_free, n_total = _size(), _size()
     _ggml("ggml_backend_dev_memory", handle, ctypes.byref(n_free), ctypes.byref(n_total))
     return n_free.value
+
+
+def _devices() -> list[Any]:
+    return [_ggml("ggml_backend_dev_get", i) for i in range(_ggml("ggml_backend_dev_count"))]
 
 
 def _is_server(handle: Any) -> bool:

@@ -1,0 +1,79 @@
+"""What was found out on this machine, kept in the user's cache folder, so that another load need not find it again.
+
+A note holds for this cbatch, one build of llama.cpp, these devices and the variables that ggml reads. All of it, and
+what the caller adds, is in the note and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.load.devices import device_names
+from cbatch.folders import part_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_N_NAME = 16
+
+
+def read(name: str, *parts: str) -> str | None:
+    """Return what was found out; None where nothing was, somewhere else, or the note is damaged.
+
+    Args:
+        name: what was found out, as a part of a file's name: a new one wherever its finding changes.
+        parts: what it depends on beside the machine: the model's digest, settings.
+    """
+    depends = _depends(parts)
+    try:
+        note = json.loads(_path(name, depends).read_bytes())
+        found = note["found"] if note["depends"] == depends else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def write(found: str, name: str, *parts: str) -> None:
+    """Keep what was found out; without a folder to write to it is found out again."""
+    depends = _depends(parts)
+    path = _path(name, depends)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part_beside(path) as part:
+            part.write_text(json.dumps({"found": found, "depends": depends}, indent=1))
+            part.replace(path)
+
+
+def _path(name: str, depends: Sequence[str]) -> Path:
+    digest = hashlib.sha256(repr((name, depends)).encode()).hexdigest()
+    folder = platformdirs.user_cache_path("cbatch", appauthor=False) / "notes"
+    return folder / f"{name}-{digest[:_N_NAME]}.json"
+
+
+def _depends(parts: Sequence[str]) -> list[str]:
+    """Return what a note holds for, as texts that JSON keeps."""
+    system = llama_cpp.llama_print_system_info().decode("utf-8", "backslashreplace")
+    variables = sorted(f"{name}={os.environ[name]}" for name in os.environ if name[:5] == "GGML_")
+    said = [*_code(), system, *device_names(), *variables, *parts]
+    return [text.encode("utf-8", "backslashreplace").decode() for text in said]
+
+
+def _code() -> Sequence[str]:
+    """Return what tells the code that finds things out, and llama.cpp's, from other versions."""
+    folder = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).with_name("lib")
+    ours, theirs = Path(__file__).parents[1].rglob("*.py"), Path(folder).glob("*")
+    return str(folder), _digest(ours), _digest(theirs)
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Return a digest of files' names, sizes and times."""
+    seen = sorted((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file())
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
