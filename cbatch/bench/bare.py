@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.load.attention import settle_attention
 from cbatch.errors import ConfigError, DecodeError
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 class BareLoop:
     """`n_rows` sequences in slots 0, 1, …, each fed one fixed token a step, by `llama_decode` alone.
 
-    Works on a backend's own context, so that nothing else differs.
+    Works on a backend's own context, with flash attention as an engine has it, so that nothing else differs.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        self._backend = LlamaBackend(model, options, owns_model=False)
+        self._backend = LlamaBackend(model, settle_attention(model, options), owns_model=False)
         self._ctx: Any = self._backend.ctx
         n_rows = self._backend.n_slots
         self._batch = llama_cpp.llama_batch_init(n_rows, 0, 1)
@@ -69,7 +70,7 @@ class PrefixLoop:
 
     The beginning is computed once, in slot 0, and copied to all slots. Requests come in waves, one a slot: one batch
     with the rest of each prompt, then one fixed token a row a step; then every slot is trimmed.
-    Works on a backend's own context, so that nothing else differs.
+    Works on a backend's own context, with flash attention as an engine has it, so that nothing else differs.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
@@ -78,7 +79,7 @@ class PrefixLoop:
         Raises:
             ConfigError: the model's memory cannot be copied and cut back.
         """
-        self._backend = LlamaBackend(model, options, owns_model=False)
+        self._backend = LlamaBackend(model, settle_attention(model, options), owns_model=False)
         self._ctx: Any = self._backend.ctx
         self._cells = LlamaCells(self._ctx)
         memory = self._backend.memory

@@ -54,6 +54,13 @@ def info(
     write((_as_json(found) if json else as_text(found, width)) + "\n")
 
 
+_ATTENTION = {
+    "auto": "flash attention, where llama.cpp has it for this model",
+    "on": "flash attention",
+    "off": "without flash attention",
+}
+
+
 def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
     """Return the result of `describe_model` as aligned lines, wrapped to `width` if given."""
     lines = [(f"{name:<13}  ", printable(" ".join(value.split()))) for name, value in _rows(found)]
@@ -89,6 +96,7 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "window", f"{n_window:,} cells per slot, {n_cells:,} in all"
     yield "weights", _size(found["n_weight_bytes"])
     yield "cells", _cells(found)
+    yield "attention", _ATTENTION[found["flash_attn"]]
     yield (
         "memory",
         f"{_size(found['n_free_bytes'])} free for cells, {_size(found['n_budget_bytes'])} budget",

@@ -25,12 +25,12 @@ _N_SAMPLES = 256
 _N_SAMPLE_BYTES = 2**16
 _N_HEAD_BYTES = 2**24
 
-_OF_CELLS = ("cache_type_k", "cache_type_v", "flash_attn")
+_OF_CELLS = ("cache_type_k", "cache_type_v")
 
 _DEVICES = ("n_gpu_layers", "offload_kqv", "split_mode", "main_gpu", "tensor_split", "rpc_servers")
 """Engine options that choose where a model is computed: kernels of another device round differently."""
 
-_SETTINGS = (*_OF_CELLS, "exact", "rope_scaling", *ROPE_VALUES)
+_SETTINGS = (*_OF_CELLS, "flash_attn", "exact", "rope_scaling", *ROPE_VALUES)
 """Engine options that change the cells. Source: src/llama-kv-cache.cpp, state_read, and what it does not check."""
 
 
@@ -67,7 +67,7 @@ def answer_settings(
 def _exactly(options: EngineOptions, shape: RowShape, chunk_alignment: int, n_window: int) -> str:
     if chunk_alignment >= n_window:  # every prompt is one chunk, as with `n_ubatch`
         chunk_alignment = max(chunk_alignment, options.n_ubatch)
-    devices = _said(options, _DEVICES)
+    devices = _said(options, ("flash_attn", *_DEVICES))
     places = f", {devices}" if devices else ""
     version = f"llama-cpp-python {llama_cpp.__version__}"
     return f"True (pieces of {chunk_alignment}, {shape}, {version}{places})"

@@ -20,6 +20,7 @@ from cbatch.backend.llama.context import (
     sequences_of,
 )
 from cbatch.backend.llama.layout import footprint, read_layout
+from cbatch.backend.load.attention import settle_attention
 from cbatch.backend.load.free_memory import free_for_cells, host_most, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
@@ -45,6 +46,11 @@ SHARE_FOR_UNIFIED = 2 / 3
 """Common tokens, and their share of a request's cells, from which one pool is faster. Source: measured on two models,
 0 … 1,024 common tokens and 8 … 128 of output; see docs/performance.md."""
 
+PROMPT_FOR_FLASH = 1024
+SHARE_FOR_FLASH = 24
+"""Tokens of a prompt, and how many times those of its answer, from which a job is faster with flash attention on a
+processor that decodes faster without. Source: measured on two models; see docs/performance.md."""
+
 _MIB = 2**20
 _log = Log("cbatch")
 
@@ -59,8 +65,19 @@ class WorkloadProfile:
     """Tokens that a prompt shares with the beginning of another, on average; each answer counts as one."""
     n_cells: float = 0.0
     """Tokens of a prompt with its output, on average."""
+    n_prompt: float = 0.0
+    """Tokens of a prompt, on average."""
+    has_caches: bool = False
+    """Whether some start from cells on disk, or keep them there."""
     is_all: bool = False
     """Whether all prompts of the job were read."""
+
+    @property
+    def is_mostly_prompt(self) -> bool:
+        """Whether attention is mostly that of long prompts. Cells on disk hold for one kind of attention alone."""
+        n_output = self.n_cells - self.n_prompt
+        is_long = self.n_prompt >= max(PROMPT_FOR_FLASH, SHARE_FOR_FLASH * n_output)
+        return is_long and not self.has_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +126,19 @@ class Sizes:
 def settle(
     model: LlamaModel, options: EngineOptions, room: Room, look_ahead: LookAhead | None = None
 ) -> EngineOptions:
-    """Return the options with the number of slots, the window and the kind of memory decided; what is set is kept.
+    """Return the options with slots, window, kind of memory and flash attention decided; what is set is kept.
 
     Raises:
         ModelLoadError: not even one slot of the smallest window fits.
     """
     demand = read_profile(model.vocab, look_ahead) if look_ahead else WorkloadProfile()
+    settled = _with_sizes(model, options, room, demand)
+    return settled if demand.is_mostly_prompt else settle_attention(model, settled)
+
+
+def _with_sizes(
+    model: LlamaModel, options: EngineOptions, room: Room, demand: WorkloadProfile
+) -> EngineOptions:
     kv = choose_kv(options, demand, has_states=model.has_states)
     if options.n_ctx is not None:
         return replace(options, parallel=options.n_slots, kv=kv)
@@ -224,6 +248,8 @@ def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
         n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
         n_common=(n_common_tokens([tokens for tokens, _ in read]) + n_again) / n_answers,
         n_cells=n_cells / n_answers,
+        n_prompt=sum(options.n_choices * len(tokens) for tokens, options in read) / n_answers,
+        has_caches=any(options.cache_key is not None for _, options in read),
         is_all=look_ahead.is_all and len(prompts) == len(look_ahead.prompts),
     )
 
