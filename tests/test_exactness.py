@@ -228,9 +228,9 @@ def test_exact_is_refused_for_unified_memory_without_loading() -> None:
     [
         ({"kv": "unified"}, "in unified KV the place of a cell changes the rounding"),
         ({"kv": "unified", "flash_attn": "off"}, "in unified KV the place of a cell"),
-        ({}, "flash attention chooses its kernel by the shape of a step"),
+        ({"flash_attn": "on"}, "flash attention chooses its kernel by the shape of a step"),
     ],
-    ids=["unified", "unified without flash attention", "default"],
+    ids=["unified", "unified without flash attention", "flash attention"],
 )
 def test_reason_is_told_where_exactness_does_not_hold(
     synth: SynthFactory, settings: dict[str, Any], reason: str

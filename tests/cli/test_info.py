@@ -203,7 +203,7 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
         *("chat template", "vocabulary", "end tokens", "sampling", "slots", "window"),
-        *("weights", "cells", "memory", "room"),
+        *("weights", "cells", "attention", "memory", "room"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
     assert "window         256 cells per slot, 512 in all" in lines

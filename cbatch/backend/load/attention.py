@@ -82,7 +82,7 @@ def is_faster_with() -> bool:
     """
     if notes.read(_NOTE) is None:
         try:
-            took = _seconds_of_steps()
+            took = seconds_of_steps()
         except CBatchError:
             return True
         if notes.read(_NOTE) is None:  # nor has another process found it meanwhile
@@ -90,7 +90,7 @@ def is_faster_with() -> bool:
     return notes.read(_NOTE) != "slower"
 
 
-def _seconds_of_steps() -> dict[str, float]:
+def seconds_of_steps() -> dict[str, float]:
     """Return what a step of rows with long histories takes on one core, with flash attention on and off."""
     slots = [Slot(i) for i in range(_N_ROWS)]
     history = Chunk(slots[0], 0, tuple(range(_N_CELLS)), has_output=True)

@@ -65,19 +65,10 @@ class WorkloadProfile:
     """Tokens that a prompt shares with the beginning of another, on average; each answer counts as one."""
     n_cells: float = 0.0
     """Tokens of a prompt with its output, on average."""
-    n_prompt: float = 0.0
-    """Tokens of a prompt, on average."""
-    has_caches: bool = False
-    """Whether some start from cells on disk, or keep them there."""
+    is_mostly_prompt: bool = False
+    """Whether prompts are so long, and answers so short, that the job is faster with flash attention."""
     is_all: bool = False
     """Whether all prompts of the job were read."""
-
-    @property
-    def is_mostly_prompt(self) -> bool:
-        """Whether attention is mostly that of long prompts. Cells on disk hold for one kind of attention alone."""
-        n_output = self.n_cells - self.n_prompt
-        is_long = self.n_prompt >= max(PROMPT_FOR_FLASH, SHARE_FOR_FLASH * n_output)
-        return is_long and not self.has_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +234,15 @@ def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
     read = [(t, options) for prompt, options in prompts if (t := _tokens(vocab, prompt, options))]
     n_answers = max(1, sum(options.n_choices for _, options in read))
     n_again = sum(len(tokens) * (options.n_choices - 1) for tokens, options in read)
-    n_cells = sum(o.n_choices * (len(t) + (o.max_tokens or DEFAULT_OUTPUT)) for t, o in read)
+    n_tokens = sum(len(tokens) for tokens, _ in read)
+    n_output = sum(o.n_choices * (o.max_tokens or DEFAULT_OUTPUT) for _, o in read)
+    is_long = n_tokens >= max(PROMPT_FOR_FLASH * len(read), SHARE_FOR_FLASH * n_output)
+    has_caches = any(options.cache_key is not None for _, options in read)
     return WorkloadProfile(
         n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
         n_common=(n_common_tokens([tokens for tokens, _ in read]) + n_again) / n_answers,
-        n_cells=n_cells / n_answers,
-        n_prompt=sum(options.n_choices * len(tokens) for tokens, options in read) / n_answers,
-        has_caches=any(options.cache_key is not None for _, options in read),
+        n_cells=(n_tokens + n_again + n_output) / n_answers,
+        is_mostly_prompt=bool(read) and is_long and not has_caches,  # their cells are of one kind
         is_all=look_ahead.is_all and len(prompts) == len(look_ahead.prompts),
     )
 

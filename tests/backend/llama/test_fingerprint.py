@@ -209,12 +209,12 @@ def test_settings_that_cells_do_not_depend_on_change_nothing(
     [
         ({"cache_type_k": "q8_0"}, {"cache_type_k"}),
         ({"cache_type_v": "q8_0"}, {"cache_type_v"}),
-        ({"flash_attn": "off"}, {"flash_attn"}),
         ({"rope_freq_base": 5e5}, {"rope"}),
         ({"rope_scaling": "yarn", "yarn_orig_ctx": 4096}, {"rope"}),
         ({"exact": True}, {"exact"}),
         ({"parallel": 3, "n_ctx": 4096, "n_threads": 7, "n_gpu_layers": 3, "n_ubatch": 64}, set()),
         ({"kv": "unified", "offload_kqv": False, "swap_mib": 1, "policy": "shortest"}, set()),
+        ({"flash_attn": "off"}, set()),
     ],
 )
 def test_answers_depend_on_what_changes_more_than_the_rounding(
@@ -225,7 +225,9 @@ def test_answers_depend_on_what_changes_more_than_the_rounding(
     assert {name for name in plain if plain[name] != other[name]} == names
 
 
-@pytest.mark.parametrize("given", [{"n_gpu_layers": 3}, {"offload_kqv": False}])
+@pytest.mark.parametrize(
+    "given", [{"n_gpu_layers": 3}, {"offload_kqv": False}, {"flash_attn": "off"}]
+)
 def test_exact_answers_depend_on_what_changes_the_rounding(given: dict[str, Any]) -> None:
     exact = answer_settings(EngineOptions(exact=True), ANY_SHAPE, 512, 2048)
     assert exact != answer_settings(EngineOptions(exact=True), ANY_SHAPE, 64, 2048)
