@@ -106,6 +106,9 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "exactness", found["exactness"]
     if found["step_rows"] is not None:
         yield "decoding", f"in steps of {found['step_rows']}"
+    if found["probe_s"] is not None:
+        when = " in an earlier load, and is remembered" * found["is_remembered"]
+        yield "probe", f"took {found['probe_s']:.1f} s{when}"
 
 
 def _cells(found: Mapping[str, Any]) -> str:

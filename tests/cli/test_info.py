@@ -237,7 +237,11 @@ def test_model_without_permission_is_named(
     ],
 )
 def test_info_asks_the_probe_as_the_model_would_be_loaded(
-    test_model: Path, monkeypatch: pytest.MonkeyPatch, said: str, lines: list[str]
+    test_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    lines: list[str],
 ) -> None:
     asked: list[bool] = []
 
@@ -250,14 +254,21 @@ def test_info_asks_the_probe_as_the_model_would_be_loaded(
         return ExactSettings(said, options, RowShape(8, 4))
 
     monkeypatch.setattr("cbatch.backend.load.loader.probe", probe)
-    monkeypatch.setattr("cbatch.backend.load.loader.find_exact", find_exact)
+    monkeypatch.setattr("cbatch.backend.load.exact_notes.find_exact", find_exact)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert info(test_model, "--exactness")["exactness"] == "found"
     assert info(test_model, "--exact")["exactness"] == said
     assert asked == [False, True]
     plain = invoke("info", test_model, "--exactness").stdout.splitlines()
     assert plain[-1] == "exactness      found"
     found = invoke("info", test_model, "--exact").stdout.splitlines()
-    assert found[-1 - len(lines) :] == [f"exactness      {said}", *lines]
+    wanted = [
+        f"exactness      {said}",
+        *lines,
+        "probe          took 0.0 s in an earlier load, and is remembered",
+    ]
+    assert found[-len(wanted) :] == wanted
+    assert asked == [False, True, False]
 
 
 def test_info_answers_what_the_engine_answers(synth: SynthFactory) -> None:

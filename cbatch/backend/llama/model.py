@@ -101,6 +101,11 @@ class LlamaModel:
         )
 
     @property
+    def is_borrowed(self) -> bool:
+        """Whether a `llama_cpp.Llama` owns it, which may have loaded its file in another way."""
+        return self._owner is not None
+
+    @property
     def pointer(self) -> Any:
         """The `llama_model *`, valid until `close`.
 

@@ -17,9 +17,9 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.load.devices import free_on_devices
+from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import BITWISE, probe
-from cbatch.backend.load.row_shapes import ExactSettings, find_exact
 from cbatch.backend.load.sizing import check_fits, find_room, settle
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.checks import check_path, readable, reading
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.load.exact_notes import ExactFinding
     from cbatch.backend.load.sizing import Room
     from cbatch.engine_options import EngineOptions
 
@@ -105,7 +106,10 @@ def _describe(
     with opened as loaded, closing(loaded):
         room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
         settled = settle(loaded, options, room)
-        found = _find_exactness(loaded, settled, is_stopped) if asks_probe else None
+        proof = exact_finding(loaded, settled, is_stopped) if asks_probe and options.exact else None
+        exactness = proof and proof.settings.exactness
+        if asks_probe and proof is None:
+            exactness = probe(loaded, settled, is_stopped)
         n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
         is_pool = settled.kv == "unified" and not loaded.has_states
         return {
@@ -136,18 +140,11 @@ def _describe(
             "n_budget_bytes": room.n_budget,
             "n_slots_fit": room.most_slots(n_cells // n_slots),
             "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
-            "exactness": found and found.exactness,
-            "step_rows": str(found.shape) if found and found.exactness == BITWISE else None,
+            "exactness": exactness,
+            "step_rows": str(proof.settings.shape) if proof and exactness == BITWISE else None,
+            "probe_s": proof and proof.probe_s,
+            "is_remembered": proof and proof.is_remembered,
         }
-
-
-def _find_exactness(
-    loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
-) -> ExactSettings:
-    """Return whether answers depend on company with these options, and of which shape steps are with `exact`."""
-    if options.exact:
-        return find_exact(loaded, options, is_stopped)
-    return ExactSettings(probe(loaded, options, is_stopped), options)
 
 
 def _load(
@@ -164,14 +161,20 @@ def _load(
         room = find_room(loaded, options, n_sharing=n_sharing)
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
-        backend, ask = _make_backend(loaded, settled, is_stopped)
+        backend, ask, proof = _make_backend(loaded, settled, is_stopped)
         if _log.has_info:
-            _log_load(loaded, settled, room, backend, round(perf_counter() - start_s, 3))
+            load_s = round(perf_counter() - start_s, 3)
+            _log_load(loaded, settled, room, backend, load_s, proof)
         return backend, ask
 
 
 def _log_load(
-    loaded: LlamaModel, options: EngineOptions, room: Room, backend: LlamaBackend, load_s: float
+    loaded: LlamaModel,
+    options: EngineOptions,
+    room: Room,
+    backend: LlamaBackend,
+    load_s: float,
+    proof: ExactFinding | None,
 ) -> None:
     n_cells = context_cells(loaded, options)
     _log.tell(
@@ -191,6 +194,8 @@ def _log_load(
         batch=backend.n_batch,
         threads=backend.n_threads,
         load_s=load_s,
+        probe_s=proof and proof.probe_s,
+        probe_remembered=proof and proof.is_remembered,
     )
 
 
@@ -228,17 +233,18 @@ def _opened(
 
 def _make_backend(
     loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
-) -> tuple[LlamaBackend, Callable[[], str]]:
+) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
     ask: Callable[[], str] = partial(_until_struck, partial(probe, loaded, options))
-    shape = ANY_SHAPE
+    shape, proof = ANY_SHAPE, None
     if options.exact:
-        found = find_exact(loaded, options, is_stopped)
+        proof = exact_finding(loaded, options, is_stopped)
+        found = proof.settings
         if found.exactness != BITWISE:
             raise ConfigError(f"exact=True cannot hold for this model: {found.exactness}")
         ask, options, shape = partial(str, found.exactness), found.options, found.shape
     adapters = Adapters(loaded, options.adapters or {})
     try:
-        return LlamaBackend(loaded, options, adapters=adapters, shape=shape), ask
+        return LlamaBackend(loaded, options, adapters=adapters, shape=shape), ask, proof
     except BaseException:
         adapters.close()
         raise

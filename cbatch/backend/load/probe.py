@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     Logits = NDArray[np.float32]
 
 BITWISE = "bitwise"
+COULD_NOT_RUN = "not guaranteed: the probe could not run"
 _NOT_ASKED = (
     "not guaranteed: the probe found no difference, but prompts are cut to fit each step; "
     "exact=True cuts them all alike"
@@ -55,7 +56,7 @@ def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bo
         with model.busy:
             finding = _first_finding(model, small, is_stopped)
     except CBatchError as error:
-        return f"not guaranteed: the probe could not run: {error}"
+        return f"{COULD_NOT_RUN}: {error}"
     if finding is None:
         return BITWISE if options.exact else _NOT_ASKED
     way, difference = finding
@@ -75,7 +76,7 @@ def probed_options(
 
 def difference(a: Logits, b: Logits) -> float:
     """Return by how much two rows of logits differ at most; 0 only where their bits are equal."""
-    if a.tobytes() == b.tobytes():
+    if np.array_equal(a.view(np.uint32), b.view(np.uint32)):
         return 0.0
     with np.errstate(invalid="ignore"):  # between infinities
         by = float(np.max(np.abs(a - b)))
@@ -90,8 +91,8 @@ def _first_finding(
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
         for way, alone, found in Probe(backend, n_window, is_stopped).ways():
             for a, b in zip(alone, found, strict=True):
-                if a.tobytes() != b.tobytes():
-                    return way, difference(a, b)
+                if by := difference(a, b):
+                    return way, by
     return None
 
 

@@ -13,7 +13,14 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, n_sequences, shapes
-from cbatch.backend.load.probe import BITWISE, Probe, difference, probe, probed_options
+from cbatch.backend.load.probe import (
+    BITWISE,
+    COULD_NOT_RUN,
+    Probe,
+    difference,
+    probe,
+    probed_options,
+)
 from cbatch.core.plan import Chunk, Slot, StepPlan
 from cbatch.errors import CBatchError
 
@@ -34,8 +41,10 @@ _COUNTS = (1, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31)
 # Source: ggml/include/ggml.h, enum ggml_type: f32, f16, q4_0, q4_1, q5_0, q5_1, q8_0, bf16.
 _PLAIN = frozenset((0, 1, 2, 3, 6, 7, 8, 30))
 
-_N_LONG = 520  # above 512: this neighbour has attention look at more cells
+_N_SHORT = 2
+_N_LONG = 512 + _N_SHORT  # above 512: this neighbour has attention look at more cells
 _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many rows the same bits
+_N_PLACES = 2  # in which a width is tried
 _N_UNPADDED = 8  # tokens that are decoded alone and together where no row is padded
 
 
@@ -85,8 +94,7 @@ def _find(
             if refusal := _Unpadded(backend, backend.n_window, is_stopped).refusal(n_probed):
                 return ExactSettings(refusal, options)
     except CBatchError as error:
-        why = f"not guaranteed: the probe could not run: {error}"
-        return ExactSettings(why, options)
+        return ExactSettings(f"{COULD_NOT_RUN}: {error}", options)
     return ExactSettings(probe(model, options, is_stopped), options)
 
 
@@ -138,36 +146,51 @@ def has_plain_weights(model: LlamaModel) -> bool:
 
 
 class _Rows(Probe):
-    """Decodes sequences, one a slot, in steps of many widths, and compares the logits of each with its own."""
+    """Decodes sequences, one a slot, in steps of many widths, and compares the logits of each with those of the widest.
+
+    The first sequence is long, the others are short.
+    """
 
     def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool]) -> None:
         n_most = min(backend.n_window, _N_LONG + 16) - 2
         super().__init__(backend, n_most + 2, is_stopped)
         dice, n_vocab = random.Random(2), backend.vocab.n_vocab
-        sizes = (_N_LONG, *range(3 + 2 * backend.n_slots, 3, -2))[: backend.n_slots]
-        self._texts = [dice.choices(range(n_vocab), k=min(n, n_most)) for n in sizes]
+        sizes = [min(_N_SHORT, n_most)] * backend.n_slots
+        sizes[0] = min(_N_LONG, n_most)
+        self._texts = [dice.choices(range(n_vocab), k=n) for n in sizes]
         self._next = [dice.choices(range(n_vocab), k=_N_TOKENS) for _ in self._texts]
         self._known: dict[tuple[int, int], Logits] = {}
-        """Logits after each text and each of its next tokens, as they were first found in the current shape."""
+        """Logits after each text and each of its next tokens, all slots in one step."""
+        self._found: dict[int, float] = {}
+        """By how much logits of steps of each width that was tried differ from these at most."""
 
     def find(self, tried: Sequence[RowShape], n_rows: int) -> RowShape | str:
         """Return the first shape in which no logits depend on the step, or why there is none."""
         self._fill()
         if any(shape.has_pads for shape in tried) and self._is_pad_broken():
             return f"not guaranteed: token {PAD_TOKEN} of pad rows leaves cells that are NaN"
+        for i_token in range(_N_TOKENS):
+            self._most_difference(range(self._backend.n_slots), i_token)
         refusal = ""
         for shape in tried:
-            self._known.clear()
             widths = {shape.width(n) for n in (*_COUNTS, n_rows) if n <= n_rows}
             refusal = self._refusal(sorted(widths))
             if not refusal:
-                return self._refusal_of_likes(max(widths)) or shape
+                return self._refusal_of_likes() or shape
         return refusal
 
     def _fill(self) -> None:
+        """Compute the texts: their last tokens in steps of one row a slot, so that it takes few steps."""
         self.clear()
-        for i, text in enumerate(self._texts):
-            self.prefill(Slot(i), text)
+        n_last = len(self._texts[-1])
+        if n_first := len(self._texts[0]) - n_last:
+            self.prefill(Slot(0), self._texts[0][:n_first])
+        for i in range(n_last):
+            chunks = [
+                Chunk(Slot(slot), i + n_first * (slot == 0), (text[i - n_last],), has_output=True)
+                for slot, text in enumerate(self._texts)
+            ]
+            self.run(chunks, 0)
 
     def _is_pad_broken(self) -> bool:
         """Whether a pad row's logits are NaN: its cells would break the rows that come after it in its slot."""
@@ -177,34 +200,37 @@ class _Rows(Probe):
         return bool(np.isnan(logits).any())
 
     def _refusal(self, widths: Sequence[int]) -> str:
-        """Return how logits differ among steps of these widths: in the first slots, in the middle, in the last.
-
-        Each token is tried in two of these places, so that a slot's logits are compared in several companies.
-        """
-        n_slots = self._backend.n_slots
+        """Return how logits differ among steps of these widths, which are tried in the order given."""
         for width in widths:
-            starts = (0, (n_slots - width) // 2, n_slots - width)
-            tries = [
-                (start, (i + more) % _N_TOKENS) for i, start in enumerate(starts) for more in (0, 1)
-            ]
-            for start, i_token in tries:
-                if by := self._most_difference(range(start, start + width), i_token):
-                    than = f" against {widths[0]}" if width != widths[0] else ""
-                    return (
-                        "not guaranteed: logits change with the width and the company of a step "
-                        f"({width} rows{than}, by up to {by:.2g})"
-                    )
+            if width not in self._found and width < self._backend.n_slots:
+                self._found[width] = self._difference_of(width, len(self._found))
+            if by := self._found.get(width):
+                return (
+                    "not guaranteed: logits change with the width and the company of a step "
+                    f"({width} rows against {self._backend.n_slots}, by up to {by:.2g})"
+                )
         return ""
 
-    def _refusal_of_likes(self, width: int) -> str:
+    def _difference_of(self, width: int, i_width: int) -> float:
+        """Return by how much logits of steps of this width differ, in two of the first, the middle, the last slots."""
+        n_free = self._backend.n_slots - width
+        starts = (0, n_free, n_free // 2)
+        return max(
+            self._most_difference(range(start, start + width), (i_width + i) % _N_TOKENS)
+            for i in range(_N_PLACES)
+            for start in (starts[(i_width + i) % len(starts)],)
+        )
+
+    def _refusal_of_likes(self) -> str:
         """Return how logits of a sequence differ where all of a step are like it, and so choose the same experts."""
         last, i_token = len(self._texts) - 1, _N_TOKENS - 1
+        n_slots = self._backend.n_slots
         self._known = dict.fromkeys(
-            ((i, i_token) for i in range(width)), self._known[last, i_token]
+            ((i, i_token) for i in range(n_slots)), self._known[last, i_token]
         )
-        self._texts, self._next = [self._texts[last]] * width, [self._next[last]] * width
+        self._texts, self._next = [self._texts[last]] * n_slots, [self._next[last]] * n_slots
         self._fill()
-        if by := self._most_difference(range(width), i_token):
+        if by := self._most_difference(range(n_slots), i_token):
             return f"not guaranteed: logits change with the company of a row (by up to {by:.2g})"
         return ""
 

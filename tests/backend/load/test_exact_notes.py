@@ -1,0 +1,194 @@
+"""What makes a model exact is found once for a model, its settings and a machine, and then remembered."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import pytest
+
+import cbatch
+from cbatch.backend.llama.pad_rows import RowShape
+from cbatch.backend.load import exact_notes, notes
+from cbatch.backend.load.exact_notes import exact_finding
+from cbatch.backend.load.open_model import open_model
+from cbatch.backend.load.probe import BITWISE, COULD_NOT_RUN
+from cbatch.backend.load.row_shapes import ExactSettings
+from cbatch.engine_options import EngineOptions
+from cbatch.logs import FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cbatch.backend.llama.model import LlamaModel
+
+OPTIONS = EngineOptions(parallel=4, ctx_per_seq=256, exact=True, n_threads=1)
+SHAPE = RowShape(4, 4)
+
+
+class Search:
+    """Stands for `find_exact`: says what it is told to, and how often it was asked."""
+
+    exactness = BITWISE
+    flash_attn: Any = "off"
+    n_asked = 0
+
+    def __call__(self, model: object, options: EngineOptions, is_stopped: object) -> ExactSettings:
+        self.n_asked += 1
+        return ExactSettings(self.exactness, replace(options, flash_attn=self.flash_attn), SHAPE)
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Search:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = Search()
+    monkeypatch.setattr(exact_notes, "find_exact", found)
+    return found
+
+
+@pytest.fixture
+def model(test_model: Path) -> Iterator[LlamaModel]:
+    opened = open_model(test_model, OPTIONS)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("exactness", [BITWISE, "not guaranteed: so"])
+def test_finding_is_remembered(model: LlamaModel, search: Search, exactness: str) -> None:
+    search.exactness = exactness
+    first, second = exact_finding(model, OPTIONS), exact_finding(model, OPTIONS)
+    assert search.n_asked == 1
+    assert (first.is_remembered, second.is_remembered) == (False, True)
+    assert second.settings == first.settings
+    assert second.settings.options == replace(OPTIONS, flash_attn="off")
+    assert second.probe_s == first.probe_s
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"parallel": 5},
+        {"flash_attn": "on"},
+        {"cache_type_k": "q8_0"},
+        {"n_ubatch": 64},
+        {"n_threads": 2},
+        {"ctx_per_seq": 512},
+        {"rope_freq_base": 9000.0},
+    ],
+    ids=str,
+)
+def test_finding_for_other_settings_is_not_used(
+    model: LlamaModel, search: Search, given: dict[str, Any]
+) -> None:
+    exact_finding(model, OPTIONS)
+    assert not exact_finding(model, replace(OPTIONS, **given)).is_remembered
+    assert search.n_asked == 2
+
+
+def test_finding_serves_longer_windows_than_the_probe_has(
+    model: LlamaModel, search: Search
+) -> None:
+    exact_finding(model, replace(OPTIONS, ctx_per_seq=1024))
+    for given in ({"ctx_per_seq": 2048}, {"ctx_per_seq": None, "n_ctx": 8192}):
+        wanted = replace(OPTIONS, **given)
+        found = exact_finding(model, wanted)
+        assert found.settings.options == replace(wanted, flash_attn="off")
+    assert search.n_asked == 1
+
+
+def test_finding_for_another_file_or_machine_is_not_used(
+    test_model: Path, tmp_path: Path, search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(test_model, path)
+    for change in ("", "file", "machine"):
+        if change == "file":
+            change_last_byte(path)
+        elif change:
+            monkeypatch.setattr(notes, "device_names", lambda: ["another processor"])
+        opened = open_model(path, OPTIONS)
+        assert not exact_finding(opened, OPTIONS).is_remembered
+        opened.close()
+    assert search.n_asked == 3
+
+
+def change_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "nonsense",
+        "[" * 99_999,
+        "[]",
+        "{}",
+        {"exactness": 1},
+        {"flash_attn": "maybe"},
+        {"least": 0},
+        {"least": 99},
+        {"multiple": 8},
+        {"multiple": 0},
+        {"least": None},
+        {"probe_s": "long"},
+    ],
+    ids=lambda wrong: str(wrong)[:20],
+)
+def test_damaged_finding_is_ignored(
+    model: LlamaModel, search: Search, monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
+    exact_finding(model, OPTIONS)
+    right = {
+        "exactness": BITWISE,
+        "flash_attn": "off",
+        "least": 4,
+        "multiple": 4,
+        "probe_s": 1.0,
+    }
+    said = wrong if isinstance(wrong, str) else json.dumps({**right, **wrong})
+    monkeypatch.setattr(notes, "read", lambda *_: said)
+    assert not exact_finding(model, OPTIONS).is_remembered
+    monkeypatch.setattr(notes, "read", lambda *_: json.dumps(right))
+    assert exact_finding(model, OPTIONS).is_remembered
+    assert search.n_asked == 2
+
+
+def test_probe_that_could_not_run_is_not_remembered(model: LlamaModel, search: Search) -> None:
+    search.exactness = f"{COULD_NOT_RUN}: so"
+    for _ in range(2):
+        assert not exact_finding(model, OPTIONS).is_remembered
+    assert search.n_asked == 2
+
+
+def test_borrowed_model_is_not_remembered(test_model: Path, search: Search) -> None:
+    llama = llama_cpp.Llama(str(test_model), n_ctx=64, verbose=False)
+    borrowed = open_model(llama, OPTIONS)
+    for _ in range(2):
+        assert not exact_finding(borrowed, OPTIONS).is_remembered
+    assert search.n_asked == 2
+    borrowed.close()
+    llama.close()
+
+
+def test_load_says_what_the_probe_took_and_whether_it_is_remembered(
+    test_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level(logging.INFO, "cbatch")
+    for exact in (True, True, False):
+        cbatch.load(test_model, parallel=4, ctx_per_seq=256, n_threads=1, exact=exact).close()
+    lines = [r for r in caplog.records if r.getMessage().startswith("loaded ")]
+    first, second, plain = [getattr(line, FIELDS) for line in lines]
+    assert (first["probe_remembered"], second["probe_remembered"]) == (False, True)
+    assert first["probe_s"] == second["probe_s"] > 0
+    assert (plain["probe_s"], plain["probe_remembered"]) == (None, None)
