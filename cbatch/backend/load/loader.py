@@ -130,7 +130,7 @@ def _describe(
             "kv": settled.kv,
             "cache_type_k": settled.cache_type_k,
             "cache_type_v": settled.cache_type_v,
-            "flash_attn": (found.options if found else settled).flash_attn,
+            "flash_attn": (proof.settings.options if proof else settled).flash_attn,
             "n_cell_bytes": cost and cost.n_cell_bytes,
             "n_state_bytes": cost and cost.n_state_bytes,
             "is_about": cost is None or cost.is_about,
