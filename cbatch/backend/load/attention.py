@@ -50,9 +50,14 @@ def settle_attention(model: LlamaModel, options: EngineOptions) -> EngineOptions
     It stays as llama.cpp has it where a device computes, under `exact` (whose probe decides), in one pool (without
     flash attention every row looks at all its cells), for sliding windows and states, and for wide windows.
     """
-    if options.flash_attn != "auto" or not _may_be_off(model, options) or is_faster_with():
+    if options.flash_attn != "auto" or options.exact or not is_better_off(model, options):
         return options
     return replace(options, flash_attn="off")
+
+
+def is_better_off(model: LlamaModel, options: EngineOptions) -> bool:
+    """Whether a context of these settings may do without flash attention and is faster then."""
+    return _may_be_off(model, options) and not is_faster_with()
 
 
 def _may_be_off(model: LlamaModel, options: EngineOptions) -> bool:
@@ -65,7 +70,7 @@ def _may_be_off(model: LlamaModel, options: EngineOptions) -> bool:
     return (
         is_plain
         and cells == {"f16"}
-        and not (options.exact or options.split_mode == "tensor")
+        and options.split_mode != "tensor"
         and options.kv != "unified"
         and n_bytes <= _N_BUFFER_MAX
         and not options.rpc_servers

@@ -13,6 +13,7 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, n_sequences, shapes
+from cbatch.backend.load.attention import is_better_off
 from cbatch.backend.load.probe import (
     BITWISE,
     COULD_NOT_RUN,
@@ -66,15 +67,19 @@ def find_exact(
     """Return how a model is computed so that no logits depend on company, or why it cannot be.
 
     Works on contexts of its own. Where memory can be cut anywhere, the rows of a step are padded as the model's kernels
-    need it; otherwise flash attention is turned off, and the model is refused where that is not enough.
+    need it. Where `flash_attn` is "auto", the faster of on and off is tried first, and then the other.
     """
-    found = _find(model, options, is_stopped)
     can_go_without = not options.has_quantised_values and options.split_mode != "tensor"
-    if found.exactness != BITWISE and options.flash_attn == "auto" and can_go_without:
-        plain = _find(model, replace(options, flash_attn="off"), is_stopped)
-        if plain.exactness == BITWISE:
-            return plain
-    return found
+    if options.flash_attn != "auto" or not can_go_without:
+        return _find(model, options, is_stopped)
+    tried = [options, replace(options, flash_attn="off")]
+    if is_better_off(model, options):
+        tried.reverse()
+    first = _find(model, tried[0], is_stopped)
+    if first.exactness == BITWISE:
+        return first
+    second = _find(model, tried[1], is_stopped)
+    return second if second.exactness == BITWISE else replace(first, options=options)
 
 
 def _find(

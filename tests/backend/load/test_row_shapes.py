@@ -38,6 +38,12 @@ WHOLE = RowShape(20, 20)
 """One width alone, of 17 slots."""
 
 
+@pytest.fixture(autouse=True)
+def with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Play a processor that is as fast with flash attention."""
+    monkeypatch.setattr(row_shapes, "is_better_off", lambda model, options: False)
+
+
 @pytest.fixture(scope="module")
 def model(test_model: Path) -> Iterator[LlamaModel]:
     yield from opened(test_model)
@@ -257,6 +263,21 @@ def test_flash_attention_that_does_no_harm_stays(
     for said in ("auto", "on", "off"):
         found = find(monkeypatch, model, nothing, flash_attn=said)
         assert (found.exactness, found.options.flash_attn) == (BITWISE, said)
+
+
+@pytest.mark.parametrize(
+    ("differs_without", "flash_attn"), [(False, "off"), (True, "auto")], ids=str
+)
+def test_flash_attention_is_off_first_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, differs_without: bool, flash_attn: str
+) -> None:
+    def touch(backend: LlamaBackend, slot: Slot) -> float:
+        is_off = backend.options.flash_attn == "off"
+        return is_first_row(backend, slot) * (is_off and differs_without)
+
+    monkeypatch.setattr(row_shapes, "is_better_off", lambda model, options: True)
+    found = find(monkeypatch, model, touch)
+    assert (found.exactness, found.options.flash_attn) == (BITWISE, flash_attn)
 
 
 # ---- memory that cannot be cut ----
