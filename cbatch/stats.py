@@ -101,6 +101,8 @@ class EngineStats:
     n_output_tokens: int = 0
     n_recomputed_tokens: int = 0
     """Tokens that were computed again after their cells were lost."""
+    n_pad_rows: int = 0
+    """Rows of no sequence that were computed to give steps their shape, with `exact`; no tokens."""
     n_preempted: int = 0
     """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0

@@ -47,7 +47,7 @@ class RecordingStepper(NativeStepper):
     def __init__(self, ctx: Any, **sizes: Any) -> None:
         super().__init__(ctx, **sizes)
         self.rows: Rows = {}
-        self.n_rows_max = 0
+        self.n_rows_max = self.n_pad_rows = 0
         self.widths: set[int] = set()
         self._ctx, self._n_bytes = ctx, 4 * sizes["n_vocab"]
         self._seeds: dict[Slot, int] = {}
@@ -66,6 +66,7 @@ class RecordingStepper(NativeStepper):
         pads: Collection[Chunk] = (),
     ) -> StepResult:
         result = super().run(chunks, masks=masks, pads=pads)
+        self.n_pad_rows += len(pads)
         self.n_rows_max = max(self.n_rows_max, len(chunks) - len(pads))
         if len(chunks[0].tokens) == 1:
             self.widths.add(len(chunks))
@@ -129,8 +130,10 @@ def exact(request: pytest.FixtureRequest, synth: SynthFactory) -> Iterator[Exact
 
 def test_logits_and_tokens_are_the_same_bits_alone_and_in_company(exact: Exact) -> None:
     items = exact.items(GREEDY)
+    exact.engine.reset_stats()
     together = all_results(exact.engine.run(items))
     rows_together = exact.take_rows()
+    assert exact.engine.stats().n_pad_rows == exact.stepper.n_pad_rows > 0
     assert exact.stepper.n_rows_max == N_SLOTS
     alone = [all_results(exact.engine.run(item))[0] for item in items]
     rows_alone = exact.take_rows()

@@ -156,6 +156,8 @@ class StepResult:
     """After code 2 or below −1: how many cells each chunk's slot holds now, as far as is known."""
     lost: tuple[int, ...] = ()
     """Keys that could not be saved or loaded. Where a load failed nothing was copied or computed: `n_steps` is 0."""
+    n_pad_rows: int = 0
+    """Rows of no sequence that were computed to give steps their shape, of all steps that were done."""
     move_s: float = 0.0
     """Copying cells from slot to slot, as far as it was done before decoding."""
     logprobs: Sequence[Sequence[TokenLogprobs]] = ()

@@ -472,6 +472,7 @@ class ContinuousBatchScheduler:
         """Count a run in the statistics and the costs."""
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
+        self._stats.n_pad_rows += result.n_pad_rows
         self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, result.first_s)

@@ -58,6 +58,8 @@ class StepRecord:
     """In ascending order of slot."""
     first_s: float = 0.0
     """The first step's part of `decode_s` and `sample_s`."""
+    n_pad_rows: int = 0
+    """Rows of no sequence that gave its steps their shape, with `exact`; of all steps."""
     n_cells: int = 0
     """Cells in use before the run, prefixes that are kept included."""
 
@@ -106,6 +108,7 @@ def record_of(
         deliver_s=0.0,
         rows=tuple(rows),
         first_s=result.first_s,
+        n_pad_rows=result.n_pad_rows,
         n_cells=n_cells,
     )
 

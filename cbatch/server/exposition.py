@@ -126,6 +126,11 @@ ROWS = (
         lambda stats: stats.n_recomputed_tokens,
     ),
     Row(
+        ("cbatch:pad_rows_total",),
+        "Rows of no sequence that were computed to give steps their shape.",
+        lambda stats: stats.n_pad_rows,
+    ),
+    Row(
         ("cbatch:requests_finished_total",),
         "Sequences that ended, by finish reason.",
         lambda stats: stats.n_finished,

@@ -91,6 +91,15 @@ def test_page_is_whole_and_tells_of_everything() -> None:
     assert "regex: a <bad> one" in page.all("td")
 
 
+def test_page_tells_of_pad_rows_where_there_were_some() -> None:
+    for n_pad_rows, words in ((0, False), (3, True)):
+        recorder = RunRecorder(n_slots=2)
+        recorder(run_of(0, prefill(0, "a"), n_pad_rows=n_pad_rows))
+        recorder(run_of(1, decode(0, "a"), n_pad_rows=n_pad_rows, n_steps=2))
+        said = "6 pad rows beside 3 rows of sequences" in page_of(recorder)
+        assert said == words
+
+
 def test_page_needs_nothing_from_elsewhere() -> None:
     page = page_of(a_run())
     assert "http" not in page.replace("http-equiv", "")

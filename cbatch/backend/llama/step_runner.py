@@ -84,7 +84,12 @@ class StepRunner:
         padded = {c.slot for c in pads}
         kept = [i for i, c in enumerate(rows) if c.slot not in padded]
         logprobs = [result.logprobs[i] for i in kept] if result.logprobs else ()
-        return replace(result, tokens=[result.tokens[i] for i in kept], logprobs=logprobs)
+        return replace(
+            result,
+            tokens=[result.tokens[i] for i in kept],
+            logprobs=logprobs,
+            n_pad_rows=len(pads) * result.n_steps,
+        )
 
     def _run(
         self, rows: Sequence[Chunk], pads: Sequence[Chunk], n_steps: int, slice_s: float
@@ -150,4 +155,5 @@ def _joined(
         first_s=decode_s + sample_s,
         logprobs=[reports.get(c.slot, []) for c in chunks] if reports else (),
         scores=scores,
+        n_pad_rows=sum(r.n_pad_rows for r in results),
     )

@@ -140,7 +140,7 @@ class StepBooks:
         self.spans = SpanStore(min(N_SPANS, N_SPANS_PER_SLOT * n_slots))
         self.itl_s = Percentiles()
         self.n_runs = self.n_steps = self.n_failed_steps = 0
-        self.n_prompt = self.n_output = self.n_active_steps = 0
+        self.n_prompt = self.n_output = self.n_active_steps = self.n_pad_rows = 0
         self.phases: defaultdict[str, float] = defaultdict(float)
         self._slots, self._n_tracked = SlotSpans(), 8 * n_slots
         self._last_token_s: dict[str, float] = {}
@@ -172,6 +172,7 @@ class StepBooks:
         self.n_runs += 1
         self.n_steps += record.n_steps
         self.n_failed_steps += record.code != 0
+        self.n_pad_rows += record.n_pad_rows
         self.n_prompt += n_prompt
         self.n_output += n_output
         self.n_active_steps += record.n_rows * record.n_steps

@@ -118,6 +118,7 @@ class TraceWriter:
             "steps": record.n_steps,
             "rows": record.n_rows,
             "tokens": record.n_tokens,
+            "pad rows": record.n_pad_rows,
             "code": record.code,
             "decode_ms": round(record.decode_s * 1e3, 3),
             "sample_ms": round(record.sample_s * 1e3, 3),

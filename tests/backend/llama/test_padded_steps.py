@@ -105,6 +105,7 @@ def test_steps_leave_the_cells_that_are_counted(
     assert (result.code, result.n_steps) == (0, n_steps)
     assert len(backend.last_chunks) == shape.width(len(backend.last_chunks))
     assert len(padded(backend)) == len(backend.last_chunks) - len(slots)
+    assert result.n_pad_rows == n_steps * len(padded(backend))
     assert held(backend) == [n + n_steps * (i in slots) for i, n in enumerate(before)]
 
 
@@ -192,6 +193,7 @@ def test_prompts_beside_rows_leave_the_cells_that_are_counted(
     result = backend.run(plan)
     assert (result.code, result.n_steps) == (0, 1)
     assert runs.widths == [shape.width(4), 1, 1]
+    assert result.n_pad_rows == shape.width(4) - 2
     assert held(backend) == [len(LONGER), len(TEXTS[1]) + 1, 0, len(TEXTS[3]), len(TEXTS[4]) + 1]
     alone = make(shape)
     fill(alone, 1, 4)
