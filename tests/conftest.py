@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.places import Place
 
 ROOT = Path(__file__).parents[1]
-MODELS = {"synth", "test_model", "random_model"}
+MODELS = {"synth", "test_model", "random_model", "zoo"}
 """Fixtures that give a path of a model: who asks for one is `real`."""
 
 N_CASES = 2
@@ -185,6 +185,20 @@ def synth(tmp_path_factory: pytest.TempPathFactory) -> SynthFactory:
             path = folder / f"{len(written)}-{changed.type}.gguf"
             written[key] = write_model(path, changed, seed=seed, metadata=metadata)
         return written[key]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a factory of models by a name in `tests.zoo`; files are shared, so read only."""
+    from tests.zoo import write_arch
+
+    folder = tmp_path_factory.mktemp("zoo")
+
+    def write(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else write_arch(name, path)
 
     return write
 
