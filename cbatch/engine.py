@@ -235,6 +235,14 @@ class Engine:
         return self._exactness_found
 
     @property
+    def company(self) -> str:
+        """How sequences are computed: `together: reason`, or `one at a time: reason`, whatever `parallel` asked for.
+
+        Found when the model is loaded: some are computed wrongly by llama.cpp where several sequences share a step.
+        """
+        return self.model_facts.company
+
+    @property
     def fingerprint(self) -> dict[str, str]:
         """What answers depend on besides prompt and options, by name: model, adapters, chat template, settings.
 

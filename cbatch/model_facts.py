@@ -27,3 +27,5 @@ class ModelFacts:
     """Whether `thinking_budget` is served, as it is where chats have no thinking."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling values that the model's file recommends, by the names of `RunOptions`."""
+    company: str = "together: not tried"
+    """How several sequences are computed; see `Engine.company`."""

@@ -81,9 +81,11 @@ class LlamaBackend:
             raise ConfigError(
                 "kv='unified' is for cells, but this model keeps a state for each sequence: leave kv and admission out"
             )
-        self.model, self.options, self._owns_model = model, options, owns_model
+        self.model, self.options, self.owns_model = model, options, owns_model
         self._stepper_class: Callable[..., NativeStepper] = stepper or NativeStepper
         self.shape = shape
+        self.company = "together: not tried"
+        """See `Engine.company`."""
         self._adapters = adapters
         self.adapters: Sequence[str] = () if adapters is None else adapters.names
         self.grammars = LlamaGrammars(model)
@@ -172,7 +174,7 @@ class LlamaBackend:
         self.grammars.close()
         if self._adapters is not None:
             self._adapters.close()
-        if self._owns_model:
+        if self.owns_model:
             self.model.close()
         llama_log().remove()
 
@@ -309,6 +311,7 @@ class LlamaBackend:
             bos_id=model.vocab.bos_id,
             adapters=tuple(self.adapters),
             sampling=dict(self.sampling_defaults),
+            company=self.company,
         )
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
+from cbatch.backend.load.company import find_company, find_known
 from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
@@ -106,6 +107,8 @@ def _describe(
     with opened as loaded, closing(loaded):
         room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
         settled = settle(loaded, options, room)
+        if known := find_known(loaded, settled):
+            settled = known.options
         proof = exact_finding(loaded, settled, is_stopped) if asks_probe and options.exact else None
         exactness = proof and proof.settings.exactness
         if asks_probe and proof is None:
@@ -232,6 +235,32 @@ def _opened(
 
 
 def _make_backend(
+    loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
+    """Make a backend, and another that computes one sequence at a time where several are computed wrongly."""
+    found = find_known(loaded, options)
+    made = _make_untried(loaded, found.options if found else options, is_stopped)
+    if found is None:
+        try:
+            found = find_company(made[0], is_stopped)
+        except BaseException:
+            _discard(made[0])
+            raise
+        if not found.is_sound:
+            _discard(made[0])
+            made = _make_untried(loaded, found.options, is_stopped)
+    made[0].company = found.text
+    if not found.is_sound:
+        _log.warn("%s: %s", readable(loaded.name), found.text)
+    return made
+
+
+def _discard(backend: LlamaBackend) -> None:
+    backend.owns_model = False
+    backend.close()
+
+
+def _make_untried(
     loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
 ) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
     ask: Callable[[], str] = partial(_until_struck, partial(probe, loaded, options))

@@ -1,0 +1,157 @@
+"""Company tried at load: where llama.cpp computes several sequences wrongly, one is computed at a time, and right."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cbatch
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load.company import find_company, find_known
+from cbatch.backend.load.open_model import open_model
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import EngineError
+from cbatch.messages import BatchPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from cbatch.core.plan import Slot, StepPlan, StepResult
+
+pytestmark = pytest.mark.real
+
+PROMPTS = [tuple(range(i, 13 * i, i + 1)) for i in range(1, 9)]
+
+
+class Wrong(LlamaBackend):
+    """Computes a sequence of a step otherwise than alone, or a prompt otherwise than its tokens."""
+
+    place = 0
+    n_least = 2
+    code = 0
+    is_of_prompt = False
+    n_rows = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        n_rows = len(plan.chunks)
+        if self.code and n_rows >= self.n_least:
+            raise EngineError(f"llama_decode returned {self.code}")
+        self.n_rows = n_rows
+        self.is_long = any(len(chunk.tokens) > 1 for chunk in plan.chunks)
+        return super().run(plan)
+
+    def logits(self, slot: Slot) -> NDArray[np.float32]:
+        found = super().logits(slot)
+        if self.is_of_prompt and self.is_long:
+            return -found
+        is_wrong = not self.is_of_prompt and self.n_rows >= self.n_least and slot == self.place
+        return np.roll(found, 1) if is_wrong else found
+
+
+@pytest.fixture
+def backend(test_model: Path) -> Iterator[Wrong]:
+    backend = Wrong(open_model(test_model), EngineOptions(parallel=4, ctx_per_seq=256))
+    with closing(backend):
+        yield backend
+
+
+@pytest.mark.parametrize(("place", "name"), [(0, "first"), (1, "second"), (2, "third")])
+@pytest.mark.parametrize("n_least", [2, 3])
+def test_wrong_row_of_a_step_is_found_in_each_place(
+    backend: Wrong, place: int, name: str, n_least: int
+) -> None:
+    backend.place, backend.n_least = place, n_least
+    found = find_company(backend)
+    assert not found.is_sound
+    assert found.text.startswith("one at a time: ")
+    assert name in found.text
+    assert (found.options.parallel, found.options.n_ubatch) == (1, 512)
+
+
+def test_prompt_that_is_wrong_alone_is_computed_token_by_token(backend: Wrong) -> None:
+    backend.is_of_prompt = True
+    found = find_company(backend)
+    assert not found.is_sound
+    assert (found.options.parallel, found.options.n_ubatch) == (1, 1)
+
+
+def test_step_that_fails_in_company_is_no_company(backend: Wrong) -> None:
+    backend.code = -3
+    found = find_company(backend)
+    assert not found.is_sound
+    assert "returned -3" in found.text
+
+
+def test_sound_backend_is_left_empty(backend: Wrong) -> None:
+    backend.n_least = 5
+    found = find_company(backend)
+    assert found.is_sound
+    assert found.options is backend.options
+    assert set(backend.n_cells) == {0}
+
+
+def test_trial_that_is_stopped_tells_so(backend: Wrong) -> None:
+    with pytest.raises(EngineError, match="stopped"):
+        find_company(backend, lambda: True)
+
+
+def answers(engine: cbatch.Engine) -> list[tuple[int, ...]]:
+    said: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    results = engine.run([BatchPrompt(tokens=p) for p in PROMPTS], options=said).results()
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("name", ["cogvlm", "plamo2"])
+def test_model_that_is_wrong_in_company_is_right_one_at_a_time(
+    name: str, zoo: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = zoo(name)
+    with caplog.at_level(logging.WARNING), cbatch.load(path, parallel=4) as engine:
+        assert engine.company.startswith("one at a time: ")
+        assert engine.parallel == 1
+        found = answers(engine)
+    [warning] = [r.getMessage() for r in caplog.records if "one at a time" in r.getMessage()]
+    assert str(path) in warning
+    with cbatch.load(path, parallel=1, n_ubatch=1, ctx_per_seq=256) as engine:
+        assert found == answers(engine)
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_one_slot_is_tried_too(parallel: int, zoo: Callable[[str], Path]) -> None:
+    with cbatch.load(zoo("cogvlm"), parallel=parallel) as engine:
+        assert "one by one" in engine.company
+    with cbatch.load(zoo("qwen35"), parallel=parallel) as engine:
+        assert engine.company.startswith("together" if parallel > 1 else "one at a time: there")
+
+
+def test_plain_transformers_are_not_tried(test_model: Path, zoo: Callable[[str], Path]) -> None:
+    known = {}
+    for name in ("llama", "llama-moe", "gemma3", "mamba", "olmo2"):
+        with closing(open_model(zoo(name))) as model:
+            known[name] = find_known(model, EngineOptions(parallel=2)) is not None
+    assert known == {
+        "llama": True,
+        "llama-moe": False,
+        "gemma3": False,
+        "mamba": False,
+        "olmo2": False,
+    }
+    with cbatch.load(test_model, parallel=2) as engine:
+        assert engine.company.startswith("together: llama")
+
+
+def test_exact_engine_needs_no_trial(zoo: Callable[[str], Path]) -> None:
+    with cbatch.load(zoo("stablelm"), parallel=2, exact=True) as engine:
+        assert engine.company == "together: exact=True holds"
+
+
+def test_workers_tell_their_company(zoo: Callable[[str], Path]) -> None:
+    with cbatch.load(zoo("cogvlm"), parallel=4, replicas=1) as engine:
+        assert engine.company.startswith("one at a time: ")
