@@ -29,7 +29,7 @@ class StepRunner:
         *,
         is_on_device: bool,
     ) -> None:
-        """Take what `renew` calls, and whether a device computes, so that masks can be made meanwhile."""
+        """Take what `renew` calls, what fills steps, and whether a device computes: then masks are made meanwhile."""
         self._make_stepper, self._matchers, self._pad_rows = make_stepper, matchers, pad_rows
         self._is_on_device = is_on_device
         self.renew()
@@ -58,8 +58,10 @@ class StepRunner:
         """
         if chunk_alignment and any(len(c.tokens) > 1 for c in plan.chunks):
             return self._run_apart(plan.chunks, undo)
-        pads = self._pad_rows.beside(plan.chunks) if chunk_alignment else ()
-        return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
+        pads = self._pad_rows.beside(plan.chunks, plan.n_steps)
+        result = self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
+        self._pad_rows.note(plan.chunks, pads, result)
+        return result
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
         """Have grammars follow what was sampled in at least one step that was done."""
@@ -117,7 +119,7 @@ class StepRunner:
         groups += [[c] for c in chunks if len(c.tokens) > 1]
         results: list[StepResult] = []
         for group in groups:
-            pads = self._pad_rows.beside(group) if group is rows else ()
+            pads = self._pad_rows.beside(group, 1) if group is rows else ()
             result = self._run_padded(group, pads)
             if result.code:
                 done = [c for g in groups[: len(results)] for c in g]
