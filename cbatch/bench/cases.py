@@ -16,6 +16,7 @@ CASES = (
         "stall",
         "samplers",
         "constraints",
+        "pad_rows",
         "prompt_scores",
         "replicas",
         "neighbours",

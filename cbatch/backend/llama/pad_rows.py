@@ -95,6 +95,10 @@ class PadRows:
             if i not in taken
         ]
 
+    def most_steps(self, rows: Sequence[Chunk], n_steps: int) -> int:
+        """Return how many of `n_steps` steps a run of these decoding rows is to have at most."""
+        return n_steps
+
     def note(self, rows: Sequence[Chunk], pads: Sequence[Chunk], result: StepResult) -> None:
         """Learn from a run of these decoding rows with pad rows beside them."""
 

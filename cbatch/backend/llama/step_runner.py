@@ -58,8 +58,9 @@ class StepRunner:
         """
         if chunk_alignment and any(len(c.tokens) > 1 for c in plan.chunks):
             return self._run_apart(plan.chunks, undo)
-        pads = self._pad_rows.beside(plan.chunks, plan.n_steps)
-        result = self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
+        n_steps = self._pad_rows.most_steps(plan.chunks, plan.n_steps)
+        pads = self._pad_rows.beside(plan.chunks, n_steps)
+        result = self._run_padded(plan.chunks, pads, n_steps, plan.slice_s)
         self._pad_rows.note(plan.chunks, pads, result)
         return result
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.pad_rows import PadRows
 from cbatch.backend.llama.width_trials import WidthTrials
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
@@ -56,9 +57,9 @@ def in_passes(n_rows: int) -> float:
 @pytest.mark.parametrize("n", [5, 6, 7, 9, 10, 11, 13, 14, 15])
 def test_trial_takes_turns_and_keeps_the_faster_kind(n: int) -> None:
     wide = n + -n % 4
-    assert run(trials(), n, in_passes, 10) == [n, wide, n, wide, n, wide, *[wide] * 4]
-    assert run(trials(), n, float, 10) == [n, wide, n, wide, n, wide, *[n] * 4]
-    assert run(trials(), n, lambda n_rows: 1 - (n_rows > n) / 100, 7)[-1] == n, "not worth it"
+    assert run(trials(), n, in_passes, 12) == [*[n, wide] * 4, *[wide] * 4]
+    assert run(trials(), n, float, 12) == [*[n, wide] * 4, *[n] * 4]
+    assert run(trials(), n, lambda n_rows: 1 - (n_rows > n) / 25, 9)[-1] == n, "not worth it"
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 12, 16])
@@ -68,13 +69,13 @@ def test_narrow_steps_and_those_of_whole_passes_are_left(n: int) -> None:
 
 def test_trials_are_made_again_later() -> None:
     widths = trials()
-    assert run(widths, 6, in_passes, 1006)[-1] == 8
-    assert run(widths, 6, float, 8) == [8, 8, 6, 8, 6, 8, 6, 6]
+    assert run(widths, 6, in_passes, 308)[-1] == 8
+    assert run(widths, 6, float, 10) == [8, 8, 6, 8, 6, 8, 6, 8, 6, 6]
 
 
 def test_each_number_of_rows_has_its_trial() -> None:
     widths = trials()
-    assert run(widths, 6, in_passes, 8)[-1] == 8
+    assert run(widths, 6, in_passes, 9)[-1] == 8
     assert run(widths, 7, in_passes, 2) == [7, 8]
     assert run(widths, 6, in_passes) == [8]
 
@@ -84,7 +85,7 @@ def test_each_number_of_rows_has_its_trial() -> None:
 )
 def test_pad_rows_stand_beside_the_rows(first: int, slots: list[int]) -> None:
     widths = trials(range(N_SLOTS))
-    run(widths, 6, in_passes, 6)
+    run(widths, 6, in_passes, 8)
     pads = widths.beside(rows(6, first), 4)
     assert sorted(c.slot for c in pads) == sorted(slots)
     assert all(c.start == c.slot and not c.has_output for c in pads)
@@ -103,7 +104,7 @@ def test_steps_with_gaps_or_prompts_are_left_and_teach_nothing(given: list[Chunk
     assert run(widths, 6, in_passes, 3) == [6, 8, 6]
     assert widths.beside(given, 1) == ()
     widths.note(given, (), took(0.0))
-    assert run(widths, 6, in_passes, 4) == [8, 6, 8, 8]
+    assert run(widths, 6, in_passes, 6) == [8, 6, 8, 6, 8, 8]
 
 
 def test_runs_that_failed_or_did_nothing_teach_nothing() -> None:
@@ -111,7 +112,7 @@ def test_runs_that_failed_or_did_nothing_teach_nothing() -> None:
     assert run(widths, 6, in_passes, 1) == [6]
     for result in (took(0, 0), took(0, 1, code=2)):
         widths.note(rows(6), (), result)
-    assert run(widths, 6, in_passes, 6)[-1] == 8
+    assert run(widths, 6, in_passes, 8)[-1] == 8
 
 
 def test_no_pad_rows_without_slots_or_cells_for_them() -> None:
@@ -122,33 +123,46 @@ def test_no_pad_rows_without_slots_or_cells_for_them() -> None:
     assert full.beside(rows(6), 3) == ()
 
 
+def test_runs_of_a_trial_are_short() -> None:
+    widths = trials()
+    for _ in range(8):
+        assert widths.most_steps(rows(6), 64) == 2
+        assert widths.most_steps(rows(6), 1) == 1
+        run(widths, 6, in_passes)
+    assert widths.most_steps(rows(6), 64) == 64
+    assert widths.most_steps(rows(8), 64) == 64
+
+
 @pytest.mark.parametrize("n", [5, 6, 7])
-def test_filled_steps_sample_what_they_did_and_leave_no_cells(synth: SynthFactory, n: int) -> None:
+def test_filled_steps_sample_what_they_did_and_leave_no_cells(
+    synth: SynthFactory, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy texts of sequences with histories, beside idle slots with histories of their own, which stay."""
     dice = random.Random(n)
     texts = [dice.choices(range(1000), k=9 + i) for i in range(9)]
 
     def decode(*, trial: bool) -> tuple[list[list[int]], list[int]]:
         options = EngineOptions(parallel=9, ctx_per_seq=256, n_threads=1)
+        if not trial:
+            monkeypatch.setattr(WidthTrials, "beside", PadRows.beside)
         with closing(LlamaBackend(open_model(synth("test")), options)) as backend:
             binds = tuple(Binding(Slot(i), 0, GREEDY, ()) for i in range(9))
             histories = [Chunk(Slot(i), 0, t, has_output=True) for i, t in enumerate(texts)]
             last = backend.run(StepPlan(tuple(histories), binds=binds)).tokens
             said: list[list[int]] = [[] for _ in range(n)]
             widths = set()
-            for _ in range(8 if trial else 1):
+            for _ in range(12):
                 chunks = tuple(
                     Chunk(Slot(i), backend.n_cells[i], last[i][-1:], has_output=True)
                     for i in range(n)
                 )
-                n_steps = 4 if trial else 32
-                last = backend.run(StepPlan(chunks, n_steps=n_steps, slice_s=99.0)).tokens
+                last = backend.run(StepPlan(chunks, n_steps=4, slice_s=99.0)).tokens
                 widths.add(len(backend.last_chunks))
                 for i in range(n):
                     said[i] += last[i]
             assert widths == ({n, 8} if trial else {n})
             return said, list(backend.n_cells)
 
-    tried, at_once = decode(trial=True), decode(trial=False)
-    assert tried == at_once
+    tried, plain = decode(trial=True), decode(trial=False)
+    assert tried == plain
     assert tried[1][n:] == [9 + i for i in range(n, 9)]
