@@ -48,8 +48,8 @@ SHARE_FOR_UNIFIED = 2 / 3
 
 PROMPT_FOR_FLASH = 1024
 SHARE_FOR_FLASH = 24
-"""Tokens of a prompt, and how many times those of its answer, from which a job is faster with flash attention on a
-processor that decodes faster without. Source: measured on two models; see docs/performance.md."""
+"""Tokens of a prompt that are its own, and how many times those of its answer, from which a job is faster with flash
+attention on a processor that decodes faster without. Source: measured on two models; see docs/performance.md."""
 
 _MIB = 2**20
 _log = Log("cbatch")
@@ -130,7 +130,7 @@ def settle(
 def _with_sizes(
     model: LlamaModel, options: EngineOptions, room: Room, demand: WorkloadProfile
 ) -> EngineOptions:
-    kv = choose_kv(options, demand, has_states=model.has_states)
+    kv = _fastest_kv(model, options, demand)
     if options.n_ctx is not None:
         return replace(options, parallel=options.n_slots, kv=kv)
     n_window = options.ctx_per_seq or wanted_window(demand, trained_window(model, options))
@@ -141,6 +141,18 @@ def _with_sizes(
         n_cells = padded(sizes.n_slots * sizes.n_window)
         return replace(options, parallel=sizes.n_slots, n_ctx=n_cells, kv=kv)
     return replace(options, parallel=sizes.n_slots, ctx_per_seq=sizes.n_window, kv=kv)
+
+
+def _fastest_kv(
+    model: LlamaModel, options: EngineOptions, demand: WorkloadProfile
+) -> Literal["partitioned", "unified"]:
+    """Return the kind of memory: no pool, which keeps flash attention, where that would be turned off without one."""
+    kv = choose_kv(options, demand, has_states=model.has_states)
+    if kv == options.kv or demand.is_mostly_prompt or options.flash_attn != "auto":
+        return kv
+    n_window = options.ctx_per_seq or wanted_window(demand, trained_window(model, options))
+    apart = replace(options, kv="partitioned", n_ctx=None, ctx_per_seq=n_window)
+    return "partitioned" if settle_attention(model, apart).flash_attn == "off" else kv
 
 
 def find_room(
@@ -236,11 +248,13 @@ def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
     n_again = sum(len(tokens) * (options.n_choices - 1) for tokens, options in read)
     n_tokens = sum(len(tokens) for tokens, _ in read)
     n_output = sum(o.n_choices * (o.max_tokens or DEFAULT_OUTPUT) for _, o in read)
-    is_long = n_tokens >= max(PROMPT_FOR_FLASH * len(read), SHARE_FOR_FLASH * n_output)
+    n_common = n_common_tokens([tokens for tokens, _ in read])
+    n_own = n_tokens - n_common
+    is_long = n_own >= max(PROMPT_FOR_FLASH * len(read), SHARE_FOR_FLASH * n_output)
     has_caches = any(options.cache_key is not None for _, options in read)
     return WorkloadProfile(
         n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
-        n_common=(n_common_tokens([tokens for tokens, _ in read]) + n_again) / n_answers,
+        n_common=(n_common + n_again) / n_answers,
         n_cells=(n_tokens + n_again + n_output) / n_answers,
         is_mostly_prompt=bool(read) and is_long and not has_caches,  # their cells are of one kind
         is_all=look_ahead.is_all and len(prompts) == len(look_ahead.prompts),

@@ -169,6 +169,29 @@ def test_job_of_long_prompts_with_short_answers_keeps_it(
     assert settle(model, asked, room, job).flash_attn == found
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, ("partitioned", "off")),
+        ({"kv": "unified"}, ("unified", "auto")),
+        ({"flash_attn": "on"}, ("unified", "on")),
+        ({"cache_type_k": "q8_0"}, ("unified", "auto")),
+    ],
+    ids=str,
+)
+def test_prompts_with_much_in_common_get_no_pool_where_that_would_keep_flash_attention(
+    trial: dict[str, float], model: LlamaModel, said: dict[str, Any], found: tuple[str, str]
+) -> None:
+    asked, given = EngineOptions(parallel=4, **said), RunOptions(max_tokens=8)
+    job = LookAhead([(BatchPrompt(tokens=[300] * 1200), given)] * 4, is_all=True)
+    settled = settle(model, asked, find_room(model, asked), job)
+    assert (settled.kv, settled.flash_attn) == found
+    trial.update(FAST)
+    attention.is_faster_with.cache_clear()
+    notes.write("faster", "flash-attention")
+    assert settle(model, asked, find_room(model, asked), job).kv == "unified"
+
+
 def test_engine_and_bare_loop_are_alike(
     trial: dict[str, float], synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cbatch
 from cbatch.backend.llama.layout import Footprint
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.load import sizing
+from cbatch.backend.load import attention, sizing
 from cbatch.backend.load.loader import describe_model, load_backend
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.sizing import (
@@ -61,6 +61,12 @@ def model(synth: SynthFactory) -> Iterator[LlamaModel]:
     """A model of 256 bytes a cell, trained for 32,768 positions."""
     with closing(open_model(synth("test"))) as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def usual_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not faster without flash attention."""
+    monkeypatch.setattr(attention, "is_faster_with", lambda: True)
 
 
 def look(*prompts: BatchPrompt, is_all: bool = True, **options: Any) -> LookAhead:
