@@ -71,6 +71,8 @@ class ScheduleOptions:
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
         share_prefixes: compute a common prefix of prompts once and share its cells.
+        checkpoint_mib: host memory for checkpoints, by which sequences share a prefix where memory cannot be cut
+            (sliding windows, recurrent states); 0 computes it again for each.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
@@ -89,6 +91,7 @@ class ScheduleOptions:
     itl_ms: float | None = checked(check_float, 1e-3, 1e9)
     swap_mib: int = checked(check_int, 0, MAX_INT, default=1024)
     share_prefixes: bool = checked(check_flag, default=True)
+    checkpoint_mib: int = checked(check_int, 0, MAX_INT, default=1024)
 
     def __post_init__(self) -> None:
         """Check every value, and options that contradict each other."""

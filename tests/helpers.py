@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from cbatch.backend.fake import (
 )
 from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
 from cbatch.core.cell_ops import ToStore
+from cbatch.core.checkpoints import N_CHECKPOINTS_MAX
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Binding, KvCapabilities, Slot
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cbatch.core.checkpoints import Checkpoint
     from cbatch.core.plan import Chunk, StepPlan
     from cbatch.core.prefix import Branch, PrefixIndex
     from cbatch.options import Grammar
@@ -63,6 +65,14 @@ def shared_pool(n_cells: int, *, can_save: bool = False, can_copy: bool = False)
 def recurrent(n_slots: int, *, can_save: bool = False) -> KvCapabilities:
     """Memory that cannot trim; a saved state takes 4 KiB."""
     return KvCapabilities("recurrent", n_slots, can_trim=False, can_save=can_save, saved_bytes=4096)
+
+
+def at_end_only(
+    kind: Literal["partitioned", "unified", "recurrent"], n_cells: int
+) -> KvCapabilities:
+    """Memory of any kind that is kept at the end of a sequence alone, such as sliding windows; it can save."""
+    memory = KvCapabilities("recurrent", n_cells, can_trim=False, can_save=True, saved_bytes=4096)
+    return memory if kind == "recurrent" else replace(memory, kind=kind, saved_bytes_per_cell=1024)
 
 
 def partitioned(n_cells: int) -> KvCapabilities:
@@ -531,7 +541,8 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     )  # chunks are evened out otherwise
     if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
         done = {d: c.start + len(c.tokens) for c, d in zip(plan.chunks, planned.rows, strict=True)}
-        assert all(done[d] == d.n_tokens for d in running)
+        marks = {d: planned_slots.marks.get(d, d.marks) for d in running}
+        assert all(done[d] in (d.n_tokens, *marks[d]) for d in running)
 
 
 def waiting_for(rig: Rig, slots: SlotPlan) -> list[SequenceDriver]:
@@ -628,6 +639,11 @@ def saved_by_key(rig: Rig) -> dict[int, Any]:
     return rig.state.saved._saved
 
 
+def checkpoints_by_key(rig: Rig) -> dict[int, Checkpoint]:
+    """The books of checkpoints."""
+    return rig.state.cells.prefixes.checkpoints._kept
+
+
 def check_cells(rig: Rig) -> None:
     """The backend holds exactly the computed tokens, but for what the next plan takes off."""
     cells, cells_saved = rig.state.cells, saved_by_key(rig)
@@ -643,7 +659,10 @@ def check_cells(rig: Rig) -> None:
         assert held == driver.tokens[: driver.n_computed]
     if rig.ledger.is_overcommitted and not (cells.clears or cells.trims or cells.shifts):
         assert rig.backend.n_used == rig.ledger.n_used
-    assert set(rig.backend.saved) - set(cells.forgets) == set(cells_saved)
+    checkpoints = checkpoints_by_key(rig)
+    assert set(rig.backend.saved) - set(cells.forgets) == {*cells_saved, *checkpoints}
+    for key, kept in checkpoints.items():
+        assert len(rig.backend.saved[key]) == kept.n_cells
     for key, entry in cells_saved.items():
         driver = entry.driver
         assert driver.slot is None
@@ -680,6 +699,10 @@ def check_invariants(rig: Rig) -> None:
     assert batcher.occupancy().n_storing == len(leaving)
     sums = sum(entry.n_bytes for entry in cells_saved.values())
     assert sums == saved.n_bytes <= rig.scheduler.options.swap_mib * 2**20
+    books = rig.state.cells.prefixes.checkpoints
+    n_bytes = sum(kept.n_bytes for kept in checkpoints_by_key(rig).values())
+    assert n_bytes == books.n_bytes <= rig.scheduler.options.checkpoint_mib * 2**20
+    assert len(books) <= N_CHECKPOINTS_MAX
     for driver in batcher.in_flight.values():
         assert driver.n_preempted <= N_PREEMPTED_MAX or rig.has_lost_cells
         assert driver.slot is not None or driver.n_computed == 0 or driver.saved_key is not None

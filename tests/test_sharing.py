@@ -50,13 +50,14 @@ def prompts(draw: st.DrawFn) -> BatchPrompt:
 @st.composite
 def memories(draw: st.DrawFn, chunk_alignment: int) -> KvCapabilities:
     """Slots of their own, a pool that may be too small for all, or states."""
-    kind = draw(st.just(KINDS[0]) if chunk_alignment else st.sampled_from(KINDS))
+    kind = draw(st.sampled_from([KINDS[0], KINDS[2]] if chunk_alignment else KINDS))
+    can_trim = kind != "recurrent" and draw(st.booleans())
     n_cells = draw(st.integers(N_WINDOW, N_SLOTS * N_WINDOW))
     return KvCapabilities(
         kind,
         n_cells if kind == "unified" else N_SLOTS * N_WINDOW,
-        can_trim=kind != "recurrent",
-        can_copy=kind != "recurrent",
+        can_trim=can_trim,
+        can_copy=can_trim,
         can_save=draw(st.booleans()),
         saved_bytes_per_cell=1024,
     )

@@ -69,7 +69,9 @@ class PlanCheck:
                 self._refuse(plan, n_cells, why)
             held[slot] = n
         for slot, key, n in plan.loads:
-            if held[slot] or not 0 < n <= min(n_saved.pop(key, 0), self._n_window):
+            n_there = n_saved.get(key, 0)
+            is_part = not memory.can_trim and n != n_there
+            if held[slot] or is_part or not 0 < n <= min(n_there, self._n_window):
                 why = f"{n} cells saved under {key} cannot be put into slot {slot}"
                 self._refuse(plan, n_cells, why)
             held[slot] = n
@@ -87,9 +89,7 @@ class PlanCheck:
         for slot, key in plan.saves:
             if not self._memory.can_save or key in n_saved or not n_cells[slot]:
                 self._refuse(plan, n_cells, f"slot {slot} cannot be saved under {key}")
-            n_saved[key] = n_cells[slot]
-        for key in plan.forgets:
-            n_saved.pop(key, None)
+            n_saved[key] = 0 if key in plan.forgets else n_cells[slot]
         return n_saved
 
     def _refuse(self, plan: StepPlan, n_cells: Sequence[int], why: str) -> NoReturn:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import StepPlan
+    from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.slots import Leave, Place
     from cbatch.core.waiting import Want
     from cbatch.engine_options import ScheduleOptions
@@ -61,6 +61,9 @@ class Occupancy:
     n_cells: int
     n_pool: int
     """Cells that all slots together can hold."""
+    n_checkpoints: int
+    n_checkpoint_bytes: int
+    """Host memory that checkpoints take."""
 
 
 class MultiRequestBatcher:
@@ -80,7 +83,10 @@ class MultiRequestBatcher:
     ) -> None:
         self.in_flight: dict[str, SequenceDriver] = {}
         prefixes = PrefixCache(
-            ledger, chunk_alignment=chunk_alignment, is_on=options.share_prefixes
+            ledger,
+            chunk_alignment=chunk_alignment,
+            is_on=options.share_prefixes,
+            n_checkpoint_bytes=options.checkpoint_mib * 2**20,
         )
         self._wants: deque[Want] = deque()
         saved = SavedCells(ledger.memory, options.swap_mib * 2**20)
@@ -133,6 +139,8 @@ class MultiRequestBatcher:
             n_ended=len(self._ended),
             n_cells=self._ledger.n_used,
             n_pool=self._ledger.n_pool,
+            n_checkpoints=len(self._cells.prefixes.checkpoints),
+            n_checkpoint_bytes=self._cells.prefixes.checkpoints.n_bytes,
         )
 
     def decoding(self) -> list[tuple[Slot, SequenceDriver]]:
@@ -421,23 +429,25 @@ class MultiRequestBatcher:
         return SlotPlan(self._state, self._rows())
 
     def commit(
-        self, slot_plan: SlotPlan, step: StepPlan, lost: Collection[int], made_s: float, now: float
+        self, slot_plan: SlotPlan, step: StepPlan, result: StepResult, made_s: float, now: float
     ) -> None:
         """Commit what a plan did to slots and cells, once it was run: its view becomes the state.
 
         Args:
             slot_plan: what it did to slots.
             step: what was run.
-            lost: keys that could not be saved or loaded. Where a load failed nothing was copied, and requests that
-                require the cells of their file end.
+            result: what the run did. Where a load failed nothing was copied, and requests that require the cells of
+                their file end.
             made_s: when the plan was made: its sequences are admitted then.
             now: when it was run.
         """
+        lost = result.lost
         self._order_writes(lost)
         self._cells.note_done()
         if slot_plan.has_view:
             self._cells.commit(slot_plan.cells)
             self._running = None
+        self._commit_checkpoints(slot_plan, result)
         self._commit_waits(slot_plan)
         for leave in slot_plan.leaves:
             self._commit_leave(leave, lost)
@@ -460,6 +470,13 @@ class MultiRequestBatcher:
                 self._reads.add(driver)
             elif found.leader is not None:
                 self._followers.add(driver, found.leader, found.n_leader_cells)
+
+    def _commit_checkpoints(self, slot_plan: SlotPlan, result: StepResult) -> None:
+        for driver, marks in slot_plan.marks.items():
+            driver.marks = marks
+        prefixes = self._cells.prefixes
+        prefixes.checkpoints.learn(result.saved_bytes)
+        prefixes.drop(result.lost)
 
     def _commit_leave(self, leave: Leave, lost: Collection[int]) -> None:
         driver = leave.driver
@@ -493,8 +510,7 @@ class MultiRequestBatcher:
         if has_cells:
             driver.reuse(place.n_cells)
             return
-        driver.n_computed = 0
-        self._ledger.trim(place.slot, 0)
+        self.keep_cells(driver, 0)
         if is_from_disk:
             file = CacheRef.of(driver.request).key
             self.refuse_cells(driver, CacheError(file, "llama.cpp cannot take these cells"), now)
@@ -555,5 +571,6 @@ class MultiRequestBatcher:
         self._order_writes([key for _, key in self._cells.saves])
         for driver in self._saved.give_up([*loaded, *saved]):
             driver.is_done_with_disk = False
+        self._cells.prefixes.drop([*loaded, *saved, *plan.forgets])
         self._cells.saves = []
         self._cells.forgets += [*loaded, *saved]

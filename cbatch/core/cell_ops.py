@@ -147,28 +147,48 @@ class SlotCells:
 
     # ---- in a view ----
 
-    def can_load(self, driver: SequenceDriver) -> bool:
-        """Whether there is room for the saved cells of a driver, if it has any, once free slots are emptied."""
-        ledger = self.ledger
-        if driver.saved_key is None or not ledger.is_overcommitted:
+    def can_load(self, driver: SequenceDriver, source: Source | None) -> bool:
+        """Whether there is room for what a driver loads, its own or a checkpoint, once free slots are emptied."""
+        ledger, n_cells = self.ledger, 0
+        if driver.saved_key is not None:
+            n_cells = driver.n_computed
+        elif source is not None and not ledger.memory.can_copy:
+            n_cells = source.n_cells
+        if not n_cells or not ledger.is_overcommitted:
             return True
-        return ledger.n_in_use(self.prefixes.copied) + driver.n_computed <= ledger.n_pool
+        return ledger.n_in_use(self.prefixes.copied) + n_cells <= ledger.n_pool
 
     def fill(self, driver: SequenceDriver, slot: Slot, source: Source | None) -> int:
         """Fill a driver's new slot with its saved cells, or with cells that others computed; return how many."""
         n_kept = source.n_cells if source is not None and source.slot == slot else 0
+        key = driver.saved_key
+        if key is not None:
+            self.forgets.append(key)
+        elif source is not None and not n_kept and not self.ledger.memory.can_copy:
+            key = self._checkpoint_of(driver, source)
         if not n_kept:
             self._empty(slot)
         elif n_kept < self.ledger.n_cells[slot]:
             self.trim(slot, n_kept)
-        if driver.saved_key is not None:
-            self.make_room(driver.n_computed)
-            self.ledger.add(slot, driver.n_computed)
-            self.loads.append((slot, driver.saved_key, driver.n_computed))
-        elif source is not None and not n_kept:
+        if key is not None:
+            self._load(slot, key, driver.n_computed if source is None else source.n_cells)
+        elif self.ledger.memory.can_copy and source is not None and source.slot not in (None, slot):
             self._copy(source.slot, slot, source.n_cells)
         self.prefixes.record(slot, driver)
         return self.ledger.n_cells[slot]
+
+    def keep(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> int | None:
+        """Take a checkpoint of a slot that holds the first `n_cells` of a driver's text, and no more; return its key.
+
+        The cells are saved as they are before the plan. None where the budget has no room.
+        """
+        found = self.prefixes.keep(driver, n_cells)
+        if found is None:
+            return None
+        if found.is_new:
+            self.saves.append((slot, found.key))
+            self.forgets += found.gone
+        return found.key
 
     def move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
         """Copy all cells of a driver to another slot."""
@@ -190,6 +210,20 @@ class SlotCells:
     def _empty(self, slot: Slot) -> None:
         if self.ledger.n_cells[slot]:
             self.clear(slot)
+
+    def _checkpoint_of(self, driver: SequenceDriver, source: Source) -> int | None:
+        """Return the key of what a driver goes on from: a checkpoint, or a slot of which one is taken."""
+        if source.slot is not None:
+            return self.keep(driver, source.slot, source.n_cells)
+        if source.key is not None:
+            self.prefixes.checkpoints.use(source.key)
+        return source.key
+
+    def _load(self, slot: Slot, key: int, n_cells: int) -> None:
+        self.make_room(n_cells)
+        self.ledger.add(slot, n_cells)
+        self.loads.append((slot, key, n_cells))
+        self.prefixes.loaded.add(slot)
 
     def _copy(self, source: Slot, slot: Slot, n_cells: int) -> None:
         self.prefixes.copy(source, n_cells)

@@ -133,6 +133,8 @@ class SequenceDriver:
     """What was compiled of the request's grammar and DRY breakers."""
     saved_key: int | None = None
     """The key of its cells in host memory, while it has no slot."""
+    marks: tuple[int, ...] = ()
+    """Places in its tokens, ascending, at which a chunk ends and a checkpoint is taken."""
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None

@@ -86,7 +86,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One backend run. In this order: save, forget saved cells, rebuild, clear, trim, load, copy, shift, bind, compute.
+    """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
     Where a slot is bound with a constraint, no token is sampled that it does not allow; such a chunk with an output
     is done in one step alone, for what is allowed next depends on what was sampled.
@@ -111,12 +111,14 @@ class StepPlan:
     saves: tuple[tuple[Slot, int], ...] = ()
     """(slot, key): copy its cells to host memory under a key that is free. Only where `KvCapabilities.can_save`."""
     loads: tuple[tuple[Slot, int, int], ...] = ()
-    """(slot, key, n): put the first n of saved cells into an empty slot; the key is gone then."""
+    """(slot, key, n): put the first n of saved cells into an empty slot: all of them where memory cannot trim. Other
+    slots and plans may load the same cells until they are forgotten."""
     shifts: tuple[tuple[Slot, int, int], ...] = ()
     """(slot, n_keep, n): remove `n` cells after the first `n_keep`; the rest move up. `KvCapabilities.can_shift`.
     Not done where the slot's cells were lost by a load that failed."""
     forgets: tuple[int, ...] = ()
-    """Keys of saved cells that no plan will load; an unknown key does no harm."""
+    """Keys of saved cells that no later plan will load: gone at once, or when this plan has loaded them. What is saved
+    under such a key is not kept; an unknown key does no harm."""
     adapters: AdapterSet = ()
     """What all chunks are computed with."""
     is_rebuild: bool = False
@@ -158,6 +160,8 @@ class StepResult:
     """Keys that could not be saved or loaded. Where a load failed nothing was copied or computed: `n_steps` is 0."""
     n_pad_rows: int = 0
     """Rows of no sequence that were computed to give steps their shape, of all steps that were done."""
+    saved_bytes: Mapping[int, int] = field(default_factory=dict)
+    """The host memory that saved cells take, by their keys."""
     move_s: float = 0.0
     """Copying cells from slot to slot, as far as it was done before decoding."""
     logprobs: Sequence[Sequence[TokenLogprobs]] = ()

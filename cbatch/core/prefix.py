@@ -1,4 +1,4 @@
-"""Which slot holds, or is about to hold, the beginning of a prompt."""
+"""Which slot or checkpoint holds, or is about to hold, the beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cbatch.core.checkpoints import Checkpoints, Kept
 from cbatch.core.driver import Status
+from cbatch.core.plan import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Slot
     from cbatch.options import AdapterSet
 
 MIN_SHARED_TOKENS = 32
@@ -25,10 +26,12 @@ _N_BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`n_cells` cells of a slot that are the beginning of a prompt."""
+    """`n_cells` cells of a slot, or those of a checkpoint, that are the beginning of a prompt."""
 
-    slot: Slot
+    slot: Slot | None
     n_cells: int
+    key: int | None = None
+    """Of a checkpoint, which is in no slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,15 @@ class PrefixMatch:
     leader: SequenceDriver | None = None
     n_leader_cells: int = 0
     """Cells that the leader will have to give."""
+    n_known: int = 0
+    """Tokens of the prompt that some text in memory begins with, whether or not its cells are to be had."""
 
 
 class PrefixCache:
     """Finds the cells that a newcomer can take over: in a free slot, or by a copy from one that is in use.
+
+    Memory that cannot be trimmed is taken over at its exact end alone. There a newcomer goes on from a checkpoint: of a
+    sequence that was stopped where others branch off, at one of its `marks`.
 
     `chunk_alignment` as of a backend: only whole chunks of prompts are the same bits in any company, so with it
     beginnings end at its multiples, and output is taken over only by the request that goes on from it. Cells computed
@@ -57,21 +65,25 @@ class PrefixCache:
         *,
         chunk_alignment: int = 0,
         is_on: bool = True,
+        n_checkpoint_bytes: int = 0,
     ) -> None:
         memory = ledger.memory
         self.is_on = is_on
+        self.checkpoints = Checkpoints(memory, n_checkpoint_bytes if is_on else 0)
         self._ledger = ledger
         self._chunk_alignment = chunk_alignment
         self._can_trim, self._can_copy = memory.can_trim, memory.can_copy
         self._is_unified = memory.kind == "unified"
         self._index = PrefixIndex()
-        self._changed: dict[Slot, list[Hashable]] = {}
-        """The texts of slots that the index has not been told of; views share the index."""
+        self._changed: dict[int, list[Hashable]] = {}
+        """The texts of slots and checkpoints that the index has not been told of; views share the index."""
         self._left_by: dict[Slot, tuple[int, list[Hashable]]] = {}
         """The number of the sequence that has left its cells in a slot, and their text."""
         self._used_at = [0] * ledger.n_slots
         self.copied: dict[Slot, int] = {}
         """In a view: the free slots that the plan copies, with the cells that they keep until then."""
+        self.loaded: set[Slot] = set()
+        """In a view: the slots whose cells the plan loads."""
 
     def view(self, ledger: KvLedger) -> PrefixCache:
         """Return what a plan changes in place of this, over the plan's own ledger."""
@@ -79,13 +91,15 @@ class PrefixCache:
         view._ledger = ledger
         view._changed, view._left_by = self._changed.copy(), self._left_by.copy()
         view._used_at, view.copied = self._used_at.copy(), self.copied.copy()
+        view.checkpoints, view.loaded = self.checkpoints.view(), self.loaded.copy()
         return view
 
     def commit(self, view: PrefixCache) -> None:
         """Take over what a plan has changed in its view, which is used no more."""
         self._left_by, self._used_at = view._left_by, view._used_at
-        for slot, text in view._changed.items():
-            self._index.put(slot, text)
+        self.checkpoints.commit(view.checkpoints)
+        for place, text in view._changed.items():
+            self._index.put(place, text)
         self._changed = {}
 
     # ---- what slots hold ----
@@ -138,6 +152,41 @@ class PrefixCache:
         """Whether a driver's slot can have the cells of another's, and the other way round."""
         return self._can_copy and self.can_retain(driver)
 
+    # ---- checkpoints ----
+
+    def keep(self, driver: SequenceDriver, n_cells: int) -> Kept | None:
+        """Count a checkpoint of the first `n_cells` of a driver's text; None where there is no room."""
+        text = _text(driver, n_cells)
+        for place, n in self._alike_places(text).items():
+            if place < 0 and n == len(text) and self.checkpoints.n_cells(place) == n_cells:
+                self.checkpoints.use(place)
+                return Kept(place)
+        kept = self.checkpoints.add(n_cells)
+        if kept is not None:
+            self._changed[kept.key] = text
+            self._changed.update((key, []) for key in kept.gone)
+        return kept
+
+    def drop(self, keys: Collection[int]) -> None:
+        """Record that checkpoints are lost or given up; other keys do no harm."""
+        if keys:
+            self._changed.update((key, []) for key in self.checkpoints.drop(keys))
+
+    def marks(self, driver: SequenceDriver, n_cells: int, n_known: int) -> tuple[int, ...]:
+        """Return where a newcomer with `n_cells` is to leave checkpoints.
+
+        That is where its prompt parts from a text in memory, for more may come that part there; and at the end of a
+        chat's prompt, where its next turn goes on.
+        """
+        if not (self.checkpoints.is_on and self.can_retain(driver)):
+            return ()
+        wanted = [n_known, driver.n_prompt] if driver.request.prompt.messages else [n_known]
+        marks = list[int]()
+        for n in map(self._whole, wanted):
+            if n >= MIN_SHARED_TOKENS + (marks[-1] if marks else n_cells):
+                marks.append(n)
+        return tuple(marks)
+
     # ---- what a newcomer can begin with ----
 
     def find(self, driver: SequenceDriver) -> PrefixMatch:
@@ -146,37 +195,50 @@ class PrefixCache:
             return PrefixMatch()
         alike = self._alike(driver)
         source = self._best(driver, alike)
+        n_known = alike[0][0] if alike else 0
         n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
-        for n_alike, slot in alike if self._can_copy else ():
+        for n_alike, place in alike if self._can_copy or self.checkpoints.is_on else ():
             n_leader_cells = self._whole(n_alike)
             if n_leader_cells < n_least:
                 break
-            leader = self._ledger.holders[slot]
-            if leader is not None and self._is_leading(leader, slot, n_alike):
-                return PrefixMatch(source, leader, n_leader_cells)
-        return PrefixMatch(source)
+            leader = self._ledger.holders[place] if place >= 0 else None
+            if leader is not None and self._is_leading(leader, Slot(place), n_alike):
+                return PrefixMatch(source, leader, n_leader_cells, n_known)
+        return PrefixMatch(source, n_known=n_known)
 
-    def _alike(self, driver: SequenceDriver) -> list[tuple[int, Slot]]:
-        """Return (tokens in common with a prompt, slot) of the slots with the same adapters, the most first."""
+    def _alike(self, driver: SequenceDriver) -> list[tuple[int, int]]:
+        """Return (tokens in common with a prompt, slot or key) of what has the same adapters, the most first."""
         if self.is_private(driver):
             return []
-        common = self.common(driver.request.adapters, driver.tokens[: self._n_most(driver)])
-        return sorted(((n, slot) for slot, n in common.items()), key=lambda alike: -alike[0])
+        text = [driver.request.adapters, *driver.tokens[: self._n_most(driver)]]
+        common = self._alike_places(text)
+        return sorted(((n - 1, place) for place, n in common.items()), key=lambda alike: -alike[0])
 
     def common(self, adapters: AdapterSet, tokens: Sequence[int]) -> dict[Slot, int]:
         """Return how many of a text's tokens each slot begins with that is computed with the same adapters."""
-        text = [adapters, *tokens]
-        found = {s: n for s, n in self._index.find(text).items() if s not in self._changed}
-        found.update((s, n_common(text, other)) for s, other in self._changed.items())
-        return {slot: n - 1 for slot, n in found.items() if n}  # without the adapters
+        found = self._alike_places([adapters, *tokens])
+        return {Slot(place): n - 1 for place, n in found.items() if place >= 0}
 
-    def _best(self, driver: SequenceDriver, alike: Sequence[tuple[int, Slot]]) -> Source | None:
+    def _alike_places(self, text: Sequence[Hashable]) -> dict[int, int]:
+        """Return how much of a text, its adapters included, each slot and checkpoint begins with, if anything."""
+        found = {p: n for p, n in self._index.find(text).items() if p not in self._changed}
+        found.update((p, n_common(text, other)) for p, other in self._changed.items())
+        return {place: n for place, n in found.items() if n}
+
+    def _best(self, driver: SequenceDriver, alike: Sequence[tuple[int, int]]) -> Source | None:
         """Return the source of most cells, a free slot before one in use.
 
         Among free slots the most recently used comes first: waiting requests may continue the rest.
         """
         best, best_rank, chosen = None, (0, 0, 0, 0), driver.chosen_slot
-        for n_alike, slot in alike:
+        for n_alike, place in alike:
+            if place < 0:
+                n_cells = self.checkpoints.n_cells(place)
+                rank = (n_cells, 0, n_alike, 0)
+                if n_cells <= n_alike and rank > best_rank:
+                    best, best_rank = Source(None, n_cells, place), rank
+                continue
+            slot = Slot(place)
             n_cells = self._n_common_cells(driver, slot, n_alike)
             is_free = self._ledger.holders[slot] is None
             rank = (n_cells, is_free + (slot == chosen), n_alike, self._used_at[slot] * is_free)
@@ -207,15 +269,23 @@ class PrefixCache:
         return n_cells >= MIN_SHARED_TOKENS or n_lost < MIN_SHARED_TOKENS
 
     def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
-        """Whether it pays to copy from a slot; a paused sequence may lose it in the same plan."""
-        if not self._can_copy or n_cells < MIN_SHARED_TOKENS:
+        """Whether it pays to copy from a slot; a paused sequence may lose it in the same plan.
+
+        Without copies in memory the cells are kept as a checkpoint: as they are before the plan.
+        """
+        can_copy = self._can_copy or (self.checkpoints.is_on and slot not in self.loaded)
+        if not can_copy or n_cells < MIN_SHARED_TOKENS:
             return False
         holder = self._ledger.holders[slot]
         return holder is None or (holder.status is not Status.PAUSED and holder.saved_key is None)
 
     def _is_leading(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> bool:
-        """Whether a sequence will soon have the first `n_cells` of its slot: it computes or loads them."""
-        is_coming = self._ledger.n_cells[slot] < n_cells or driver.saved_key is not None
+        """Whether a sequence will soon have the first `n_cells` of its slot: it computes or loads them.
+
+        For a checkpoint it has to stop there, so it must not be past that place.
+        """
+        is_loading = self._can_copy and driver.saved_key is not None
+        is_coming = self._ledger.n_cells[slot] < n_cells or is_loading
         return is_coming and driver.status is not Status.PAUSED
 
     def n_usable(self, driver: SequenceDriver, tokens: Sequence[int], n_given: int) -> int:
@@ -266,17 +336,20 @@ class PrefixCache:
         best = self._best_slot(reserved, avoided)
         if (
             source is None
+            or source.slot is None
             or self._ledger.holders[source.slot] is not None
             or source.slot in reserved
         ):
             return best
-        if best is None or not has_room or not self._is_worth_leaving(source):
+        if best is None or not has_room or not self._is_worth_leaving(source.slot, source.n_cells):
             return source.slot
         is_older = self._used_at[best] < self._used_at[source.slot]
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
     def can_reach(self, source: Source, slot: Slot) -> bool:
         """Whether cells are in a slot, or can be copied there."""
+        if source.slot is None:
+            return True
         return source.slot == slot or self._can_copy_from(source.slot, source.n_cells)
 
     def _best_slot(self, reserved: Collection[Slot], avoided: Collection[Slot]) -> Slot | None:
@@ -296,10 +369,17 @@ class PrefixCache:
                 ranks.append((slot in avoided, -n_beside, used_at, slot))
         return min(ranks)[3] if ranks else None
 
-    def _is_worth_leaving(self, source: Source) -> bool:
+    def _is_worth_leaving(self, slot: Slot, n_cells: int) -> bool:
         """Whether a free slot is better copied than taken over: it has many cells after those in common."""
-        n_lost = self._ledger.n_cells[source.slot] - source.n_cells
-        return self._can_copy and min(n_lost, source.n_cells) >= MIN_SHARED_TOKENS
+        n_lost = self._ledger.n_cells[slot] - n_cells
+        return self._can_copy and min(n_lost, n_cells) >= MIN_SHARED_TOKENS
+
+
+def with_mark(marks: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Return marks with one at `n`, or at most a few tokens before it: one checkpoint serves all who part nearby."""
+    if any(n - MIN_SHARED_TOKENS < mark <= n for mark in marks):
+        return marks
+    return tuple(sorted([*(m for m in marks if not n < m < n + MIN_SHARED_TOKENS), n]))
 
 
 def _text(driver: SequenceDriver, n_tokens: int) -> list[Hashable]:
@@ -307,29 +387,34 @@ def _text(driver: SequenceDriver, n_tokens: int) -> list[Hashable]:
     return [driver.request.adapters, *driver.tokens[:n_tokens]]
 
 
-# ---- the texts of all slots ----
+# ---- the texts of all slots and checkpoints ----
 
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """Tokens that follow the tokens of the parent, and the slots that hold them in the order they were put."""
+    """Tokens that follow the tokens of the parent, and the places that hold them in the order they were put."""
 
     tokens: Sequence[Hashable]
     parent: Branch | None
     children: dict[Hashable, Branch] = field(default_factory=dict)  # by first token
-    slots: dict[Slot, None] = field(default_factory=dict)
+    slots: dict[int, None] = field(default_factory=dict)
 
 
 class PrefixIndex:
-    """The token sequences of slots. Memory is linear in their tokens, common beginnings counted once."""
+    """The token sequences of slots and checkpoints. Memory is linear in their tokens, common beginnings counted once.
+
+    A place is a slot, or the key of a checkpoint.
+    """
 
     def __init__(self) -> None:
         self._root = Branch([], None)
-        self._ends: dict[Slot, Branch] = {}
+        self._ends: dict[int, Branch] = {}
 
-    def put(self, slot: Slot, tokens: Sequence[Hashable]) -> None:
-        """Say what stands in a slot, instead of what was said before."""
+    def put(self, slot: int, tokens: Sequence[Hashable]) -> None:
+        """Say what stands in a place, instead of what was said before; an empty one is forgotten."""
         self.remove(slot)
+        if not tokens:
+            return
         node, i = self._root, 0
         while i < len(tokens):
             child = node.children.get(tokens[i])
@@ -344,8 +429,8 @@ class PrefixIndex:
             node, i = child, i + n
         self._ends[slot] = node
 
-    def remove(self, slot: Slot) -> None:
-        """Forget a slot; an unknown slot does no harm."""
+    def remove(self, slot: int) -> None:
+        """Forget a place; an unknown one does no harm."""
         node = self._ends.pop(slot, None)
         while node is not None and node.parent is not None:
             del node.slots[slot]
@@ -355,8 +440,8 @@ class PrefixIndex:
                 self._join(node)
             node = node.parent
 
-    def find(self, tokens: Sequence[Hashable]) -> dict[Slot, int]:
-        """Return how many tokens each slot has in common, the most first; looks at each token once."""
+    def find(self, tokens: Sequence[Hashable]) -> dict[int, int]:
+        """Return how many tokens each place has in common, the most first; looks at each token once."""
         path: list[tuple[int, Branch]] = []
         node, i = self._root, 0
         while i < len(tokens) and (child := node.children.get(tokens[i])) is not None:
@@ -366,7 +451,7 @@ class PrefixIndex:
             if n < len(child.tokens):
                 break
             node = child
-        found: dict[Slot, int] = {}
+        found: dict[int, int] = {}
         for n, node in reversed(path):
             for slot in node.slots:
                 found.setdefault(slot, n)

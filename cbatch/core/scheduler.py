@@ -108,7 +108,9 @@ class ContinuousBatchScheduler:
         self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
         self._can_trim = memory.can_trim
         self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
-        self._is_overcommitted = batcher.slot_plan().ledger.is_overcommitted
+        cells = batcher.slot_plan().cells
+        self._is_overcommitted = cells.ledger.is_overcommitted
+        self._has_checkpoints = cells.prefixes.checkpoints.is_on
         self._can_even = not (chunk_alignment or self._is_overcommitted)
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
@@ -175,6 +177,8 @@ class ContinuousBatchScheduler:
     def _change_slots(self, slot_plan: SlotPlan) -> None:
         """Take the slots that others need, and admit the waiting sequences that fit then."""
         n_waiting = slot_plan.n_waiting
+        if self._has_checkpoints:
+            slot_plan.take_checkpoints()
         if self._quantum and n_waiting:
             self._end_turns(slot_plan)
         must_wait = self._is_overcommitted and self._free_cells_for_rows(slot_plan)
@@ -277,16 +281,21 @@ class ContinuousBatchScheduler:
             room = self._n_batch - len(shares)
             if is_decoding:
                 room = self._budget(room, len(shares), len(group), is_watched=is_watched)
-            self._share_out(shares, prefills, min(room, n_free - len(shares)))
+            wanted = self._wanted(prefills, slot_plan)
+            self._share_out(shares, prefills, wanted, min(room, n_free - len(shares)))
         return shares
 
-    def _share_out(self, shares: dict[int, int], prefills: Sequence[_Prefill], budget: int) -> None:
-        """Give the prefills their shares of a step's prompt tokens; mutates `shares`."""
+    def _share_out(
+        self,
+        shares: dict[int, int],
+        prefills: Sequence[_Prefill],
+        wanted: Sequence[int],
+        budget: int,
+    ) -> None:
+        """Give the prefills, which want `wanted`, their shares of a step's prompt tokens; mutates `shares`."""
         split = whole_pieces if self._chunk_alignment else split_budget
         cut = []
-        for (driver, slot, start), n in zip(
-            prefills, split(self._wanted(prefills), budget), strict=True
-        ):
+        for (driver, slot, start), n in zip(prefills, split(wanted, budget), strict=True):
             if n:
                 shares[slot] = n
                 if 1 < n < len(driver.tokens) - start:
@@ -302,12 +311,15 @@ class ContinuousBatchScheduler:
             n_steps = min(n_steps, driver.n_room)
         slot_plan.make_room(min(self._n_batch, n_wanted) + n_steps * len(group))
 
-    def _wanted(self, prefills: Sequence[_Prefill]) -> list[int]:
+    def _wanted(self, prefills: Sequence[_Prefill], slot_plan: SlotPlan) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
         if self._chunk_alignment:
             wanted = [d.n_to_boundary(self._chunk_alignment, start) for d, _, start in prefills]
         else:
             wanted = [min(len(d.tokens) - start, n_chunk) for d, _, start in prefills]
+        if self._has_checkpoints:
+            to_mark = [slot_plan.n_to_mark(d, start) for d, _, start in prefills]
+            wanted = [n if m is None else min(n, m) for n, m in zip(wanted, to_mark, strict=True)]
         if any(d.is_scoring for d, _, _ in prefills):
             self._limit_targets(prefills, wanted)
         if self._n_long_context_prefills:
@@ -387,6 +399,8 @@ class ContinuousBatchScheduler:
         for d in group:
             if d.request.grammar is not None:
                 return 1, 0.0
+            if self._has_checkpoints and slot_plan.n_to_mark(d, d.n_computed) is not None:
+                return 1, 0.0  # the next plan takes a checkpoint
             # what is sampled after a stop string is computed in vain
             is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
             n_steps = min(n_steps, d.n_room)
@@ -428,7 +442,7 @@ class ContinuousBatchScheduler:
         if plan.adapter_turns is not None:
             self._adapter_turns = plan.adapter_turns
             self._n_adapter_turns += 1
-        self._batcher.commit(plan.slot_plan, step, result.lost, plan.now, now)
+        self._batcher.commit(plan.slot_plan, step, result, plan.now, now)
         if result.move_s:
             self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 

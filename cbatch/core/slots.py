@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cbatch.core.driver import Status, Wait
 from cbatch.core.preemption import Demand, choose_victim
+from cbatch.core.prefix import with_mark
 from cbatch.core.queue import is_to_be_had
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class SlotPlan:
     """The sequences that leave the queue to wait for their leader, or for cells from disk."""
     overtaken: dict[SequenceDriver, int] = field(default_factory=dict)
     """How many sequences pass one that was first."""
+    marks: dict[SequenceDriver, tuple[int, ...]] = field(default_factory=dict)
+    """Where sequences are to leave checkpoints from now on, where that changes."""
     cells: SlotCells = field(init=False, compare=False)
     ledger: KvLedger = field(init=False, compare=False)
     """The ledger of `cells`."""
@@ -108,7 +111,7 @@ class SlotPlan:
     @property
     def has_changes(self) -> bool:
         """Whether there is anything for `apply` to commit."""
-        return self.has_view or bool(self.holds or self.overtaken)
+        return self.has_view or bool(self.holds or self.overtaken or self.marks)
 
     def running_then(self) -> list[SequenceDriver]:
         """Return the sequences that run then, the oldest first."""
@@ -155,6 +158,22 @@ class SlotPlan:
     def n_computed(self, driver: SequenceDriver) -> int:
         """Return the cells of a sequence as the plan leaves them."""
         return self.placed[driver].n_cells if driver in self.placed else driver.n_computed
+
+    def n_to_mark(self, driver: SequenceDriver, start: int) -> int | None:
+        """Return how many tokens from `start` reach the next place of a checkpoint; None where there is none."""
+        marks = self.marks.get(driver, driver.marks)
+        return next((mark - start for mark in marks if mark > start), None)
+
+    # ---- checkpoints ----
+
+    def take_checkpoints(self) -> None:
+        """Take a checkpoint of each sequence that stands where others will go on."""
+        for driver in self.running:
+            n_cells = driver.n_computed
+            if driver.marks and n_cells >= driver.marks[0]:
+                if n_cells in driver.marks and driver.slot is not None:
+                    self._edit().keep(driver, driver.slot, n_cells)
+                self.marks[driver] = tuple(mark for mark in driver.marks if mark > n_cells)
 
     # ---- leaving ----
 
@@ -253,7 +272,7 @@ class SlotPlan:
             must_read = found.leader is None and reads.is_needed(driver, self.cells.prefixes)
             if not self._waits_for_disk(driver, must_read=must_read):
                 if found.leader is not None or must_read:
-                    self.holds[driver] = Wait.CACHE if must_read else Wait.LEADER, found
+                    self._hold(driver, found, must_read=must_read)
                     return driver
                 if self._place(driver, found, demand, reserved) or self._place_in_paused(
                     driver, reserved
@@ -267,6 +286,14 @@ class SlotPlan:
             if chosen is not None:
                 reserved.append(chosen)
         return None
+
+    def _hold(self, driver: SequenceDriver, found: PrefixMatch, *, must_read: bool) -> None:
+        """Have a sequence wait for its file, or for its leader, which stops where the two part if it must."""
+        self.holds[driver] = Wait.CACHE if must_read else Wait.LEADER, found
+        leader = found.leader
+        if leader is not None and self.cells.prefixes.checkpoints.is_on:
+            marks = self.marks.get(leader, leader.marks)
+            self.marks[leader] = with_mark(marks, found.n_leader_cells)
 
     def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
         """Whether a sequence waits until fewer cells are on their way from or to the disk."""
@@ -317,21 +344,24 @@ class SlotPlan:
     ) -> bool:
         """Give a free slot, none of `reserved`, to a sequence whose cells fit; False where there is none or no room."""
         ledger, source, n_shared = self.ledger, found.source, 0
-        if source is not None and self.ledger.holders[source.slot] is not None:
-            n_shared = source.n_cells
+        if ledger.memory.can_copy and source is not None and source.slot is not None:
+            n_shared = source.n_cells if ledger.holders[source.slot] is not None else 0
         if ledger.n_free_slots <= self.n_following or not demand.fits(driver, ledger, n_shared):
             return False
         slot = self._slot_for(driver, source, reserved)
         # saved cells that do not fit because of copies fit in the next plan, which copies nothing
-        if slot is None or not self.cells.can_load(driver):
+        if slot is None or not self.cells.can_load(driver, source):
             return False
         cells = self._edit()
         cells.ledger.assign(slot, driver)
         if source is not None and not cells.prefixes.can_reach(source, slot):
             source = None
-        self.placed[driver] = Place(slot, cells.fill(driver, slot, source))
+        n_cells = cells.fill(driver, slot, source)
+        self.placed[driver] = Place(slot, n_cells)
+        if marks := cells.prefixes.marks(driver, n_cells, found.n_known):
+            self.marks[driver] = marks
         if ledger.is_overcommitted:
-            demand.join(driver, self.n_computed(driver))
+            demand.join(driver, n_cells)
         return True
 
     def _slot_for(

@@ -144,7 +144,7 @@ def test_saved_cells_are_loaded_into_a_slot_that_is_emptied_for_them() -> None:
     driver = waiting(cells, 5, key=7)
     view = cells.view()
     assert view.fill(driver, Slot(0), None) == 5
-    assert ops_of(view) == {"clears": (0,), "loads": ((0, 7, 5),)}
+    assert ops_of(view) == {"clears": (0,), "loads": ((0, 7, 5),), "forgets": (7,)}
     assert view.ledger.n_cells[0] == 5
 
 

@@ -180,6 +180,7 @@ ITEMS = st.builds(
 def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
     policy = draw(st.sampled_from(get_args(Policy)))
     said: dict[str, Any] = {"policy": policy, "swap_mib": draw(st.sampled_from([0, 1, 1024]))}
+    said["checkpoint_mib"] = draw(st.sampled_from([0, 1, 1024]))
     said["share_prefixes"] = draw(st.sampled_from([True, True, True, False]))
     if policy == "round_robin":
         said["quantum"] = draw(st.integers(1, 12))
@@ -200,16 +201,17 @@ def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
 def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> KvCapabilities:
     can_save = draw(st.sampled_from([True, True, False]))
     kind: Kind = draw(st.sampled_from(KINDS))
+    can_trim = kind != "recurrent" and draw(st.sampled_from([True, True, True, False]))
     n_cells = (
         draw(st.integers(n_window, n_slots * n_window)) if kind == "unified" else n_window * n_slots
     )
     return KvCapabilities(
         kind,
         n_cells,
-        can_trim=kind != "recurrent",
+        can_trim=can_trim,
         can_save=can_save,
-        can_copy=kind != "recurrent" and draw(st.sampled_from([True, True, True, False])),
-        can_shift=kind != "recurrent",
+        can_copy=can_trim and draw(st.sampled_from([True, True, True, False])),
+        can_shift=can_trim,
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
         n_long_context_prefills=draw(st.sampled_from([0, 0, 0, 1, 2])),

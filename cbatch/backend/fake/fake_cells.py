@@ -70,8 +70,10 @@ class FakeCells:
 
     def do(self, plan: StepPlan) -> tuple[int, ...]:
         """Do a plan's moves, which come before computing; return the keys of cells that were lost."""
+        loaded = {key for _, key, _ in plan.loads}
         for key in plan.forgets:
-            self.saved.pop(key, None)
+            if key not in loaded:
+                self.saved.pop(key, None)
         wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
         lost = [key for slot, key in wanted if not self._save(slot, key)]
         for slot in range(len(self.cells)) if plan.is_rebuild else plan.clears:
@@ -79,6 +81,8 @@ class FakeCells:
         for slot, n_cells in plan.trims:
             self.put(slot, self.cells[slot][:n_cells], self._numbers[slot][:n_cells])
         unloaded = [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
+        for key in (*unloaded, *plan.forgets):
+            self.saved.pop(key, None)
         for source, slot, n_cells in () if unloaded else plan.copies:
             self.put(slot, self.cells[source][:n_cells], self._numbers[source][:n_cells])
         for slot, n_kept, n in plan.shifts:
@@ -95,7 +99,7 @@ class FakeCells:
         return True
 
     def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
-        cells = self.saved.pop(key, None)
+        cells = self.saved.get(key)
         if cells is None or len(cells) < n_cells or not self._swaps(key):
             return False
         self.put(slot, cells[:n_cells])

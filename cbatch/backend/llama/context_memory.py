@@ -71,8 +71,10 @@ class ContextMemory:
 
     def save(self, plan: StepPlan) -> list[int]:
         """Forget and save the states that a plan names; return the keys under which nothing could be saved."""
+        loaded = [key for _, key, _ in plan.loads]
         for key in plan.forgets:
-            self.saved.pop(key, None)
+            if key not in loaded:
+                self.saved.pop(key, None)
         wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
         return [key for slot, key in wanted if not self._save(slot, key)]
 
@@ -93,14 +95,17 @@ class ContextMemory:
             self._trim(slot, n_cells)
         if self._maybe_nonfinite:
             self._wipe()
-        return [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
+        unloaded = [key for slot, key, n in plan.loads if not self._load(slot, key, n)]
+        for key in (*unloaded, *plan.forgets):
+            self.saved.pop(key, None)
+        return unloaded
 
     def _trim(self, slot: Slot, n_cells: int) -> None:
         self._cells.trim(slot, n_cells)
         self.n_cells[slot] = n_cells
 
     def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
-        state = self.saved.pop(key, None)
+        state = self.saved.get(key)
         if state is None or not self._put(slot, state):
             return False
         if self._cells.count(slot) > n_cells:

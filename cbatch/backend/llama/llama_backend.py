@@ -226,9 +226,12 @@ class LlamaBackend:
         is_computed = plan.chunks and not unloaded
         result = self._compute(plan) if is_computed else StepResult([[] for _ in plan.chunks], 0)
         llama_log().drain()
-        if not (lost or unloaded or move_s):
+        if not (plan.saves or lost or unloaded or move_s):
             return result
-        return replace(result, lost=tuple(dict.fromkeys((*lost, *unloaded))), move_s=move_s)
+        keys = [key for _, key in plan.saves if key in cells.saved]
+        saved_bytes = {key: len(cells.saved[key].data) for key in keys}
+        lost = [*dict.fromkeys((*lost, *unloaded))]
+        return replace(result, lost=tuple(lost), move_s=move_s, saved_bytes=saved_bytes)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         if self.n_threads > 1:

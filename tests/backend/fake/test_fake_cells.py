@@ -48,7 +48,7 @@ def test_copy_and_load_give_the_first_cells(unified: bool, n: int) -> None:
     backend = moving(unified=unified)
     n_used = backend.n_used
     copies, loads = ((Slot(0), Slot(1), n), (Slot(1), Slot(3), n)), ((Slot(2), 1, n),)
-    backend.run(StepPlan((), copies=copies, loads=loads))
+    backend.run(StepPlan((), copies=copies, loads=loads, forgets=(1,)))
     assert backend.cells == [TOKENS, TOKENS[:n], TOKENS[:n], TOKENS[:n]]
     assert backend.saved == {}
     assert backend.n_used == n_used + (n if unified else 3 * n)
@@ -142,8 +142,9 @@ WRONG_ORDERS: dict[str, StepPlan] = {
     "copy to where is loaded": orders(loads=((S[1], 1, 8),), copies=((S[0], S[1], 4),)),
     "load of more than was saved": orders(loads=((S[1], 1, 9),)),
     "load of nothing": orders(loads=((S[1], 1, 0),)),
-    "load of one key twice": orders(loads=((S[1], 1, 8), (S[2], 1, 8))),
-    "load of a forgotten key": orders(forgets=(1,), loads=((S[1], 1, 8),)),
+    "load of a save that is forgotten": orders(
+        saves=((S[0], 2),), forgets=(2,), loads=((S[1], 2, 8),)
+    ),
     "trim to less than nothing": orders(trims=((S[0], -1),)),
     "trim of what is cleared": orders(clears=(S[0],), trims=((S[0], 1),)),
     "shift of a slot too high": orders(shifts=((S[4], 0, 1),)),

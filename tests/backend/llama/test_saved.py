@@ -54,7 +54,8 @@ def make(synth: SynthFactory) -> Iterator[MakeBackend]:
 def put(backend: LlamaBackend, slot: int, data: NDArray[np.uint8], n_cells: int) -> None:
     """Load the first of twenty cells."""
     backend.import_state(4, backend.validate_state(data, n_cells), n_cells)
-    assert backend.run(StepPlan((), loads=((Slot(slot), 4, n_cells),))).lost == ()
+    plan = StepPlan((), loads=((Slot(slot), 4, n_cells),), forgets=(4,))
+    assert backend.run(plan).lost == ()
 
 
 # ---- cut, and put in elsewhere ----

@@ -1,0 +1,110 @@
+"""Books of checkpoints: cells or states in host memory that any number of sequences go on from, within a budget."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from cbatch.core.plan import KvCapabilities
+
+N_CHECKPOINTS_MAX = 512
+"""Most checkpoints, however small: each plan that changes slots copies their books. Our choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a key stands for: the first `n_cells` tokens of a text, which the prefix index knows by the same key."""
+
+    n_cells: int
+    n_bytes: int
+
+
+class Kept(NamedTuple):
+    """A checkpoint that a plan takes, or finds taken."""
+
+    key: int
+    is_new: bool = False
+    gone: Sequence[int] = ()
+    """The keys of checkpoints that make room for it."""
+
+
+class Checkpoints:
+    """Checkpoints by key, the least recently used first; those go first where the budget is full.
+
+    Keys are below 0: the saved cells of one sequence have its number. A plan changes a `view`; `commit` takes the
+    changes over.
+    """
+
+    def __init__(self, memory: KvCapabilities, n_bytes_max: int) -> None:
+        self.is_on = memory.can_save and not memory.can_trim and n_bytes_max > 0
+        """Whether checkpoints are taken: memory that can be trimmed shares the cells in its slots."""
+        self.n_bytes = 0
+        self.n_bytes_max = n_bytes_max
+        self._memory = memory
+        self._kept: dict[int, Checkpoint] = {}
+        self._n_made = 0
+        self._in_plan: set[int] = set()
+        """In a view: the keys that the plan saves or loads."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def view(self) -> Checkpoints:
+        """Return what a plan changes in place of this."""
+        if not self.is_on:
+            return self
+        view = copy(self)
+        view._kept, view._in_plan = self._kept.copy(), self._in_plan.copy()
+        return view
+
+    def commit(self, view: Checkpoints) -> None:
+        """Take over what a plan has changed in its view, which is used no more."""
+        self._kept, self.n_bytes, self._n_made = view._kept, view.n_bytes, view._n_made
+
+    def n_cells(self, key: int) -> int:
+        """Return how many cells a checkpoint has."""
+        return self._kept[key].n_cells
+
+    def add(self, n_cells: int) -> Kept | None:
+        """Count one more, in place of the least useful; None where there is no room."""
+        n_bytes, n_freed, gone = self._memory.n_saved_bytes(n_cells), 0, list[int]()
+        for key, kept in self._kept.items():
+            has_room = self.n_bytes - n_freed + n_bytes <= self.n_bytes_max
+            if has_room and len(self._kept) - len(gone) < N_CHECKPOINTS_MAX:
+                break
+            if key not in self._in_plan:
+                gone.append(key)
+                n_freed += kept.n_bytes
+        is_full = len(self._kept) - len(gone) >= N_CHECKPOINTS_MAX
+        if is_full or self.n_bytes - n_freed + n_bytes > self.n_bytes_max:
+            return None
+        self.drop(gone)
+        self._n_made += 1
+        self._kept[-self._n_made] = Checkpoint(n_cells, n_bytes)
+        self._in_plan.add(-self._n_made)
+        self.n_bytes += n_bytes
+        return Kept(-self._n_made, True, gone)
+
+    def use(self, key: int) -> None:
+        """Mark a checkpoint as recently used: the plan loads it, or would take it again."""
+        self._kept[key] = self._kept.pop(key)
+        self._in_plan.add(key)
+
+    def drop(self, keys: Collection[int]) -> list[int]:
+        """Strike out checkpoints; return those of the keys that were there. None of the keys is used again."""
+        found = [key for key in dict.fromkeys(keys) if key in self._kept]
+        for key in found:
+            self.n_bytes -= self._kept.pop(key).n_bytes
+        self._n_made = max(self._n_made, *(-key for key in keys), 0)
+        return found
+
+    def learn(self, saved_bytes: Mapping[int, int]) -> None:
+        """Take the true sizes of what was saved: windows drop what they are past, so most are smaller than counted."""
+        for key, n_bytes in saved_bytes.items():
+            if kept := self._kept.get(key):
+                self.n_bytes += n_bytes - kept.n_bytes
+                self._kept[key] = Checkpoint(kept.n_cells, n_bytes)
