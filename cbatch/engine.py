@@ -570,13 +570,14 @@ def open_local(
     n_sharing: int = 1,
 ) -> LocalRuntime:
     """Load a model into this process, one of `n_sharing` that share the free memory. Raises as `cbatch.load`."""
+    from cbatch.backend.load.checkpoint_budget import settle_checkpoints
     from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
 
     folder = cache_folder(options.cache_dir)
     backend, exactness = load_backend(model, options, look_ahead, is_stopped, n_sharing=n_sharing)
     return LocalRuntime(
         backend,
-        options,
+        settle_checkpoints(backend, options, n_sharing=n_sharing),
         exactness=exactness,
         is_threaded=is_threaded,
         cache_dir=folder,

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
 
+DEFAULT_CHECKPOINT_MIB = 1024
+"""Where nobody knows how much memory is free. Our choice."""
+
 DEFAULT_PARALLEL = 16
 """Slots where memory allows. Source: measured; on CPUs a token takes far less time in steps of 8 or 16 rows."""
 
@@ -71,8 +74,9 @@ class ScheduleOptions:
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
         share_prefixes: compute a common prefix of prompts once and share its cells.
-        checkpoint_mib: host memory for checkpoints, by which sequences share a prefix where memory cannot be cut
-            (sliding windows, recurrent states); 0 computes it again for each.
+        checkpoint_mib: most host memory for checkpoints, by which sequences share a prefix where memory cannot be cut
+            (sliding windows, recurrent states); with 0 each of them computes it. Default: an eighth of what is free,
+            at most 4096.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
@@ -91,7 +95,13 @@ class ScheduleOptions:
     itl_ms: float | None = checked(check_float, 1e-3, 1e9)
     swap_mib: int = checked(check_int, 0, MAX_INT, default=1024)
     share_prefixes: bool = checked(check_flag, default=True)
-    checkpoint_mib: int = checked(check_int, 0, MAX_INT, default=1024)
+    checkpoint_mib: int | None = checked(check_int, 0, MAX_INT)
+
+    @property
+    def n_checkpoint_bytes(self) -> int:
+        """Most host memory that checkpoints take."""
+        n_mib = DEFAULT_CHECKPOINT_MIB if self.checkpoint_mib is None else self.checkpoint_mib
+        return n_mib * 2**20
 
     def __post_init__(self) -> None:
         """Check every value, and options that contradict each other."""

@@ -115,6 +115,9 @@ class EngineStats:
     """Cells that hold something now, prefixes that are kept included."""
     n_pool: int = 0
     """Cells that all slots together can hold."""
+    n_checkpoints: int = 0
+    n_checkpoint_bytes: int = 0
+    """Host memory that checkpoints take now."""
     n_finished: dict[str, int] = field(default_factory=dict)
     decode_s: float = 0.0
     sample_s: float = 0.0

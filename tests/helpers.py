@@ -701,7 +701,7 @@ def check_invariants(rig: Rig) -> None:
     assert sums == saved.n_bytes <= rig.scheduler.options.swap_mib * 2**20
     books = rig.state.cells.prefixes.checkpoints
     n_bytes = sum(kept.n_bytes for kept in checkpoints_by_key(rig).values())
-    assert n_bytes == books.n_bytes <= rig.scheduler.options.checkpoint_mib * 2**20
+    assert n_bytes == books.n_bytes <= rig.scheduler.options.n_checkpoint_bytes
     assert len(books) <= N_CHECKPOINTS_MAX
     for driver in batcher.in_flight.values():
         assert driver.n_preempted <= N_PREEMPTED_MAX or rig.has_lost_cells

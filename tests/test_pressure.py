@@ -907,7 +907,7 @@ def test_options_that_agree_are_taken(settings: dict[str, Any]) -> None:
         ("policy", "lifo"), ("policy", None), ("quantum", 0), ("quantum", 1.5), ("ageing_s", 0), ("ageing_s", -1),
         ("admission", "hope"), ("max_queue", -1), ("max_queue", 2.5), ("when_full", "drop"), ("prefill_budget", 0),
         ("prefill_chunk", 0), ("prefill_chunk", True), ("itl_ms", 0), ("itl_ms", float("nan")), ("swap_mib", -1),
-        ("swap_mib", None),
+        ("swap_mib", None), ("checkpoint_mib", -1), ("checkpoint_mib", 0.5),
     ],
 )  # fmt: skip
 def test_wrong_value_is_refused_by_its_name(name: str, value: object) -> None:

@@ -51,6 +51,7 @@ _SCHEDULE = {
     "prefill_chunk": int,
     "itl_ms": float,
     "swap_mib": int,
+    "checkpoint_mib": int,
 }
 """Options of the scheduler that are arguments here too."""
 

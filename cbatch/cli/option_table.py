@@ -219,6 +219,11 @@ OPTIONS = (
     _schedule("itl_ms", "Milliseconds a step to aim at, instead of --prefill-budget.", "none"),
     _schedule("swap_mib", "Host memory for cells of requests that lost their slot."),
     _schedule(
+        "checkpoint_mib",
+        "Host memory for beginnings that prompts share where memory cannot be cut.",
+        "an eighth of what is free, at most 4096",
+    ),
+    _schedule(
         "no_share_prefixes", "Compute common beginnings anew.", setting="share_prefixes", read=not_
     ),
     _device("n_batch", "Most tokens in a step."),

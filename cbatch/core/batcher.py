@@ -86,7 +86,7 @@ class MultiRequestBatcher:
             ledger,
             chunk_alignment=chunk_alignment,
             is_on=options.share_prefixes,
-            n_checkpoint_bytes=options.checkpoint_mib * 2**20,
+            n_checkpoint_bytes=options.n_checkpoint_bytes,
         )
         self._wants: deque[Want] = deque()
         saved = SavedCells(ledger.memory, options.swap_mib * 2**20)
@@ -447,7 +447,8 @@ class MultiRequestBatcher:
         if slot_plan.has_view:
             self._cells.commit(slot_plan.cells)
             self._running = None
-        self._commit_checkpoints(slot_plan, result)
+        if slot_plan.marks or result.saved_bytes or lost:
+            self._commit_checkpoints(slot_plan, result)
         self._commit_waits(slot_plan)
         for leave in slot_plan.leaves:
             self._commit_leave(leave, lost)

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
     from cbatch.messages import LookAhead
     from cbatch.options import RunOptions
 
-_SHARED = ("parallel", "n_ctx", "memory_mib", "swap_mib", "max_queue", "n_threads")
+_SHARED = (
+    "parallel",
+    "n_ctx",
+    "memory_mib",
+    "swap_mib",
+    "checkpoint_mib",
+    "max_queue",
+    "n_threads",
+)
 """Settings of a pool of which each worker gets its share."""
 
 

@@ -1,0 +1,44 @@
+"""How much host memory checkpoints may take, where the options do not say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cbatch.backend.load.free_memory import host_free
+from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB
+from cbatch.logs import Log
+
+if TYPE_CHECKING:
+    from cbatch.backend.llama.llama_backend import LlamaBackend
+    from cbatch.engine_options import EngineOptions
+
+_log = Log("cbatch.load")
+
+_MOST_MIB = 4096
+_SHARE = 8
+"""Of what is free once the model is loaded. More is rarely of use, and others want memory too. Our choice."""
+
+
+def settle_checkpoints(
+    backend: LlamaBackend, options: EngineOptions, *, n_sharing: int = 1
+) -> EngineOptions:
+    """Return the options with `checkpoint_mib` decided: a share of what is free now, of which `n_sharing` have parts.
+
+    Where memory cannot be trimmed and the options leave no room for checkpoints, the log says what that costs.
+    """
+    if options.checkpoint_mib is None:
+        return replace(options, checkpoint_mib=most_mib(host_free(backend.model.name), n_sharing))
+    if not options.checkpoint_mib and options.share_prefixes and not backend.memory.can_trim:
+        _log.warn(
+            "checkpoint_mib=0: this model's memory cannot be cut, so a beginning that prompts have in common is "
+            "computed again for each of them, and a chat's history in each turn"
+        )
+    return options
+
+
+def most_mib(n_free: int | None, n_sharing: int = 1) -> int:
+    """Return the MiB for checkpoints where `n_free` bytes are free for `n_sharing` processes."""
+    if n_free is None:
+        return DEFAULT_CHECKPOINT_MIB
+    return max(1, min(_MOST_MIB, n_free // _SHARE // n_sharing // 2**20))
