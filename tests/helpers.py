@@ -641,7 +641,7 @@ def saved_by_key(rig: Rig) -> dict[int, Any]:
 
 def checkpoints_by_key(rig: Rig) -> dict[int, Checkpoint]:
     """The books of checkpoints."""
-    return rig.state.cells.prefixes.checkpoints._kept
+    return rig.state.cells.prefixes.checkpoints.kept
 
 
 def check_cells(rig: Rig) -> None:

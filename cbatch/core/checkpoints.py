@@ -45,66 +45,67 @@ class Checkpoints:
         self.n_bytes = 0
         self.n_bytes_max = n_bytes_max
         self._memory = memory
-        self._kept: dict[int, Checkpoint] = {}
+        self.kept: dict[int, Checkpoint] = {}
+        """Changed by methods alone."""
         self._n_made = 0
         self._in_plan: set[int] = set()
         """In a view: the keys that the plan saves or loads."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def view(self) -> Checkpoints:
         """Return what a plan changes in place of this."""
         if not self.is_on:
             return self
         view = copy(self)
-        view._kept, view._in_plan = self._kept.copy(), self._in_plan.copy()
+        view.kept, view._in_plan = self.kept.copy(), self._in_plan.copy()
         return view
 
     def commit(self, view: Checkpoints) -> None:
         """Take over what a plan has changed in its view, which is used no more."""
-        self._kept, self.n_bytes, self._n_made = view._kept, view.n_bytes, view._n_made
+        self.kept, self.n_bytes, self._n_made = view.kept, view.n_bytes, view._n_made
 
     def n_cells(self, key: int) -> int:
         """Return how many cells a checkpoint has."""
-        return self._kept[key].n_cells
+        return self.kept[key].n_cells
 
     def add(self, n_cells: int) -> Kept | None:
         """Count one more, in place of the least useful; None where there is no room."""
         n_bytes, n_freed, gone = self._memory.n_saved_bytes(n_cells), 0, list[int]()
-        for key, kept in self._kept.items():
+        for key, kept in self.kept.items():
             has_room = self.n_bytes - n_freed + n_bytes <= self.n_bytes_max
-            if has_room and len(self._kept) - len(gone) < N_CHECKPOINTS_MAX:
+            if has_room and len(self.kept) - len(gone) < N_CHECKPOINTS_MAX:
                 break
             if key not in self._in_plan:
                 gone.append(key)
                 n_freed += kept.n_bytes
-        is_full = len(self._kept) - len(gone) >= N_CHECKPOINTS_MAX
+        is_full = len(self.kept) - len(gone) >= N_CHECKPOINTS_MAX
         if is_full or self.n_bytes - n_freed + n_bytes > self.n_bytes_max:
             return None
         self.drop(gone)
         self._n_made += 1
-        self._kept[-self._n_made] = Checkpoint(n_cells, n_bytes)
+        self.kept[-self._n_made] = Checkpoint(n_cells, n_bytes)
         self._in_plan.add(-self._n_made)
         self.n_bytes += n_bytes
         return Kept(-self._n_made, True, gone)
 
     def use(self, key: int) -> None:
         """Mark a checkpoint as recently used: the plan loads it, or would take it again."""
-        self._kept[key] = self._kept.pop(key)
+        self.kept[key] = self.kept.pop(key)
         self._in_plan.add(key)
 
     def drop(self, keys: Collection[int]) -> list[int]:
         """Strike out checkpoints; return those of the keys that were there. None of the keys is used again."""
-        found = [key for key in dict.fromkeys(keys) if key in self._kept]
+        found = [key for key in dict.fromkeys(keys) if key in self.kept]
         for key in found:
-            self.n_bytes -= self._kept.pop(key).n_bytes
+            self.n_bytes -= self.kept.pop(key).n_bytes
         self._n_made = max(self._n_made, *(-key for key in keys), 0)
         return found
 
     def learn(self, saved_bytes: Mapping[int, int]) -> None:
         """Take the true sizes of what was saved: windows drop what they are past, so most are smaller than counted."""
         for key, n_bytes in saved_bytes.items():
-            if kept := self._kept.get(key):
+            if kept := self.kept.get(key):
                 self.n_bytes += n_bytes - kept.n_bytes
-                self._kept[key] = Checkpoint(kept.n_cells, n_bytes)
+                self.kept[key] = Checkpoint(kept.n_cells, n_bytes)
