@@ -66,6 +66,10 @@ class Checkpoints:
         """Take over what a plan has changed in its view, which is used no more."""
         self.kept, self.n_bytes, self._n_made = view.kept, view.n_bytes, view._n_made
 
+    def has_room(self, n_cells: int) -> bool:
+        """Whether a checkpoint of so many cells can be taken: nobody waits for one that is larger than the budget."""
+        return self.is_on and self._memory.n_saved_bytes(n_cells) <= self.n_bytes_max
+
     def n_cells(self, key: int) -> int:
         """Return how many cells a checkpoint has."""
         return self.kept[key].n_cells

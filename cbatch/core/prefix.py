@@ -197,11 +197,12 @@ class PrefixCache:
         source = self._best(driver, alike)
         n_known = alike[0][0] if alike else 0
         n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
-        for n_alike, place in alike if self._can_copy or self.checkpoints.is_on else ():
+        for n_alike, place in alike:
             n_leader_cells = self._whole(n_alike)
             if n_leader_cells < n_least:
                 break
-            leader = self._ledger.holders[place] if place >= 0 else None
+            can_lead = self._can_copy or self.checkpoints.has_room(n_leader_cells)
+            leader = self._ledger.holders[place] if place >= 0 and can_lead else None
             if leader is not None and self._is_leading(leader, Slot(place), n_alike):
                 return PrefixMatch(source, leader, n_leader_cells, n_known)
         return PrefixMatch(source, n_known=n_known)

@@ -281,10 +281,12 @@ def test_without_a_budget_all_is_computed_and_nobody_waits(settings: dict[str, A
     assert not any(plan.saves for plan in plans)
 
 
-def test_state_larger_than_the_budget_is_not_kept() -> None:
+def test_nobody_waits_for_a_state_that_is_larger_than_the_budget() -> None:
     memory = replace(at_end_only("recurrent", 4 * 256), saved_bytes=2 * MIB)
     rig = make_rig(memory=memory, checkpoint_mib=1)
     rig.submit(*alike(3))
+    step(rig)
+    assert rig.running() == ["0", "1", "2"]
     drive(rig)
     assert not rig.backend.saved
     check_alone(rig)
