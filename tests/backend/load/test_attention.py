@@ -179,7 +179,7 @@ def test_job_of_long_prompts_with_short_answers_keeps_it(
     ],
     ids=str,
 )
-def test_prompts_with_much_in_common_get_no_pool_where_that_would_keep_flash_attention(
+def test_prompts_alike_get_no_pool_where_that_would_keep_it(
     trial: dict[str, float], model: LlamaModel, said: dict[str, Any], found: tuple[str, str]
 ) -> None:
     asked, given = EngineOptions(parallel=4, **said), RunOptions(max_tokens=8)
