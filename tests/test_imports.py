@@ -41,11 +41,12 @@ SEES: dict[str, set[str]] = {
     "files": BELOW_FILES,
     "server": BELOW_FILES | {"files.served_batch"},
     "bench": BELOW_FILES | {"core"},
+    "verify": BELOW_FILES,
     "models": set(),
     "models.recipe": FACE
     | {"loading", "engine", "backend", "models"}
     | {f"bench.synthetic_{part}" for part in ("shapes", "tokenizer", "vocabulary")},
-    "cli": BELOW_FILES | {"files", "server", "bench", "models"},
+    "cli": BELOW_FILES | {"files", "server", "bench", "verify", "models"},
     "__main__": {"cli"},
 }
 """What each room sees beside itself: rooms, or modules of them. A room of a room is named where it sees more."""
@@ -70,6 +71,7 @@ COMMANDS = {
     "sort",
     "status",
     "synth",
+    "verify",
 }
 """A module of `cli` may be called as its command, though another room has the word."""
 

@@ -172,7 +172,9 @@ _OF: dict[str, dict[str, Any]] = {
         "attention.value_length_swa": 32,
         "rope.freq_base_swa": 10000.0,
     },
-    "arwkv7": {"token_shift_count": 1},
+    # heads narrower than 64 are read past their end: ggml-cpu/ops.cpp, rwkv_wkv7
+    "arwkv7": {"token_shift_count": 1, "wkv.head_size": 64},
+    "rwkv7": {"wkv.head_size": 64},
     "rwkv6qwen2": {"token_shift_count": 1},
     "qwen35": {"ssm.inner_size": 32},
     "qwen35moe": {"ssm.inner_size": 32},

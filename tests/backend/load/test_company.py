@@ -108,7 +108,7 @@ def answers(engine: cbatch.Engine) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
-@pytest.mark.parametrize("name", ["cogvlm", "plamo2"])
+@pytest.mark.parametrize("name", ["arwkv7", "cogvlm", "plamo2"])
 def test_model_that_is_wrong_in_company_is_right_one_at_a_time(
     name: str, zoo: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:

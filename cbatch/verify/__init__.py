@@ -1,0 +1,1 @@
+"""Models tried: whether answers in company are those alone, what is shared, what is exact."""
