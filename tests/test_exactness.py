@@ -191,15 +191,6 @@ def test_rows_without_output_do_not_change_the_shape_of_output(synth: SynthFacto
         assert [engine.submit(one).result().logprobs for one in asked] == together
 
 
-@pytest.mark.parametrize("n_slots", [4, 6])
-def test_exact_is_refused_where_rows_cannot_be_padded_and_change(
-    synth: SynthFactory, n_slots: int
-) -> None:
-    path = synth("exact", type="q4_k_m", n_window=64)
-    with pytest.raises(ConfigError, match="width of a step"):
-        cbatch.load(path, exact=True, parallel=n_slots, ctx_per_seq=256)
-
-
 @pytest.mark.parametrize("n_slots", [1, 3, 5])
 def test_exact_keeps_to_budget_and_window(synth: SynthFactory, n_slots: int) -> None:
     options = EngineOptions(exact=True, parallel=n_slots, n_batch=n_slots)

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from cbatch.backend.fake.fake_tokens import FakeBudgetMatcher, FakeMatcher
     from cbatch.options import AdapterSet
 
+_BITS_SHIFT = 57
+"""Above the bits of a token and of adapters; cells have 63."""
+
 _N_SEEN = 4
 """Newest tokens of a history that the next token depends on, together with the history's length."""
 
@@ -76,6 +79,20 @@ class Faults:
     code: Callable[[Sequence[Chunk]], int] = lambda _: 0
     broken: Callable[[Chunk], bool] = lambda _: False
     swap: Callable[[int], bool] = lambda _: True
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """How the bits of what is computed depend on the number of rows that are computed together.
+
+    Args:
+        of: which bits so many rows give, below 32; cells of other bits lead to other tokens.
+        width: the rows of a step that has its shape, where chunks are aligned: those of the slots from its first to its
+            last, and pad rows.
+    """
+
+    of: Callable[[int], int]
+    width: Callable[[int], int] = lambda n_rows: n_rows
 
 
 _NO_FAULTS = Faults()
@@ -125,6 +142,9 @@ class FakeBackend:
             raise ConfigError(f"n_vocab must be above {END_TOKEN}, not {n_vocab}")
         self.n_slots, self.n_window, self.n_batch = n_slots, n_window, n_batch
         self.chunk_alignment = 0
+        self.bits: Bits | None = None
+        """What depends on the number of rows; nothing by default. With a `chunk_alignment`, rows of one token are
+        computed together and every longer chunk alone, as the backend of llama.cpp does it."""
         self.memory = memory or KvCapabilities("partitioned", n_slots * n_window)
         self.vocab = FakeVocab(n_vocab)
         self.start = seed * 2 + 1
@@ -273,15 +293,24 @@ class FakeBackend:
         self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
         if not code and self.memory.kind == "unified":
             code = int(self.n_used + n_tokens > self.memory.n_cells)
-        for chunk in chunks:
+        for chunk, n_together in zip(chunks, self._n_together(chunks), strict=True):
             if bound := self._bound.get(chunk.slot):
                 bound.history.feed(chunk)
-            self._compute(chunk, _n_computed(code, len(chunk.tokens)))
+            bits = self.bits.of(n_together) << _BITS_SHIFT if self.bits else 0
+            self._compute(chunk, _n_computed(code, len(chunk.tokens)), self._tag | bits)
         return code
 
-    def _compute(self, chunk: Chunk, n: int) -> None:
+    def _n_together(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Return with how many rows each chunk is computed, its own included."""
+        if not self.bits or not self.chunk_alignment:
+            return [sum(len(c.tokens) for c in chunks)] * len(chunks)
+        rows = [c.slot for c in chunks if len(c.tokens) == 1]
+        n_rows = self.bits.width(rows[-1] - rows[0] + 1) if rows else 0
+        return [n_rows if len(c.tokens) == 1 else len(c.tokens) for c in chunks]
+
+    def _compute(self, chunk: Chunk, n: int, tag: int) -> None:
         """Make cells of the first `n` tokens of a chunk, and score what comes after them."""
-        state, cells = self._kv.states[chunk.slot], [t | self._tag for t in chunk.tokens[:n]]
+        state, cells = self._kv.states[chunk.slot], [t | tag for t in chunk.tokens[:n]]
         for i, cell in enumerate(cells):
             state = mix(state, cell)
             if i < len(chunk.targets):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.llama.memory import LlamaCells, SavedState
 from cbatch.backend.plan_check import PlanCheck
 from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
+from cbatch.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +55,8 @@ class ContextMemory:
         """Slots into which bytes are copied at the next decode."""
         self._unshifted: set[Slot] = set()
         """Slots whose cells move up at the next decode."""
+        self._aside: dict[Slot, SavedState] = {}
+        """What slots hold whose memory pad rows have meanwhile."""
         self._maybe_nonfinite: set[Slot] = set()
         """Slots whose cells may hold a NaN or an infinity, now or after the next tokens."""
 
@@ -183,9 +186,35 @@ class ContextMemory:
         """Return how many cells a slot or a sequence above the slots holds."""
         return self.n_cells[slot] if slot < self._n_slots else 0
 
-    def cut_back(self, slot: Slot) -> None:
-        """Remove what was computed in a slot beyond its counted cells."""
-        self._cells.trim(slot, self.n_held(slot))
+    def is_in_the_way(self, slot: Slot) -> bool:
+        """Whether a slot holds what has to be put aside before a pad row may stand there."""
+        return self.n_held(slot) > 0 and not self._found.can_cut
+
+    def place_pad(self, slot: Slot) -> int:
+        """Return the position of a pad row in a slot; what cannot be cut is put aside first.
+
+        Raises:
+            EngineError: no host memory for what the slot holds.
+        """
+        if not self.is_in_the_way(slot):
+            return self.n_held(slot)
+        state = self._cells.save(slot)
+        if state is None or state.n_cells != self.n_held(slot):
+            raise EngineError(f"no memory to put aside what slot {slot} holds for a pad row")
+        self._aside[slot] = state
+        self._cells.trim(slot, 0)
+        return 0
+
+    def remove_pad(self, slot: Slot) -> None:
+        """Remove the cells of a slot's pad rows; the slot holds again what was put aside.
+
+        Raises:
+            EngineError: llama.cpp does not take back what was put aside.
+        """
+        state = self._aside.pop(slot, None)
+        self._cells.trim(slot, self.n_held(slot) if state is None else 0)
+        if state is not None and not self._cells.load(slot, state):
+            raise EngineError(f"slot {slot} cannot have back what was put aside for a pad row")
 
     def add(self, chunks: Sequence[Chunk], n_steps: int, tokens: Sequence[Sequence[int]]) -> None:
         """Count the cells of `n_steps` steps that were done, at least one; note whose row was broken.
@@ -215,7 +244,15 @@ class ContextMemory:
     def undo(self, chunks: Sequence[Chunk]) -> bool:
         """Take back the cells of chunks that were computed but not counted yet; return whether that was possible."""
         undone = [
-            (self._memory.can_trim or not c.start) and self._cells.trim(c.slot, c.start)
+            (self._found.can_cut or not c.start) and self._cells.trim(c.slot, c.start)
             for c in chunks
         ]
         return all(undone)
+
+    def take_back(self, chunks: Sequence[Chunk]) -> bool:
+        """Take back the last cells, of chunks that were counted; return whether that was possible."""
+        if not self._found.can_cut:
+            return False
+        for chunk in chunks:
+            self._trim(chunk.slot, chunk.start)
+        return True

@@ -122,8 +122,14 @@ class LlamaBackend:
         if options.exact and model.has_learned_positions:
             # pad rows stand after a slot's cells, and llama.cpp ends the process at positions that were not learned
             self.n_window = max(1, min(self.n_window, model.n_ctx_train - N_STEPS_MAX))
+        has_window = bool(llama_cpp.llama_model_n_swa(model.pointer))
+        self.can_pad = found.can_cut or (self.memory.can_save and not has_window)
+        """Whether pad rows leave what slots hold as it is."""
         if options.exact:  # without what is for pad rows
-            self.memory = replace(self.memory, n_cells=self.n_slots * self.n_window)
+            # cells that have left a window are not saved: what is loaded stands elsewhere, and long chunks differ then
+            can_save = self.memory.can_save and not has_window
+            n_cells = self.n_slots * self.n_window
+            self.memory = replace(self.memory, n_cells=n_cells, can_save=can_save)
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
         # exact: a chunk is one run of the graph, with room for one row of every other slot
         n_alone = min(options.n_ubatch, self.n_batch - self.n_slots + 1)
@@ -255,6 +261,10 @@ class LlamaBackend:
     def last_chunks(self) -> Sequence[Chunk]:
         """What the last native call computed: in exact mode a part of a plan's chunks."""
         return self._runner.last_chunks
+
+    def take_back(self, chunks: Sequence[Chunk]) -> bool:
+        """Remove the cells of chunks that the last run computed; return whether that is possible in this memory."""
+        return self._cells.take_back(chunks)
 
     def logits(self, slot: Slot) -> NDArray[np.float32]:
         """Return the logits after a slot's last token, which the last step computed and sampled.

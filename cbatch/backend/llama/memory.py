@@ -141,6 +141,8 @@ class FoundMemory:
     """The state of a sequence of one token; None where it could not be saved."""
     format: SavedFormat | None
     """How the context writes a state; None where the layout is not known."""
+    can_cut: bool
+    """Whether the last tokens of a sequence can be taken back, as long as it only grows: with sliding windows too."""
 
 
 def find_memory(
@@ -178,7 +180,9 @@ def find_memory(
         saved_bytes_per_cell=n_per_cell,
         n_long_context_prefills=n_prefills,
     )
-    return FoundMemory(capabilities, trial.sample, format)
+    # `swa_full`, llama.cpp's default, has cells outside of a window stay while a sequence grows at its end alone
+    can_cut = trial.is_cut and not model.has_states
+    return FoundMemory(capabilities, trial.sample, format, can_cut)
 
 
 class _Trial:

@@ -76,24 +76,34 @@ class PadRows:
         self._shape, self._memory, self._n_sequences = shape, memory, n_sequences
 
     def beside(self, rows: Sequence[Chunk], n_steps: int) -> Sequence[Chunk]:
-        """Return the pad rows of a run of so many steps with these decoding rows, which ascend by slot.
+        """Return the pad rows of a run of so many steps with these decoding rows, which ascend by slot; `remove` them.
 
         llama.cpp computes rows of consecutive sequences together, so pad rows fill the gaps between the slots too.
         """
         if not self._shape.has_pads:
             return ()
         low, high = rows[0].slot, rows[-1].slot + 1
-        n_missing = self._shape.width(high - low) - (high - low)
-        if not n_missing and len(rows) == high - low:
+        width = self._shape.width(high - low)
+        if width == len(rows):
             return ()
-        high = min(high + n_missing, self._n_sequences)
-        low = Slot(min(low, high - self._shape.width(high - low)))
         taken = {c.slot for c in rows}
+        start = self._start(low, high, width)
+        slots = [Slot(i) for i in range(start, start + width) if i not in taken]
         return [
-            Chunk(Slot(i), self._memory.n_held(Slot(i)), (PAD_TOKEN,), has_output=False)
-            for i in range(max(0, low), high)
-            if i not in taken
+            Chunk(slot, self._memory.place_pad(slot), (PAD_TOKEN,), has_output=False)
+            for slot in slots
         ]
+
+    def _start(self, low: int, high: int, width: int) -> int:
+        """Return the first of `width` sequences around the rows: with the fewest to put aside, else the last ones."""
+        starts = range(min(low, self._n_sequences - width), max(0, high - width) - 1, -1)
+        is_in_the_way = self._memory.is_in_the_way
+        return min(
+            starts,
+            key=lambda start: sum(
+                is_in_the_way(Slot(i)) for i in (*range(start, low), *range(high, start + width))
+            ),
+        )
 
     def most_steps(self, rows: Sequence[Chunk], n_steps: int) -> int:
         """Return how many of `n_steps` steps a run of these decoding rows is to have at most."""
@@ -105,4 +115,4 @@ class PadRows:
     def remove(self, pads: Sequence[Chunk]) -> None:
         """Remove the cells that pad rows have made, in one step or several."""
         for pad in pads:
-            self._memory.cut_back(pad.slot)
+            self._memory.remove_pad(pad.slot)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.errors import CBatchError, EngineError
 from cbatch.options import GREEDY
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.engine_options import EngineOptions
 
     Logits = NDArray[np.float32]
@@ -45,16 +47,21 @@ _N_DECODED = 2
 _N_LEAST = 16  # smallest window to try; smaller ones exist in unified memory alone
 
 
-def probe(model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool) -> str:
+def probe(
+    model: LlamaModel,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool] = bool,
+    shape: RowShape = ANY_SHAPE,
+) -> str:
     """Return `bitwise`, or `not guaranteed: reason`, for this model under these settings.
 
     Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens; ends
-    once `is_stopped` is true.
+    once `is_stopped` is true. With `exact`, steps have the shape.
     """
     small = probed_options(model, options, min(options.n_slots, max(WIDTHS) + 1), _N_LONG + 16)
     try:
         with model.busy:
-            finding = _first_finding(model, small, is_stopped)
+            finding = _first_finding(model, small, is_stopped, shape)
     except CBatchError as error:
         return f"{COULD_NOT_RUN}: {error}"
     if finding is None:
@@ -84,10 +91,10 @@ def difference(a: Logits, b: Logits) -> float:
 
 
 def _first_finding(
-    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool], shape: RowShape
 ) -> tuple[str, float] | None:
     """Return the first way of computing that changes the bits, and by how much; None where none does."""
-    with closing(LlamaBackend(model, options, owns_model=False)) as backend:
+    with closing(LlamaBackend(model, options, owns_model=False, shape=shape)) as backend:
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
         for way, alone, found in Probe(backend, n_window, is_stopped).ways():
             for a, b in zip(alone, found, strict=True):

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cbatch.backend.llama.fingerprint import model_parts
-from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, n_sequences, shapes
 from cbatch.backend.load.attention import is_better_off
@@ -22,11 +20,14 @@ from cbatch.backend.load.probe import (
     probe,
     probed_options,
 )
+from cbatch.backend.load.weight_kernels import has_plain_weights, tiled_experts
 from cbatch.core.plan import Chunk, Slot, StepPlan
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.pad_rows import RowShape
@@ -39,14 +40,10 @@ N_ROWS_MAX = 32
 _COUNTS = (1, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31)
 """Rows of steps that are tried, besides the most."""
 
-# Source: ggml/include/ggml.h, enum ggml_type: f32, f16, q4_0, q4_1, q5_0, q5_1, q8_0, bf16.
-_PLAIN = frozenset((0, 1, 2, 3, 6, 7, 8, 30))
-
 _N_SHORT = 2
 _N_LONG = 512 + _N_SHORT  # above 512: this neighbour has attention look at more cells
 _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many rows the same bits
 _N_PLACES = 2  # in which a width is tried
-_N_UNPADDED = 8  # tokens that are decoded alone and together where no row is padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +63,8 @@ def find_exact(
 ) -> ExactSettings:
     """Return how a model is computed so that no logits depend on company, or why it cannot be.
 
-    Works on contexts of its own. Where memory can be cut anywhere, the rows of a step are padded as the model's kernels
-    need it. Where `flash_attn` is "auto", the faster of on and off is tried first, and then the other.
+    Works on contexts of its own. The rows of a step are padded as the model's kernels need it. Where `flash_attn` is
+    "auto", the faster of on and off is tried first, and then the other.
     """
     can_go_without = not options.has_quantised_values and options.split_mode != "tensor"
     if options.flash_attn != "auto" or not can_go_without:
@@ -87,67 +84,20 @@ def _find(
 ) -> ExactSettings:
     n_probed = min(options.n_slots, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
+    possible = shapes(options.n_slots, is_plain=has_plain_weights(model))
+    if experts := tiled_experts(model, options):
+        return ExactSettings(f"not guaranteed: {experts}", options)
     try:
         with model.busy, closing(LlamaBackend(model, small, owns_model=False)) as backend:
-            if backend.memory.can_trim:
-                possible = shapes(options.n_slots, is_plain=has_plain_weights(model))
-                tried = [shape for shape in possible if shape.least <= backend.n_slots]
-                found = _Rows(backend, is_stopped).find(tried, n_probed)
-                if isinstance(found, str):
-                    return ExactSettings(found, options)
-                return ExactSettings(BITWISE, options, found)
-            if refusal := _Unpadded(backend, backend.n_window, is_stopped).refusal(n_probed):
-                return ExactSettings(refusal, options)
+            tried = [s for s in possible if s.least <= backend.n_slots and backend.can_pad]
+            found = _Rows(backend, is_stopped).find(tried or [ANY_SHAPE], n_probed)
+            can_trim = backend.memory.can_trim
     except CBatchError as error:
         return ExactSettings(f"{COULD_NOT_RUN}: {error}", options)
-    return ExactSettings(probe(model, options, is_stopped), options)
-
-
-class _Unpadded(Probe):
-    """Decodes sequences alone and in steps of many widths, where memory cannot be cut and so no row is padded."""
-
-    def refusal(self, n_rows: int) -> str:
-        """Return how logits differ among steps of up to `n_rows` rows; empty where they do not."""
-        alone = [self._together([i])[0] for i in range(n_rows)]
-        for width in sorted({n for n in (2, 6, *_COUNTS, n_rows) if 1 < n <= n_rows}):
-            slots = range((n_rows - width) // 2, (n_rows + width) // 2)
-            for i, rows in zip(slots, self._together(slots), strict=True):
-                if by := max(map(difference, alone[i], rows)):
-                    return (
-                        "not guaranteed: logits change with the width of a step "
-                        f"({width} rows against 1, by up to {by:.2g})"
-                    )
-        return ""
-
-    def _together(self, slots: Sequence[int]) -> list[list[Logits]]:
-        """Return the logits of the sequences of these slots after each of their last tokens, decoded together."""
-        self.clear()
-        dice, n_vocab = random.Random(3), self._backend.vocab.n_vocab
-        texts = [
-            dice.choices(range(n_vocab), k=4 + i % 7 + _N_UNPADDED) for i in range(max(slots) + 1)
-        ]
-        for i in slots:
-            self.prefill(Slot(i), texts[i][:-_N_UNPADDED])
-        found: list[list[Logits]] = [[] for _ in slots]
-        for i_fed in range(_N_UNPADDED, 0, -1):
-            chunks = [
-                Chunk(Slot(i), len(texts[i]) - i_fed, (texts[i][-i_fed],), has_output=True)
-                for i in slots
-            ]
-            self.run(chunks, 0)
-            for rows, i in zip(found, slots, strict=True):
-                rows.append(self._backend.logits(Slot(i)))
-        return found
-
-
-def has_plain_weights(model: LlamaModel) -> bool:
-    """Whether llama.cpp computes all of a model's weights alike in steps of two rows and more."""
-    try:
-        headers = [read_header(part, "") for part, *_ in model_parts(model.name)]
-    except DamagedError:
-        return False
-    types = {tensor.type for header in headers if header for tensor in header.tensors.values()}
-    return bool(types) and None not in headers and types <= _PLAIN
+    if isinstance(found, str):
+        return ExactSettings(found, options)
+    exactness = BITWISE if can_trim else probe(model, options, is_stopped, found)
+    return ExactSettings(exactness, options, found if exactness == BITWISE else ANY_SHAPE)
 
 
 class _Rows(Probe):
@@ -166,16 +116,22 @@ class _Rows(Probe):
         self._next = [dice.choices(range(n_vocab), k=_N_TOKENS) for _ in self._texts]
         self._known: dict[tuple[int, int], Logits] = {}
         """Logits after each text and each of its next tokens, all slots in one step."""
+        self._saved: dict[int, NDArray[np.uint8]] = {}
+        """What each slot holds after its text, where its last tokens cannot be taken back."""
         self._found: dict[int, float] = {}
         """By how much logits of steps of each width that was tried differ from these at most."""
 
     def find(self, tried: Sequence[RowShape], n_rows: int) -> RowShape | str:
         """Return the first shape in which no logits depend on the step, or why there is none."""
         self._fill()
-        if any(shape.has_pads for shape in tried) and self._is_pad_broken():
-            return f"not guaranteed: token {PAD_TOKEN} of pad rows leaves cells that are NaN"
         for i_token in range(_N_TOKENS):
             self._most_difference(range(self._backend.n_slots), i_token)
+        if self._saved and (by := self._most_difference(range(self._backend.n_slots), 0)):
+            return (
+                f"not guaranteed: logits change where saved states are loaded (by up to {by:.2g})"
+            )
+        if any(shape.has_pads for shape in tried) and self._is_pad_broken():
+            return f"not guaranteed: token {PAD_TOKEN} of pad rows leaves cells that are NaN"
         refusal = ""
         for shape in tried:
             widths = {shape.width(n) for n in (*_COUNTS, n_rows) if n <= n_rows}
@@ -196,12 +152,38 @@ class _Rows(Probe):
                 for slot, text in enumerate(self._texts)
             ]
             self.run(chunks, 0)
+        self._saved = {}
+        if not self._backend.take_back(()) and self._backend.memory.can_save:
+            self._save()
+
+    def _save(self) -> None:
+        slots = [Slot(i) for i in range(self._backend.n_slots)]
+        self._backend.run(StepPlan((), saves=tuple((slot, slot) for slot in slots)))
+        for slot in slots:
+            if (data := self._backend.export_state(slot)) is None:
+                raise EngineError("states cannot be saved")
+            self._saved[slot] = data
+
+    def _take_back(self, chunks: Sequence[Chunk]) -> None:
+        """Have slots hold their texts again and no more."""
+        if self._backend.take_back(chunks):
+            return
+        if not self._saved:
+            self._fill()
+            return
+        for chunk in chunks:
+            self._backend.import_state(chunk.slot, self._saved[chunk.slot], chunk.start)
+        loads = tuple((chunk.slot, int(chunk.slot), chunk.start) for chunk in chunks)
+        slots = tuple(chunk.slot for chunk in chunks)
+        self._backend.run(StepPlan((), clears=slots, loads=loads, forgets=slots))
 
     def _is_pad_broken(self) -> bool:
         """Whether a pad row's logits are NaN: its cells would break the rows that come after it in its slot."""
-        n_cells = len(self._texts[0])
-        logits = self.run([Chunk(Slot(0), n_cells, (PAD_TOKEN,), has_output=True)], 0)
-        self._backend.run(StepPlan((), trims=((Slot(0), n_cells),)))
+        last = self._backend.n_slots - 1
+        n_cells = len(self._texts[last])
+        chunks = [Chunk(Slot(last), n_cells, (PAD_TOKEN,), has_output=True)]
+        logits = self.run(chunks, 0)
+        self._take_back(chunks)
         return bool(np.isnan(logits).any())
 
     def _refusal(self, widths: Sequence[int]) -> str:
@@ -250,5 +232,5 @@ class _Rows(Probe):
         for i in slots:
             logits = self._backend.logits(Slot(i))
             found = max(found, difference(self._known.setdefault((i, i_token), logits), logits))
-        self._backend.run(StepPlan((), trims=tuple((c.slot, c.start) for c in chunks)))
+        self._take_back(chunks)
         return found

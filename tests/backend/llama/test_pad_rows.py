@@ -24,18 +24,29 @@ class HeldCells:
     """What `PadRows` asks a memory; notes which slots are cut back."""
 
     n_cells: Sequence[int]
+    can_cut: bool = True
     cut: list[int] = field(default_factory=list)
+    placed: list[int] = field(default_factory=list)
 
     def n_held(self, slot: Slot) -> int:
         return self.n_cells[slot] if slot < len(self.n_cells) else 0
 
-    def cut_back(self, slot: Slot) -> None:
+    def is_in_the_way(self, slot: Slot) -> bool:
+        return self.n_held(slot) > 0 and not self.can_cut
+
+    def place_pad(self, slot: Slot) -> int:
+        self.placed.append(slot)
+        return self.n_held(slot) if self.can_cut else 0
+
+    def remove_pad(self, slot: Slot) -> None:
         self.cut.append(slot)
 
 
-def pad_rows(shape: RowShape, n_cells: Sequence[int]) -> tuple[PadRows, HeldCells]:
+def pad_rows(
+    shape: RowShape, n_cells: Sequence[int], *, can_cut: bool = True
+) -> tuple[PadRows, HeldCells]:
     """Return pad rows over slots that hold so many cells."""
-    memory = HeldCells(n_cells)
+    memory = HeldCells(n_cells, can_cut)
     return PadRows(shape, cast("Any", memory), n_sequences(len(n_cells))), memory
 
 
@@ -184,6 +195,31 @@ def test_rows_and_pads_are_consecutive_and_have_the_shape(
     for pad in found:
         assert pad.start == (n_cells[pad.slot] if pad.slot < len(n_cells) else 0)
         assert (len(pad.tokens), pad.has_output, pad.targets) == (1, False, ())
+
+
+@given(padded_steps())
+def test_where_nothing_can_be_cut_the_fewest_slots_are_put_aside(
+    step: tuple[RowShape, list[int], list[int]],
+) -> None:
+    shape, n_cells, slots = step
+    pads, memory = pad_rows(shape, n_cells, can_cut=False)
+    found = pads.beside([row(slot, n_cells[slot]) for slot in slots], 1)
+    assert memory.placed == [c.slot for c in found]
+    assert {c.start for c in found} <= {0}
+    together = sorted([*memory.placed, *slots])
+    if not found:
+        return
+    assert together == list(range(together[0], together[-1] + 1))
+    width, held = len(together), [i for i, n in enumerate(n_cells) if n]
+    assert width == shape.width(slots[-1] - slots[0] + 1)
+    starts = range(max(0, slots[-1] + 1 - width), slots[0] + 1)
+    n_sequences_ = n_sequences(len(n_cells))
+    fewest = min(
+        sum(i in held and i not in slots for i in range(start, start + width))
+        for start in starts
+        if start + width <= n_sequences_
+    )
+    assert sum(slot in held for slot in memory.placed) == fewest
 
 
 def test_removed_pads_are_cut_back_in_their_slots_alone() -> None:

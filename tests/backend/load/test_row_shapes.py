@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from gguf import GGUFReader
 
+from cbatch.backend.llama import memory
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, RowShape, n_sequences
@@ -17,7 +19,7 @@ from cbatch.backend.load import row_shapes
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.probe import BITWISE
-from cbatch.backend.load.row_shapes import ExactSettings, find_exact, has_plain_weights
+from cbatch.backend.load.row_shapes import ExactSettings, find_exact
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cbatch.backend.llama.memory import FoundMemory
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.core.plan import Slot
     from tests.conftest import SynthFactory
@@ -283,30 +286,73 @@ def test_flash_attention_is_off_first_where_that_is_faster(
 # ---- memory that cannot be cut ----
 
 
-def test_memory_that_cannot_be_cut_has_any_shape(
-    monkeypatch: pytest.MonkeyPatch, states: LlamaModel
+@pytest.mark.parametrize(
+    ("touch", "shape"),
+    [(nothing, RowShape(2, 1)), (is_narrow, RowShape(8, 4)), (each_width, WHOLE)],
+)
+def test_memory_that_cannot_be_cut_has_a_shape_too(
+    monkeypatch: pytest.MonkeyPatch, states: LlamaModel, touch: Touch, shape: RowShape
 ) -> None:
-    found = find(monkeypatch, states, nothing)
-    assert (found.exactness, found.shape) == (BITWISE, ANY_SHAPE)
+    found = find(monkeypatch, states, touch)
+    assert (found.exactness, found.shape) == (BITWISE, shape)
 
 
 def test_memory_that_cannot_be_cut_is_tried_without_flash_attention(
     monkeypatch: pytest.MonkeyPatch, states: LlamaModel
 ) -> None:
     def touch(backend: LlamaBackend, slot: Slot) -> float:
-        return each_width(backend, slot) * (backend.options.flash_attn != "off")
+        return is_first_row(backend, slot) * (backend.options.flash_attn != "off")
 
     found = find(monkeypatch, states, touch)
-    assert (found.exactness, found.shape) == (BITWISE, ANY_SHAPE)
+    assert (found.exactness, found.shape) == (BITWISE, RowShape(2, 1))
     assert found.options.flash_attn == "off"
 
 
-def test_memory_that_cannot_be_cut_is_refused_where_widths_differ(
+def test_memory_that_cannot_be_cut_is_refused_where_company_changes_logits(
     monkeypatch: pytest.MonkeyPatch, states: LlamaModel
 ) -> None:
-    found = find(monkeypatch, states, each_width)
-    assert "with the width of a step" in found.exactness
-    assert found.options.flash_attn == "auto"
+    found = find(monkeypatch, states, is_first_row)
+    assert "company" in found.exactness
+    assert (found.options.flash_attn, found.shape) == ("auto", ANY_SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("touch", "parallel", "is_exact"),
+    [(nothing, 4, True), (each_width, 1, True), (each_width, 4, False)],
+)
+def test_memory_without_pad_rows_is_exact_where_widths_are_alike(
+    monkeypatch: pytest.MonkeyPatch,
+    states: LlamaModel,
+    touch: Touch,
+    parallel: int,
+    is_exact: bool,
+) -> None:
+    def find_memory(*args: Any, **given: Any) -> FoundMemory:
+        found = real(*args, **given)
+        return replace(found, capabilities=replace(found.capabilities, can_save=False))
+
+    real = memory.find_memory
+    monkeypatch.setattr("cbatch.backend.llama.llama_backend.find_memory", find_memory)
+    found = find(monkeypatch, states, touch, parallel=parallel)
+    assert (found.exactness == BITWISE) == is_exact
+    assert found.shape == ANY_SHAPE
+
+
+def test_loaded_states_that_change_logits_are_refused(
+    monkeypatch: pytest.MonkeyPatch, states: LlamaModel
+) -> None:
+    loaded: set[int] = set()
+
+    def import_state(backend: LlamaBackend, key: int, *given: Any) -> None:
+        loaded.add(id(backend))
+        real(backend, key, *given)
+
+    def touch(backend: LlamaBackend, slot: Slot) -> float:
+        return float(id(backend) in loaded)
+
+    real = LlamaBackend.import_state
+    monkeypatch.setattr(LlamaBackend, "import_state", import_state)
+    assert "saved states" in find(monkeypatch, states, touch).exactness
 
 
 # ---- sizes ----
@@ -358,33 +404,7 @@ def test_engine_with_steps_of_one_row_a_slot_answers(test_model: Path) -> None:
         assert all(request.result().finish_reason for request in found)
 
 
-# ---- weights ----
-
-
-PLAIN, MIXED = ("f32", "f16", "bf16", "q8_0", "q4_0"), ("q4_k_m", "iq4_xs", "q6_k")
-
-
-@pytest.mark.parametrize(
-    ("type", "is_plain"), [*((type, True) for type in PLAIN), *((type, False) for type in MIXED)]
-)
-def test_plain_weights_are_those_of_one_kernel(
-    synth: SynthFactory, type: str, is_plain: bool
-) -> None:
-    found = open_model(synth("exact", type=type))
-    assert has_plain_weights(found) == is_plain
-    found.close()
-
-
-def test_weights_of_a_split_model_are_those_of_all_parts(
-    synth: SynthFactory, tmp_path: Path
-) -> None:
-    for types, is_plain in ((("f16", "q8_0"), True), (("f16", "q4_k_m"), False)):
-        parts = [tmp_path / f"{types[1]}-0000{i}-of-00002.gguf" for i in (1, 2)]
-        for part, type in zip(parts, types, strict=True):
-            part.write_bytes(synth("exact", type=type).read_bytes())
-        found = open_model(parts[0])
-        assert has_plain_weights(found) == is_plain
-        found.close()
+# ---- pad rows that are NaN ----
 
 
 @pytest.mark.parametrize("flash_attn", ["auto", "off"])

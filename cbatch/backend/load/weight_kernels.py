@@ -1,0 +1,71 @@
+"""What the types of a model's weights say of the kernels that compute them on a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.fingerprint import model_parts
+from cbatch.backend.llama.gguf import DamagedError, read_header
+from cbatch.backend.llama.pad_rows import N_GROUP, n_sequences
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend.llama.gguf import Tensor
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
+
+# Source: ggml/include/ggml.h, enum ggml_type: f32, f16, q4_0, q4_1, q5_0, q5_1, q8_0, bf16.
+_PLAIN = frozenset((0, 1, 2, 3, 6, 7, 8, 30))
+
+# Source: ggml/include/ggml.h, enum ggml_type; ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_supported.
+_TILED = {
+    11: "q3_K", 13: "q5_K", 14: "q6_K", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs",
+    19: "iq1_s", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 29: "iq1_m",
+}  # fmt: skip
+"""Types that have another kernel for 8 rows and more, and no repacked form."""
+
+_N_TILED = 8
+"""Rows from which that kernel is taken. Source: ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_min_batch."""
+
+
+def has_plain_weights(model: LlamaModel) -> bool:
+    """Whether llama.cpp computes all of a model's weights alike in steps of two rows and more."""
+    types = {tensor.type for _, tensor in _tensors(model)}
+    return bool(types) and types <= _PLAIN
+
+
+def tiled_experts(model: LlamaModel, options: EngineOptions) -> str:
+    """Return why experts depend on company: their kernel changes at 8 rows that choose the same one; else nothing."""
+    on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
+    if on_device or n_sequences(options.n_slots) < _N_TILED or not _has_tiles():
+        return ""
+    for name, tensor in _tensors(model):
+        if "_exps." in name and tensor.type in _TILED:
+            return (
+                f"experts in {_TILED[tensor.type]} ({name}) have another kernel where {_N_TILED} rows of a step choose "
+                "the same one, so logits depend on company: set GGML_CPU_TILED_MM=0 before the program starts, use "
+                f"parallel={N_GROUP} or less, or a file with experts in q8_0, q4_0, f16 or bf16"
+            )
+    return ""
+
+
+def _has_tiles() -> bool:
+    """Whether kernels in tiles are chosen by the number of rows: on x86 with AVX, unless a variable of ggml decides."""
+    if os.environ.get("GGML_CPU_TILED_MM") == "0":
+        return False
+    is_forced = os.environ.get("GGML_CPU_TILED_MM_FORCE") == "1"
+    return not is_forced and b"AVX = 1" in llama_cpp.llama_print_system_info()
+
+
+def _tensors(model: LlamaModel) -> Sequence[tuple[str, Tensor]]:
+    """Return the tensors of all files of a model; none where a file cannot be read."""
+    try:
+        headers = [read_header(part, "") for part, *_ in model_parts(model.name)]
+    except DamagedError:
+        return ()
+    if None in headers:
+        return ()
+    return [found for header in headers if header for found in header.tensors.items()]
