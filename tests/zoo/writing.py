@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+_SOFTER = {("gemma4", "attn_q_norm"): 0.1}
+"""Factors of what would be too loud: gemma4 does not scale products of queries and keys, which would choose one cell
+each, and another by rounding."""
+
 _N_QUOTED = 3  # lines of llama.cpp's log
 
 
@@ -73,8 +77,10 @@ def write(path: Path, model: Model, seed: int) -> None:
     _end(writer)
     wanted = [tensor for tensor in _find_wanted(path) if _is_kept(tensor, model)]
     writer = _begin(path, model)
+    is_tied = all(tensor.name != "output.weight" for tensor in wanted)
     for tensor in wanted:
-        values = _values(tensor, model, seed)
+        values = _values(tensor, seed, is_tied=is_tied)
+        values *= np.float32(_SOFTER.get((model.architecture, tensor.part), 1))
         kind = _kind(tensor, model.type)
         data = values if kind.name == "F32" else gguf.quants.quantize(values, kind)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
@@ -152,7 +158,7 @@ def _is_kept(tensor: Wanted, model: Model) -> bool:
     return not (model.is_tied and tensor.name == "output.weight")
 
 
-def _values(tensor: Wanted, model: Model, seed: int) -> NDArray[np.float32]:
+def _values(tensor: Wanted, seed: int, *, is_tied: bool) -> NDArray[np.float32]:
     """Return a tensor's values: of its name and the seed, and such that no layer drowns the others."""
     name, sizes = tensor
     dice = np.random.default_rng([seed, zlib.crc32(name.encode())])
@@ -165,7 +171,7 @@ def _values(tensor: Wanted, model: Model, seed: int) -> NDArray[np.float32]:
     if tensor.part == "ssm_a":
         return -np.abs(values)
     if tensor.part == "token_embd":
-        scale = 0.1 if model.is_tied else 1.0  # or a token would give itself
+        scale = 0.1 if is_tied else 1.0  # or a token would give itself
     elif tensor.part == "output":
         scale *= 4  # tokens whose logits are alike would change places by rounding
     elif len(sizes) == 1:

@@ -60,6 +60,10 @@ class LlamaGrammars:
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Compile a grammar, after a process of its own tried it; see `Grammars.compile`."""
+        if not self._model.vocab.has_pieces:
+            raise GrammarError(
+                grammar.kind, "this model has no vocabulary, so its tokens write no text"
+            )
         source = _source(grammar)
         self._sandbox.start()
         with self._model.busy:  # so that it is not freed meanwhile

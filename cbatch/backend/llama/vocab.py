@@ -35,6 +35,9 @@ class LlamaVocab:
         """Read what never changes of an open model; `template` is Jinja, None without a chat template."""
         self._model, self._pointer = model, llama_cpp.llama_model_get_vocab(model.pointer)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._pointer))
+        kind = llama_cpp.llama_vocab_type(self._pointer)
+        self.has_pieces = kind != llama_cpp.LLAMA_VOCAB_TYPE_NONE
+        """Whether tokens stand for text; llama.cpp ends the process where it is asked for text that is not there."""
         bos = int(llama_cpp.llama_vocab_bos(self._pointer))
         eos = int(llama_cpp.llama_vocab_eos(self._pointer))
         self.bos_id, self.bos_text, self.eos_text = bos, self._text(bos), self._text(eos)
@@ -72,6 +75,8 @@ class LlamaVocab:
     @cached_property
     def control_tokens(self) -> frozenset[int]:
         """See `Vocab`; the first call looks at all ids."""
+        if not self.has_pieces:
+            return frozenset()
         get_attributes, vocab = llama_cpp.llama_vocab_get_attr, self.pointer
         return frozenset(t for t in range(self.n_vocab) if get_attributes(vocab, t) & _HIDDEN)
 
@@ -104,6 +109,8 @@ class LlamaVocab:
 
     def named_token(self, mark: str) -> int | None:
         """Return the token that is this mark and nothing else, and that grammars name by its id; None without one."""
+        if not self.has_pieces:
+            return None
         tokens = self._tokenize(_encode(mark), add_special=False, parse_special=True)
         return tokens[0] if len(tokens) == 1 and self.is_named(tokens[0]) else None
 
@@ -126,8 +133,11 @@ class LlamaVocab:
         A text that starts with the BOS token's text gets no second one.
 
         Raises:
-            RequestFailedError: the text is not valid Unicode, or longer than llama.cpp can count.
+            RequestFailedError: the text is not valid Unicode, or longer than llama.cpp can count, or the model has no
+                vocabulary.
         """
+        if not self.has_pieces:
+            raise PromptError("this model has no vocabulary: give token ids (tokens)")
         data = _encode(text)
         has_bos = bool(self.bos_text) and text.startswith(self.bos_text)
         add_special = self._may_add_special and not has_bos
@@ -147,6 +157,8 @@ class LlamaVocab:
 
     def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that DRY takes for these strings; the same object for the same strings."""
+        if not self.has_pieces:
+            return ()
         with self._reading:
             return self._find_breakers(tuple(strings))
 
@@ -164,6 +176,8 @@ class LlamaVocab:
             n_room = -n
 
     def _read_piece(self, token: int, *, is_shown: bool = False) -> bytes:
+        if not self.has_pieces:
+            return b""
         to_piece, vocab = llama_cpp.llama_token_to_piece, self.pointer
         return _read(lambda buffer, n_room: to_piece(vocab, token, buffer, n_room, 0, is_shown))
 
@@ -198,7 +212,7 @@ class LlamaVocab:
 
     def _text(self, token: int) -> str:
         # An id that is not there makes llama.cpp throw, which ends the process.
-        if not 0 <= token < self.n_vocab:
+        if not (self.has_pieces and 0 <= token < self.n_vocab):
             return ""
         text: bytes = llama_cpp.llama_vocab_get_text(self.pointer, token)
         return text.decode(errors="replace")

@@ -186,8 +186,8 @@ def _why_not_generative(pointer: Any) -> str | None:
     if metadata.get(f"{arch}.pooling_type", _UNPOOLED[0]) not in _UNPOOLED:
         return f"an embedding or reranking model ({arch}, it pools) cannot generate text"
     vocab = llama_cpp.llama_model_get_vocab(pointer)
-    if llama_cpp.llama_vocab_type(vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
-        return f"a model without a vocabulary ({arch}) cannot generate text"
+    if not llama_cpp.llama_vocab_n_tokens(vocab):
+        return f"a model without tokens ({arch}) cannot generate any"
     return None
 
 
