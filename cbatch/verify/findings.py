@@ -37,7 +37,7 @@ class Finding:
     shared: float = 0.0
     """Of the prompt tokens that another prompt had already: the share that was not computed again."""
     resumed: float = 0.0
-    """Of a prompt that was answered: the share that another prompt, which goes on otherwise, did not compute again."""
+    """Of a beginning that two earlier prompts had: the share that a later one did not compute again."""
     is_cut_anywhere: bool = False
     """Whether its memory can be cut anywhere, so that a beginning needs no checkpoint."""
     exactness: str = ""

@@ -128,18 +128,18 @@ def _answers(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[BatchRe
 def _shared(engine: Engine, tokens: _Tokens) -> float:
     """Have prompts with a common beginning answered; return the share of it that was not computed again."""
     common = tokens.take(min(_N_COMMON, engine.n_window // 2))
-    prompts = [(*common, *tokens.take(_N_OWN)) for _ in range(2 * engine.parallel)]
+    prompts = [(*common, *tokens.take(_N_OWN)) for _ in range(max(2 * engine.parallel, _N_PROMPTS))]
     results = _answers(engine, prompts)
     n_cached = sum(result.usage.cached_tokens for result in results)
     return n_cached / (len(common) * (len(prompts) - 1))
 
 
 def _resumed(engine: Engine, tokens: _Tokens) -> float:
-    """Have a prompt answered, then one that goes on from it; return the share that the second did not compute."""
-    prompt = tokens.take(min(_N_COMMON, engine.n_window // 2))
-    _answers(engine, [prompt])
-    [result] = _answers(engine, [(*prompt, *tokens.take(_N_OWN))])
-    return result.usage.cached_tokens / len(prompt)
+    """Have three prompts with a common beginning answered, one after another; return the share that the last had."""
+    common = tokens.take(min(_N_COMMON, engine.n_window // 2))
+    for _ in range(3):
+        [result] = _answers(engine, [(*common, *tokens.take(_N_OWN))])
+    return result.usage.cached_tokens / len(common)
 
 
 def _rate(engine: Engine, tokens: _Tokens) -> float:
