@@ -10,9 +10,15 @@ from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import option
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
+from cbatch.files.output.durable import whole
+from cbatch.folders import told as written
 
 
 def verify(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", help="A GGUF file whose exact=True is proven at length."),
+    ] = None,
     *,
     archs: Annotated[
         Path | None,
@@ -26,27 +32,63 @@ def verify(
     timeout_s: Annotated[
         float, option(help="Most seconds for a model; its process is ended then.", min=1)
     ] = 600.0,
+    count: Annotated[
+        int, option(help="Of MODEL: different prompts, of 3 to 600 tokens.", min=2, max=10_000)
+    ] = 24,
+    html: Annotated[
+        Path | None,
+        option("--html", metavar="FILE", help="Of MODEL: a page with a picture.", default="none"),
+    ] = None,
     json: Annotated[
         bool, option("--json", help="One JSON object a line for each model instead of a table.")
     ] = False,
 ) -> None:
-    """Try whether models answer in company as they do alone, what they share, and what is exact.
+    """Prove what exact=True promises of MODEL, or try every model of a folder in company and alone.
 
-    Example: cbatch verify --archs models
+    Example: cbatch verify model.gguf --parallel 16
     """
-    if archs is None:
-        raise ConfigError("give a folder of models: --archs DIR")
+    if archs is None and model is not None:
+        _prove(model, parallel, count, html, as_json=json)
+    elif archs is None or model is not None:
+        raise ConfigError("give a model or a folder of models: MODEL or --archs DIR")
+    elif html is not None:
+        raise ConfigError("--html is for MODEL, not for --archs")
+    else:
+        _try_all(archs, parallel, timeout_s, as_json=json)
+
+
+def _prove(model: Path, parallel: int, count: int, html: Path | None, *, as_json: bool) -> None:
+    from cbatch.cli.verify_page import lines_of, proof_page
+    from cbatch.files.report.page import machine_facts, version_facts
+    from cbatch.verify.proof import prove
+
+    found = prove(model, parallel, count, say)
+    machine = {**machine_facts(), **version_facts()}
+    if as_json:
+        write(encoding.dumps({**found.as_json(), "machine": machine}, ensure_ascii=False) + "\n")
+    else:
+        for line in lines_of(found):
+            write(f"{printable(line)}\n")
+    if html is not None:
+        settings = {"parallel": found.parallel, "window": found.n_window, "prompts": count}
+        with written(html), whole(html) as part:
+            part.write_text(proof_page(found, settings, machine), encoding="utf-8")
+    if not found.is_exact:
+        raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+def _try_all(archs: Path, parallel: int, timeout_s: float, *, as_json: bool) -> None:
     from cbatch.verify.findings import table
     from cbatch.verify.folder import models_in, verify_all
 
     models, found = models_in(archs), []
     for finding in verify_all(models, parallel, timeout_s):
         found.append(finding)
-        if json:
+        if as_json:
             write(encoding.dumps(finding.as_json(), ensure_ascii=False) + "\n")
         else:
             say(f"{len(found)}/{len(models)} {printable(finding.model)}")
-    if not json:
+    if not as_json:
         for line in table(found):
             write(f"{line}\n")
     n_wrong = sum(finding.is_wrong for finding in found)

@@ -21,6 +21,7 @@ from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import BITWISE, probe
+from cbatch.backend.load.row_shapes import width_classes
 from cbatch.backend.load.sizing import check_fits, find_room, settle
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.checks import check_path, readable, reading
@@ -92,6 +93,23 @@ def describe_model(
         ConfigError: more cells than llama.cpp can count.
     """
     return _until_struck(partial(_describe, model, options, asks_probe))
+
+
+def find_widths(model: str | os.PathLike[str] | None, options: EngineOptions) -> list[list[int]]:
+    """Return the numbers of rows of a step, up to `parallel`, that give the same bits, in groups.
+
+    Raises:
+        ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
+        CBatchError: a step cannot be computed.
+    """
+    return _until_struck(partial(_find_widths, model, options))
+
+
+def _find_widths(
+    model: Any, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> list[list[int]]:
+    with _opened(model, options, is_stopped) as loaded, closing(loaded):
+        return width_classes(loaded, options, is_stopped)
 
 
 def _until_struck(work: Callable[[Callable[[], bool]], T]) -> T:

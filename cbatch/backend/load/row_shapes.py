@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import closing
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,6 +80,16 @@ def find_exact(
     return second if second.exactness == BITWISE else replace(first, options=options)
 
 
+def width_classes(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
+) -> list[list[int]]:
+    """Return the numbers of rows up to `parallel` that give the same bits, in groups, that of the widest first."""
+    n_probed = min(options.n_slots, N_ROWS_MAX)
+    small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
+    with model.busy, closing(LlamaBackend(model, small, owns_model=False)) as backend:
+        return _Rows(backend, is_stopped).classes(n_probed)
+
+
 def _find(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
 ) -> ExactSettings:
@@ -139,6 +150,27 @@ class _Rows(Probe):
             if not refusal:
                 return self._refusal_of_likes() or shape
         return refusal
+
+    def classes(self, n_rows: int) -> list[list[int]]:
+        """Return the widths of steps of up to `n_rows` rows, in groups that give each sequence the same bits."""
+        self._fill()
+        groups: list[list[int]] = []
+        known: list[dict[tuple[int, int], bytes]] = []
+        for width in range(n_rows, 0, -1):
+            rows: dict[tuple[int, int], bytes] = {}
+            for i_token in range(_N_TOKENS):
+                self._known.clear()
+                self._most_difference(range(width), i_token)
+                rows.update(
+                    (key, sha256(row.tobytes()).digest()) for key, row in self._known.items()
+                )
+            alike = (i for i, of_wider in enumerate(known) if rows.items() <= of_wider.items())
+            i_group = next(alike, len(groups))
+            if i_group == len(groups):
+                groups.append([])
+                known.append(rows)
+            groups[i_group].insert(0, width)
+        return groups
 
     def _fill(self) -> None:
         """Compute the texts: their last tokens in steps of one row a slot, so that it takes few steps."""
