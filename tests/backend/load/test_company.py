@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.load.company import find_company, find_known
+from cbatch.backend.load.company import Company, find_company, find_known
+from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineError
 from cbatch.messages import BatchPrompt
+from tests.backend.lora import write_lora
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -129,6 +133,36 @@ def test_one_slot_is_tried_too(parallel: int, zoo: Callable[[str], Path]) -> Non
         assert "one by one" in engine.company
     with cbatch.load(zoo("qwen35"), parallel=parallel) as engine:
         assert engine.company.startswith("together" if parallel > 1 else "one at a time: there")
+
+
+def test_adapters_and_a_borrowed_model_outlive_the_backend_that_was_tried(
+    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_unsound(backend: LlamaBackend, is_stopped: object) -> Company:
+        return Company(
+            "one at a time: made up", replace(backend.options, parallel=1), is_sound=False
+        )
+
+    monkeypatch.setattr("cbatch.backend.load.loader.find_company", find_unsound)
+    architecture = {"general.architecture": "stablelm"}
+    llama = llama_cpp.Llama(str(zoo("stablelm")), n_ctx=256, verbose=False)
+    with closing(llama):
+        adapter = write_lora(tmp_path / "a.gguf", zoo("stablelm"), std=0.5, metadata=architecture)
+        with cbatch.load(llama, parallel=4, adapters={"a": adapter}) as engine:
+            assert (engine.parallel, engine.company) == (1, "one at a time: made up")
+            plain, adapted = (
+                engine.submit(BatchPrompt(tokens=(5, 6, 7)), options={"adapter": name}).result()
+                for name in (None, "a")
+            )
+        assert plain.token_ids != adapted.token_ids
+        assert llama.create_completion([5, 6, 7], max_tokens=2)
+
+
+def test_info_computes_a_model_that_ends_the_process_one_at_a_time(
+    zoo: Callable[[str], Path],
+) -> None:
+    found = describe_model(zoo("plamo2"), EngineOptions(parallel=4), asks_probe=True)
+    assert found["parallel"] == 1
 
 
 def test_plain_transformers_are_not_tried(test_model: Path, zoo: Callable[[str], Path]) -> None:
