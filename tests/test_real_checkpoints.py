@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cbatch
+from tests.zoo import write_arch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from tests.conftest import SynthFactory
 
 N_COMMON, N_OWN, N_PROMPTS = 600, 20, 32
-SIZES: dict[str, Any] = {"ctx_per_seq": 768, "n_batch": 512, "n_ubatch": 128, "n_threads": 1}
+SIZES: dict[str, Any] = {"ctx_per_seq": 4096, "n_batch": 512, "n_ubatch": 128, "n_threads": 1}
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "narrow window": ("test", {"n_window": 16}, {}),
     "window": ("test", {"n_window": 128}, {}),
@@ -24,9 +29,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def prompt(i: int, n_common: int = N_COMMON, n_own: int = N_OWN) -> cbatch.BatchPrompt:
-    common = [5 + 7 * j % 190 for j in range(n_common)]
-    return cbatch.BatchPrompt(tokens=common + [5 + (i + 3) * (j + 1) % 190 for j in range(n_own)])
+def prompt(i: int, n_common: int = N_COMMON, *, n_most: int = 190) -> cbatch.BatchPrompt:
+    common = [5 + 7 * j % n_most for j in range(n_common)]
+    own = [5 + (i + 3) * (j + 1) % n_most for j in range(N_OWN)]
+    return cbatch.BatchPrompt(tokens=common + own)
 
 
 def load(synth: SynthFactory, kind: str, **more: Any) -> cbatch.Engine:
@@ -46,12 +52,72 @@ def test_burst_computes_no_more_than_the_distinct_tokens(synth: SynthFactory, ki
     assert 0 < stats.n_checkpoint_bytes <= 64 * 2**20
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pool" not in kind])
-def test_exact_answers_are_to_the_bit_those_without_sharing(synth: SynthFactory, kind: str) -> None:
+# ---- models of the zoo ----
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a factory of the zoo's models by name, each written once."""
+    folder = tmp_path_factory.mktemp("zoo")
+
+    @cache
+    def write(name: str) -> Path:
+        return write_arch(name, folder / f"{name}.gguf")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        ("gemma3", "partitioned"),
+        ("gemma3", "unified"),
+        ("gpt-oss", "partitioned"),
+        ("mamba2", "auto"),
+        ("rwkv6", "auto"),
+        ("lfm2", "auto"),
+        ("granitehybrid", "auto"),
+        ("qwen3next", "auto"),
+    ],
+)
+def test_zoo_computes_distinct_tokens_and_answers_as_without_sharing(
+    zoo: Callable[[str], Path], name: str, kv: str
+) -> None:
+    options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    found, n_computed = [], []
+    for budget in (0, None):
+        with cbatch.load(zoo(name), parallel=16, kv=kv, checkpoint_mib=budget, **SIZES) as engine:
+            prompts = [prompt(i, n_most=90) for i in range(N_PROMPTS)]
+            found.append(engine.run(prompts, options=options).results())
+            n_computed.append(engine.stats().n_prompt_tokens)
+    assert n_computed == [N_PROMPTS * (N_COMMON + N_OWN), N_COMMON + N_PROMPTS * N_OWN]
+    n_alike = 0
+    for alone, shared in zip(*found, strict=True):
+        assert alone.logprobs is not None
+        assert shared.logprobs is not None
+        # the rounding differs by the shapes of steps
+        assert shared.logprobs[0].logprob == pytest.approx(alone.logprobs[0].logprob, abs=0.05)
+        n_alike += shared.token_ids == alone.token_ids
+    assert n_alike >= 0.9 * N_PROMPTS
+
+
+@pytest.mark.parametrize("name", ["gemma3", "rwkv6", "lfm2"])
+def test_turns_of_a_zoo_chat_compute_what_is_new(zoo: Callable[[str], Path], name: str) -> None:
+    """In this vocabulary the end of a prompt and the answer are one token, which the second turn shows."""
+    with cbatch.load(zoo(name), parallel=2, chat_template=TEMPLATE, **SIZES) as engine:
+        n_new, lengths = turns(engine)
+    assert n_new == [lengths[0], lengths[0] + lengths[1], *(n + 1 for n in lengths[2:])]
+
+
+# ---- bits ----
+
+
+def test_exact_answers_are_to_the_bit_those_without_sharing(synth: SynthFactory) -> None:
+    """Not of sliding windows, which share nothing then: what is loaded stands in other places."""
     options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
     found = []
     for settings in ({"checkpoint_mib": 0, "parallel": 1}, {"parallel": 4}):
-        with load(synth, kind, exact=True, **settings) as engine:
+        with load(synth, "state", exact=True, **settings) as engine:
             prompts = [prompt(i, n) for n in (600, 150) for i in range(6)]
             found.append(engine.run(prompts, options=options).results())
     alone, shared = found
@@ -64,17 +130,22 @@ def test_exact_answers_are_to_the_bit_those_without_sharing(synth: SynthFactory,
 @each_kind
 def test_ten_turns_compute_what_is_new(synth: SynthFactory, kind: str) -> None:
     with load(synth, kind, parallel=2, chat_template=TEMPLATE) as engine:
-        chat = [{"role": "user", "content": "Tell me of the sea, and of ships. " * 4}]
-        n_new = []
-        for turn in range(10):
-            before = engine.stats().n_prompt_tokens
-            result = engine.submit(chat, options={"max_tokens": 12, "ignore_eos": True}).result()
-            n_new.append((result.usage.prompt_tokens, engine.stats().n_prompt_tokens - before))
-            answer = {"role": "assistant", "content": "said otherwise in the history."}
-            chat += [answer, {"role": "user", "content": f"And what of number {turn}?"}]
-    lengths = [n for n, _ in n_new]
-    grown = [lengths[0], *(b - a for a, b in pairwise(lengths))]
-    assert [n for _, n in n_new] == grown
+        n_new, lengths = turns(engine)
+    assert n_new == lengths
+
+
+def turns(engine: cbatch.Engine) -> tuple[list[int], list[int]]:
+    """Ask ten turns of a chat; return the tokens computed for each, and by how many each prompt is longer."""
+    chat = [{"role": "user", "content": "Tell me of the sea, and of ships. " * 9}]
+    n_new, lengths = [], [0]
+    for turn in range(10):
+        before = engine.stats().n_prompt_tokens
+        result = engine.submit(chat, options={"max_tokens": 12, "ignore_eos": True}).result()
+        n_new.append(engine.stats().n_prompt_tokens - before)
+        lengths.append(result.usage.prompt_tokens)
+        answer = {"role": "assistant", "content": "said otherwise in the history."}
+        chat += [answer, {"role": "user", "content": f"And what of number {turn}? " * 9}]
+    return n_new, [b - a for a, b in pairwise(lengths)]
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

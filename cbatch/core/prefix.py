@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 MIN_SHARED_TOKENS = 32
 """Cells worth a copy, or waiting for: fewer are computed in about the time of one small step."""
 
+N_BETWEEN = 2048
+"""Tokens of a long prompt after which a checkpoint is taken, for those who come later and part from it somewhere."""
+
+N_TAIL_MAX = 16
+"""Most tokens at the end of a chat's prompt that its next turn may have otherwise, such as the mark of a thought."""
+
 _N_BLOCK = 16
 """Tokens compared at first; four times as many each time, by the interpreter's own loop, not by ours."""
 
@@ -44,6 +50,8 @@ class PrefixMatch:
     """Cells that the leader will have to give."""
     n_known: int = 0
     """Tokens of the prompt that some text in memory begins with, whether or not its cells are to be had."""
+    n_short: int = 0
+    """How many tokens before the end of the most similar checkpoint the prompt parts from it, if they are few."""
 
 
 class PrefixCache:
@@ -84,6 +92,8 @@ class PrefixCache:
         """In a view: the free slots that the plan copies, with the cells that they keep until then."""
         self.loaded: set[Slot] = set()
         """In a view: the slots whose cells the plan loads."""
+        self._n_tail = 0
+        """Tokens at the end of a chat's prompt that next turns were seen to have otherwise."""
 
     def view(self, ledger: KvLedger) -> PrefixCache:
         """Return what a plan changes in place of this, over the plan's own ledger."""
@@ -97,6 +107,7 @@ class PrefixCache:
     def commit(self, view: PrefixCache) -> None:
         """Take over what a plan has changed in its view, which is used no more."""
         self._left_by, self._used_at = view._left_by, view._used_at
+        self._n_tail = view._n_tail
         self.checkpoints.commit(view.checkpoints)
         for place, text in view._changed.items():
             self._index.put(place, text)
@@ -172,17 +183,20 @@ class PrefixCache:
         if keys:
             self._changed.update((key, []) for key in self.checkpoints.drop(keys))
 
-    def marks(self, driver: SequenceDriver, n_cells: int, n_known: int) -> tuple[int, ...]:
+    def marks(self, driver: SequenceDriver, n_cells: int, found: PrefixMatch) -> tuple[int, ...]:
         """Return where a newcomer with `n_cells` is to leave checkpoints.
 
-        That is where its prompt parts from a text in memory, for more may come that part there; and at the end of a
-        chat's prompt, where its next turn goes on.
+        That is where its prompt parts from a text in memory, for more may come that part there; at the end of a chat's
+        prompt, where its next turn goes on; and at some places of a long prompt.
         """
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return ()
-        wanted = [n_known, driver.n_prompt] if driver.request.prompt.messages else [n_known]
-        marks = list[int]()
-        for n in map(self._whole, wanted):
+        n_prompt, marks = driver.n_prompt, list[int]()
+        wanted = [found.n_known, *range(N_BETWEEN, n_prompt, N_BETWEEN)]
+        if driver.request.prompt.messages:
+            self._n_tail = min(N_TAIL_MAX, self._n_tail + found.n_short)
+            wanted.append(n_prompt - self._n_tail)
+        for n in map(self._whole, sorted(wanted)):
             if n >= MIN_SHARED_TOKENS + (marks[-1] if marks else n_cells):
                 marks.append(n)
         return tuple(marks)
@@ -195,7 +209,7 @@ class PrefixCache:
             return PrefixMatch()
         alike = self._alike(driver)
         source = self._best(driver, alike)
-        n_known = alike[0][0] if alike else 0
+        n_known, n_short = alike[0][0] if alike else 0, self._n_short(alike)
         n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
         for n_alike, place in alike:
             n_leader_cells = self._whole(n_alike)
@@ -204,8 +218,14 @@ class PrefixCache:
             can_lead = self._can_copy or self.checkpoints.has_room(n_leader_cells)
             leader = self._ledger.holders[place] if place >= 0 and can_lead else None
             if leader is not None and self._is_leading(leader, Slot(place), n_alike):
-                return PrefixMatch(source, leader, n_leader_cells, n_known)
-        return PrefixMatch(source, n_known=n_known)
+                return PrefixMatch(source, leader, n_leader_cells, n_known, n_short)
+        return PrefixMatch(source, n_known=n_known, n_short=n_short)
+
+    def _n_short(self, alike: Sequence[tuple[int, int]]) -> int:
+        """Return how many tokens of the most similar checkpoint a prompt lacks, if they are few; else 0."""
+        lacking = (self.checkpoints.n_cells(place) - n for n, place in alike if place < 0)
+        n_short = next(lacking, 0)
+        return n_short if 0 < n_short <= N_TAIL_MAX else 0
 
     def _alike(self, driver: SequenceDriver) -> list[tuple[int, int]]:
         """Return (tokens in common with a prompt, slot or key) of what has the same adapters, the most first."""

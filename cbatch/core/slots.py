@@ -358,7 +358,7 @@ class SlotPlan:
             source = None
         n_cells = cells.fill(driver, slot, source)
         self.placed[driver] = Place(slot, n_cells)
-        if marks := cells.prefixes.marks(driver, n_cells, found.n_known):
+        if marks := cells.prefixes.marks(driver, n_cells, found):
             self.marks[driver] = marks
         if ledger.is_overcommitted:
             demand.join(driver, n_cells)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.plan import StepPlan
+    from cbatch.options import RunOptions
     from cbatch.request import Request
 
 COMMON = range(100)
@@ -196,6 +197,42 @@ def test_next_turn_of_a_chat_goes_on_at_the_end_of_the_last_prompt(kind: Kind) -
         n = len(text) + len("user:")
         assert rig.results[str(turn)].usage.cached_tokens == n_before
         n_before, text = n, text + "what was not said" + "a question of this turn"
+    check_alone(rig)
+
+
+def test_turns_that_end_otherwise_in_the_history_go_on_before_that_end() -> None:
+    def tokens_of(prompt: BatchPrompt, _: RunOptions) -> list[int]:
+        [message] = prompt.messages or ()
+        return [*str(message["content"]).encode(), 250, 251]  # as the mark of a thought
+
+    rig = make_rig(tokens_of=tokens_of)
+    text, n_cached = "x" * 60, []
+    for turn in range(4):
+        rig.submit(chat(str(turn), text))
+        drive(rig)
+        n_cached.append(rig.results[str(turn)].usage.cached_tokens)
+        text += "an answer, and then another question: it is longer"
+    assert n_cached == [0, 0, 110, 160]
+
+
+def test_same_chat_again_goes_on_before_its_last_token() -> None:
+    rig = make_rig()
+    for i in range(4):
+        rig.submit(chat(str(i), "x" * 95, seed=i))
+        drive(rig)
+    assert [*cached(rig).values()] == [0, 0, 99, 99]
+    check_alone(rig)
+
+
+def test_long_prompt_leaves_checkpoints_on_its_way() -> None:
+    rig = make_rig(n_window=8192, n_batch=3000, memory=at_end_only("recurrent", 4 * 8192))
+    text = [i * i % 251 for i in range(5000)]
+    rig.submit(make_request("a", text, max_tokens=1))
+    drive(rig)
+    for id, n in (("b", 4500), ("c", 2100), ("d", 4500)):
+        rig.submit(make_request(id, [*text[:n], 255, 254], max_tokens=1))
+        drive(rig)
+    assert cached(rig) == {"a": 0, "b": 4096, "c": 2048, "d": 4500}
     check_alone(rig)
 
 
