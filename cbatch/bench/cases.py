@@ -16,7 +16,7 @@ CASES = (
         "stall",
         "samplers",
         "constraints",
-        "pad_rows",
+        "idle_slots",
         "prompt_scores",
         "replicas",
         "neighbours",

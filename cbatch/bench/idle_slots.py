@@ -1,4 +1,4 @@
-"""What pad rows bring where some slots are idle: `python -m cbatch.bench.pad_rows MODEL`.
+"""What pad rows bring where some slots are idle: `python -m cbatch.bench.idle_slots MODEL`.
 
 So many requests decode in 16 slots, where a step may be filled with rows of the idle ones, and in turn in as many slots
 as there are requests, where none is idle. Both run in processes of their own.
