@@ -20,7 +20,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @takes(
     *("parallel", "ctx_per_seq", "n_ctx", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
-    *("memory_mib", "threads", "gpu_layers"),
+    *("memory_mib", "checkpoint_mib", "threads", "gpu_layers"),
 )
 def info(
     model: Annotated[
@@ -102,6 +102,11 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f"{_size(found['n_free_bytes'])} free for cells, {_size(found['n_budget_bytes'])} budget",
     )
     yield "room", _room(found)
+    if found["checkpoint_mib"] is not None:
+        yield (
+            "checkpoints",
+            f"{_size(found['checkpoint_mib'] * _MIB)} at most, as memory cannot be cut",
+        )
     if found["exactness"] is not None:
         yield "exactness", found["exactness"]
     if found["step_rows"] is not None:

@@ -316,3 +316,13 @@ def test_file_type_is_told_also_where_the_file_is_silent(
         model = tmp_path / "silent.gguf"
         model.write_bytes(data.replace(b"general.file_type", b"general.file_typo"))
     assert f"file type      {type}\n" in invoke("info", model).stdout
+
+
+def test_info_says_what_checkpoints_may_take_where_memory_cannot_be_cut(
+    synth: SynthFactory,
+) -> None:
+    assert info(synth("test"))["checkpoint_mib"] is None
+    assert 1 <= info(synth("test", n_window=16))["checkpoint_mib"] <= 4096
+    assert info(synth("mamba"), "--checkpoint-mib", 5)["checkpoint_mib"] == 5
+    told = invoke("info", synth("mamba"), "--checkpoint-mib", 5)
+    assert "checkpoints    5.0 MiB at most" in told.stdout

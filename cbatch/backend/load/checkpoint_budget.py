@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load.free_memory import host_free
 from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
     from cbatch.backend.llama.llama_backend import LlamaBackend
+    from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
 
 _log = Log("cbatch.load")
@@ -35,6 +37,16 @@ def settle_checkpoints(
             "computed again for each of them, and a chat's history in each turn"
         )
     return options
+
+
+def described_mib(model: LlamaModel, options: EngineOptions, *, n_unloaded: int) -> int | None:
+    """Return the MiB that checkpoints of a model would get besides `n_unloaded` bytes of weights; None for no need."""
+    if not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer)):
+        return None
+    if options.checkpoint_mib is not None:
+        return options.checkpoint_mib
+    n_free = host_free(model.name)
+    return most_mib(None if n_free is None else max(0, n_free - n_unloaded))
 
 
 def most_mib(n_free: int | None, n_sharing: int = 1) -> int:

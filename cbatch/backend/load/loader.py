@@ -16,6 +16,7 @@ from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
+from cbatch.backend.load.checkpoint_budget import described_mib
 from cbatch.backend.load.company import find_company, find_known
 from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.exact_notes import exact_finding
@@ -123,7 +124,8 @@ def _describe(
 ) -> dict[str, Any]:
     opened = _opened(model, options, is_stopped, has_weights=asks_probe)
     with opened as loaded, closing(loaded):
-        room = find_room(loaded, options, n_unloaded=0 if asks_probe else loaded.n_bytes)
+        n_unloaded = 0 if asks_probe else loaded.n_bytes
+        room = find_room(loaded, options, n_unloaded=n_unloaded)
         settled = settle(loaded, options, room)
         if known := find_known(loaded, settled):
             settled = known.options
@@ -159,6 +161,7 @@ def _describe(
             "n_weight_bytes": loaded.n_bytes,
             "n_free_bytes": room.n_free,
             "n_budget_bytes": room.n_budget,
+            "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
             "n_slots_fit": room.most_slots(n_cells // n_slots),
             "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
             "exactness": exactness,
