@@ -44,7 +44,7 @@ _COUNTS = (1, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31)
 _N_SHORT = 2
 _N_LONG = 512 + _N_SHORT  # above 512: this neighbour has attention look at more cells
 _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many rows the same bits
-_N_PLACES = 2  # in which a width is tried
+_N_TRIES = 10  # of the widths of a shape together: each in one to three places
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +220,10 @@ class _Rows(Probe):
 
     def _refusal(self, widths: Sequence[int]) -> str:
         """Return how logits differ among steps of these widths, which are tried in the order given."""
+        n_places = max(1, min(3, _N_TRIES // len(widths)))
         for width in widths:
             if width not in self._found and width < self._backend.n_slots:
-                self._found[width] = self._difference_of(width, len(self._found))
+                self._found[width] = self._difference_of(width, len(self._found), n_places)
             if by := self._found.get(width):
                 return (
                     "not guaranteed: logits change with the width and the company of a step "
@@ -230,13 +231,13 @@ class _Rows(Probe):
                 )
         return ""
 
-    def _difference_of(self, width: int, i_width: int) -> float:
-        """Return by how much logits of steps of this width differ, in two of the first, the middle, the last slots."""
+    def _difference_of(self, width: int, i_width: int, n_places: int) -> float:
+        """Return by how much logits of steps of this width differ: in the first slots, the last, in the middle."""
         n_free = self._backend.n_slots - width
         starts = (0, n_free, n_free // 2)
         return max(
             self._most_difference(range(start, start + width), (i_width + i) % _N_TOKENS)
-            for i in range(_N_PLACES)
+            for i in range(n_places)
             for start in (starts[(i_width + i) % len(starts)],)
         )
 
