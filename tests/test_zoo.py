@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.zoo import REFUSED, ZOO, write_arch
 
 if TYPE_CHECKING:
@@ -73,3 +74,11 @@ def test_window_is_as_wide_as_it_is_said(n_window: int, tmp_path: Path) -> None:
     model = open_model(write_arch("gemma3", tmp_path / "model.gguf", metadata=said))
     assert llama_cpp.llama_model_n_swa(model.pointer) == n_window
     model.close()
+
+
+def test_documented_table_has_each_model() -> None:
+    lines = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:3] for line in lines if line.startswith("| ") and ".gguf" in line]
+    found = {model.strip().removesuffix(".gguf"): loads.strip() for model, loads in rows}
+    assert set(found) == {*ZOO, *REFUSED}
+    assert {name for name, loads in found.items() if loads != "yes"} == set(REFUSED)
