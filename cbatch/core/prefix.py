@@ -184,7 +184,7 @@ class PrefixCache:
             self._changed.update((key, []) for key in self.checkpoints.drop(keys))
 
     def marks(self, driver: SequenceDriver, n_cells: int, found: PrefixMatch) -> tuple[int, ...]:
-        """Return where a newcomer with `n_cells` is to leave checkpoints.
+        """Return where a newcomer with `n_cells` is to leave checkpoints; learn from it where turns of chats part.
 
         That is where its prompt parts from a text in memory, for more may come that part there; at the end of a chat's
         prompt, where its next turn goes on; and at some places of a long prompt.
@@ -217,7 +217,7 @@ class PrefixCache:
                 break
             can_lead = self._can_copy or self.checkpoints.has_room(n_leader_cells)
             leader = self._ledger.holders[place] if place >= 0 and can_lead else None
-            if leader is not None and self._is_leading(leader, Slot(place), n_alike):
+            if leader is not None and self._is_leading(leader, Slot(place), n_leader_cells):
                 return PrefixMatch(source, leader, n_leader_cells, n_known, n_short)
         return PrefixMatch(source, n_known=n_known, n_short=n_short)
 
