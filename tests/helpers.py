@@ -457,7 +457,7 @@ def drive(
     *,
     before: Callable[[Rig], object] | None = None,
     after: Callable[[Rig, StepPlan], object] | None = None,
-    n_max: int = 20_000,
+    n_max: int = 40_000,
 ) -> list[StepPlan]:
     """Step until nothing is left to do; return the plans."""
     plans: list[StepPlan] = []
