@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
@@ -13,7 +14,7 @@ from cbatch.backend.llama.pad_rows import N_GROUP, n_sequences
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.backend.llama.gguf import Tensor
+    from cbatch.backend.llama.fingerprint import Parts
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
 
@@ -33,7 +34,7 @@ _N_TILED = 8
 
 def has_plain_weights(model: LlamaModel) -> bool:
     """Whether llama.cpp computes all of a model's weights alike in steps of two rows and more."""
-    types = {tensor.type for _, tensor in _tensors(model)}
+    types = {type for _, type in _types(model_parts(model.name))}
     return bool(types) and types <= _PLAIN
 
 
@@ -42,10 +43,10 @@ def tiled_experts(model: LlamaModel, options: EngineOptions) -> str:
     on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
     if on_device or n_sequences(options.n_slots) < _N_TILED or not _has_tiles():
         return ""
-    for name, tensor in _tensors(model):
-        if "_exps." in name and tensor.type in _TILED:
+    for name, type in _types(model_parts(model.name)):
+        if "_exps." in name and type in _TILED:
             return (
-                f"experts in {_TILED[tensor.type]} ({name}) have another kernel where {_N_TILED} rows of a step choose "
+                f"experts in {_TILED[type]} ({name}) have another kernel where {_N_TILED} rows of a step choose "
                 "the same one, so logits depend on company: set GGML_CPU_TILED_MM=0 before the program starts, use "
                 f"parallel={N_GROUP} or less, or a file with experts in q8_0, q4_0, f16 or bf16"
             )
@@ -60,12 +61,16 @@ def _has_tiles() -> bool:
     return not is_forced and b"AVX = 1" in llama_cpp.llama_print_system_info()
 
 
-def _tensors(model: LlamaModel) -> Sequence[tuple[str, Tensor]]:
-    """Return the tensors of all files of a model; none where a file cannot be read."""
+@lru_cache(maxsize=8)
+def _types(parts: Parts) -> Sequence[tuple[str, int]]:
+    """Return the names and types of all tensors of a model's files; none where a file cannot be read.
+
+    A header with a large vocabulary takes 0.4 s to read.
+    """
     try:
-        headers = [read_header(part, "") for part, *_ in model_parts(model.name)]
+        headers = [read_header(part, "") for part, *_ in parts]
     except DamagedError:
         return ()
     if None in headers:
         return ()
-    return [found for header in headers if header for found in header.tensors.items()]
+    return [(n, t.type) for header in headers if header for n, t in header.tensors.items()]
