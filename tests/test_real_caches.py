@@ -186,7 +186,15 @@ POOL: dict[str, Any] = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None}
 
 
 @pytest.mark.parametrize("model", ["full", "windows"])
-@pytest.mark.parametrize(("before", "behind"), [({}, POOL), (POOL, {"parallel": 3})])
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ({}, POOL),
+        (POOL, {"parallel": 3}),
+        ({"flash_attn": "on"}, {"flash_attn": "off"}),
+        ({"flash_attn": "off"}, {**POOL, "flash_attn": "on"}),
+    ],
+)
 def test_file_of_slots_serves_a_pool_and_back(
     test_model: Path,
     window_model: Path,
@@ -388,16 +396,17 @@ def test_slot_in_which_numbers_became_none_serves_the_next_as_ever(
     test_model: Path, folder: Path, last: str
 ) -> None:
     said = {**GREEDY, "prefill_only": last == "prompt"}
-    with load(test_model, folder, parallel=2) as engine:
+    with load(test_model, folder, parallel=2, flash_attn="on") as engine:
         ask(engine, prompt(120), **SAVED, prefill_only=True)
     rewrite(folder, large_values)
-    with load(test_model, folder, parallel=2) as engine:
+    with load(test_model, folder, parallel=2, flash_attn="on") as engine:
         bad = ask(engine, prompt(150), **REQUIRED, **said)
         others = [ask(engine, prompt(n, n), **GREEDY) for n in (100, 70, 110, 65)]
     assert bad.usage.cached_tokens == 120
     assert (bad.error is None) is (last == "prompt")
     for n, result in zip((100, 70, 110, 65), others, strict=True):
-        assert (result.error, result.token_ids) == (None, alone(test_model, prompt(n, n), **GREEDY))
+        expected = alone(test_model, prompt(n, n), flash_attn="on", **GREEDY)
+        assert (result.error, result.token_ids) == (None, expected)
 
 
 def test_file_of_one_adapter_is_not_used_for_another(

@@ -188,14 +188,14 @@ def test_reader_who_sleeps_holds_up_nobody_and_gets_everything(test_model: Path)
 
 @pytest.mark.parametrize("code", [1, -1, 2, -2, -3])
 def test_decode_step_that_fails_once_changes_no_token(test_model: Path, code: int) -> None:
-    expected = alone(test_model, 30, exact=True)
+    expected = alone(test_model, 30, exact=True, flash_attn="on")
     codes: list[int] = []
 
     def fails(chunks: Sequence[Chunk]) -> int:
         is_decode = all(len(c.tokens) == 1 for c in chunks)
         return codes.pop() if codes and is_decode else 0
 
-    with faulty_engine(test_model, fails, exact=True) as engine:
+    with faulty_engine(test_model, fails, exact=True, flash_attn="on") as engine:
         codes.append(code)
         found = streams(engine.run(PROMPTS, options={**GREEDY, "max_tokens": 30}))
     assert not codes

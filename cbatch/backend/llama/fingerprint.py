@@ -30,7 +30,7 @@ _OF_CELLS = ("cache_type_k", "cache_type_v")
 _DEVICES = ("n_gpu_layers", "offload_kqv", "split_mode", "main_gpu", "tensor_split", "rpc_servers")
 """Engine options that choose where a model is computed: kernels of another device round differently."""
 
-_SETTINGS = (*_OF_CELLS, "flash_attn", "exact", "rope_scaling", *ROPE_VALUES)
+_SETTINGS = (*_OF_CELLS, "exact", "rope_scaling", *ROPE_VALUES)
 """Engine options that change the cells. Source: src/llama-kv-cache.cpp, state_read, and what it does not check."""
 
 
@@ -47,6 +47,8 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
     if not parts or parts != model_parts(str(parts[0][0])):
         raise OSError("the model's file is gone, or not the one that was loaded")
     said = {name: str(getattr(options, name)) for name in _SETTINGS}
+    if options.exact:  # else only the layout of cells depends on it, and their rounding
+        said["flash_attn"] = options.flash_attn
     return {"model": file_digest(parts), "llama-cpp-python": llama_cpp.__version__, **said}
 
 

@@ -5,6 +5,8 @@ model. Another layout is refused, since settings that are no part of a fingerpri
 infinite numbers, which a model may compute by itself: in a pool they would reach the scores of neighbours, where
 attention adds up the products of masked cells too.
 
+Values lie across, a row for each number of all cells, where there is no flash attention: these are turned.
+
     magic, slot | one part after the other
     part of cells:   number of slots | of each, its number of cells n, and where that is not 0:
                      n × (position, 1, some words) | form | keys of each layer | values of each layer
@@ -81,8 +83,9 @@ class SavedFormat:
             cells = cursor.words(n * part.n_words).reshape(n, part.n_words)
             kept = cells[:, 0] < n_wanted
             is_same = is_same and n_slots == part.n_slots and bool(kept.all())
-            cursor.expect(part.form)
-            pieces += part.pieces(cells[kept], [rows.read(cursor, kept) for rows in part.rows])
+            is_turned = part.is_turned(cursor)
+            is_same = is_same and not is_turned
+            pieces += part.pieces(cells[kept], part.read(cursor, kept, is_turned=is_turned))
             cursor.words(n_behind)
         if cursor.n_left:
             raise ValueError("have something after them")
@@ -118,6 +121,21 @@ class _Rows:
             raise ValueError("hold NaN or infinite numbers")
         return data
 
+    def read_turned(self, cursor: _Cursor, kept: NDArray[np.bool_]) -> Bytes:
+        """Return the data of the kept cells, which lie across where these do not, and the other way round."""
+        block = CELL_TYPES[self.type]
+        if block.n_block > 1:
+            raise ValueError(_OTHER_LAYOUT)
+        n_bytes, n = block.n_bytes, int(kept.sum())
+        n_numbers = self.n_rows * self.n_bytes // n_bytes
+        is_across = self.n_rows == 1
+        sizes = _words(n_bytes, n_numbers) if is_across else _words(n_numbers * n_bytes, 0)
+        head = self.head[:4] + sizes.tobytes()
+        turned = (n_numbers, n_bytes) if is_across else (1, n_numbers * n_bytes)
+        data = _Rows(head, self.type, *turned).read(cursor, kept)
+        shape = (n_numbers, n) if is_across else (n, n_numbers)
+        return _flat(data.reshape(*shape, n_bytes).transpose(1, 0, 2))
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -127,6 +145,24 @@ class _Part:
     n_words: int
     form: bytes
     rows: tuple[_Rows, ...]
+    n_keys: int = 0
+    """How many of the rows are no values."""
+
+    def is_turned(self, cursor: _Cursor) -> bool:
+        """Read the form of a memory; return whether its values lie across where these do not, or the other way."""
+        form = cursor.take(len(self.form)).tobytes()
+        if form == self.form:
+            return False
+        if not self.n_slots or form[4:] != self.form[4:] or form[0] > 1 or any(form[1:4]):
+            raise ValueError(_OTHER_LAYOUT)
+        return True
+
+    def read(self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_turned: bool) -> Sequence[Bytes]:
+        """Return the data of the kept cells, a layer after the other, as this memory has them."""
+        if not is_turned:
+            return [rows.read(cursor, kept) for rows in self.rows]
+        keys = [rows.read(cursor, kept) for rows in self.rows[: self.n_keys]]
+        return keys + [rows.read_turned(cursor, kept) for rows in self.rows[self.n_keys :]]
 
     def pieces(self, cells: NDArray[np.int32], data: Sequence[Bytes]) -> Iterator[Bytes]:
         """Yield what the memory writes of cells in the first slot, each layer's `data` among it."""
@@ -235,7 +271,7 @@ def _cells(cursor: _Cursor, *, n_words: int, has_values: bool) -> _Part:
     values = [_rows(cursor, is_across=is_across) for _ in range(n_values)]
     if cursor.words(n_slots - 1).any():
         raise ValueError("are those of several sequences")
-    return _Part(n_slots, n_words, form, (*keys, *values))
+    return _Part(n_slots, n_words, form, (*keys, *values), n_layers)
 
 
 def _state(cursor: _Cursor) -> _Part:

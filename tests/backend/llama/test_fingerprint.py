@@ -174,7 +174,6 @@ def test_large_file_is_not_read_whole(tmp_path: Path) -> None:
 CHANGES: dict[str, Any] = {
     "cache_type_k": "q8_0",
     "cache_type_v": "f32",
-    "flash_attn": "off",
     "exact": True,
     "rope_scaling": "yarn",
     "rope_freq_base": 10_000.0,
@@ -195,6 +194,12 @@ def test_every_setting_that_is_named_is_tried_here() -> None:
 def test_each_setting_changes_what_it_is_named_after_alone(synth: SynthFactory, name: str) -> None:
     before, after = of(synth("test")), of(synth("test"), **{name: CHANGES[name]})
     assert {key for key in before if before[key] != after[key]} == {name}
+
+
+def test_flash_attention_changes_exact_cells_alone(synth: SynthFactory) -> None:
+    path = synth("test")
+    assert of(path, flash_attn="off") == of(path)
+    assert of(path, exact=True, flash_attn="off") != of(path, exact=True)
 
 
 @pytest.mark.parametrize("given", [{"n_threads": 1}, {"n_batch": 64}, {"parallel": 2}])

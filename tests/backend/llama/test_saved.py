@@ -155,6 +155,29 @@ def test_cells_of_one_backend_go_on_in_another(
     assert held(second) == [*[0] * slot, 25]
 
 
+@pytest.mark.parametrize("given", [{}, {"cache_type_v": "f32"}, {"cache_type_k": "f32"}], ids=str)
+@pytest.mark.parametrize("kinds", [("partitioned", "unified"), ("unified", "partitioned")])
+@pytest.mark.parametrize(("said", "other"), [("on", "off"), ("off", "on")])
+@pytest.mark.parametrize("n", [1, 12, 20])
+def test_values_that_lie_across_are_turned(
+    make: MakeBackend, given: dict[str, Any], kinds: tuple[str, str], said: str, other: str, n: int
+) -> None:
+    first = make(kinds[0], flash_attn=said, **given)
+    second = make(kinds[1], flash_attn=other, **given)
+    data = saved(first, PROMPT)
+    turned = second.validate_state(data, n)
+    cut = first.validate_state(data, n)
+    assert turned.size != cut.size, "the sizes of rows differ in length"
+    assert np.array_equal(first.validate_state(turned, n)[8:], cut[8:])
+    assert np.array_equal(second.validate_state(turned, n), turned)
+    with pytest.raises(ValueError, match="are cut off"):
+        second.validate_state(data[:-1].copy(), n)
+    expected = after(second, 0, PROMPT[:n], 3)
+    put(second, 1, data, n)
+    found = go_on(second, 1, [7], 3)
+    assert found == expected or not given, "in f16 flash attention rounds otherwise"
+
+
 @pytest.mark.parametrize("given", [{}, {"flash_attn": "off"}, KEYS_IN_BLOCKS])
 @pytest.mark.parametrize(
     ("before", "behind"), [("partitioned", "unified"), ("unified", "partitioned")]
@@ -257,7 +280,14 @@ OTHER_CELLS: dict[str, tuple[str, dict[str, Any]]] = {
         "partitioned",
         {"cache_type_k": "f32", "cache_type_v": "f32"},
     ),
-    "values laid out otherwise": ("partitioned", {"flash_attn": "on"}),
+    "values of another type, which lie across here": (
+        "partitioned",
+        {"cache_type_v": "f32", "flash_attn": "on"},
+    ),
+    "values in blocks, which lie across here": (
+        "partitioned",
+        {"cache_type_v": "q8_0", "flash_attn": "on"},
+    ),
 }
 
 
