@@ -91,6 +91,16 @@ ROWS = (
         lambda stats: stats.n_cells / stats.n_pool if stats.n_pool else 0.0,
     ),
     Row(
+        ("cbatch:checkpoints",),
+        "Beginnings in host memory that sequences go on from where memory cannot be cut.",
+        lambda stats: stats.n_checkpoints,
+    ),
+    Row(
+        ("cbatch:checkpoint_bytes",),
+        "Bytes of host memory that checkpoints take.",
+        lambda stats: stats.n_checkpoint_bytes,
+    ),
+    Row(
         ("cbatch:prompt_tokens_total",),
         "Tokens of prompts: computed, or taken over from what was computed before.",
         lambda stats: {"computed": stats.n_prompt_tokens, "cached": stats.n_cached_tokens},

@@ -96,7 +96,7 @@ def test_phases_of_a_run_follow_each_other_on_the_engines_track(tmp_path: Path) 
         ("admit", 0.0, 1.0), ("build", 1.0, 2.0), ("run", 3.0, 4.0), ("apply", 7.0, 8.0), ("deliver", 15.0, 16.0),
     ]  # fmt: skip
     assert phases[2]["args"] == {
-        "steps": 1, "rows": 1, "tokens": 1, "code": 0, "decode_ms": 3000.0, "sample_ms": 0.0,
+        "steps": 1, "rows": 1, "tokens": 1, "pad rows": 0, "code": 0, "decode_ms": 3000.0, "sample_ms": 0.0,
     }  # fmt: skip
 
 
