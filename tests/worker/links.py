@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ class ThreadLink:
         in_read, self._in_write = os.pipe()
         out_read, self._out_write = os.pipe()
         self._source, self._output = open(in_read, "rb"), open(out_read, "rb")  # noqa: SIM115
-        self._is_closed, self._how = False, ""
+        self._is_closed, self._is_ended, self._how = False, False, ""
         self.has_stopped = False
         """Whether it seems to be stopped by a signal."""
         self._closing = threading.Lock()
@@ -79,7 +78,7 @@ class ThreadLink:
     def kill(self, how: str = "killed") -> None:
         """End the worker as a signal does: nothing more comes from it, and it reads nothing more."""
         with self._closing:
-            if self._is_closed or self._how:
+            if self._is_closed or self._is_ended or self._how:
                 return
             self._how = how
             nobody, broken = os.pipe()
@@ -90,8 +89,10 @@ class ThreadLink:
             os.close(broken)
 
     def end(self) -> str:
-        with suppress(OSError):
-            os.close(self._in_write)
+        with self._closing:
+            if not self._is_ended:  # by then the number may be that of another file
+                self._is_ended = True
+                os.close(self._in_write)
         self._thread.join()
         self._source.close()
         self._output.close()
