@@ -16,7 +16,6 @@ CASES = (
         "stall",
         "samplers",
         "constraints",
-        "idle_slots",
         "prompt_scores",
         "replicas",
         "neighbours",

@@ -19,7 +19,6 @@ OF_A_MODEL = {
     "shared_prefix": "--requests 4 --common 32 --own 8 --output 4 --slots 2 --rounds 1",
     "long_context_prefill": "--requests 4 --common 64 --own 8 16 --output 2 4 --slots 2 --rounds 1",
     "stall": "--decoders 2 --prompt 64 --rounds 1 --around 4",
-    "idle_slots": "--rows 5 --prompt 8 --output 8 --parallel 8 --rounds 1",
     "samplers": "--rows 2 --steps 2 --rounds 1",
     "constraints": "--rows 2 --tokens 8 --rounds 1 --only letters",
     "prompt_scores": "--requests 2 --prompt 20 --slots 2 --rounds 1 --top 0",

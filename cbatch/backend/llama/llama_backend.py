@@ -27,7 +27,6 @@ from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
 from cbatch.backend.llama.step_runner import StepRunner
-from cbatch.backend.llama.width_trials import WidthTrials
 from cbatch.backend.threads import teams
 from cbatch.checks import readable
 from cbatch.core.plan import N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
@@ -145,9 +144,6 @@ class LlamaBackend:
         )
         self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
         pad_rows = PadRows(self.shape, self._cells, sequences_of(options))
-        has_own_cells = self.memory.kind == "partitioned" and self.memory.can_trim
-        if has_own_cells and not (options.exact or is_on_device):
-            pad_rows = WidthTrials(self._cells, self.n_slots, self.n_window)
         self._runner = StepRunner(
             self._make_stepper, self._matchers, pad_rows, is_on_device=is_on_device
         )

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend.llama.context_memory import ContextMemory
-    from cbatch.core.plan import StepResult
 
 PAD_TOKEN = 0
 """What a pad row computes: any token does."""
@@ -75,8 +74,8 @@ class PadRows:
         """Take the shape of steps, the memory whose cells are counted, and the context's sequences."""
         self._shape, self._memory, self._n_sequences = shape, memory, n_sequences
 
-    def beside(self, rows: Sequence[Chunk], n_steps: int) -> Sequence[Chunk]:
-        """Return the pad rows of a run of so many steps with these decoding rows, which ascend by slot; `remove` them.
+    def beside(self, rows: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Return the pad rows of a step with these decoding rows, which ascend by slot; `remove` them.
 
         llama.cpp computes rows of consecutive sequences together, so pad rows fill the gaps between the slots too.
         """
@@ -104,13 +103,6 @@ class PadRows:
                 is_in_the_way(Slot(i)) for i in (*range(start, low), *range(high, start + width))
             ),
         )
-
-    def most_steps(self, rows: Sequence[Chunk], n_steps: int) -> int:
-        """Return how many of `n_steps` steps a run of these decoding rows is to have at most."""
-        return n_steps
-
-    def note(self, rows: Sequence[Chunk], pads: Sequence[Chunk], result: StepResult) -> None:
-        """Learn from a run of these decoding rows with pad rows beside them."""
 
     def remove(self, pads: Sequence[Chunk]) -> None:
         """Remove the cells that pad rows have made, in one step or several."""

@@ -58,11 +58,8 @@ class StepRunner:
         """
         if chunk_alignment and any(len(c.tokens) > 1 for c in plan.chunks):
             return self._run_apart(plan.chunks, undo)
-        n_steps = self._pad_rows.most_steps(plan.chunks, plan.n_steps)
-        pads = self._pad_rows.beside(plan.chunks, n_steps)
-        result = self._run_padded(plan.chunks, pads, n_steps, plan.slice_s)
-        self._pad_rows.note(plan.chunks, pads, result)
-        return result
+        pads = self._pad_rows.beside(plan.chunks) if chunk_alignment else ()
+        return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
         """Have grammars follow what was sampled in at least one step that was done."""
@@ -120,7 +117,7 @@ class StepRunner:
         groups += [[c] for c in chunks if len(c.tokens) > 1]
         results: list[StepResult] = []
         for group in groups:
-            pads = self._pad_rows.beside(group, 1) if group is rows else ()
+            pads = self._pad_rows.beside(group) if group is rows else ()
             result = self._run_padded(group, pads)
             if result.code:
                 done = [c for g in groups[: len(results)] for c in g]

@@ -57,7 +57,7 @@ def row(slot: int, start: int = 0) -> Chunk:
 def pads_beside(shape: RowShape, n_slots: int, *slots: int) -> list[int]:
     """Return the slots of the pad rows beside rows in these slots."""
     pads, _ = pad_rows(shape, [0] * n_slots)
-    return [c.slot for c in pads.beside([row(slot) for slot in slots], 1)]
+    return [c.slot for c in pads.beside([row(slot) for slot in slots])]
 
 
 # ---- shapes ----
@@ -182,7 +182,7 @@ def test_rows_and_pads_are_consecutive_and_have_the_shape(
 ) -> None:
     shape, n_cells, slots = step
     pads, _ = pad_rows(shape, n_cells)
-    found = pads.beside([row(slot, n_cells[slot]) for slot in slots], 1)
+    found = pads.beside([row(slot, n_cells[slot]) for slot in slots])
     padded = [c.slot for c in found]
     assert padded == sorted(set(padded) - set(slots))
     if shape == ANY_SHAPE:
@@ -203,7 +203,7 @@ def test_where_nothing_can_be_cut_the_fewest_slots_are_put_aside(
 ) -> None:
     shape, n_cells, slots = step
     pads, memory = pad_rows(shape, n_cells, can_cut=False)
-    found = pads.beside([row(slot, n_cells[slot]) for slot in slots], 1)
+    found = pads.beside([row(slot, n_cells[slot]) for slot in slots])
     assert memory.placed == [c.slot for c in found]
     assert {c.start for c in found} <= {0}
     together = sorted([*memory.placed, *slots])
@@ -224,7 +224,7 @@ def test_where_nothing_can_be_cut_the_fewest_slots_are_put_aside(
 
 def test_removed_pads_are_cut_back_in_their_slots_alone() -> None:
     pads, memory = pad_rows(RowShape(4, 4), [5, 0, 3])
-    found = pads.beside([row(0, 5), row(2, 3)], 1)
+    found = pads.beside([row(0, 5), row(2, 3)])
     assert memory.cut == []
     pads.remove(found)
     assert memory.cut == [1, 3]
