@@ -48,7 +48,13 @@ def model(test_model: Path) -> Iterator[LlamaModel]:
 @pytest.fixture(scope="module")
 def engine(test_model: Path) -> Iterator[cbatch.Engine]:
     with cbatch.load(
-        test_model, parallel=4, ctx_per_seq=256, n_threads=1, exact=True, n_ubatch=32
+        test_model,
+        parallel=4,
+        ctx_per_seq=256,
+        n_threads=1,
+        exact=True,
+        n_ubatch=32,
+        flash_attn="on",
     ) as loaded:
         yield loaded
 

@@ -114,7 +114,7 @@ def check_prompt(
 def test_prompts_scored_together_are_as_fed_one_by_one(
     test_model: Path, model: LlamaModel, options: dict[str, Any], within: float
 ) -> None:
-    with cbatch.load(test_model, **SMALL, **options) as engine:
+    with cbatch.load(test_model, **SMALL, flash_attn="on", **options) as engine:
         items = [BatchPrompt(tokens=p) for p in PROMPTS]
         results = engine.run(items, options={**SHORT, "prompt_logprobs": 2}).results()
     for prompt, result in zip(PROMPTS, results, strict=True):
