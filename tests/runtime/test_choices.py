@@ -375,7 +375,7 @@ def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
         assert n_most <= N_AHEAD_PER_SLOT * engine.parallel + 1
 
 
-@no_pool(Reason.ONE_BACKEND)
+@thread_only(Reason.AT_ONCE)
 def test_winding_down_spares_a_request_of_which_a_choice_runs() -> None:
     backend = GatedBackend(1, 64, 32, hold_at=3)
     with closing(engine_on(backend, options=LONG)) as engine:
