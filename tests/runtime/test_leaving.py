@@ -133,7 +133,7 @@ def test_results_left_in_their_order_of_completion_free_the_slots(engine: Engine
 @no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("leave", [lambda r: iter(r).close(), lambda r: iter(r) and gc.collect()])
 def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], None]) -> None:
-    backend = GatedBackend(2, 64, 16, hold_at=3)
+    backend = GatedBackend(2, LONG, 16, hold_at=3)
     with engine_on(backend, options=ENDLESS) as engine:
         response = engine.run(["left", "left too", "left in the queue"])
         backend.wait_until_held()
@@ -189,7 +189,7 @@ def test_many_that_vanish_in_threads_of_their_own_leave_nothing(engine: Engine) 
 
 @no_pool(Reason.ONE_BACKEND)
 def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
-    backend = GatedBackend(2, 64, 16, hold_at=3)
+    backend = GatedBackend(2, LONG, 16, hold_at=3)
     engine = engine_on(backend, options=ENDLESS)
     response = engine.run(["a", "b", "c"])
     waits: list[Callable[[], Any]] = [in_thread(lambda: all_results(response)) for _ in range(3)]
