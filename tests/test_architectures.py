@@ -63,16 +63,17 @@ def answers(engine: cbatch.Engine, asked: Sequence[tuple[int, ...]]) -> list[Bat
 
 
 def settings() -> list[Any]:
-    """Every model in slots of its own; those without states in a pool too, and the others in turns."""
+    """Every model in slots of its own; those with cells in a pool too, and those with states in turns."""
     found = []
     for memory, names in TRIED.items():
-        other: dict[str, Any] = {"kv": "unified"}
+        others: list[dict[str, Any]] = [{}]
+        if memory != "state":
+            others.append({"kv": "unified"})
         if memory in ("state", "hybrid"):
-            other = {"policy": "round_robin", "quantum": 6}
+            others.append({"policy": "round_robin", "quantum": 6})
         for name in names:
             assert ZOO[name] == memory
-            found += [pytest.param(name, {}, id=name)]
-            found += [pytest.param(name, other, id=f"{name}, {next(iter(other))}")]
+            found += [pytest.param(name, o, id=", ".join([name, *o][:2])) for o in others]
     return found
 
 

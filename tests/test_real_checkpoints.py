@@ -78,6 +78,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("lfm2", "auto"),
         ("granitehybrid", "auto"),
         ("qwen3next", "auto"),
+        ("lfm2", "unified"),
+        ("granitehybrid", "unified"),
+        ("qwen3next", "unified"),
     ],
 )
 def test_zoo_computes_distinct_tokens_and_answers_as_without_sharing(

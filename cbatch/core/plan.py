@@ -184,7 +184,8 @@ class KvCapabilities:
 
     kind: Literal["partitioned", "unified", "recurrent"]
     """`partitioned`: `n_cells / n_slots` cells for each slot. `unified`: one pool for all. `recurrent`: a state for
-    each slot, of one size however long the sequence is; a model with such layers beside attention counts as this."""
+    each slot, of one size however long the sequence is, alone or beside cells of its own; where states are beside one
+    pool of cells, the kind is `unified`."""
     n_cells: int
     """Cells in total."""
     can_trim: bool = True

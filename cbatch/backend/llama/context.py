@@ -47,10 +47,10 @@ def make_context(model: LlamaModel, options: EngineOptions, n_threads: int) -> A
 
     Raises:
         ModelLoadError: llama.cpp cannot make it, for want of memory as a rule.
-        ConfigError: more cells than llama.cpp can count, a type of cells that this model cannot have, or a YaRN
-            option without effect.
+        ConfigError: more cells than llama.cpp can count, a type of cells that this model cannot have, a pool of cells
+            where it has none, or a YaRN option without effect.
     """
-    check_cell_types(model, options)
+    check_cells(model, options)
     check_yarn(model, options)
     params = _params(model, options, n_threads)
     ctx = llama_cpp.llama_init_from_model(model.pointer, params)
@@ -116,13 +116,18 @@ def _asked(options: EngineOptions, n_ctx_train: int) -> int:
     return options.ctx_per_seq or min(n_ctx_train or DEFAULT_WINDOW, DEFAULT_WINDOW)
 
 
-def check_cell_types(model: LlamaModel, options: EngineOptions) -> None:
-    """Refuse types of cells that llama.cpp would refuse for this model, or misread.
+def check_cells(model: LlamaModel, options: EngineOptions) -> None:
+    """Refuse a pool where there are no cells, and types of cells that llama.cpp would refuse for this model or misread.
 
     Raises:
-        ConfigError: heads that blocks do not divide, keys and values of two types where the model stores one, or
-            values in blocks where the model has no flash attention.
+        ConfigError: a pool for a model without attention, heads that blocks do not divide, keys and values of two types
+            where the model stores one, or values in blocks where the model has no flash attention.
     """
+    if options.kv == "unified" and not model.has_cells:
+        raise ConfigError(
+            "kv='unified' is a pool of cells, but this model has none: it keeps a state of one size for each sequence, "
+            "however long that is. Leave kv and admission out"
+        )
     # Source: src/llama-context.cpp, llama_init_from_model
     layout = read_layout(model)
     for name, cell_type, widths in (

@@ -128,7 +128,7 @@ class ContextMemory:
     def _wipe(self) -> None:
         """Overwrite the memory of empty slots that may hold a NaN or an infinity.
 
-        Memory that slots share, and sliding windows, cannot be overwritten as a whole.
+        Cells that slots share, and sliding windows, cannot be overwritten as a whole.
         """
         if self._uncopied:  # see `_put`
             return
@@ -136,8 +136,8 @@ class ContextMemory:
         left = self._maybe_nonfinite.intersection(empty)
         self._maybe_nonfinite -= left
         memory, format = self._memory, self._found.format
-        if left and memory.kind == "recurrent" and self._found.sample is not None:
-            self._cells.wipe(empty, self._found.sample)
+        if left and self._found.state is not None:
+            self._cells.wipe(empty, self._found.state)
         elif left and memory.kind == "partitioned" and memory.can_trim and format is not None:
             with suppress(MemoryError):
                 zeros = SavedState(format.zeros(self._n_wiped), self._n_wiped)
@@ -227,7 +227,7 @@ class ContextMemory:
             self.n_cells[chunk.slot] += len(chunk.tokens) + n_steps - 1
             if sampled and sampled[-1] == BROKEN_ROW:  # a run ends with it
                 self._maybe_nonfinite.add(chunk.slot)
-            elif sampled and self._memory.kind != "recurrent":
+            elif sampled and self._found.state is None:
                 self._maybe_nonfinite.discard(chunk.slot)
 
     def keep(self, chunk: Chunk, n_steps: int) -> int:

@@ -31,7 +31,7 @@ from cbatch.backend.threads import teams
 from cbatch.checks import readable
 from cbatch.core.plan import N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
 from cbatch.engine_options import MAX_THREADS
-from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
+from cbatch.errors import EngineClosedError, ModelLoadError, PlanError
 from cbatch.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -77,10 +77,6 @@ class LlamaBackend:
             IncompatibleLlamaError: llama.cpp's memory does not behave as this version of cbatch expects.
         """
         handshake()
-        if options.kv == "unified" and model.has_states:
-            raise ConfigError(
-                "kv='unified' is for cells, but this model keeps a state for each sequence: leave kv and admission out"
-            )
         self.model, self.options, self.owns_model = model, options, owns_model
         self._stepper_class: Callable[..., NativeStepper] = stepper or NativeStepper
         self.shape = shape

@@ -58,6 +58,8 @@ class SavedState:
     """How many cells it has at least."""
     maybe_nonfinite: bool = False
     """Whether they may hold a NaN or an infinity: they came from elsewhere, or go on from what did."""
+    flags: int = llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE
+    """What of the sequence it is; by default all."""
 
 
 class LlamaCells:
@@ -90,42 +92,50 @@ class LlamaCells:
         llama_cpp.llama_memory_seq_rm(self._memory, slot, n_kept, n_kept + n)
         llama_cpp.llama_memory_seq_add(self._memory, slot, n_kept + n, -1, -n)
 
-    def n_saved_bytes(self, slot: int) -> int:
-        """Return the size of a slot's saved cells; 0 where llama.cpp cannot say."""
-        return int(llama_cpp.llama_state_seq_get_size(self._ctx, slot))
+    def save(
+        self, slot: int, flags: int = llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE
+    ) -> SavedState | None:
+        """Return a copy of a slot's cells; None where that failed, also for lack of memory.
 
-    def save(self, slot: int) -> SavedState | None:
-        """Return a copy of a slot's cells; None where that failed, also for lack of memory."""
-        n_bytes = self.n_saved_bytes(slot)
+        With `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` it is a recurrent state alone, where a sequence has one.
+        """
+        n_bytes = int(llama_cpp.llama_state_seq_get_size_ext(self._ctx, slot, flags))
         if not n_bytes:
             return None
         try:
             data = np.empty(n_bytes, np.uint8)
         except MemoryError:
             return None
-        n_copied = llama_cpp.llama_state_seq_get_data(self._ctx, _bytes_of(data), n_bytes, slot)
-        return SavedState(data, self.count(slot)) if n_copied == n_bytes else None
+        n_copied = llama_cpp.llama_state_seq_get_data_ext(
+            self._ctx, _bytes_of(data), n_bytes, slot, flags
+        )
+        return SavedState(data, self.count(slot), flags=flags) if n_copied == n_bytes else None
 
     def wipe(self, slots: Collection[int], sample: SavedState) -> None:
-        """Overwrite all memory of empty slots with a sample of a sequence; they are empty again afterwards.
+        """Overwrite memory of empty slots with a sample of a sequence; they are empty again afterwards.
 
         A new state is an old one multiplied by zero, and cells of no sequence are computed and masked: a NaN stays a
         NaN in both. Source: llama.cpp, src/llama-graph.cpp, build_rs;
         src/llama-memory-recurrent.cpp, find_slot; ggml/src/ggml-cpu/ops.cpp, flash attention by tiles.
         """
         for slot in slots:
-            self.load(slot, sample)
+            self._read(slot, sample)
         for slot in slots:
             self.trim(slot, 0)
 
     def load(self, slot: int, saved: SavedState) -> bool:
         """Put saved cells into a slot; return whether that worked. Otherwise the slot is empty."""
-        n_bytes = len(saved.data)
-        n_read = llama_cpp.llama_state_seq_set_data(self._ctx, _bytes_of(saved.data), n_bytes, slot)
-        if n_read == n_bytes and self.count(slot) >= saved.n_cells:
+        if self._read(slot, saved) and self.count(slot) >= saved.n_cells:
             return True
         self.trim(slot, 0)
         return False
+
+    def _read(self, slot: int, saved: SavedState) -> bool:
+        n_bytes = len(saved.data)
+        n_read = llama_cpp.llama_state_seq_set_data_ext(
+            self._ctx, _bytes_of(saved.data), n_bytes, slot, saved.flags
+        )
+        return bool(n_read == n_bytes)
 
 
 def _bytes_of(data: NDArray[np.uint8]) -> Any:
@@ -137,8 +147,8 @@ class FoundMemory:
     """What was found out of a context's memory."""
 
     capabilities: KvCapabilities
-    sample: SavedState | None
-    """The state of a sequence of one token; None where it could not be saved."""
+    state: SavedState | None
+    """The recurrent state of a sequence of one token; None where there is none, or it could not be saved."""
     format: SavedFormat | None
     """How the context writes a state; None where the layout is not known."""
     can_cut: bool
@@ -157,9 +167,9 @@ def find_memory(
     with closing(_Trial(ctx, model, options.n_slots)) as trial:
         trial.run()
     kind: Literal["partitioned", "unified", "recurrent"]
-    kind = "unified" if options.kv == "unified" else "partitioned"
-    if model.has_states or not trial.is_cut:
-        kind = "recurrent"
+    kind = "recurrent" if model.has_states or not trial.is_cut else "partitioned"
+    if options.kv == "unified":
+        kind = "unified"
     n_prefills, n_bytes, n_per_cell = 0, 0, 0
     if kind == "partitioned" and not is_on_device:
         n_prefills = most_long_context_prefills(model, options, n_threads)
@@ -182,7 +192,7 @@ def find_memory(
     )
     # `swa_full`, llama.cpp's default, has cells outside of a window stay while a sequence grows at its end alone
     can_cut = trial.is_cut and not model.has_states
-    return FoundMemory(capabilities, trial.sample, format, can_cut)
+    return FoundMemory(capabilities, trial.state, format, can_cut)
 
 
 class _Trial:
@@ -211,6 +221,8 @@ class _Trial:
         cells, last = self._cells, self._last
         self._decode(0, 0)
         n_first, self.sample = cells.count(0), cells.save(0)
+        part = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        self.state = cells.save(0, part) if self._model.has_states else None
         self._decode(0, 1)
         self._decode(0, 2)
         self.saved, undisturbed = cells.save(0), self._decode(0, _N_KEPT)

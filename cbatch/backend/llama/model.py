@@ -93,6 +93,8 @@ class LlamaModel:
             llama_cpp.llama_model_is_recurrent(pointer) or llama_cpp.llama_model_is_hybrid(pointer)
         )
         """Whether the model has recurrent layers, alone or beside attention."""
+        self.has_cells = not llama_cpp.llama_model_is_recurrent(pointer)
+        """Whether the model has attention, alone or beside recurrent layers."""
         own = self.metadata.get("tokenizer.chat_template")
         self.vocab = LlamaVocab(
             self,

@@ -134,7 +134,6 @@ def _describe(
         if asks_probe and proof is None:
             exactness = probe(loaded, settled, is_stopped)
         n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
-        is_pool = settled.kv == "unified" and not loaded.has_states
         return {
             "path": loaded.name,
             "name": loaded.metadata.get("general.name", ""),
@@ -148,7 +147,9 @@ def _describe(
             "end_tokens": list(loaded.vocab.end_tokens),
             "sampling_defaults": dict(loaded.sampling_defaults),
             "parallel": n_slots,
-            "n_window": slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool),
+            "n_window": slot_window(
+                settled, n_cells, loaded.n_ctx_train, is_pool=settled.kv == "unified"
+            ),
             "n_cells": n_cells,
             "kv": settled.kv,
             "cache_type_k": settled.cache_type_k,

@@ -14,7 +14,7 @@ from cbatch.backend.llama.context import (
     DEFAULT_WINDOW,
     N_PAD,
     cells_of_slots,
-    check_cell_types,
+    check_cells,
     context_cells,
     padded,
     sequences_of,
@@ -163,9 +163,9 @@ def find_room(
     Of what is free, `n_sharing` processes have equal shares.
 
     Raises:
-        ConfigError: types of cells that the model cannot have.
+        ConfigError: cells that the model cannot have.
     """
-    check_cell_types(model, options)
+    check_cells(model, options)
     n_free = free_for_cells(model, options, n_unloaded=n_unloaded)
     n_half = None if n_free is None else n_free // 2 // n_sharing
     n_budget = n_half if options.memory_mib is None else options.memory_mib * _MIB

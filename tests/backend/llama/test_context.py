@@ -13,7 +13,7 @@ import cbatch
 from cbatch.backend.llama.context import (
     _ROPE_SCALING,
     _params,
-    check_cell_types,
+    check_cells,
     context_cells,
     slot_window,
 )
@@ -228,9 +228,9 @@ def test_refusal_comes_from_every_way_to_a_context(synth: SynthFactory) -> None:
 def test_model_that_stores_both_in_one_wants_one_type(synth: SynthFactory) -> None:
     latent = {"llama.attention.key_length_mla": 32, "llama.attention.value_length_mla": 32}
     with closing(open_model(synth("test", metadata=latent))) as opened:
-        check_cell_types(opened, options(cache_type_k="q8_0", cache_type_v="q8_0"))
+        check_cells(opened, options(cache_type_k="q8_0", cache_type_v="q8_0"))
         with pytest.raises(ConfigError, match="must be one type: a model of architecture 'llama'"):
-            check_cell_types(opened, options(cache_type_v="q8_0"))
+            check_cells(opened, options(cache_type_v="q8_0"))
 
 
 def test_values_in_blocks_are_refused_where_flash_attention_cannot_be(
@@ -240,9 +240,9 @@ def test_values_in_blocks_are_refused_where_flash_attention_cannot_be(
         opened.metadata = {
             key.replace("llama.", "grok."): value for key, value in opened.metadata.items()
         } | {"general.architecture": "grok"}
-        check_cell_types(opened, options(cache_type_k="q8_0"))
+        check_cells(opened, options(cache_type_k="q8_0"))
         with pytest.raises(ConfigError, match="which grok models cannot have"):
-            check_cell_types(opened, options(cache_type_v="q8_0"))
+            check_cells(opened, options(cache_type_v="q8_0"))
 
 
 def test_context_that_cannot_be_made_names_its_numbers(

@@ -129,8 +129,9 @@ def is_whole(backend: LlamaBackend, slot: int) -> bool:
     """Whether a slot's cells in llama.cpp begin at position 0 and are as many as the backend counts."""
     memory, n_cells = llama_cpp.llama_get_memory(backend.ctx), backend.n_cells[slot]
     begins = llama_cpp.llama_memory_seq_pos_min(memory, slot) == 0
-    n_bytes = LlamaCells(backend.ctx).n_saved_bytes(slot)
-    return not n_cells or (begins and n_bytes == backend.memory.n_saved_bytes(n_cells))
+    state = LlamaCells(backend.ctx).save(slot)
+    n_bytes = backend.memory.n_saved_bytes(n_cells)
+    return not n_cells or (begins and state is not None and len(state.data) == n_bytes)
 
 
 # ---- out of the middle ----
@@ -526,7 +527,9 @@ def test_rebuilding_ends_the_waiting(make: MakeBackend) -> None:
     assert held(backend) == [0, 20, 0]
 
 
-@pytest.mark.parametrize("failing_call", ["llama_state_seq_get_data", "llama_state_seq_set_data"])
+@pytest.mark.parametrize(
+    "failing_call", ["llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext"]
+)
 def test_copy_without_host_memory_is_done_by_llama_cpp(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch, ways: list[str], failing_call: str
 ) -> None:

@@ -83,7 +83,7 @@ def test_memory_that_forgets_what_is_out_of_sight_cannot_trim(
 def test_memory_that_does_not_load_what_it_saved_cannot_save(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", lambda *args: 0)
+    monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data_ext", lambda *args: 0)
     backend = make("partitioned")
     assert (backend.memory.can_save, backend.memory.n_saved_bytes(9)) == (False, 0)
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
@@ -272,10 +272,10 @@ def test_save_that_fails_loses_the_key_and_the_rest_is_done(
     backend = make("partitioned")
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
     if failure == "nothing copied":
-        monkeypatch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *args: 0)
+        monkeypatch.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *args: 0)
     else:
         n_bytes = 2**62 if failure == "no memory" else 0
-        monkeypatch.setattr(llama_cpp, "llama_state_seq_get_size", lambda *args: n_bytes)
+        monkeypatch.setattr(llama_cpp, "llama_state_seq_get_size_ext", lambda *args: n_bytes)
     plan = StepPlan((chunk(1, 0, OTHER),), saves=((Slot(0), 3),), clears=(Slot(0),))
     result = backend.run(plan)
     assert (result.lost, result.n_steps) == ((3,), 1)
@@ -289,7 +289,7 @@ def test_key_that_is_lost_before_it_is_loaded_computes_nothing(
 ) -> None:
     backend = make("partitioned")
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-    monkeypatch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *args: 0)
+    monkeypatch.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *args: 0)
     chunks = (chunk(1, len(PROMPT), [7]),)
     result = backend.run(
         StepPlan(
