@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -18,7 +18,7 @@ from cbatch.options import Sampling
 from cbatch.response import BatchError
 from tests.kinds import engine_on
 from tests.oracle.fake_streams import stream_alone
-from tests.runtime.backends import PATIENCE_S, backend_of
+from tests.runtime.backends import PATIENCE_S, backend_of, in_thread, n_commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.batch_response import BatchResponse
+    from tests.runtime.backends import GatedBackend
+
+T = TypeVar("T")
 
 DEFAULTS = {"temperature": 0, "ignore_eos": True, "seed": 1, "max_tokens": 6}
 ENDLESS = 10**6
@@ -160,6 +163,19 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     end_s = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < end_s
+
+
+def ask_held(engine: Engine, backend: GatedBackend, ask: Callable[[], T]) -> T:
+    """Ask something of an engine whose run is held, and let it go on when it knows; return the answer.
+
+    Whoever else hurries it meanwhile changes nothing.
+    """
+    n_before = n_commands(engine)
+    wait = in_thread(ask)
+    wait_until(lambda: n_commands(engine) > n_before)
+    backend.release()
+    answer: T = wait()
+    return answer
 
 
 def steps(engine: Engine, n: int) -> None:

@@ -41,7 +41,7 @@ from tests.places import (
     steps,
     text_of,
 )
-from tests.runtime.backends import GatedBackend, ids_in_flight
+from tests.runtime.backends import GatedBackend, backend_of, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,16 +186,19 @@ def test_all_of_a_batch_are_extended_at_once(any_way: Place) -> None:
         assert result.token_ids == expected(prompt, 36)
 
 
-@thread_only(Reason.AT_ONCE)
+@no_pool(Reason.ONE_BACKEND)
 def test_full_pool_that_preempts_changes_no_part(any_way: Place) -> None:
     memory = KvCapabilities("unified", 160, can_save=True, can_copy=True, saved_bytes_per_cell=1024)
     for swap_mib in (0, 64):
         schedule = {"admission": "optimistic", "swap_mib": swap_mib}
-        engine = any_way.engine(4, 128, memory=memory, schedule=schedule)
+        engine = any_way.engine(4, 128, memory=memory, schedule=schedule, kind=GatedBackend)
         prompts = [text_of(20, start=i) for i in range(4)]
         firsts = any_way.results(engine.run([item(p, max_tokens=15) for p in prompts]))
         expects_little(any_way, engine)
+        backend = backend_of(engine, GatedBackend)
+        backend.hold_at = backend.n_runs  # until all are in
         responses = [engine.extend(first, 75) for first in firsts]
+        backend.release()
         results = [any_way.results(response)[0] for response in responses]
         assert [r.token_ids for r in results] == [expected(p, 90) for p in prompts]
         assert engine.stats().n_preempted > 0
@@ -330,7 +333,7 @@ def test_chunks_of_a_part_are_the_whole_text_with_one_end(any_way: Place) -> Non
 
 def test_part_that_was_cancelled_goes_on(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
-    response = engine.submit(item(text_of(50), max_tokens=5000))
+    response = engine.submit(item(text_of(50), max_tokens=ENDLESS // 2))
     first_chunk(response)
     response.cancel()
     [first] = any_way.results(response)
@@ -370,7 +373,7 @@ def test_part_whose_time_was_over_goes_on_with_the_same_time(
 def test_part_that_is_cancelled_again_keeps_the_first_and_goes_on(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     first = any_way.result(engine, text_of(50), max_tokens=9)
-    response = engine.extend(first, 5000)
+    response = engine.extend(first, ENDLESS // 2)
     first_chunk(response)
     response.cancel()
     [second] = any_way.results(response)
@@ -520,14 +523,14 @@ def test_strict_cap_holds_for_both_parts(any_way: Place) -> None:
 def test_id_in_flight_is_refused_until_it_has_ended(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     [first] = any_way.results(engine.run([item(text_of(40), "a")]))
-    running = engine.extend(first, 5000)
+    running = engine.extend(first, ENDLESS // 2)
     with pytest.raises(DuplicateIdError, match="'a'"):
         engine.extend(first, 5)
     with pytest.raises(DuplicateIdError, match="'a'"):
         engine.run([item(text_of(9), "a")])
     running.cancel()
     any_way.results(running)
-    other = engine.run([item(text_of(9), "a", max_tokens=5000)])
+    other = engine.run([item(text_of(9), "a", max_tokens=ENDLESS // 2)])
     with pytest.raises(DuplicateIdError):
         engine.extend(first, 5)
     other.cancel()
@@ -565,7 +568,7 @@ def test_full_queue_refuses_and_frees_the_id(by_hand: Place) -> None:
         schedule={"max_queue": 0, "when_full": "reject"},
     )
     first = by_hand.result(engine, text_of(40))
-    engine.run([item(text_of(9), "long", max_tokens=5000)])
+    engine.run([item(text_of(9), "long", max_tokens=ENDLESS // 2)])
     with pytest.raises(QueueFullError):
         engine.extend(first, 5)
     engine.cancel("long")
@@ -647,7 +650,9 @@ def test_extension_saves_under_its_key_again(any_way: Place) -> None:
 def test_extension_whose_key_is_in_flight_is_refused(any_way: Place) -> None:
     engine = any_way.engine(n_window=ENDLESS, kind=GatedBackend)
     first = any_way.result(engine, text_of(50), cache_key="k", save_cache=True)
-    other = engine.run([item(text_of(9), "b", cache_key="k", save_cache=True, max_tokens=5000)])
+    other = engine.run(
+        [item(text_of(9), "b", cache_key="k", save_cache=True, max_tokens=ENDLESS // 2)]
+    )
     with pytest.raises(CacheError, match="two requests in flight"):
         engine.extend(first, 6)
     assert ids_in_flight(engine) == ["b"]

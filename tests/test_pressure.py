@@ -60,8 +60,6 @@ pytestmark = each_kind
 GREEDY = {"temperature": 0, "ignore_eos": True, "seed": 1}
 ENDLESS = 10**6
 """A window that nobody fills."""
-HANG_S = 5.0
-"""Who has not answered then hangs; nobody waits so long for anything that works."""
 MakeEngine = Callable[..., Engine]
 
 
@@ -520,7 +518,7 @@ def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> No
             pass
 
     in_loop = in_thread(partial(anyio.run, submit))
-    is_told = told.wait(HANG_S)
+    is_told = told.wait(PATIENCE_S)
     engine.close()
     in_loop()
     with pytest.raises(EngineClosedError):
@@ -697,9 +695,10 @@ def test_late_command_for_an_earlier_life_of_an_id_is_refused(
 def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
     is_threaded: bool,
 ) -> None:
-    backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: -3))
+    backend = GatedBackend(2, 64, 64, hold_at=0, faults=Faults(code=lambda _: -3))
     engine = engine_on(backend, options=GREEDY, threaded=is_threaded)
     responses = [engine.run(prompts(*(f"{c}{i}" for i in range(15)))) for c in "ab"]
+    backend.release()  # else it may have failed before all are in
     told = Counter(c.id for r in responses for c in r if c.finish_reason is not None)
     assert set(told.values()) == {1}
     assert len(told) == 30

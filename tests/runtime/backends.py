@@ -57,10 +57,10 @@ class GatedBackend(FakeBackend):
         return super().run(plan)
 
     def interrupt(self) -> None:
-        self.n_interrupts += 1
         super().interrupt()
         if self._is_armed:
             self._go.set()
+        self.n_interrupts += 1  # at last: one that is counted opens no gate later
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedBackend:
         """Return one like it, which stops and goes on together with it."""

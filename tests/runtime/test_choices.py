@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +29,7 @@ from cbatch.runtime.choices import Choices
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from tests.helpers import A_SECOND_A_STEP, partitioned
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
-from tests.places import steps, wait_until
+from tests.places import ask_held, steps, wait_until
 from tests.runtime.backends import (
     Cancelled,
     FailingBackend,
@@ -35,10 +37,12 @@ from tests.runtime.backends import (
     all_results,
     ids_in_flight,
     in_thread,
+    is_room_awaited,
+    n_commands,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from cbatch.engine import Engine
     from cbatch.messages import Prompt
@@ -157,23 +161,29 @@ def test_cancel_ends_all_choices_and_counts_one_request() -> None:
         assert second.finish_reason == "length"
 
 
+Ask = Callable[[Callable[[], object]], object]
+
+
 @contextmanager
-def six_choices_in_line() -> Iterator[tuple[Engine, Callable[[], list[BatchResult]]]]:
-    """One slot, room for one to wait, and six choices of `x`, the first at work; the call waits for the results."""
+def six_choices_in_line() -> Iterator[tuple[Engine, Ask, Callable[[], list[BatchResult]]]]:
+    """One slot, room for one to wait, and six choices of `x`, the first at work, until something is asked.
+
+    The second call waits for the results.
+    """
     backend = GatedBackend(1, 64, 32, hold_at=3)
     schedule = ScheduleOptions(max_queue=1)
     with closing(engine_on(backend, options=LONG, schedule=schedule)) as engine:
         prompt = BatchPrompt(prompt="a", id="x")
         running = in_thread(lambda: all_results(engine.run([prompt], options={"n": 6})))
         backend.wait_until_held()
-        backend.release_when_asked()
-        yield engine, running
+        wait_until(lambda: is_room_awaited(engine) or n_commands(engine) > 0)  # who submits
+        yield engine, partial(ask_held, engine, backend), running
 
 
 @no_pool(Reason.ONE_BACKEND)
 def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
-    with six_choices_in_line() as (engine, running):
-        assert engine.cancel("x")
+    with six_choices_in_line() as (engine, ask, running):
+        assert ask(lambda: engine.cancel("x"))
         [result] = running()
         assert [c.finish_reason for c in result.choices] == ["cancelled"] * 6
         assert not ids_in_flight(engine)
@@ -236,8 +246,8 @@ def test_choices_pause_each_for_itself_and_are_resumed_together() -> None:
 
 @no_pool(Reason.ONE_BACKEND)
 def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
-    with six_choices_in_line() as (engine, running):
-        assert engine.pause("x")
+    with six_choices_in_line() as (engine, ask, running):
+        assert ask(lambda: engine.pause("x"))
         assert not engine.pause("x")
         wait_until(lambda: engine.stats().n_submitted == 6)
         stats = engine.stats()

@@ -12,6 +12,7 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import RequestCancelledError
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
+from tests.places import ask_held, wait_until
 from tests.runtime.backends import (
     GatedBackend,
     all_results,
@@ -19,6 +20,7 @@ from tests.runtime.backends import (
     ids_in_flight,
     in_owner,
     in_thread,
+    n_commands,
     owner_of,
     streams,
 )
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 pytestmark = each_kind
 
 ENDLESS = {"ignore_eos": True}
-LONG = 100_000  # a window that no test waits to see filled
+LONG = 1_000_000  # a window that no test waits to see filled
 
 
 def break_off(response: BatchResponse) -> None:
@@ -139,6 +141,7 @@ def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], No
         backend.wait_until_held()
         n_plans = len(backend.plans)  # the one that is held comes next, and no other may hold them
         leave(response)
+        wait_until(lambda: n_commands(engine) > 0)
         backend.release()
         assert len(all_results(response)) == 3
         engine.stats()
@@ -196,8 +199,7 @@ def test_everyone_who_waits_for_one_batch_is_told_once() -> None:
     chunks = in_thread(lambda: [c.id for c in response if c.finish_reason])
     completed = in_thread(lambda: [r.id for r in response.as_completed()])
     backend.wait_until_held()
-    backend.release_when_asked()
-    assert engine.cancel_all() == 3
+    assert ask_held(engine, backend, engine.cancel_all) == 3
     assert [len(wait()) for wait in waits] == [3, 3, 3]
     assert sorted(chunks()) == sorted(completed()) == response.ids
     engine.close()

@@ -185,6 +185,7 @@ def test_reader_that_leaves_is_noticed_and_nothing_is_kept() -> None:
 def test_reader_that_takes_nothing_at_the_end_is_left() -> None:
     reader = Piped()
     reader.outbox.deliver([BatchOutputChunk("a", "x" * 2**20, ())], [])
+    assert os.read(reader.fd, 1)  # it writes, and the pipe will be full
     reader.outbox.close(patience_s=0.01)
     os.close(reader.fd)
     assert reader.left.wait(PATIENCE_S)
