@@ -16,10 +16,11 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.logs import FIELDS
 from cbatch.runtime.step_record import SlotState
+from cbatch.server import pulse
 from cbatch.server.meters import Histogram
 from cbatch.server.pulse import Pulse, Question
 from cbatch.stats import Percentiles
-from tests.runtime.backends import GatedBackend
+from tests.runtime.backends import PATIENCE_S, GatedBackend, n_commands
 from tests.server.clients import (
     CHAT,
     COMPLETIONS,
@@ -50,6 +51,12 @@ HISTOGRAMS = (
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
 )
+
+
+@pytest.fixture(autouse=True)
+def answers_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has time answers, however late, and its last figures are never told instead."""
+    monkeypatch.setattr(pulse, "_PATIENCE_S", PATIENCE_S)
 
 
 def scrape(app: Starlette) -> Samples:
@@ -273,7 +280,7 @@ def _while_answering(app: Starlette, backend: GatedBackend) -> dict[str, httpx.R
             await anyio.to_thread.run_sync(backend.wait_until_held)
             tasks.start_soon(look)
             # the question waits for the run; the next run is let go when it is answered
-            while not app.state.desk.slots.is_asking:
+            while not n_commands(app.state.desk.engine):
                 await anyio.lowlevel.checkpoint()
             backend.release()
 
@@ -281,14 +288,16 @@ def _while_answering(app: Starlette, backend: GatedBackend) -> dict[str, httpx.R
     return found
 
 
-def test_scrape_in_a_long_run_tells_the_last_figures() -> None:
+def test_scrape_in_a_long_run_tells_the_last_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = GatedBackend(1, 256, hold_at=0)
     with Engine(backend) as engine, fake_app(engine=engine, model_name="m") as app:
         before = scrape(app)
         response = engine.submit("ab", options={"max_tokens": 2, "ignore_eos": True})
         backend.wait_until_held()
-        during = scrape(app)
-        slots = call(app, "/slots")
+        with monkeypatch.context() as patch:
+            patch.setattr(pulse, "_PATIENCE_S", 0.01)
+            during = scrape(app)
+            slots = call(app, "/slots")
         backend.release()
         response.result()
         wait_until(lambda: not app.state.desk.pulse.is_asking)
