@@ -93,7 +93,10 @@ class Rig:
     drivers: dict[str, SequenceDriver] = field(default_factory=dict)
     chunks: dict[str, list[BatchOutputChunk]] = field(default_factory=dict)
     results: dict[str, BatchResult] = field(default_factory=dict)
-    disk: dict[CacheRef, tuple[CacheEntry, NDArray[np.uint8]]] = field(default_factory=dict)
+    disk: dict[CacheRef, tuple[CacheEntry, dict[int, NDArray[np.uint8]]]] = field(
+        default_factory=dict
+    )
+    """Of each file what is in it, and its states by their numbers of cells, the whole one last."""
     storing: list[tuple[ToStore, CacheEntry | str]] = field(default_factory=list)
     fetching: list[CacheRead] = field(default_factory=list)
     compiling: list[Grammar | DryBreakers] = field(default_factory=list)
@@ -411,9 +414,11 @@ def settle_disk(rig: Rig) -> None:
     """Let those go on whose cells were read or written since the last step."""
     for want in rig.fetching:
         missing = CacheError(want.ref.key, "there is none", is_missing=True)
-        found, data = rig.disk.get(want.ref, (missing, np.empty(0, np.uint8)))
+        data = np.empty(0, np.uint8)
+        found, states = rig.disk.get(want.ref, (missing, {0: data}))
         if isinstance(found, CacheEntry) and want.choose(found):
-            data = rig.backend.validate_state(data, want.n_read)
+            whole = states[max(states)]
+            data = rig.backend.validate_state(states.get(want.n_read, whole), want.n_read)
         for _, key in rig.batcher.resolve(want, found, rig.now):
             rig.backend.import_state(key, data, want.n_read)
     for stored, entry in rig.storing:
@@ -439,11 +444,17 @@ def settle_compiled(rig: Rig) -> None:
 def store(rig: Rig, stored: ToStore) -> None:
     """Write what was copied out."""
     driver, n = stored.driver, stored.n_cells
-    data = rig.backend.export_state(stored.key)
+    data = rig.backend.export_state(stored.key, is_kept=stored.key < 0)
     entry: CacheEntry | str = "the cells were not saved: they could not be copied out"
     if data is not None:
-        entry = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt))
-        rig.disk[CacheRef.of(driver.request)] = entry, data
+        states, n_checkpoint = {n: data}, 0
+        if stored.checkpoint is not None:
+            key, n_checkpoint = stored.checkpoint
+            if (state := rig.backend.export_state(key, is_kept=True)) is not None:
+                states = {n_checkpoint: state, n: data}
+        n_checkpoint *= len(states) > 1
+        entry = CacheEntry(driver.tokens[:n], min(n, driver.n_prompt), n_checkpoint)
+        rig.disk[CacheRef.of(driver.request)] = entry, states
     rig.storing.append((stored, entry))
 
 

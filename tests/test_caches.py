@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import pytest
 
@@ -1068,17 +1068,94 @@ def test_readers_of_a_unified_pool_share_the_cells(any_way: Place) -> None:
     assert engine.stats().n_prompt_tokens <= 2 * 12
 
 
-def test_recurrent_memory_begins_with_a_whole_file_or_not_at_all(any_way: Place) -> None:
-    memory = KvCapabilities("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
-    engine = any_way.engine(memory=memory)
+def at_ends(kind: str = "recurrent") -> KvCapabilities:
+    """Memory of four slots that can be kept at the end of a sequence alone."""
+    kinds = {"recurrent": 4, "partitioned": 1024, "unified": 600}
+    return KvCapabilities(
+        cast("Any", kind),
+        kinds[kind],
+        can_trim=False,
+        can_save=True,
+        saved_bytes=64,
+        saved_bytes_per_cell=0 if kind == "recurrent" else 8,
+    )
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "partitioned", "unified"])
+def test_memory_that_cannot_be_cut_begins_at_two_places_of_a_file(
+    any_way: Place, kind: str
+) -> None:
+    engine = any_way.engine(memory=at_ends(kind))
     first = any_way.result(engine, text_of(50), **SAVED)
     engine.close()
-    whole, part = [*text_of(50), *first.token_ids, 1], [*text_of(50), 1]
-    engine = any_way.engine(memory=memory)
-    found = any_way.results(engine.run([item(whole, **READ), item(part, **READ)]))
-    assert [r.token_ids for r in found] == [expected(whole), expected(part)]
-    assert [r.usage.cached_tokens for r in found] == [55, 0]
-    assert [len(r.warnings) for r in found] == [0, 1]
+    whole, same, part = [*text_of(50), *first.token_ids, 1], text_of(50), [*text_of(50), 1]
+    other = [*text_of(10), 1]
+    engine = any_way.engine(memory=at_ends(kind))
+    prompts = [whole, same, other, part, same, whole]
+    found = any_way.results(engine.run([item(p, **READ) for p in prompts]))
+    assert [r.token_ids for r in found] == [expected(p) for p in prompts]
+    assert [r.usage.cached_tokens for r in found] == [55, 49, 0, 49, 49, 55]
+    assert [len(r.warnings) for r in found] == [0, 0, 1, 0, 0, 0]
+
+
+def test_prompt_that_is_saved_again_is_begun_before_its_answer_again(any_way: Place) -> None:
+    for n_cached in (0, 49, 49):
+        engine = any_way.engine(memory=at_ends())
+        result = any_way.result(engine, text_of(50), **SAVED)
+        assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(50)), n_cached)
+        engine.close()
+
+
+def test_file_that_was_read_is_a_checkpoint_for_those_who_come_later(any_way: Place) -> None:
+    engine = any_way.engine(memory=at_ends())
+    any_way.result(engine, text_of(50), **SAVED)
+    engine.close()
+    engine = any_way.engine(memory=at_ends())
+    assert any_way.result(engine, text_of(50), **READ).usage.cached_tokens == 49
+    any_way.file().unlink()
+    for options in (READ, REQUIRED, {}):
+        result = any_way.result(engine, [*text_of(50), 2], **options)
+        assert (result.usage.cached_tokens, result.warnings) == (49, ())
+    assert engine.stats().n_checkpoints == 1
+
+
+def test_file_of_an_engine_without_checkpoints_is_begun_with_whole(any_way: Place) -> None:
+    schedule = {"checkpoint_mib": 0}
+    engine = any_way.engine(memory=at_ends(), schedule=schedule)
+    first = any_way.result(engine, text_of(50), **SAVED)
+    engine.close()
+    engine = any_way.engine(memory=at_ends(), schedule=schedule)
+    prompts = [text_of(50), [*text_of(50), *first.token_ids, 1]]
+    found = [any_way.result(engine, p, **READ) for p in prompts]
+    assert [r.token_ids for r in found] == [expected(p) for p in prompts]
+    assert [r.usage.cached_tokens for r in found] == [0, 55]
+
+
+def test_prompt_alone_is_begun_again_by_itself_where_memory_cannot_be_cut(any_way: Place) -> None:
+    engine = any_way.engine(memory=at_ends())
+    any_way.result(engine, text_of(50), **SAVED, prefill_only=True)
+    engine.close()
+    for prompt, n_cached in ((text_of(50), 49), ([*text_of(50), 1], 50)):
+        engine = any_way.engine(memory=at_ends())
+        result = any_way.result(engine, prompt, **REQUIRED)
+        assert (result.token_ids, result.usage.cached_tokens) == (expected(prompt), n_cached)
+        engine.close()
+
+
+def test_answer_cut_behind_a_stop_string_leaves_a_file_of_its_prompt(
+    any_way: Place,
+) -> None:
+    answer, vocab = expected(text_of(50), 30), FakeBackend(1).vocab
+    k = next(i for i in range(3, 28) if answer[i] > 256 and answer.index(answer[i]) == i)
+    engine = any_way.engine(2, memory=at_ends())
+    stopped = item(text_of(50), **SAVED, max_tokens=30, stop=vocab.piece(answer[k]).decode())
+    [result] = any_way.results(engine.run([stopped]))
+    assert (result.finish_reason, result.warnings) == ("stop", ())
+    engine.close()
+    [file] = CacheStore(any_way.folder, 2**40).files()
+    result = any_way.result(any_way.engine(memory=at_ends()), text_of(50), **REQUIRED)
+    assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(50)), 49)
+    assert file.n_tokens in (49, 50 + k)
 
 
 def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> None:

@@ -12,6 +12,7 @@ from cbatch.cache.store import CacheStore
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
+from cbatch.verify.one_model import difference, rounding_of
 from tests.backend.lora import write_lora
 from tests.runtime.backends import all_results, streams
 
@@ -141,20 +142,44 @@ def test_next_turn_under_exact_is_bit_for_bit_what_one_run_gives(
     assert result.token_ids == alone(test_model, tokens, **settings, **SEEDED)
 
 
-def test_recurrent_state_goes_on_whole_from_its_file(synth: SynthFactory, folder: Path) -> None:
+def test_recurrent_state_goes_on_from_the_end_of_its_file_or_of_its_prompt(
+    synth: SynthFactory, folder: Path
+) -> None:
     path = synth("mamba")
     with load(path, folder) as engine:
         first = ask(engine, prompt(60), **SAVED, **GREEDY)
-    tokens = [*prompt(60), *first.token_ids, 301]
+    asked = [[*prompt(60), *first.token_ids, 301], [*prompt(60), 301], prompt(60), prompt(59)]
     with load(path, folder) as engine:
-        result = ask(engine, tokens, **REQUIRED, **GREEDY)
-        late = ask(engine, [*prompt(60), 301], **REQUIRED, **GREEDY)
-    assert result.usage.cached_tokens == 75
+        *found, late = [ask(engine, tokens, **REQUIRED, **GREEDY) for tokens in asked]
+    assert [result.usage.cached_tokens for result in found] == [75, 59, 59]
     assert isinstance(late.error, CacheError)
-    with load(path, folder) as engine:
-        again = ask(engine, prompt(60), **GREEDY)
-        whole = ask(engine, [*prompt(60), *again.token_ids, 301], **GREEDY)
-    assert result.token_ids == whole.token_ids
+    with load(path, folder, share_prefixes=False) as engine:
+        expected = [ask(engine, tokens, **GREEDY) for tokens in asked[:3]]
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+
+
+@pytest.mark.parametrize("kv", ["partitioned", "unified"])
+@pytest.mark.parametrize("name", ["falcon-h1", "qwen3next", "gemma3", "gpt-oss"])
+def test_hybrids_and_windows_go_on_from_the_end_of_a_prompt(
+    zoo: Callable[[str], Path], folder: Path, name: str, kv: str
+) -> None:
+    """A file of slots of their own is begun with in a pool too, and the other way round."""
+    prompts = [[5 + 7 * i % 90 for i in range(100)]]
+    prompts += [[*prompts[0], 3, 9], [*prompts[0], 8, 4]]
+    other = {"partitioned": "unified", "unified": "partitioned"}[kv]
+    said = {**GREEDY, "logprobs": 1}
+    with load(zoo(name), folder, kv=kv) as engine:
+        ask(engine, prompts[0], **SAVED, **said)
+    for kind in (kv, other):
+        with load(zoo(name), folder, kv=kind) as engine:
+            asked = [BatchPrompt(tokens=p, options=REQUIRED) for p in prompts]
+            found = all_results(engine.run(asked, options=said))
+        with load(zoo(name), folder, kv=kind, share_prefixes=False) as engine:
+            asked = [BatchPrompt(tokens=p) for p in prompts]
+            expected = all_results(engine.run(asked, options=said))
+        assert [r.usage.cached_tokens for r in found] == [99] * 3
+        for a, b in zip(expected, found, strict=True):
+            assert not difference(a.logprobs or (), b.logprobs or (), rounding_of("f32"))
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])

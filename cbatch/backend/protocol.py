@@ -174,11 +174,11 @@ class Backend(Protocol):
             n_cells: how many cells it holds.
         """
 
-    def export_state(self, key: int) -> NDArray[np.uint8] | None:
-        """Return the state that a plan saved under `key` and forget it; None where it was lost. Owner thread.
+    def export_state(self, key: int, *, is_kept: bool = False) -> NDArray[np.uint8] | None:
+        """Return the state that is saved under `key`, None where it was lost; forget it unless `is_kept`. Owner thread.
 
         Returns:
-            (n_bytes,) uint8.
+            (n_bytes,) uint8, not to be changed.
         """
 
     def interrupt(self) -> None:

@@ -3,8 +3,11 @@
 A file is trusted where it belongs to this user, nobody else may write to it, and its lengths and digests hold: then it
 is what cbatch wrote. The cells are not parsed to find out.
 
-    magic, version, length of the header | header (JSON) | tokens (int32) | digest | cells | digest
+    magic, version, length of the header | header (JSON) | tokens (int32) | digest | cells | checkpoint | digest
                                            each digest: SHA-256 of all bytes before it
+
+A checkpoint is there where memory cannot be cut: the cells, or the state, of a beginning of the tokens. Such a file has
+version 2, any other version 1.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ Fingerprint: TypeAlias = Mapping[str, str]
 """What the cells depend on, such as the model's digest and the types of keys and values; errors show the names."""
 
 _MAGIC = b"\x93CBCELLS"  # the first byte is no text in any encoding that is common
-_VERSION = 1
+_VERSION, _VERSION_WITH_CHECKPOINT = 1, 2
 _PREFIX = struct.Struct("<8sII")  # magic, version, bytes of the header
 _N_DIGEST = hashlib.sha256().digest_size
 _MAX_COUNT = 2**63 - 1
@@ -52,11 +55,15 @@ class CachedCells:
         tokens: whose cells these are.
         n_prompt: how many of the tokens were given, not sampled.
         data: (n_bytes,) uint8: the state as llama.cpp wrote it.
+        n_checkpoint: how many tokens a checkpoint has: 0 for none.
+        checkpoint: (n_bytes,) uint8: the state after so many tokens.
     """
 
     tokens: Sequence[int]
     n_prompt: int
     data: NDArray[np.uint8]
+    n_checkpoint: int = 0
+    checkpoint: NDArray[np.uint8] | None = None
 
 
 # ---- names ----
@@ -83,27 +90,31 @@ def _encoded(text: str) -> bytes:
 # ---- writing ----
 
 
-def file_parts(
-    key: str, cells: CachedCells, fingerprint: Fingerprint
-) -> tuple[bytes, memoryview, bytes]:
+def file_parts(key: str, cells: CachedCells, fingerprint: Fingerprint) -> list[bytes | memoryview]:
     """Return a file as the bytes before the cells, the cells, which are not copied, and the last digest."""
-    said = {
+    said: dict[str, object] = {
         "key": key,
         "fingerprint": dict(fingerprint),
         "n_tokens": len(cells.tokens),
         "n_prompt": cells.n_prompt,
         "n_data": cells.data.size,
     }
+    states, version = [cells.data], _VERSION
+    if cells.checkpoint is not None:
+        said |= {"n_checkpoint": cells.n_checkpoint, "n_checkpoint_data": cells.checkpoint.size}
+        states, version = [cells.data, cells.checkpoint], _VERSION_WITH_CHECKPOINT
     header = _encoded(_json(said))
     if len(header) > _MAX_HEADER:
         raise CacheError(key, f"key and fingerprint have more than {_MAX_HEADER:,} bytes")
-    head = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
+    head = _PREFIX.pack(_MAGIC, version, len(header)) + header
     head += np.array(cells.tokens, "<i4").tobytes()
     head += hashlib.sha256(head).digest()
-    data = np.ascontiguousarray(cells.data).data
     digest = hashlib.sha256(head)
-    digest.update(data)
-    return head, data, digest.digest()
+    parts: list[bytes | memoryview] = [head]
+    for state in states:
+        parts.append(np.ascontiguousarray(state).data)
+        digest.update(parts[-1])
+    return [*parts, digest.digest()]
 
 
 # ---- reading ----
@@ -122,6 +133,8 @@ class FileHeader:
     n_tokens: int
     n_prompt: int
     n_data: int
+    n_checkpoint: int = 0
+    n_checkpoint_data: int = 0
 
 
 class FileReader:
@@ -156,12 +169,15 @@ class FileReader:
         magic, version, n_header = _PREFIX.unpack(self.take(_PREFIX.size).tobytes())
         if magic != _MAGIC:
             raise BadFileError("is no file of cells")
-        if version != _VERSION:
-            raise BadFileError(f"is of version {version}, and this cbatch reads {_VERSION}")
+        if version not in (_VERSION, _VERSION_WITH_CHECKPOINT):
+            known = f"{_VERSION} and {_VERSION_WITH_CHECKPOINT}"
+            raise BadFileError(f"is of version {version}, and this cbatch reads {known}")
         if n_header > _MAX_HEADER:
             raise BadFileError("has a damaged header")
-        header = _parsed(self.take(n_header).tobytes())
-        n_said = _PREFIX.size + n_header + 4 * header.n_tokens + header.n_data + 2 * _N_DIGEST
+        has_checkpoint = version == _VERSION_WITH_CHECKPOINT
+        header = _parsed(self.take(n_header).tobytes(), has_checkpoint=has_checkpoint)
+        n_states = header.n_data + header.n_checkpoint_data
+        n_said = _PREFIX.size + n_header + 4 * header.n_tokens + n_states + 2 * _N_DIGEST
         if n_said != self._n_bytes:
             raise BadFileError(f"has {self._n_bytes:,} bytes where {n_said:,} should be")
         return header
@@ -196,7 +212,7 @@ class FileReader:
             os.utime(self._file.fileno(), (now_s, now_s))
 
 
-def _parsed(header: bytes) -> FileHeader:
+def _parsed(header: bytes, *, has_checkpoint: bool) -> FileHeader:
     try:
         said = json.loads(header.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
@@ -209,8 +225,17 @@ def _parsed(header: bytes) -> FileHeader:
             "n_prompt": int(n_prompt),
             "n_data": int(n_data),
         } if 0 <= n_prompt <= n_tokens <= _MAX_COUNT and 0 <= n_data <= _MAX_COUNT:
+            n, n_bytes = _parsed_checkpoint(said, n_tokens) if has_checkpoint else (0, 0)
             if all(isinstance(value, str) for value in fingerprint.values()):
-                return FileHeader(key, fingerprint, n_tokens, n_prompt, n_data)
+                return FileHeader(key, fingerprint, n_tokens, n_prompt, n_data, n, n_bytes)
+    raise BadFileError("has a damaged header")
+
+
+def _parsed_checkpoint(said: Mapping[str, object], n_tokens: int) -> tuple[int, int]:
+    match said:
+        case {"n_checkpoint": int(n), "n_checkpoint_data": int(n_bytes)}:
+            if 0 < n <= n_tokens and 0 <= n_bytes <= _MAX_COUNT:
+                return n, n_bytes
     raise BadFileError("has a damaged header")
 
 

@@ -109,13 +109,14 @@ class CacheStore:
             with opened_file(path) as reader:
                 header, tokens = reader.head()
                 data = reader.take(header.n_data)
+                checkpoint = reader.take(header.n_checkpoint_data) if header.n_checkpoint else None
                 reader.check()
                 reader.mark(self._clock())
         except FileNotFoundError:
             raise self._missing(key, fingerprint) from None
         except BadFileError as error:
             raise CacheError(key, f"{path} {error}") from error
-        return CachedCells(tokens, header.n_prompt, data)
+        return CachedCells(tokens, header.n_prompt, data, header.n_checkpoint, checkpoint)
 
     def files(self, key: str | None = None) -> list[CacheFile]:
         """Return every file, or those of one key, the most recently used first; a bad file has a `problem`.
@@ -152,7 +153,7 @@ class CacheStore:
         try:
             with opened_file(file.path) as reader:
                 header, _ = reader.head()
-                reader.skip(header.n_data)
+                reader.skip(header.n_data + header.n_checkpoint_data)
                 reader.check()
         except BadFileError as error:
             return str(error)

@@ -238,7 +238,8 @@ class MultiRequestBatcher:
             now: when that was.
 
         Returns:
-            The sequences for which the backend is to get the cells of a file that was read, with the key for each.
+            The sequences for which the backend is to get the cells of a file that was read, with the key for each; a
+            key below 0 is that of a checkpoint, which the cells become for others.
         """
         if isinstance(want, ToStore):
             self._end_storing(want.driver, found)
@@ -249,13 +250,26 @@ class MultiRequestBatcher:
                     self.refuse_cells(driver, what, now)
                 if driver.error is None:
                     self._release(driver)
-            return [(driver, what) for driver, what in given.items() if isinstance(what, int)]
+            loads = [(driver, what) for driver, what in given.items() if isinstance(what, int)]
+            return loads + [load for driver, _ in loads[:1] for load in self._adopt(driver)]
         elif isinstance(found, GrammarError):
             for driver in self._builds.resolve(want, None):
                 self.fail(driver, GrammarError(found.kind, found.reason), now)
         else:
             self._go_on_compiled(self._builds.resolve(want, found))
         return []
+
+    def _adopt(self, driver: SequenceDriver) -> list[tuple[SequenceDriver, int]]:
+        """Count the cells of a file that a driver begins with as a checkpoint; return its key where it is a new one."""
+        kept = self._cells.prefixes.adopt(driver, driver.n_computed)
+        if kept is None:
+            return []
+        self._cells.forgets += kept.gone
+        return [(driver, kept.key)] if kept.is_new else []
+
+    def drop_checkpoint(self, key: int) -> None:
+        """Record that the backend has no cells for a checkpoint."""
+        self._cells.prefixes.drop([key])
 
     def _go_on_compiled(self, drivers: Sequence[SequenceDriver]) -> None:
         """Queue sequences for which something was compiled, unless they wait for more."""
@@ -379,13 +393,19 @@ class MultiRequestBatcher:
         return ended
 
     def _store(self, driver: SequenceDriver, *, has_cells: bool) -> None:
-        """Have the cells of an ended sequence copied out, to be written to disk."""
+        """Have the cells of an ended sequence copied out, to be written to disk; where none are left, a checkpoint."""
         slot, n_cells = driver.slot, 0
         if slot is not None and has_cells and slot not in self._cells.trims:
             n_cells = self._cells.n_known(driver, slot) if self._saved.can_save else 0
-        self._storing[driver.number] = ToStore(driver, driver.number, n_cells)
+        checkpoint = self._cells.prefixes.checkpoint_in(driver, driver.n_prompt - 1)
+        want = ToStore(driver, driver.number, n_cells, checkpoint)
+        if checkpoint is not None and not n_cells:
+            want = ToStore(driver, *checkpoint)
+        self._storing[driver.number] = want
         if slot is not None and n_cells:
             self._cells.saves.append((slot, driver.number))
+        elif want.n_cells:
+            self._wants.append(want)
         else:
             self._end_storing(driver, "the cells were not saved: none were left when it ended")
 

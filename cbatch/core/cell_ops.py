@@ -242,11 +242,15 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class ToStore:
-    """An ended sequence of which `n_cells` cells are copied out, under `key`, to be written to disk."""
+    """An ended sequence whose cells are to be written to disk: the first `n_cells`, which are saved under `key`.
+
+    With a checkpoint, its key and its cells, the file can be begun with there too.
+    """
 
     driver: SequenceDriver
     key: int
     n_cells: int
+    checkpoint: tuple[int, int] | None = None
 
 
 class SavedCells:

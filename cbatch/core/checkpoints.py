@@ -96,8 +96,12 @@ class Checkpoints:
 
     def use(self, key: int) -> None:
         """Mark a checkpoint as recently used: the plan loads it, or would take it again."""
-        self.kept[key] = self.kept.pop(key)
+        self.touch(key)
         self._in_plan.add(key)
+
+    def touch(self, key: int) -> None:
+        """Mark a checkpoint as recently used, so that others go first."""
+        self.kept[key] = self.kept.pop(key)
 
     def drop(self, keys: Collection[int]) -> list[int]:
         """Strike out checkpoints; return those of the keys that were there. None of the keys is used again."""

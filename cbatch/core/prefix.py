@@ -178,6 +178,31 @@ class PrefixCache:
             self._changed.update((key, []) for key in kept.gone)
         return kept
 
+    def adopt(self, driver: SequenceDriver, n_cells: int) -> Kept | None:
+        """Count a checkpoint of a driver's first tokens that comes from elsewhere, outside of a plan; None: no room."""
+        if not (self.checkpoints.is_on and self.can_retain(driver)):
+            return None
+        view = self.view(self._ledger)
+        kept = view.keep(driver, n_cells)
+        self.commit(view)
+        return kept
+
+    def checkpoint_in(self, driver: SequenceDriver, n_most: int) -> tuple[int, int] | None:
+        """Return key and cells of the longest checkpoint within a driver's first `n_most` tokens, and mark it as used.
+
+        None where there is none. Outside of a plan.
+        """
+        if not self.checkpoints.is_on:
+            return None
+        alike = self._alike_places(_text(driver, n_most))
+        sizes = {key: self.checkpoints.n_cells(key) for key in alike if key < 0}
+        fitting = [(n, key) for key, n in sizes.items() if n < alike[key]]
+        if not fitting:
+            return None
+        n_cells, key = max(fitting)
+        self.checkpoints.touch(key)
+        return key, n_cells
+
     def drop(self, keys: Collection[int]) -> None:
         """Record that checkpoints are lost or given up; other keys do no harm."""
         if keys:
@@ -187,7 +212,8 @@ class PrefixCache:
         """Return where a newcomer with `n_cells` is to leave checkpoints; learn from it where turns of chats part.
 
         That is where its prompt parts from a text in memory, for more may come that part there; at the end of a chat's
-        prompt, where its next turn goes on; and at some places of a long prompt.
+        prompt, where its next turn goes on; at some places of a long prompt; and before the last token of a prompt
+        whose cells go to disk, where the same prompt begins.
         """
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return ()
@@ -196,6 +222,8 @@ class PrefixCache:
         if driver.request.prompt.messages:
             self._n_tail = min(N_TAIL_MAX, self._n_tail + found.n_short)
             wanted.append(n_prompt - self._n_tail)
+        if driver.request.options.save_cache:
+            wanted = [min(n, n_prompt - 1) for n in (*wanted, n_prompt)]
         for n in map(self._whole, sorted(wanted)):
             if n >= MIN_SHARED_TOKENS + (marks[-1] if marks else n_cells):
                 marks.append(n)
@@ -309,15 +337,24 @@ class PrefixCache:
         is_coming = self._ledger.n_cells[slot] < n_cells or is_loading
         return is_coming and driver.status is not Status.PAUSED
 
-    def n_usable(self, driver: SequenceDriver, tokens: Sequence[int], n_given: int) -> int:
+    def can_begin_with(self, n_cells: int, n_saved: int) -> bool:
+        """Whether a sequence can begin with the first `n_cells`, some or none, of `n_saved` that were saved."""
+        return n_cells in (0, n_saved) or (self._can_trim and n_cells < n_saved)
+
+    def n_usable(
+        self, driver: SequenceDriver, tokens: Sequence[int], n_given: int, n_checkpoint: int = 0
+    ) -> int:
         """Return how many saved cells are the beginning of a prompt; of their `tokens` `n_given` were a prompt.
 
-        Few of many are none: every chat begins with the same tokens of its template.
+        Few of many are none: every chat begins with the same tokens of its template. Where memory cannot be trimmed it
+        is all of them, or the first `n_checkpoint`.
         """
         n_there, n_wanted = n_given if self._chunk_alignment else len(tokens), self._n_most(driver)
         n = self._whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))
         is_worth = self._can_trim and (n >= MIN_SHARED_TOKENS or n == self._whole(n_wanted))
-        return n if is_worth or n == len(tokens) else 0
+        if is_worth or n == len(tokens):
+            return n
+        return n_checkpoint if n_checkpoint <= n else 0
 
     def _n_most(self, driver: SequenceDriver) -> int:
         """Return the most tokens to take over."""

@@ -118,10 +118,11 @@ class CacheRef:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The tokens of a file of cells, `n_given` of them a prompt's."""
+    """The tokens of a file of cells, `n_given` of them a prompt's; of the first `n_checkpoint` it has a checkpoint."""
 
     tokens: Sequence[int]
     n_given: int
+    n_checkpoint: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +139,8 @@ class CacheRead:
     def choose(self, found: CacheEntry) -> int:
         """Return how many cells of the file are to be read: as many as any sequence can use; they are noted.
 
-        Only a whole state, or window, is of any use: so it is all of them or none where memory cannot trim.
+        Only a whole state, or window, is of any use: so it is all of them, a checkpoint or none where memory cannot
+        trim.
         """
         drivers = tuple(self.drivers.values())
         self.n_read = max((self.n_usable(driver, found) for driver in drivers), default=0)
@@ -217,7 +219,8 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
             can_share = self._prefixes.can_share(driver)
-            is_late = driver.status is not Status.WAITING or n_cells > want.n_read
+            can_use = self._prefixes.can_begin_with(n_cells, want.n_read)
+            is_late = driver.status is not Status.WAITING or not can_use
             is_loaded = min(n_cells, n_loaded) >= MIN_SHARED_TOKENS > n_cells - n_loaded
             if (
                 is_late
@@ -242,7 +245,7 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
         return n_cells > 0 and best is not None and n_cells < best.n_cells + MIN_SHARED_TOKENS
 
     def _n_usable(self, driver: SequenceDriver, found: CacheEntry) -> int:
-        return self._prefixes.n_usable(driver, found.tokens, found.n_given)
+        return self._prefixes.n_usable(driver, found.tokens, found.n_given, found.n_checkpoint)
 
 
 class GrammarBuilds(WantWaiters[ToCompile, object]):

@@ -63,11 +63,16 @@ class CacheIo:
         if isinstance(want, CacheRead):
             self._thread.do(partial(self._read, want), _READ)
             return
-        data = self._backend.export_state(want.key)
+        data = self._export(want.key)
+        checkpoint = self._export(want.checkpoint[0]) if want.checkpoint else None
         if data is None:
             self._resolve(want, "the cells were not saved: they could not be copied out")
         else:
-            self._thread.do(partial(self._write, want, data), _WRITE)
+            self._thread.do(partial(self._write, want, data, checkpoint), _WRITE)
+
+    def _export(self, key: int) -> NDArray[np.uint8] | None:
+        """Return what the backend has saved under a key; of checkpoints it keeps it, for others go on from them."""
+        return self._backend.export_state(key, is_kept=key < 0)
 
     def close(self) -> None:
         """Return when the cells that were copied out are on disk and no file is read any more."""
@@ -96,25 +101,30 @@ class CacheIo:
         """Read a file and cut it to the cells that are wanted."""
         ref = want.ref
         cells = self._store.read(ref.key, self._backend.fingerprint(ref.adapters))
-        found = CacheEntry(cells.tokens, cells.n_prompt)
+        found, data = CacheEntry(cells.tokens, cells.n_prompt, cells.n_checkpoint), cells.data
         if not want.choose(found):
             return found, None
+        if cells.checkpoint is not None and want.n_read == cells.n_checkpoint:
+            data = cells.checkpoint
         try:
-            return found, self._backend.validate_state(cells.data, want.n_read)
+            return found, self._backend.validate_state(data, want.n_read)
         except ValueError as error:
             raise CacheError(ref.key, f"the cells in its file {error}") from error
 
-    def _write(self, want: ToStore, data: NDArray[np.uint8]) -> None:
+    def _write(
+        self, want: ToStore, data: NDArray[np.uint8], checkpoint: NDArray[np.uint8] | None
+    ) -> None:
         driver, n_cells = want.driver, want.n_cells
+        n_checkpoint = want.checkpoint[1] if want.checkpoint and checkpoint is not None else 0
         ref = CacheRef.of(driver.request)
         found: CacheEntry | str = "the cells were not saved: writing them was broken off"
         try:
             from cbatch.cache.cell_file import CachedCells  # numpy is slow to import
 
             tokens, n_prompt = driver.tokens[:n_cells], min(driver.n_prompt, n_cells)
-            cells = CachedCells(tokens, n_prompt, data)
+            cells = CachedCells(tokens, n_prompt, data, n_checkpoint, checkpoint)
             self._store.write(ref.key, cells, self._backend.fingerprint(ref.adapters))
-            found = CacheEntry(tokens, n_prompt)
+            found = CacheEntry(tokens, n_prompt, n_checkpoint)
         except Exception as error:
             found = f"the cells were not saved: {words_of(error)}"
         finally:
@@ -137,4 +147,8 @@ class CacheIo:
                     self._backend.import_state(key, data, want.n_read)
             except Exception as error:  # noqa: PERF203  # such as too little memory
                 what = f"no room for its cells: {words_of(error)}"
-                self._batcher.refuse_cells(driver, CacheError(want.ref.key, what), self._clock())
+                if key < 0:
+                    self._batcher.drop_checkpoint(key)
+                else:
+                    refusal = CacheError(want.ref.key, what)
+                    self._batcher.refuse_cells(driver, refusal, self._clock())

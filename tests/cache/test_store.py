@@ -15,6 +15,7 @@ import sys
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,14 @@ def cells(n_bytes: int = SMALL, *, seed: int = 0, n_tokens: int = 7) -> CachedCe
     return CachedCells(tokens, n_tokens // 2, rng.integers(0, 256, n_bytes, dtype=np.uint8))
 
 
+def with_checkpoint(written: CachedCells, n_cells: int = 3, n_bytes: int = 50) -> CachedCells:
+    return replace(written, n_checkpoint=n_cells, checkpoint=np.full(n_bytes, 7, np.uint8))
+
+
 def same(a: CachedCells, b: CachedCells) -> bool:
-    return a.n_prompt == b.n_prompt and a.tokens == b.tokens and np.array_equal(a.data, b.data)
+    numbers = [(c.n_prompt, c.tokens, c.n_checkpoint) for c in (a, b)]
+    states = [[s.tolist() for s in (c.data, c.checkpoint) if s is not None] for c in (a, b)]
+    return numbers[0] == numbers[1] and states[0] == states[1]
 
 
 def make_store(folder: Path, n_bytes_max: int = MIB, clock: Clock | None = None) -> CacheStore:
@@ -480,12 +487,51 @@ def test_header_that_says_nonsense_is_an_error(
     assert only(store).problem == store.verify(only(store)) == "has a damaged header"
 
 
+WITH_CHECKPOINT = {**GOOD, "n_checkpoint": 1, "n_checkpoint_data": 2}
+
+
+def test_checkpoint_is_in_a_file_of_its_own_version(store: CacheStore, folder: Path) -> None:
+    for n, written in enumerate((cells(), with_checkpoint(cells())), 1):
+        store.write("a", written, F16)
+        assert same(store.read("a", F16), written)
+        assert store.verify(only(store)) is None
+        assert (folder / file_name("a", F16)).read_bytes()[8] == n
+    path = folder / file_name("a", F16)
+    data = path.read_bytes()
+    path.write_bytes(data[:-40] + b"\0" + data[-39:])  # in the checkpoint
+    assert "digest" in fails(store)
+    assert "digest" in str(store.verify(only(store)))
+    put(folder, forged(WITH_CHECKPOINT, tokens=TOKEN, n_data=5, version=2))
+    found = store.read("a", F16)
+    assert found.checkpoint is not None
+    assert (found.data.tolist(), found.checkpoint.tolist()) == ([0, 0, 0], [0, 0])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        GOOD,
+        {**WITH_CHECKPOINT, "n_checkpoint": 0},
+        {**WITH_CHECKPOINT, "n_checkpoint": 2},
+        {**WITH_CHECKPOINT, "n_checkpoint": "1"},
+        {**WITH_CHECKPOINT, "n_checkpoint_data": -2},
+        {**WITH_CHECKPOINT, "n_checkpoint_data": None},
+    ],
+)
+def test_checkpoint_that_says_nonsense_is_an_error(
+    store: CacheStore, folder: Path, header: object
+) -> None:
+    put(folder, forged(header, tokens=TOKEN, n_data=5, version=2))
+    assert fails(store).endswith("has a damaged header")
+    assert only(store).problem == store.verify(only(store)) == "has a damaged header"
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
         (b"", "is no file of cells"),
         (b"GGUF" + bytes(400), "is no file of cells"),
-        (forged(GOOD, tokens=TOKEN, n_data=3, version=2), "is of version 2, and this cbatch reads 1"),
+        (forged(GOOD, tokens=TOKEN, n_data=3, version=3), "is of version 3, and this cbatch reads 1 and 2"),
         (forged(GOOD, tokens=TOKEN, n_data=4), "bytes where"),
         (forged(GOOD, tokens=TOKEN, n_data=2), "bytes where"),
         (forged({**GOOD, "n_tokens": 2**62}, tokens=TOKEN, n_data=3), "bytes where"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.cache_io import Post
 
 DATA = np.zeros(80, np.uint8)
+CHECKPOINT = np.ones(32, np.uint8)
 
 
 class Told(MultiRequestBatcher):
@@ -50,8 +51,9 @@ class Exporting(FakeBackend):
 
     is_lost = False
 
-    def export_state(self, key: int) -> Any:
-        return None if self.is_lost else DATA
+    def export_state(self, key: int, *, is_kept: bool = False) -> Any:
+        assert is_kept == (key < 0)  # others go on from checkpoints
+        return None if self.is_lost else CHECKPOINT if key == -1 else DATA if key == 0 else None
 
 
 @dataclass(eq=False)
@@ -122,6 +124,45 @@ def test_file_that_was_written_is_read(owner: Owner) -> None:
     assert owner.take() == [CacheEntry(text_of(10), 10)]
     owner.read("k")
     assert owner.take() == [CacheEntry(text_of(10), 10)]
+
+
+@pytest.mark.parametrize(("key", "n_there"), [(-1, 4), (-2, 0)])
+def test_checkpoint_is_written_beside_the_cells_unless_it_is_gone(
+    by_hand: Owner, monkeypatch: pytest.MonkeyPatch, key: int, n_there: int
+) -> None:
+    by_hand.cache_io.order(replace(stored("k"), checkpoint=(key, 4)))
+    assert by_hand.take() == [CacheEntry(text_of(10), 10, n_there)]
+    loads = [(stored("k").driver, 7)]
+    monkeypatch.setattr(Told, "resolve", lambda *_: loads)
+    imported: list[tuple[int, list[int], int]] = []
+    monkeypatch.setattr(
+        Exporting, "import_state", lambda _, key, data, n: imported.append((key, data.tolist(), n))
+    )
+    for n in filter(None, (n_there, 10)):
+        by_hand.cache_io.order(CacheRead(CacheRef("k"), {0: loads[0][0]}, lambda *_, n=n: n))
+        by_hand.take()
+    expected = {4: CHECKPOINT, 10: DATA}
+    assert imported == [(7, expected[n].tolist(), n) for n in (n_there, 10) if n]
+
+
+def test_checkpoint_that_finds_no_memory_is_dropped_and_refuses_nobody(
+    by_hand: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_hand.write("k")
+    by_hand.take()
+    dropped: list[int] = []
+    driver = stored("k").driver
+    monkeypatch.setattr(Told, "resolve", lambda *_: [(driver, 7), (driver, -3)])
+    monkeypatch.setattr(Told, "drop_checkpoint", lambda _, key: dropped.append(key))
+
+    def import_state(_: object, key: int, *__: object) -> None:
+        if key < 0:
+            raise MemoryError
+
+    monkeypatch.setattr(Exporting, "import_state", import_state)
+    by_hand.read("k")
+    by_hand.take()
+    assert (dropped, driver.error, driver.warnings) == ([-3], None, [])
 
 
 # ---- whatever happens, whoever asked is told ----

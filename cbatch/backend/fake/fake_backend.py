@@ -262,9 +262,9 @@ class FakeBackend:
             raise ValueError("are cut off")
         return data[: 8 * n_wanted]
 
-    def export_state(self, key: int) -> NDArray[np.uint8] | None:
-        """Hand out saved cells and forget them."""
-        cells = self.saved.pop(key, None)
+    def export_state(self, key: int, *, is_kept: bool = False) -> NDArray[np.uint8] | None:
+        """Hand out saved cells, and forget them unless they are kept."""
+        cells = self.saved.get(key) if is_kept else self.saved.pop(key, None)
         return None if cells is None else np.array(cells, np.int64).view(np.uint8)
 
     def _follow(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:

@@ -291,9 +291,10 @@ class LlamaBackend:
             raise ValueError("are of a memory whose layout this version does not know")
         return self._format.cut(data, n_wanted)
 
-    def export_state(self, key: int) -> NDArray[np.uint8] | None:
+    def export_state(self, key: int, *, is_kept: bool = False) -> NDArray[np.uint8] | None:
         """Hand out what was saved; see `Backend.export_state`."""
-        state = self._cells.saved.pop(key, None)
+        saved = self._cells.saved
+        state = saved.get(key) if is_kept else saved.pop(key, None)
         return None if state is None else state.data
 
     # ---- what the model and the settings say ----
