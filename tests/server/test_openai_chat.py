@@ -337,7 +337,8 @@ def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
 def test_stream_tells_how_far_its_prompt_is_until_the_answer_begins(path: str, n: int) -> None:
     backend = GatedBackend(2, 256, hold_at=0)
     prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
-    asked = {**prompt, "max_tokens": 6, "n": n, "stream": True, "return_progress": True}
+    sampling = {"max_tokens": 6, "n": n, "seed": 1}
+    asked = {**prompt, **sampling, "stream": True, "return_progress": True}
     with (
         Engine(backend) as engine,
         fake_app(engine=engine, keep_alive_s=0.01, status_after_s=60) as app,

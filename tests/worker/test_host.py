@@ -93,7 +93,8 @@ def test_pause_resume_slots_and_cancel_are_answered() -> None:
     backend = GatedBackend(2, 64, hold_at=3)
     with Program(backend) as program:
         program.read()
-        program.call("run", items=[{"prompt": "abc", "id": "x", "options": {"max_tokens": 30}}])
+        options = {"max_tokens": 30, "ignore_eos": True}
+        program.call("run", items=[{"prompt": "abc", "id": "x", "options": options}])
         backend.wait_until_held()
         backend.release_when_asked()
         assert program.call("pause", id="x") is True

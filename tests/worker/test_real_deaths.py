@@ -62,7 +62,8 @@ def test_abort_fails_one_request_by_name_and_the_next_is_answered(
 ) -> None:
     monkeypatch.setenv(DEBUG, "1")
     with load(test_model) as engine, caplog.at_level(logging.WARNING, "cbatch"):
-        response = engine.run(prompts(1), options=LONG)
+        # it pauses, so it cannot end before it is cut off
+        response = engine.run(prompts(1), options={**LONG, "pause_every": 4})
         chunks = iter(response)
         got = [next(chunks)]
         connections_of(engine)[0].tell("abort")
@@ -93,13 +94,13 @@ def test_killed_worker_costs_no_answer_where_items_are_asked_again(
 ) -> None:
     with load(test_model) as engine:
         [pid] = pids_of(engine)
-        response = engine.run(prompts(12), options={**LONG, "max_tokens": 20}, ask_again=True)
+        response = engine.run(prompts(12), options=LONG, ask_again=True)
         done = response.as_completed()
         first = next(done)
         os.kill(pid, signal.Signals[number])
         rest = [*done]
         assert pids_of(engine) != [pid]
-        again = all_results(engine.run(prompts(12), options={**LONG, "max_tokens": 20}))
+        again = all_results(engine.run(prompts(12), options=LONG))
     assert sorted((r.id, r.token_ids) for r in (first, *rest)) == sorted(
         (r.id, r.token_ids) for r in again
     )
