@@ -40,6 +40,13 @@ def info(
     exact: Annotated[
         bool, option("--exact", help="The same, for a model loaded with exact=True.")
     ] = False,
+    company: Annotated[
+        bool,
+        option(
+            "--company",
+            help="Try whether several sequences are computed together as each alone; reads the weights.",
+        ),
+    ] = False,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
     """Tell what a model file is, what each slot would hold, and what that takes.
@@ -49,7 +56,7 @@ def info(
     options = EngineOptions.of({**given.engine_settings(), "exact": exact})
     from cbatch.backend.load.loader import describe_model  # llama_cpp is slow to import
 
-    found = describe_model(model, options, asks_probe=exactness or exact)
+    found = describe_model(model, options, asks_probe=exactness or exact, asks_company=company)
     width = shutil.get_terminal_size().columns if stdout().isatty() else None
     write((_as_json(found) if json else as_text(found, width)) + "\n")
 
@@ -107,6 +114,7 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             "checkpoints",
             f"{_size(found['checkpoint_mib'] * _MIB)} at most, as memory cannot be cut",
         )
+    yield "company", found["company"] or "not tried, as that reads the weights: --company"
     if found["exactness"] is not None:
         yield "exactness", found["exactness"]
     if found["step_rows"] is not None:

@@ -22,6 +22,7 @@ from tests.cli.conftest import forbid_opening, invoke
 from tests.runtime.backends import backend_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import SynthFactory
@@ -47,6 +48,20 @@ def test_info_knows_the_file(synth: SynthFactory) -> None:
     assert found["end_tokens"] == [2, 4]
     assert found["sampling_defaults"] == {"temperature": 0.5, "top_k": 7}
     assert found["exactness"] is None
+
+
+def test_info_tells_of_company_what_is_known_or_was_tried(
+    zoo: Callable[[str], Path], test_model: Path
+) -> None:
+    assert info(test_model)["company"].startswith("together: llama")
+    assert info(zoo("jamba"))["company"] is None
+    assert (
+        "company        not tried, as that reads the weights" in invoke("info", zoo("jamba")).stdout
+    )
+    assert info(zoo("jamba"), "--company")["company"].startswith("together: a trial")
+    said = invoke("info", zoo("cogvlm"), "--company", "--parallel", 4).stdout
+    assert "company        one at a time: llama.cpp computes a prompt otherwise" in said
+    assert "slots          1\n" in said
 
 
 def test_terminal_obeys_no_name_of_a_model(synth: SynthFactory, tmp_path: Path) -> None:
@@ -203,7 +218,7 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
         *("chat template", "vocabulary", "end tokens", "sampling", "slots", "window"),
-        *("weights", "cells", "attention", "memory", "room"),
+        *("weights", "cells", "attention", "memory", "room", "company"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
     assert "window         256 cells per slot, 512 in all" in lines

@@ -34,6 +34,9 @@ chunk and token by token shows how much it does to this model; in company it may
 Source: measured on 131 architectures and 9 kinds of weights. Where llama.cpp is right: up to 0.001 in one chunk, 0.005
 in company, and at most 2,000 times as much. Where it is wrong: 0.01 to 2.6."""
 
+BY_EXACT = "together: exact=True holds"
+"""What is said where a proof makes a trial needless."""
+
 _ENDING = {
     "plamo2": "0.3.36",
 }
@@ -83,7 +86,7 @@ def find_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -
     """Try it on a new backend, in some 25 small steps; every slot is empty afterwards."""
     options = backend.options
     if options.exact and backend.n_slots > 1:
-        return Company("together: exact=True holds", options)
+        return Company(BY_EXACT, options)
     for seed in range(_N_TRIALS):
         problem, is_wrong_alone = _Trial(backend, is_stopped, seed).find_problem()
         if not problem:

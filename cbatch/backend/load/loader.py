@@ -17,7 +17,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.load.checkpoint_budget import described_mib
-from cbatch.backend.load.company import find_company, find_known
+from cbatch.backend.load.company import BY_EXACT, find_company, find_known
 from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
@@ -80,20 +80,28 @@ def n_bytes_on_cpu(model: Any, options: EngineOptions) -> int | None:
 
 
 def describe_model(
-    model: str | os.PathLike[str] | None, options: EngineOptions, *, asks_probe: bool
+    model: str | os.PathLike[str] | None,
+    options: EngineOptions,
+    *,
+    asks_probe: bool,
+    asks_company: bool = False,
 ) -> dict[str, Any]:
-    """Describe a model file and the context that it would get, as JSON values; only the probe reads weights.
+    """Describe a model file and the context that it would get, as JSON values; only probe and trial read weights.
 
     Args:
         model: path of a GGUF file; None for the one that ships inside.
         options: as for `load_backend`.
         asks_probe: run the exactness probe too, which takes some seconds; without it `exactness` is None.
+        asks_company: try too whether several sequences are computed rightly together, as each load does; without it,
+            and without the probe, `company` is None where that is not known beforehand.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: more cells than llama.cpp can count.
     """
-    return _until_struck(partial(_describe, model, options, asks_probe))
+    return _until_struck(
+        partial(_describe, model, options, asks_probe=asks_probe, asks_company=asks_company)
+    )
 
 
 def find_widths(model: str | os.PathLike[str] | None, options: EngineOptions) -> list[list[int]]:
@@ -120,19 +128,32 @@ def _until_struck(work: Callable[[Callable[[], bool]], T]) -> T:
 
 
 def _describe(
-    model: Any, options: EngineOptions, asks_probe: bool, is_stopped: Callable[[], bool]
+    model: Any,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    *,
+    asks_probe: bool,
+    asks_company: bool,
 ) -> dict[str, Any]:
-    opened = _opened(model, options, is_stopped, has_weights=asks_probe)
+    has_weights = asks_probe or asks_company
+    opened = _opened(model, options, is_stopped, has_weights=has_weights)
     with opened as loaded, closing(loaded):
-        n_unloaded = 0 if asks_probe else loaded.n_bytes
+        n_unloaded = 0 if has_weights else loaded.n_bytes
         room = find_room(loaded, options, n_unloaded=n_unloaded)
         settled = settle(loaded, options, room)
-        if known := find_known(loaded, settled):
-            settled = known.options
+        company = find_known(loaded, settled)
+        has_proof = options.exact and settled.n_slots > 1
+        if company is None and has_weights and not has_proof:
+            with closing(LlamaBackend(loaded, settled, owns_model=False)) as backend:
+                company = find_company(backend, is_stopped)
+        settled = company.options if company else settled
         proof = exact_finding(loaded, settled, is_stopped) if asks_probe and options.exact else None
         exactness = proof and proof.settings.exactness
         if asks_probe and proof is None:
             exactness = probe(loaded, settled, is_stopped)
+        said_of_company = company and company.text
+        if company is None and has_proof and exactness == BITWISE:
+            said_of_company = BY_EXACT
         n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
         return {
             "path": loaded.name,
@@ -165,6 +186,7 @@ def _describe(
             "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
             "n_slots_fit": room.most_slots(n_cells // n_slots),
             "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
+            "company": said_of_company,
             "exactness": exactness,
             "step_rows": str(proof.settings.shape) if proof and exactness == BITWISE else None,
             "probe_s": proof and proof.probe_s,

@@ -16,6 +16,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load.company import Company, find_company, find_known
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
+from cbatch.backend.load.probe import BITWISE
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineError
 from cbatch.messages import BatchPrompt
@@ -158,11 +159,32 @@ def test_adapters_and_a_borrowed_model_outlive_the_backend_that_was_tried(
         assert llama.create_completion([5, 6, 7], max_tokens=2)
 
 
-def test_info_computes_a_model_that_ends_the_process_one_at_a_time(
-    zoo: Callable[[str], Path],
+@pytest.mark.parametrize("name", ["plamo2", "cogvlm", "arwkv7", "falcon-h1", "llama", "gemma3"])
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_description_is_what_an_engine_finds(
+    zoo: Callable[[str], Path], name: str, parallel: int
 ) -> None:
-    found = describe_model(zoo("plamo2"), EngineOptions(parallel=4), asks_probe=True)
-    assert found["parallel"] == 1
+    with cbatch.load(zoo(name), parallel=parallel) as engine:
+        company, n_slots = engine.company, engine.parallel
+    options = EngineOptions(parallel=parallel)
+    for asked in ({"asks_probe": True}, {"asks_probe": False, "asks_company": True}):
+        found = describe_model(zoo(name), options, **asked)
+        assert (found["company"], found["parallel"]) == (company, n_slots)
+    is_known = name == "llama" or (name == "plamo2" and parallel > 1)
+    found = describe_model(zoo(name), options, asks_probe=False)
+    assert found["company"] == (company if is_known else None)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_description_of_an_exact_engine_is_what_it_finds(
+    zoo: Callable[[str], Path], parallel: int
+) -> None:
+    options = EngineOptions(parallel=parallel, exact=True)
+    with cbatch.load(zoo("stablelm"), parallel=parallel, exact=True) as engine:
+        company = engine.company
+    found = describe_model(zoo("stablelm"), options, asks_probe=True)
+    assert found["exactness"] == BITWISE
+    assert found["company"] == company
 
 
 def test_plain_transformers_are_not_tried(test_model: Path, zoo: Callable[[str], Path]) -> None:
