@@ -515,6 +515,10 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
     delete s;
 }
 
+void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
+    s->ctx = ctx;
+}
+
 int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_binding * binding) noexcept {
     if (!has_slot(*s, slot)) {
         return CBATCH_BAD_SLOT;

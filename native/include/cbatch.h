@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 6
+#define CBATCH_ABI_VERSION 7
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -180,6 +180,10 @@ CBATCH_EXPORT int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, co
 
 // Free a stepper; NULL is harmless. Not while a run is in flight.
 CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
+
+// Compute in another context from now on, which has the same model and room for the same sizes; what is bound stays. Not
+// while a run is in flight.
+CBATCH_EXPORT void cbatch_stepper_use(cbatch_stepper * s, void * ctx) CBATCH_NOEXCEPT;
 
 // Say how `slot` is sampled from now on. Everything is copied; where penalties or DRY are on, tokens that are fed to the
 // slot afterwards join its history.

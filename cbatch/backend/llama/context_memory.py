@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend.llama.memory import FoundMemory
+    from cbatch.backend.llama.saved import SavedFormat
 
 
 class ContextMemory:
@@ -48,7 +49,7 @@ class ContextMemory:
 
     def renew(self, ctx: Any) -> None:
         """Go on with a new context, whose slots are empty; saved states stay."""
-        self._cells = LlamaCells(ctx)
+        self._cells = self._own = LlamaCells(ctx)
         self.n_cells = [0] * self._n_slots
         """How many cells each slot has."""
         self._uncopied: set[Slot] = set()
@@ -103,6 +104,41 @@ class ContextMemory:
             self.saved.pop(key, None)
         return unloaded
 
+    @property
+    def can_move(self) -> bool:
+        """Whether nothing waits for the next decode, and no cells are known that may be not finite."""
+        return not (self._uncopied or self._unshifted or self._maybe_nonfinite)
+
+    def move(self, cells: LlamaCells | None, format: SavedFormat, *, is_checked: bool) -> bool:
+        """Go on in the memory of another context, None for the first one; return whether that was possible.
+
+        Args:
+            cells: what holds nothing, and has room for what all slots hold.
+            format: how it writes a sequence.
+            is_checked: refuse what is not finite.
+        """
+        cells = cells or self._own
+        held = [Slot(slot) for slot, n in enumerate(self.n_cells) if n]
+        is_moved = all(self._move(slot, cells, format, is_checked=is_checked) for slot in held)
+        left = self._cells if is_moved else cells
+        for slot in held:
+            left.trim(slot, 0)
+        if is_moved:
+            self._cells = cells
+        return is_moved
+
+    def _move(
+        self, slot: Slot, cells: LlamaCells, format: SavedFormat, *, is_checked: bool
+    ) -> bool:
+        state = self._cells.save(slot)
+        if state is None or state.n_cells != self.n_cells[slot]:
+            return False
+        try:
+            data = format.cut(state.data, is_checked=is_checked)
+        except (ValueError, MemoryError):
+            return False
+        return cells.load(slot, replace(state, data=data))
+
     def _trim(self, slot: Slot, n_cells: int) -> None:
         self._cells.trim(slot, n_cells)
         self.n_cells[slot] = n_cells
@@ -130,7 +166,7 @@ class ContextMemory:
 
         Cells that slots share, and sliding windows, cannot be overwritten as a whole.
         """
-        if self._uncopied:  # see `_put`
+        if self._uncopied or self._cells is not self._own:  # see `_put`; a pool is left
             return
         empty = [slot for slot, n in enumerate(self.n_cells) if not n]
         left = self._maybe_nonfinite.intersection(empty)
@@ -158,7 +194,8 @@ class ContextMemory:
             state = states[source]
             if state is None or not self._put(slot, state):
                 self._cells.copy(source, slot, n_cells)
-                self._uncopied.add(slot)
+                if self._cells is self._own:
+                    self._uncopied.add(slot)
             else:
                 self._cells.trim(slot, n_cells)
             self.n_cells[slot] = n_cells
@@ -169,7 +206,8 @@ class ContextMemory:
     def _is_half_empty(self, slot: Slot) -> bool:
         """Whether copying a slot's cells is faster than copying all that the slot can hold."""
         is_settled = slot not in self._uncopied and slot not in self._unshifted
-        is_apart = self._memory.kind == "partitioned" and not self._is_on_device
+        is_own = self._cells is self._own
+        is_apart = is_own and self._memory.kind == "partitioned" and not self._is_on_device
         return is_apart and is_settled and 2 * self.n_cells[slot] <= self._n_window
 
     def shift(self, shifts: Sequence[tuple[Slot, int, int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,14 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
+from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
 from cbatch.checks import readable
-from cbatch.core.plan import N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
+from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, Chunk, StepPlan, StepResult
 from cbatch.engine_options import MAX_THREADS
-from cbatch.errors import EngineClosedError, ModelLoadError, PlanError
+from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
+from cbatch.logs import Log
 from cbatch.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -43,9 +46,11 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.pad_rows import RowShape
-    from cbatch.core.plan import Chunk, Slot
+    from cbatch.core.plan import Slot
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
+
+_log = Log("cbatch")
 
 
 class LlamaBackend:
@@ -100,8 +105,18 @@ class LlamaBackend:
             raise
         self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
+        self._short: ShortPool | None = None
         model.contexts.add(self)
         llama_log().install()
+
+    def add_short_pool(self) -> None:
+        """Have sequences computed in a small pool while they are short, where that is possible; slots are empty."""
+        if self._format is None or not may_have_short_pool(self.memory, self.options):
+            return
+        try:
+            self._short = ShortPool(self.model, self.options, self.n_threads, self._format)
+        except (ModelLoadError, ValueError) as error:
+            _log.write(logging.INFO, "no pool for short sequences: %s", error)
 
     # ---- the context's life ----
 
@@ -164,6 +179,8 @@ class LlamaBackend:
             self._free()
             raise ModelLoadError(f"a context could not be made anew: {error}") from error
         self._cells.renew(self.ctx)
+        if self._short is not None:
+            self._short.clear()
 
     def close(self) -> None:
         """Free the context and saved states, and the model where it is owned. Twice is harmless."""
@@ -171,6 +188,7 @@ class LlamaBackend:
             return
         self._is_closed = True
         self._free()
+        self._free_short()
         self._cells.saved.clear()
         self._matchers.close()
         self.grammars.close()
@@ -185,6 +203,7 @@ class LlamaBackend:
         self.interrupt()
         with self._busy:
             self._free()
+            self._free_short()
             if self._adapters is not None:
                 self._adapters.close()
 
@@ -193,6 +212,10 @@ class LlamaBackend:
         ctx, self.ctx = self.ctx, None
         if ctx is not None:
             llama_cpp.llama_free(ctx)
+
+    def _free_short(self) -> None:
+        if self._short is not None:
+            self._short.free()
 
     # ---- plans ----
 
@@ -212,10 +235,15 @@ class LlamaBackend:
     def _run(self, plan: StepPlan) -> StepResult:
         cells = self._cells
         cells.check(plan)
+        short = self._short
+        if short and short.is_used and (plan.saves or plan.loads or plan.shifts):
+            self._leave_short(short)
         lost = cells.save(plan) if plan.saves or plan.forgets else []
         if plan.is_rebuild:
             self._rebuild()
         unloaded = cells.trim_and_load(plan)
+        if short and plan.chunks:
+            plan = self._placed(plan, short)
         move_s = cells.copy(plan.copies) if plan.copies and not unloaded else 0.0
         if plan.shifts:
             cells.shift(plan.shifts)
@@ -231,19 +259,58 @@ class LlamaBackend:
         lost = [*dict.fromkeys((*lost, *unloaded))]
         return replace(result, lost=tuple(lost), move_s=move_s, saved_bytes=saved_bytes)
 
+    def _placed(self, plan: StepPlan, short: ShortPool) -> StepPlan:
+        """Have what slots hold where the plan is computed; return the plan with the steps that there is room for."""
+        cells = self._cells
+        is_for = short.is_for(plan, cells.n_cells)
+        if short.is_used and not is_for:
+            self._leave_short(short)
+        elif is_for and not short.is_used and cells.can_move:
+            short.is_used = cells.move(short.cells, short.together, is_checked=True)
+            if short.is_used:
+                self._runner.use(short.ctx)
+        if not short.is_used:
+            return plan
+        return replace(plan, n_steps=min(plan.n_steps, short.most_steps(plan, cells.n_cells)))
+
+    def _leave_short(self, short: ShortPool) -> None:
+        if not self._cells.move(None, short.apart, is_checked=False):
+            raise EngineError("no memory to move short sequences out of their pool")
+        self._runner.use(self.ctx)
+        short.clear()
+
     def _compute(self, plan: StepPlan) -> StepResult:
         if self.n_threads > 1:
             teams().join()
         if self._adapters is not None:
-            self._adapters.use(self.ctx, plan.adapters)
+            self._adapters.use(self._current, plan.adapters)
         result = self._runner.run(plan, self.chunk_alignment, self._cells.undo)
         if result.n_steps:
             self._cells.add(plan.chunks, result.n_steps, result.tokens)
+            if self._short and self._short.is_used and not self._cells.can_move:
+                result = self._repeated(plan, result, self._short)
             result = self._runner.follow(plan.chunks, result)
         if result.code in UNCHANGED:
             return result
         n_kept = tuple(self._cells.keep(c, result.n_steps) for c in plan.chunks)
         return replace(result, n_kept=n_kept)
+
+    def _repeated(self, plan: StepPlan, result: StepResult, short: ShortPool) -> StepResult:
+        """Compute anew, in memory of their own, the last tokens of broken rows: in a pool one breaks others."""
+        broken = [i for i, t in enumerate(result.tokens) if t and t[-1] == BROKEN_ROW]
+        again = tuple(_last_part(plan.chunks[i], result.tokens[i]) for i in broken)
+        self._cells.take_back(again)
+        self._leave_short(short)
+        found = self._runner.run(StepPlan(again), self.chunk_alignment, self._cells.undo)
+        if not found.n_steps:
+            return result
+        self._cells.add(again, 1, found.tokens)
+        return _mended(result, broken, found)
+
+    @property
+    def _current(self) -> Any:
+        """The `llama_context *` that computes."""
+        return self._short.ctx if self._short and self._short.is_used else self.ctx
 
     def interrupt(self) -> None:
         """End a run in flight after its current step. From any thread."""
@@ -266,7 +333,7 @@ class LlamaBackend:
         """
         chunks = self.last_chunks
         i_chunk = [c.slot for c in chunks].index(slot)
-        row = llama_cpp.llama_get_logits_ith(self.ctx, output_row(chunks, i_chunk))
+        row = llama_cpp.llama_get_logits_ith(self._current, output_row(chunks, i_chunk))
         return np.ctypeslib.as_array(row, shape=(self.vocab.n_vocab,)).copy()
 
     # ---- saved states ----
@@ -333,6 +400,31 @@ class LlamaBackend:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)
         return {**fingerprint(self._parts, self.options), **said}
+
+
+def _last_part(chunk: Chunk, tokens: Sequence[int]) -> Chunk:
+    """Return what a chunk's last step computed, by the tokens that it sampled."""
+    if len(tokens) == 1:
+        return chunk
+    start = chunk.start + len(chunk.tokens) + len(tokens) - 2
+    return Chunk(chunk.slot, start, tokens[-2:-1], has_output=True)
+
+
+def _mended(result: StepResult, rows: Sequence[int], found: StepResult) -> StepResult:
+    """Return the result of a run with what was found anew of some rows' last step."""
+    tokens, logprobs = [list(t) for t in result.tokens], [list(p) for p in result.logprobs]
+    for i, row in enumerate(rows):
+        tokens[row][-1:] = found.tokens[i]
+        if logprobs and found.logprobs:
+            logprobs[row][-1:] = found.logprobs[i]
+    return replace(
+        result,
+        tokens=tokens,
+        logprobs=logprobs,
+        scores={**result.scores, **found.scores},
+        decode_s=result.decode_s + found.decode_s,
+        sample_s=result.sample_s + found.sample_s,
+    )
 
 
 def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:

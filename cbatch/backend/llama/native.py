@@ -125,6 +125,10 @@ class NativeStepper:
         self._out = (ctypes.c_int32 * n)()
         self._out_at = ctypes.addressof(self._out)
 
+    def use(self, ctx: Any) -> None:
+        """Compute in another `llama_context` of the same sizes from now on; what is bound stays."""
+        self._lib.cbatch_stepper_use(self._open(), ctx)
+
     def bind(self, binding: Binding) -> None:
         """Say how `binding.slot` is sampled from now on. Copies everything.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
+
+MANY = 2**31 - 1
+"""More cells than any state has."""
 
 _N_SLOTS_MAX = 256
 """Source: llama.cpp, src/llama-cparams.h, LLAMA_MAX_SEQ."""
@@ -62,12 +65,18 @@ class SavedFormat:
         """Keep what `read_format` found out."""
         self._magic, self._parts = magic, parts
 
-    def cut(self, data: Bytes, n_wanted: int) -> Bytes:
+    def in_pool(self) -> SavedFormat | None:
+        """Return how a context with one pool and flash attention writes them; None where values cannot be turned."""
+        parts = [part.in_pool() for part in self._parts]
+        return SavedFormat(self._magic, tuple(p for p in parts if p)) if all(parts) else None
+
+    def cut(self, data: Bytes, n_wanted: int = MANY, *, is_checked: bool = True) -> Bytes:
         """Return the first cells of a state, as this context would write them.
 
         Args:
             data: (n_bytes,) uint8: a state that a context of the same model wrote.
             n_wanted: how many cells to return; all of them where sequences cannot be cut short.
+            is_checked: refuse numbers that are not finite.
 
         Returns:
             (n_bytes,) uint8; `data` itself where nothing changes.
@@ -85,7 +94,8 @@ class SavedFormat:
             is_same = is_same and n_slots == part.n_slots and bool(kept.all())
             is_turned = part.is_turned(cursor)
             is_same = is_same and not is_turned
-            pieces += part.pieces(cells[kept], part.read(cursor, kept, is_turned=is_turned))
+            read = part.read(cursor, kept, is_turned=is_turned, is_checked=is_checked)
+            pieces += part.pieces(cells[kept], read)
             cursor.words(n_behind)
         if cursor.n_left:
             raise ValueError("have something after them")
@@ -111,29 +121,40 @@ class _Rows:
     n_rows: int
     n_bytes: int
 
-    def read(self, cursor: _Cursor, kept: NDArray[np.bool_]) -> Bytes:
+    def read(self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_checked: bool) -> Bytes:
         """Return the data of the kept cells."""
         cursor.expect(self.head)
         data = cursor.take(self.n_rows * len(kept) * self.n_bytes)
         if not kept.all():
             data = _flat(data.reshape(self.n_rows, len(kept), self.n_bytes)[:, kept])
-        if not _are_finite(data, self.type):
+        if is_checked and not _are_finite(data, self.type):
             raise ValueError("hold NaN or infinite numbers")
         return data
 
-    def read_turned(self, cursor: _Cursor, kept: NDArray[np.bool_]) -> Bytes:
-        """Return the data of the kept cells, which lie across where these do not, and the other way round."""
+    @property
+    def is_across(self) -> bool:
+        """Whether values lie across."""
+        return self.n_rows > 1
+
+    def turned(self) -> _Rows | None:
+        """Return what the layer keeps where values lie across and these do not, or the other way; None for blocks."""
         block = CELL_TYPES[self.type]
         if block.n_block > 1:
-            raise ValueError(_OTHER_LAYOUT)
-        n_bytes, n = block.n_bytes, int(kept.sum())
+            return None
+        n_bytes = block.n_bytes
         n_numbers = self.n_rows * self.n_bytes // n_bytes
-        is_across = self.n_rows == 1
-        sizes = _words(n_bytes, n_numbers) if is_across else _words(n_numbers * n_bytes, 0)
-        head = self.head[:4] + sizes.tobytes()
-        turned = (n_numbers, n_bytes) if is_across else (1, n_numbers * n_bytes)
-        data = _Rows(head, self.type, *turned).read(cursor, kept)
-        shape = (n_numbers, n) if is_across else (n, n_numbers)
+        sizes = _words(n_numbers * n_bytes, 0) if self.is_across else _words(n_bytes, n_numbers)
+        turned = (1, n_numbers * n_bytes) if self.is_across else (n_numbers, n_bytes)
+        return _Rows(self.head[:4] + sizes.tobytes(), self.type, *turned)
+
+    def read_turned(self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_checked: bool) -> Bytes:
+        """Return the data of the kept cells, which lie across where these do not, and the other way round."""
+        turned = self.turned()
+        if turned is None:
+            raise ValueError(_OTHER_LAYOUT)
+        data = turned.read(cursor, kept, is_checked=is_checked)
+        n, n_bytes = int(kept.sum()), CELL_TYPES[self.type].n_bytes
+        shape = (n, self.n_rows) if self.is_across else (turned.n_rows, n)
         return _flat(data.reshape(*shape, n_bytes).transpose(1, 0, 2))
 
 
@@ -157,12 +178,25 @@ class _Part:
             raise ValueError(_OTHER_LAYOUT)
         return True
 
-    def read(self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_turned: bool) -> Sequence[Bytes]:
+    def in_pool(self) -> _Part | None:
+        """Return what a pool with flash attention writes; None for states, and where values cannot be turned."""
+        keys, values = self.rows[: self.n_keys], self.rows[self.n_keys :]
+        upright = [rows.turned() if rows.is_across else rows for rows in values]
+        if not self.n_slots or None in upright:
+            return None
+        form = bytes(4) + self.form[4:]
+        rows = (*keys, *(r for r in upright if r))
+        return replace(self, n_slots=1, form=form, rows=rows)
+
+    def read(
+        self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_turned: bool, is_checked: bool
+    ) -> Sequence[Bytes]:
         """Return the data of the kept cells, a layer after the other, as this memory has them."""
-        if not is_turned:
-            return [rows.read(cursor, kept) for rows in self.rows]
-        keys = [rows.read(cursor, kept) for rows in self.rows[: self.n_keys]]
-        return keys + [rows.read_turned(cursor, kept) for rows in self.rows[self.n_keys :]]
+        n_upright = self.n_keys if is_turned else len(self.rows)
+        return [
+            (rows.read if i < n_upright else rows.read_turned)(cursor, kept, is_checked=is_checked)
+            for i, rows in enumerate(self.rows)
+        ]
 
     def pieces(self, cells: NDArray[np.int32], data: Sequence[Bytes]) -> Iterator[Bytes]:
         """Yield what the memory writes of cells in the first slot, each layer's `data` among it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
 
@@ -39,6 +40,10 @@ class StepRunner:
         self._stepper = self._make_stepper()
         self.last_chunks: Sequence[Chunk] = ()
         """What the last call of the stepper computed, pad rows included."""
+
+    def use(self, ctx: Any) -> None:
+        """Compute in another `llama_context` of the same model from now on; what is bound stays."""
+        self._stepper.use(ctypes.cast(ctx, ctypes.c_void_p))
 
     def bind(self, bindings: Sequence[Binding]) -> None:
         """Say how slots are sampled from now on, and what their output must match."""

@@ -209,6 +209,8 @@ def _load(
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
         backend, ask, proof = _make_backend(loaded, settled, is_stopped)
+        if options.kv == "auto" and find_known(loaded, settled):
+            backend.add_short_pool()
         if _log.has_info:
             load_s = round(perf_counter() - start_s, 3)
             _log_load(loaded, settled, room, backend, load_s, proof)

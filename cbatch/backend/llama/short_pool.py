@@ -1,0 +1,92 @@
+"""A small pool beside the slots' own memory, in which sequences are computed while all of them are short.
+
+In memory that each slot has for itself llama.cpp computes the prompt of every newcomer in a run of the graph of its
+own, behind one for the rows of all others: for short prompts each costs about as much as a decoding step. In one pool a
+step is one run, but its rows look at all cells. So short sequences are in a second context that has one pool of few
+cells and the same weights, and all of them move, at once, when they have become too long for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.context import make_context
+from cbatch.backend.llama.memory import LlamaCells
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.saved import SavedFormat
+    from cbatch.core.plan import KvCapabilities, StepPlan
+    from cbatch.engine_options import EngineOptions
+
+N_CELLS = 1024
+"""Of the pool: with so many a step without a prompt takes as long as in memory that slots have for themselves.
+Source: measured on two models; see docs/performance.md."""
+
+
+def may_have_short_pool(memory: KvCapabilities, options: EngineOptions) -> bool:
+    """Whether sequences may move between this memory and a pool: several slots that have plain cells for themselves."""
+    types = {options.cache_type_k, options.cache_type_v}
+    is_plain = memory.kind == "partitioned" and memory.can_trim and memory.can_save
+    is_large = memory.n_cells >= 4 * N_CELLS
+    return is_plain and is_large and types == {"f16"} and options.n_slots > 1 and not options.exact
+
+
+class ShortPool:
+    """A second context of a model, with one pool."""
+
+    def __init__(
+        self, model: LlamaModel, options: EngineOptions, n_threads: int, apart: SavedFormat
+    ) -> None:
+        """Make the context; `apart` is how the slots' own memory writes a sequence.
+
+        Raises:
+            ModelLoadError: llama.cpp cannot make it.
+            ValueError: sequences cannot move from one memory to the other.
+        """
+        together = apart.in_pool()
+        if together is None:
+            raise ValueError("values of this type cannot be turned")
+        self.together, self.apart = together, apart
+        """How a sequence is written for the pool, and for the slots' own memory."""
+        pooled = replace(options, kv="unified", n_ctx=N_CELLS, ctx_per_seq=None, flash_attn="on")
+        self.ctx: Any = make_context(model, pooled, n_threads)
+        """`llama_context *`; None once it is freed."""
+        self.cells = LlamaCells(self.ctx)
+        self.n_cells = N_CELLS
+        self.is_used = False
+        """Whether the slots' cells are here."""
+
+    def is_for(self, plan: StepPlan, n_cells: Sequence[int]) -> bool:
+        """Whether a plan is computed here, by what slots hold before it copies and computes.
+
+        Sequences come where the plan's first step leaves half of the pool free, and stay until one would fill it: not
+        with a chunk that has no output, for nobody would see that its cells are not finite, and reach others.
+        """
+        if plan.shifts or not all(c.has_output for c in plan.chunks):
+            return False
+        return self._n_after(plan, n_cells) <= (self.n_cells if self.is_used else self.n_cells // 2)
+
+    def most_steps(self, plan: StepPlan, n_cells: Sequence[int]) -> int:
+        """Return how many steps of a plan that belongs here its cells have room for, at least one."""
+        return 1 + (self.n_cells - self._n_after(plan, n_cells)) // len(plan.chunks)
+
+    @staticmethod
+    def _n_after(plan: StepPlan, n_cells: Sequence[int]) -> int:
+        n_copied = sum(n for _, _, n in plan.copies)
+        return sum(n_cells) + n_copied + sum(len(c.tokens) for c in plan.chunks)
+
+    def clear(self) -> None:
+        """Forget all cells, and what stands in their memory."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), True)
+        self.is_used = False
+
+    def free(self) -> None:
+        """Free the context; twice is harmless."""
+        ctx, self.ctx = self.ctx, None
+        if ctx is not None:
+            llama_cpp.llama_free(ctx)
