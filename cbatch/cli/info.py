@@ -103,6 +103,9 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "window", f"{n_window:,} cells per slot, {n_cells:,} in all"
     yield "weights", _size(found["n_weight_bytes"])
     yield "cells", _cells(found)
+    if found["n_short_cells"]:
+        pool = f"{found['n_short_cells']:,} cells, {_size(found['n_short_bytes'])}"
+        yield "short ones", f"in one pool of {pool}, while all sequences are short"
     yield "attention", _ATTENTION[found["flash_attn"]]
     yield (
         "memory",

@@ -15,6 +15,7 @@ import typer
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import RowShape
+from cbatch.backend.load.attention import is_faster_with
 from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.cli import app
 from cbatch.cli.info import as_text
@@ -207,8 +208,29 @@ def test_info_makes_no_context(test_model: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*args: object, **kwargs: object) -> None:
         raise MemoryError("a context was made")
 
+    is_faster_with()  # a trial, once a machine
     monkeypatch.setattr(LlamaBackend, "__init__", refuse)
     assert info(test_model, "--parallel", 256)["parallel"] == 256
+
+
+@pytest.mark.parametrize(
+    ("given", "n_cells"),
+    [
+        ((), 1024),
+        (("--kv", "partitioned"), 0),
+        (("--parallel", 1), 0),
+        (("--ctx-per-seq", 256), 0),
+        (("--cache-type-k", "q8_0"), 0),
+        (("--memory-mib", 9), 0),
+    ],
+)
+def test_info_tells_of_the_pool_for_short_sequences(
+    test_model: Path, given: tuple[object, ...], n_cells: int
+) -> None:
+    found = info(test_model, "--parallel", 4, *given)
+    assert found["n_short_cells"] == n_cells
+    assert found["n_short_bytes"] == n_cells * found["n_cell_bytes"]
+    assert ("short ones" in as_text(found)) == bool(n_cells)
 
 
 def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:

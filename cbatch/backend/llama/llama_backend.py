@@ -105,16 +105,17 @@ class LlamaBackend:
             raise
         self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
-        self._short: ShortPool | None = None
+        self.short_pool: ShortPool | None = None
+        """Where slots' cells are while all sequences are short; None without one."""
         model.contexts.add(self)
         llama_log().install()
 
     def add_short_pool(self) -> None:
         """Have sequences computed in a small pool while they are short, where that is possible; slots are empty."""
-        if self._format is None or not may_have_short_pool(self.memory, self.options):
+        if self._format is None or not may_have_short_pool(self.model, self.options):
             return
         try:
-            self._short = ShortPool(self.model, self.options, self.n_threads, self._format)
+            self.short_pool = ShortPool(self.model, self.options, self.n_threads, self._format)
         except (ModelLoadError, ValueError) as error:
             _log.write(logging.INFO, "no pool for short sequences: %s", error)
 
@@ -179,8 +180,8 @@ class LlamaBackend:
             self._free()
             raise ModelLoadError(f"a context could not be made anew: {error}") from error
         self._cells.renew(self.ctx)
-        if self._short is not None:
-            self._short.clear()
+        if self.short_pool is not None:
+            self.short_pool.clear()
 
     def close(self) -> None:
         """Free the context and saved states, and the model where it is owned. Twice is harmless."""
@@ -214,8 +215,8 @@ class LlamaBackend:
             llama_cpp.llama_free(ctx)
 
     def _free_short(self) -> None:
-        if self._short is not None:
-            self._short.free()
+        if self.short_pool is not None:
+            self.short_pool.free()
 
     # ---- plans ----
 
@@ -235,7 +236,7 @@ class LlamaBackend:
     def _run(self, plan: StepPlan) -> StepResult:
         cells = self._cells
         cells.check(plan)
-        short = self._short
+        short = self.short_pool
         if short and short.is_used and (plan.saves or plan.loads or plan.shifts):
             self._leave_short(short)
         lost = cells.save(plan) if plan.saves or plan.forgets else []
@@ -287,8 +288,8 @@ class LlamaBackend:
         result = self._runner.run(plan, self.chunk_alignment, self._cells.undo)
         if result.n_steps:
             self._cells.add(plan.chunks, result.n_steps, result.tokens)
-            if self._short and self._short.is_used and not self._cells.can_move:
-                result = self._repeated(plan, result, self._short)
+            if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
+                result = self._repeated(plan, result, self.short_pool)
             result = self._runner.follow(plan.chunks, result)
         if result.code in UNCHANGED:
             return result
@@ -310,7 +311,7 @@ class LlamaBackend:
     @property
     def _current(self) -> Any:
         """The `llama_context *` that computes."""
-        return self._short.ctx if self._short and self._short.is_used else self.ctx
+        return self.short_pool.ctx if self.short_pool and self.short_pool.is_used else self.ctx
 
     def interrupt(self) -> None:
         """End a run in flight after its current step. From any thread."""

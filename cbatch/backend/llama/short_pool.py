@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.context import make_context
+from cbatch.backend.llama.context import context_cells, make_context
 from cbatch.backend.llama.memory import LlamaCells
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.saved import SavedFormat
-    from cbatch.core.plan import KvCapabilities, StepPlan
+    from cbatch.core.plan import StepPlan
     from cbatch.engine_options import EngineOptions
 
 N_CELLS = 1024
@@ -28,12 +28,13 @@ N_CELLS = 1024
 Source: measured on two models; see docs/performance.md."""
 
 
-def may_have_short_pool(memory: KvCapabilities, options: EngineOptions) -> bool:
-    """Whether sequences may move between this memory and a pool: several slots that have plain cells for themselves."""
+def may_have_short_pool(model: LlamaModel, options: EngineOptions) -> bool:
+    """Whether sequences may move between memory of these settings and a pool: several slots with plain cells of f16."""
+    has_plain_cells = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
     types = {options.cache_type_k, options.cache_type_v}
-    is_plain = memory.kind == "partitioned" and memory.can_trim and memory.can_save
-    is_large = memory.n_cells >= 4 * N_CELLS
-    return is_plain and is_large and types == {"f16"} and options.n_slots > 1 and not options.exact
+    is_apart = options.kv == "partitioned" and options.n_slots > 1 and not options.exact
+    is_small = context_cells(model, options) < 4 * N_CELLS
+    return is_apart and has_plain_cells and types == {"f16"} and not is_small
 
 
 class ShortPool:

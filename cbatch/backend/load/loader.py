@@ -16,6 +16,7 @@ from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
+from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.checkpoint_budget import described_mib
 from cbatch.backend.load.company import BY_EXACT, find_company, find_known
 from cbatch.backend.load.devices import free_on_devices
@@ -154,6 +155,7 @@ def _describe(
         said_of_company = company and company.text
         if company is None and has_proof and exactness == BITWISE:
             said_of_company = BY_EXACT
+        n_short = N_CELLS if _has_short_pool(loaded, options, settled, room) else 0
         n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
         return {
             "path": loaded.name,
@@ -179,6 +181,8 @@ def _describe(
             "n_cell_bytes": cost and cost.n_cell_bytes,
             "n_state_bytes": cost and cost.n_state_bytes,
             "is_about": cost is None or cost.is_about,
+            "n_short_cells": n_short,
+            "n_short_bytes": cost and cost.of(0, n_short),
             "n_memory_bytes": cost and cost.of(sequences_of(settled), n_cells),
             "n_weight_bytes": loaded.n_bytes,
             "n_free_bytes": room.n_free,
@@ -209,12 +213,27 @@ def _load(
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
         backend, ask, proof = _make_backend(loaded, settled, is_stopped)
-        if options.kv == "auto" and find_known(loaded, settled):
+        if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
         if _log.has_info:
             load_s = round(perf_counter() - start_s, 3)
             _log_load(loaded, settled, room, backend, load_s, proof)
         return backend, ask
+
+
+def _has_short_pool(
+    loaded: LlamaModel, asked: EngineOptions, settled: EngineOptions, room: Room
+) -> bool:
+    """Whether short sequences are computed in a pool: on processors, where the kind of memory is left open."""
+    is_on_cpu = not (settled.rpc_servers or (settled.n_gpu_layers != 0 and free_on_devices()))
+    is_known = find_known(loaded, settled) is not None  # to be computed alike in a pool too
+    is_wanted = asked.kv == "auto" and is_on_cpu and is_known
+    if not is_wanted or not may_have_short_pool(loaded, settled):
+        return False
+    if room.footprint is None or room.n_budget is None:
+        return True
+    n_cells = context_cells(loaded, settled) + N_CELLS
+    return room.footprint.of(sequences_of(settled), n_cells) <= room.n_budget
 
 
 def _log_load(

@@ -55,18 +55,18 @@ def broken_model(synth: SynthFactory, tmp_path_factory: pytest.TempPathFactory) 
 
 def with_pool(backend: LlamaBackend) -> LlamaBackend:
     backend.add_short_pool()
-    assert backend._short is not None
+    assert backend.short_pool is not None
     return backend
 
 
 def is_short(backend: LlamaBackend) -> bool:
-    assert backend._short is not None
-    return backend._short.is_used
+    assert backend.short_pool is not None
+    return backend.short_pool.is_used
 
 
 def check_cells(backend: LlamaBackend) -> None:
     """What slots hold is as the backend counts it, and the other memory is empty."""
-    short = backend._short
+    short = backend.short_pool
     assert short is not None
     own = LlamaCells(backend.ctx)
     used, other = (short.cells, own) if short.is_used else (own, short.cells)
@@ -152,7 +152,7 @@ def test_same_logits_wherever_sequences_are(make: MakeBackend, flash_attn: str, 
     assert twins.places == {True, False}
 
 
-def test_sequences_leave_when_the_pool_is_full_and_come_back_when_half_is_free(
+def test_sequences_leave_a_full_pool_and_come_back_to_half_a_one(
     make: MakeBackend,
 ) -> None:
     backend = with_pool(make("partitioned", **SIZES))
@@ -304,7 +304,7 @@ def test_other_memory_has_no_pool(make: MakeBackend, setting: str) -> None:
     kind, given = OTHERS[setting]
     backend = make(kind, **{**SIZES, **given})
     backend.add_short_pool()
-    assert backend._short is None
+    assert backend.short_pool is None
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
 
 
@@ -318,7 +318,7 @@ def test_context_that_cannot_be_made_costs_nothing(
 
     monkeypatch.setattr(short_pool, "make_context", refuse)
     backend.add_short_pool()
-    assert backend._short is None
+    assert backend.short_pool is None
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
 
 
