@@ -112,7 +112,8 @@ def test_daemon_that_dies_gives_typed_errors(tmp_path: Path) -> None:
     with daemon("--socket", tmp_path / "d.sock") as process:
         address = address_of(process.stderr)
         with connect(address) as engine:
-            response = engine.run(["go on"], options={"ignore_eos": True})
+            # it pauses, so it cannot end before the daemon does
+            response = engine.run(["go on"], options={"ignore_eos": True, "pause_every": 4})
             chunks = iter(response)
             next(chunks)
             process.kill()

@@ -45,7 +45,7 @@ class GatedBackend(FakeBackend):
         self.n_runs = 0
         self.n_interrupts = 0
         self._held, self._go = threading.Event(), threading.Event()
-        self._is_armed = False
+        self._is_asked: Callable[[], bool] = bool
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.chunks:
@@ -58,7 +58,7 @@ class GatedBackend(FakeBackend):
 
     def interrupt(self) -> None:
         super().interrupt()
-        if self._is_armed:
+        if self._is_asked():
             self._go.set()
         self.n_interrupts += 1  # at last: one that is counted opens no gate later
 
@@ -79,9 +79,9 @@ class GatedBackend(FakeBackend):
     def release(self) -> None:
         self._go.set()
 
-    def release_when_asked(self) -> None:
-        """Go on when somebody interrupts: a command waits then."""
-        self._is_armed = True
+    def release_when_asked(self, is_asked: Callable[[], bool] = lambda: True) -> None:
+        """Go on when somebody interrupts and it is so: a command waits then."""
+        self._is_asked = is_asked
 
 
 def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:
