@@ -17,7 +17,14 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.worker.requests import N_ALONE_MAX
-from tests.runtime.backends import GatedBackend, all_results, in_thread, mailbox_of
+from tests.places import wait_until
+from tests.runtime.backends import (
+    GatedBackend,
+    all_results,
+    in_thread,
+    mailbox_of,
+    runtime_of,
+)
 from tests.worker.links import Launches, MortalBackend
 
 if TYPE_CHECKING:
@@ -51,12 +58,20 @@ def ends(results: Sequence[BatchResult]) -> list[str]:
     return [type(r.error).__name__ if r.error else r.finish_reason for r in results]
 
 
+def wait_until_begun(engine: Engine, n: int) -> None:
+    """Wait until the client knows that the first prompts are computed: a worker may say it a little later."""
+    requests = runtime_of(engine).pool.requests
+    begun = [requests[f"r{i}"] for i in range(n)]
+    wait_until(lambda: all(asked.has_begun for asked in begun))
+
+
 def killed_at(launches: Launches, n_run: int, engine: Engine, n: int, **more: Any) -> Any:
     """Kill the worker of an engine behind so many runs of steps of a batch; return the response."""
     first = launches.backends[0]
     first.hold_at = n_run
     response = engine.run(prompts(n), **more)
     first.wait_until_held()
+    wait_until_begun(engine, 2)
     launches.links[0].kill("ended by SIGKILL")
     first.release()
     return response
@@ -153,7 +168,11 @@ def test_poison_with_two_workers_leaves_answers_to_all_others() -> None:
 def test_poison_of_a_batch_that_does_not_ask_again_costs_its_company() -> None:
     launches = Launches(make(poison=POISON))
     with launches.engine(options=SHORT) as engine:
-        results = all_results(engine.run(prompts(6, poison=1)))
+        launches.backends[0].may_die.clear()
+        response = engine.run(prompts(6, poison=1))
+        wait_until_begun(engine, 2)
+        launches.backends[0].may_die.set()
+        results = all_results(response)
     assert ends(results) == ["WorkerDiedError"] * 2 + ["length"] * 4
 
 
@@ -249,6 +268,7 @@ def test_items_that_are_not_to_begin_do_not_begin_in_another_worker() -> None:
         first.hold_at = 3
         response = engine.run(prompts(6), ask_again=True)
         first.wait_until_held()
+        wait_until_begun(engine, 2)
         launches.links[0].kill()
         mailbox_of(response).wind_down()
         first.release()

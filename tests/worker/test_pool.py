@@ -457,6 +457,8 @@ def test_worker_that_is_stopped_for_long_is_replaced(caplog: pytest.LogCaptureFi
         first.hold_at = 0
         response = engine.run(alike(2))
         first.wait_until_held()
+        begun = pool.requests["r0"]
+        wait_until(lambda: begun.has_begun)  # the client knows it too
         launches.links[0].has_stopped = True
         for _ in range(N_STOPPED_MAX):
             pool.look()

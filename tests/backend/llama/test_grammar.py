@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SLOT = Slot(1)
 A_WHILE_S = 5.0
-"""Far more than any of these takes, on a machine that does other things too."""
+"""Of the processor: far more than any of these takes, whatever else the machine does."""
 
 
 @pytest.fixture(scope="module")
@@ -490,20 +490,20 @@ def test_schemas_of_every_kind_end_no_process() -> None:
 def test_nasty_grammar_is_compiled_or_refused_in_bounded_time_and_steps(
     model: LlamaModel, grammars: LlamaGrammars, grammar: Grammar
 ) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         made = guides(grammars.compile(grammar))
     except GrammarError:
-        assert time.perf_counter() - start < A_WHILE_S * 4
+        assert time.process_time() - start < A_WHILE_S * 4
         return
-    assert time.perf_counter() - start < A_WHILE_S
+    assert time.process_time() - start < A_WHILE_S
     rng = np.random.default_rng(0)
     for _ in range(30):
-        start = time.perf_counter()
+        start = time.process_time()
         found = may_follow(made, model.vocab.n_vocab)
         token = int(rng.choice(found)) if found else 0
         said = made.follow([row()], [[token]])[1].get(SLOT, GrammarStep())
-        assert time.perf_counter() - start < A_WHILE_S / 5
+        assert time.process_time() - start < A_WHILE_S / 5
         if said.problem or said.is_complete:
             break
 

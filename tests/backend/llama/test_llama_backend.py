@@ -192,7 +192,8 @@ def test_cleared_slots_are_empty_and_the_others_are_kept(make: MakeBackend) -> N
 def test_slots_are_empty_when_everything_has_ended(make: MakeBackend, is_exact: bool) -> None:
     backend = make(stepper=one_step_a_run(NativeStepper), exact=is_exact)
     engine = Engine(backend, schedule=ScheduleOptions(share_prefixes=False), threaded=False)
-    response = engine.run([f"Count to {i}" for i in range(7)], options={"max_tokens": 6})
+    options = {"max_tokens": 6, "ignore_eos": True}
+    response = engine.run([f"Count to {i}" for i in range(7)], options=options)
     engine.step()
     engine.cancel("1")
     assert {reason for reason, _ in streams(response)} >= {"cancelled"}

@@ -151,9 +151,10 @@ def test_adapters_and_a_borrowed_model_outlive_the_backend_that_was_tried(
         adapter = write_lora(tmp_path / "a.gguf", zoo("stablelm"), std=0.5, metadata=architecture)
         with cbatch.load(llama, parallel=4, adapters={"a": adapter}) as engine:
             assert (engine.parallel, engine.company) == (1, "one at a time: made up")
+            greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
+            prompt = BatchPrompt(tokens=(5, 6, 7), options=greedy)
             plain, adapted = (
-                engine.submit(BatchPrompt(tokens=(5, 6, 7)), options={"adapter": name}).result()
-                for name in (None, "a")
+                engine.submit(prompt, options={"adapter": name}).result() for name in (None, "a")
             )
         assert plain.token_ids != adapted.token_ids
         assert llama.create_completion([5, 6, 7], max_tokens=2)
