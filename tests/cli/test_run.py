@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
+from cbatch.bench.synthetic import SHAPES
 from cbatch.errors import PromptTooLongError
 from tests.cli.conftest import Done, forbid_opening, invoke, parse, start
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 CHAT = [{"role": "user", "content": "Say red."}]
 SHORT = {"max_tokens": 3, "ignore_eos": True}
-STOPS = {"timeout_s": 0.05}
+STOPS = {"stop_token_ids": [*range(SHAPES["test"].n_vocab)]}
+"""Without a cap, and over at the first token."""
 SMALL = ("--parallel", 2, "--threads", 1)
 
 

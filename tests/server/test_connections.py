@@ -29,6 +29,8 @@ LONG = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_
 """Whose answer is more than the buffers between server and client hold."""
 
 PATIENCE_S = 60.0
+HEADER_S = 1.0
+"""A limit within which a client that is in no hurry sends what it has; waited for where nothing more comes."""
 
 
 def connected(server: Running, sent: bytes = b"", n_buffer: int | None = None) -> socket.socket:
@@ -66,7 +68,7 @@ def error_in(got: Heard) -> dict[str, Any]:
 def test_header_that_does_not_end_is_told() -> None:
     with (
         fake_app() as app,
-        running(app, header_timeout_s=0.05) as server,
+        running(app, header_timeout_s=HEADER_S) as server,
         connected(server, b"POST /v1/chat/completions HTTP/1.1\r\nhost: ") as half,
     ):
         got = rest_of(half)
@@ -89,7 +91,7 @@ def test_half_header_behind_an_answer_is_told() -> None:
     sent = request(CHAT, ASKED).replace(b"connection: close\r\n", b"")
     with (
         fake_app() as app,
-        running(app, header_timeout_s=0.5) as server,
+        running(app, header_timeout_s=HEADER_S) as server,
         connected(server, sent) as one,
     ):
         data = b""
@@ -106,7 +108,7 @@ def test_answer_that_takes_longer_than_a_header_may_is_given() -> None:
     backend = GatedBackend(1, 256, hold_at=0)
     with (
         Engine(backend) as engine,
-        running(create_app(engine), header_timeout_s=0.5) as server,
+        running(create_app(engine), header_timeout_s=HEADER_S) as server,
         connected(server, request(CHAT, ASKED)) as one,
     ):
         backend.wait_until_held()

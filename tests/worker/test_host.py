@@ -56,7 +56,8 @@ def test_ids_that_are_left_out_are_in_the_reply(program: Program) -> None:
 
 
 def test_chunks_come_on_request_and_join_to_the_text(program: Program) -> None:
-    program.send("run", items=[{"prompt": "x", "id": "x"}], options={"max_tokens": 20}, stream=True)
+    options = {"max_tokens": 20, "ignore_eos": True}
+    program.send("run", items=[{"prompt": "x", "id": "x"}], options=options, stream=True)
     found = program.rest()
     [result] = found["results"]
     assert "".join(text for _, text, *_ in found["chunks"]) == result["text"]
@@ -258,7 +259,8 @@ def test_queue_that_is_full_is_answered_and_nothing_stays() -> None:
     schedule = ScheduleOptions(max_queue=1, when_full="reject")
     with Program(backend, schedule=schedule) as program:
         program.read()
-        program.call("run", items=[{"prompt": "a"}, {"prompt": "b"}])
+        options = {"ignore_eos": True}
+        program.call("run", items=[{"prompt": "a"}, {"prompt": "b"}], options=options)
         backend.wait_until_held()
         backend.release_when_asked()
         program.send("run", n=2, items=[{"prompt": "c"}, {"prompt": "d"}, {"prompt": "e"}])
