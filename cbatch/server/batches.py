@@ -109,7 +109,8 @@ class Batches:
         self._clock = clock
         self._changed = threading.Condition()
         self._jobs: dict[str, _Job] = {}
-        self._is_closed = False
+        self.is_closed = False
+        """Whether all work is left to the next server."""
         for batch in store.unfinished():
             self._begin(batch)
 
@@ -129,7 +130,7 @@ class Batches:
 
     def _created(self, entered: Callable[[], Batch]) -> Batch:
         with self._changed:
-            if self._is_closed:
+            if self.is_closed:
                 raise draining()
             if len(self._jobs) >= _N_UNFINISHED:
                 message = f"{len(self._jobs)} batches have not ended: try again later"
@@ -202,7 +203,7 @@ class Batches:
         Waits until it is on disk; where the engine does not answer, only for a while: the next server does the rest.
         """
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             jobs = [*self._jobs.values()]
             self._changed.notify_all()
         for job in jobs:
@@ -231,11 +232,11 @@ class Batches:
         try:
             while not self._is_through(job):
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed, _AGAIN_S)
+                    self._changed.wait_for(lambda: self.is_closed, _AGAIN_S)
         except _StoppedError:
             pass
         except EngineError as error:
-            if not self._is_closed:
+            if not self.is_closed:
                 _log.warn("batch %s waits for the next start: %s", job.batch.id, error)
         except Exception as error:
             _log.fail(f"batch {job.batch.id} has failed")
@@ -267,7 +268,7 @@ class Batches:
         return True
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise _StoppedError
 
     def _places(self, batch: Batch) -> BatchPlaces:
@@ -284,7 +285,7 @@ class Batches:
                 batch.endpoint,
                 n_problems=_N_PROBLEMS,
                 max_line_bytes=self._settings.body_limit.n_bytes,
-                is_stopped=lambda: self._is_closed or batch.status == "cancelling",
+                is_stopped=lambda: self.is_closed or batch.status == "cancelling",
             )
         except ConfigError as error:
             words = str(error).rpartition("requests.jsonl: ")[2]
@@ -313,7 +314,7 @@ class Batches:
             batch.n_completed, batch.n_failed = run.n_done, run.n_failed
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_closed or batch.status != "in_progress" or self._has_turn(job),
+                lambda: self.is_closed or batch.status != "in_progress" or self._has_turn(job),
                 max(0.0, batch.expires_at - self._clock()),
             )
             self._check_open()
@@ -356,7 +357,7 @@ class Batches:
             job.is_checked = False  # others may have its turn
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._is_closed or batch.status != "in_progress",
+                lambda: self.is_closed or batch.status != "in_progress",
                 max(0.0, batch.expires_at - self._clock()),
             )
         self._check_open()
@@ -379,7 +380,7 @@ class Batches:
         run = self._served(job.batch, gate)
         with self._changed:
             job.run, job.gate = run, gate
-            if self._is_closed or job.batch.status == "cancelling":
+            if self.is_closed or job.batch.status == "cancelling":
                 run.stop()
         try:
             run.run(seconds, self._count)

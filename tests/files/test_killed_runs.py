@@ -63,7 +63,7 @@ def kill_and_go_on(n_kills: int, out: Path, n_bytes: int, seed: int, *command: o
     """Run a command again and again, then to its end; return in how many passes it was killed in the midst of work.
 
     Each pass is killed where it has written about its share of `n_bytes`, some milliseconds later; one in five while it
-    starts.
+    starts. Behind one that was done before it was killed, all begins anew.
     """
     chance, n_in_work = random.Random(seed), 0
     for _ in range(n_kills):
@@ -79,6 +79,9 @@ def kill_and_go_on(n_kills: int, out: Path, n_bytes: int, seed: int, *command: o
             n_in_work += process.poll() is None and n_before < size_of(out) < n_bytes
             process.send_signal(signal.SIGKILL)
             process.communicate()
+        if process.returncode == 0:
+            for path in out.parent.glob(f"{out.name}*"):
+                path.unlink()
     run_to_the_end(*command)
     return n_in_work
 

@@ -47,7 +47,7 @@ def ended_by(folder: Path, backend: GatedBackend) -> tuple[str, bytes]:
         place = folder / "kept" / "work" / id / "answers.jsonl"
         wait_until(lambda: place.exists() and place.stat().st_size > 0)
         # what is still read of the batch hurries the engine too
-        backend.release_when_asked(lambda: app.state.desk.batches._is_closed)
+        backend.release_when_asked(lambda: app.state.desk.batches.is_closed)
     found = place.read_bytes()
     assert 0 < found.count(b"\n") < N
     return id, found

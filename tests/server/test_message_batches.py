@@ -235,7 +235,7 @@ def test_batch_goes_on_with_the_next_server(tmp_path: Path) -> None:
         place = tmp_path / "kept" / "work" / id / "answers.jsonl"
         wait_until(lambda: place.exists() and place.stat().st_size > 0)
         # what is still read of the batch hurries the engine too
-        backend.release_when_asked(lambda: app.state.desk.batches._is_closed)
+        backend.release_when_asked(lambda: app.state.desk.batches.is_closed)
     with kept_app(tmp_path) as app:
         batch = ended(app, id)
         assert results(app, batch).keys() == {f"r{i}" for i in range(N)}
