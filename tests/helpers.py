@@ -24,7 +24,7 @@ from cbatch.core.cell_ops import ToStore
 from cbatch.core.checkpoints import N_CHECKPOINTS_MAX
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
-from cbatch.core.plan import Binding, KvCapabilities, Slot
+from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, PromptCuts, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
@@ -230,7 +230,7 @@ def make_scheduler(
     swap: Callable[[int], bool] = NO_FAULTS.swap,
     memory: KvCapabilities | None = None,
     cost: Callable[[int, int], float] = A_SECOND_A_STEP,
-    chunk_alignment: int = 0,
+    cuts: PromptCuts = ANYWHERE,
     adapters: tuple[str, ...] = (),
     copy_s: float = 0.0,
     tokens_of: Callable[[BatchPrompt, RunOptions], Sequence[int]] | None = None,
@@ -249,16 +249,16 @@ def make_scheduler(
     schedule = ScheduleOptions(**{"share_prefixes": False, **options})
     memory = backend.memory
     ledger = KvLedger(n_slots, n_window, memory)
-    backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
+    backend.cuts, backend.adapters = cuts, adapters
     prompts = PromptTokenizer(tokens_of or partial(tokenize, backend), n_window)
-    batcher = MultiRequestBatcher(ledger, prompts.tokenize, schedule, chunk_alignment)
+    batcher = MultiRequestBatcher(ledger, prompts.tokenize, schedule, cuts)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
         batcher,
         n_batch,
         stats,
         schedule,
-        chunk_alignment=chunk_alignment,
+        cuts=cuts,
         memory=memory,
         has_adapters=bool(adapters),
     )
@@ -518,8 +518,8 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         assert c.has_output == (end == driver.n_tokens and is_open)
         assert plan.n_steps <= max(1, driver.n_room)
         check_targets(c, driver)
-        if rig.backend.chunk_alignment:
-            check_shape(c, driver, driver.own_alignment(rig.backend.chunk_alignment))
+        if rig.backend.cuts:
+            check_shape(c, driver, driver.own_cuts(rig.backend.cuts))
     if plan.is_rebuild:
         assert not plan.chunks
         return
@@ -542,7 +542,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         assert all(d in planned.rows for d, n in pending.items() if n == 1)
     options = rig.scheduler.options
     limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
-    is_free = limits == (None, None, None) and not rig.backend.chunk_alignment
+    is_free = limits == (None, None, None) and not rig.backend.cuts
     is_free = is_free and not any(d.is_scoring for d in running)
     is_free = (
         is_free and not rig.backend.memory.n_long_context_prefills
@@ -577,13 +577,20 @@ def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
         assert not driver.is_scoring or end <= n_scored
 
 
-def check_shape(chunk: Chunk, driver: SequenceDriver, chunk_alignment: int) -> None:
-    """A prompt is computed in whole pieces that begin at multiples of their size, output one by one."""
-    if chunk.start < driver.n_prompt:
-        assert chunk.start % chunk_alignment == 0
-        assert len(chunk.tokens) == min(chunk_alignment, driver.n_prompt - chunk.start)
+def check_shape(chunk: Chunk, driver: SequenceDriver, cuts: PromptCuts) -> None:
+    """A prompt is computed in chunks that begin and end where it may be cut, output one by one."""
+    n_tokens, n_left = len(chunk.tokens), driver.n_prompt - chunk.start
+    if n_left <= 0:
+        assert n_tokens == 1
+        return
+    assert chunk.start % cuts.multiple == 0
+    if cuts.is_every:
+        assert n_tokens == min(cuts.multiple, n_left)
     else:
-        assert len(chunk.tokens) == 1
+        is_whole = n_tokens % cuts.multiple == 0 and n_left - n_tokens >= cuts.least
+        assert n_tokens <= cuts.most
+        assert n_tokens == n_left or is_whole
+        assert chunk.start == 0 or n_tokens >= cuts.least
 
 
 def plain(cells: Sequence[int]) -> list[int]:
@@ -602,7 +609,7 @@ def check_slots(rig: Rig) -> None:
             assert not cells or rig.scheduler.options.share_prefixes
             sets = {d.request.adapters for d in rig.drivers.values()}
             known = max(prefixes.common(a, cells[:n]).get(Slot(slot), 0) for a in sets)
-            assert known == len(cells[:n]) or (rig.backend.chunk_alignment and known)
+            assert known == len(cells[:n]) or (rig.backend.cuts and known)
 
 
 def known_in(rig: Rig, tokens: Sequence[int]) -> dict[Slot, int]:

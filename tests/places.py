@@ -11,7 +11,7 @@ import anyio
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import CacheStore
-from cbatch.core.plan import Binding, KvCapabilities, Slot
+from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, PromptCuts, Slot
 from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
@@ -81,7 +81,7 @@ class Place:
         n_window: int = 256,
         *,
         memory: KvCapabilities | None = None,
-        chunk_alignment: int = 0,
+        cuts: PromptCuts = ANYWHERE,
         adapters: tuple[str, ...] = (),
         folder: Path | None = None,
         kind: type[FakeBackend] = FakeBackend,
@@ -91,7 +91,7 @@ class Place:
     ) -> Engine:
         memory = memory or can_all(n_slots * n_window)
         backend = kind(n_slots, n_window, n_batch, memory=memory, **given)
-        backend.chunk_alignment, backend.adapters = chunk_alignment, adapters
+        backend.cuts, backend.adapters = cuts, adapters
         engine = engine_on(
             backend,
             options=DEFAULTS,

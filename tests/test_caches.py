@@ -19,7 +19,7 @@ import pytest
 import cbatch.cache.store
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.cache.store import CacheStore
-from cbatch.core.plan import KvCapabilities
+from cbatch.core.plan import KvCapabilities, PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import Policy
 from cbatch.errors import (
@@ -1035,10 +1035,10 @@ def test_many_readers_read_once_and_compute_what_is_their_own(
 def test_readers_that_begin_with_just_the_file_compute_what_is_their_own(
     any_way: Place, chunk_alignment: int
 ) -> None:
-    engine = any_way.engine(chunk_alignment=chunk_alignment)
+    engine = any_way.engine(cuts=PromptCuts.every(chunk_alignment))
     any_way.result(engine, text_of(64), **SAVED)
     engine.close()
-    engine = any_way.engine(chunk_alignment=chunk_alignment)
+    engine = any_way.engine(cuts=PromptCuts.every(chunk_alignment))
     prompts = [[*text_of(64), i] for i in range(4)]
     results = any_way.results(engine.run([item(p, **REQUIRED) for p in prompts]))
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
@@ -1159,10 +1159,10 @@ def test_answer_cut_behind_a_stop_string_leaves_a_file_of_its_prompt(
 
 
 def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> None:
-    first = any_way.engine(chunk_alignment=16)
+    first = any_way.engine(cuts=PromptCuts.every(16))
     answer = any_way.result(first, text_of(50), **SAVED, max_tokens=40)
     first.close()
-    engine = any_way.engine(chunk_alignment=16)
+    engine = any_way.engine(cuts=PromptCuts.every(16))
     prompts = [text_of(50), [*text_of(50), *answer.token_ids, 1], [*text_of(40), 1]]
     results = [any_way.result(engine, p, **READ) for p in prompts]
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
@@ -1707,7 +1707,7 @@ def test_prompt_alone_scored_in_other_pieces_warns_that_it_leaves_no_cells(
     alone = {"prefill_only": True, "prompt_logprobs": 1}
     for chunk_alignment, n_warnings in ((128, 1), (64, 0), (0, 0)):
         result = any_way.result(
-            any_way.engine(chunk_alignment=chunk_alignment), text_of(200), **alone
+            any_way.engine(cuts=PromptCuts.every(chunk_alignment)), text_of(200), **alone
         )
         assert len(result.prompt_logprobs or ()) == 200
         assert ["leaves no cells" in words for words in result.warnings] == [True] * n_warnings
@@ -1753,12 +1753,12 @@ def test_prompts_alone_beside_decoders_change_no_token(any_way: Place) -> None:
 
 @pytest.mark.parametrize("chunk_alignment", [0, 16])
 def test_prompt_alone_is_saved_for_the_next_engine(any_way: Place, chunk_alignment: int) -> None:
-    engine = any_way.engine(chunk_alignment=chunk_alignment)
+    engine = any_way.engine(cuts=PromptCuts.every(chunk_alignment))
     result = any_way.result(engine, text_of(64), **SAVED, prefill_only=True)
     assert (result.finish_reason, result.text) == ("length", "")
     engine.close()
     found = any_way.result(
-        any_way.engine(chunk_alignment=chunk_alignment), [*text_of(64), 1], **REQUIRED
+        any_way.engine(cuts=PromptCuts.every(chunk_alignment)), [*text_of(64), 1], **REQUIRED
     )
     assert (found.token_ids, found.usage.cached_tokens) == (expected([*text_of(64), 1]), 64)
 

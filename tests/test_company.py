@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeBackend, StepCost
-from cbatch.core.plan import KvCapabilities
+from cbatch.core.plan import ANYWHERE, KvCapabilities, PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError
@@ -66,11 +66,14 @@ class Item:
         return self.cancel_after is not None or "timeout_s" in self.options
 
 
+CUTS = (ANYWHERE, ANYWHERE, PromptCuts.every(16), PromptCuts(8, 16, least=5))
+
+
 @dataclass(frozen=True)
 class Workload:
     n_slots: int
     n_window: int
-    chunk_alignment: int
+    cuts: PromptCuts
     memory: KvCapabilities
     schedule: dict[str, Any]
     seed: int
@@ -106,9 +109,9 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def items(draw: st.DrawFn, memory: KvCapabilities, chunk_alignment: int) -> Item:
+def items(draw: st.DrawFn, memory: KvCapabilities, cuts: PromptCuts) -> Item:
     said = {name: draw(values) for name, values in OPTIONS.items()}
-    _leave_out_what_is_refused(said, memory, chunk_alignment)
+    _leave_out_what_is_refused(said, memory, cuts)
     return Item(
         draw(PROMPTS),
         {name: value for name, value in said.items() if value is not None},
@@ -121,10 +124,10 @@ def items(draw: st.DrawFn, memory: KvCapabilities, chunk_alignment: int) -> Item
 
 
 def _leave_out_what_is_refused(
-    said: dict[str, Any], memory: KvCapabilities, chunk_alignment: int
+    said: dict[str, Any], memory: KvCapabilities, cuts: PromptCuts
 ) -> None:
     said["best_of"] = max(said["n"], said["best_of"])
-    if not memory.can_shift or chunk_alignment:
+    if not memory.can_shift or cuts:
         said["n_discard"] = None
     if said["n_discard"] and said["max_tokens"] is None:
         said["max_tokens"] = 150
@@ -140,17 +143,15 @@ def _leave_out_what_is_refused(
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    n_slots, chunk_alignment = draw(st.integers(1, 4)), draw(st.sampled_from([0, 0, 0, 16]))
+    n_slots, cuts = draw(st.integers(1, 4)), draw(st.sampled_from(CUTS))
     n_window = draw(st.integers(24, 96))
     memory = draw(memories(n_slots, n_window))
     schedule = draw(schedules(n_slots + 20, memory.kind))
-    if chunk_alignment:
+    if cuts:
         schedule.pop("prefill_chunk", None)
-    asked = draw(st.lists(items(memory, chunk_alignment), min_size=1, max_size=6))
+    asked = draw(st.lists(items(memory, cuts), min_size=1, max_size=6))
     seed, is_gated = draw(st.integers(0, 5)), draw(st.booleans())
-    return Workload(
-        n_slots, n_window, chunk_alignment, memory, schedule, seed, is_gated, tuple(asked)
-    )
+    return Workload(n_slots, n_window, cuts, memory, schedule, seed, is_gated, tuple(asked))
 
 
 def make_engine(
@@ -165,7 +166,7 @@ def make_engine(
         seed=workload.seed,
         cost=StepCost(base_s=1.0),
     )
-    backend.chunk_alignment, backend.adapters = workload.chunk_alignment, ("a", "b")
+    backend.cuts, backend.adapters = workload.cuts, ("a", "b")
     options = ScheduleOptions(**schedule)
     return Engine(backend, schedule=options, threaded=False, cache_dir=folder), backend
 

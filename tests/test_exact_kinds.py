@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,6 +90,30 @@ def test_answers_are_the_same_bits_alone_in_company_and_in_turns(
     for turns in TURNS:
         with load(zoo(name), size, **turns) as engine:
             assert answers(engine.run(asked).results()) == alone
+
+
+@pytest.mark.parametrize("name", [*CELLS, *STATES, *HYBRIDS])
+def test_answers_from_cells_on_disk_are_the_same_bits(
+    zoo: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    dice, common = random.Random(4), random.Random(3).choices(range(1, N_VOCAB), k=170)
+    asked = [
+        BatchPrompt(tokens=[*common, *dice.choices(range(1, N_VOCAB), k=n)], options=ANSWER)
+        for n in (5, 30, 70)
+    ]
+    with load(zoo(name), SMALL, share_prefixes=False) as engine:
+        alone = answers([engine.submit(item).result() for item in asked])
+    saved = {"cache_key": "k", "save_cache": True, "prefill_only": True}
+    required = {**ANSWER, "cache_key": "k", "cache_required": True}
+    with load(zoo(name), SMALL, cache_dir=tmp_path) as engine:
+        engine.submit(BatchPrompt(tokens=common[:128]), options=saved).result()
+    for of_one in (False, True):
+        with load(zoo(name), SMALL, cache_dir=tmp_path) as engine:
+            items = [replace(item, options=required) for item in asked]
+            batches = [[item] for item in items] if of_one else [items]
+            results = [r for batch in batches for r in engine.run(batch).results()]
+        assert answers(results) == alone
+        assert all(r.usage.cached_tokens >= 128 for r in results)
 
 
 def test_kinds_are_those_of_the_zoo() -> None:

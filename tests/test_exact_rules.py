@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_backend import Bits
-from cbatch.core.plan import KvCapabilities
+from cbatch.core.plan import ANYWHERE, KvCapabilities, PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
@@ -25,13 +26,16 @@ ANSWER: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 KERNELS = Bits(of=lambda n: min(n, 8) if n < 8 else 8 + n % 4)
 """Each number of rows below 8 has bits of its own, and so has what is left over of fours."""
 PADDED = Bits(of=KERNELS.of, width=lambda n: max(8, -(-n // 4) * 4))
+TILED = Bits(of=lambda n: min(n, 8), width=lambda n: max(8, n))
+"""Each number of rows below 8 has bits of its own."""
+EVERY, FREE = PromptCuts.every(N_ALIGNED), PromptCuts(N_ALIGNED, 56, least=8)
 
 
-def backend(bits: Bits | None, *, is_aligned: bool = True, **memory: Any) -> FakeBackend:
+def backend(bits: Bits | None, cuts: PromptCuts, **memory: Any) -> FakeBackend:
     able = {"can_copy": True, "can_save": True, "saved_bytes_per_cell": 8, **memory}
     kinds = KvCapabilities("partitioned", N_SLOTS * N_WINDOW, **able)
     made = FakeBackend(N_SLOTS, N_WINDOW, 64, memory=kinds)
-    made.chunk_alignment = N_ALIGNED * is_aligned
+    made.cuts = cuts
     made.bits = bits
     return made
 
@@ -41,7 +45,7 @@ def prompts() -> list[BatchPrompt]:
     dice = random.Random(7)
     common = dice.choices(range(256), k=50)
     made = [dice.choices(range(256), k=1 + 4 * i) for i in range(23)]
-    made[1::2] = [[*common, *tokens[:20]] for tokens in made[1::2]]
+    made[1::2] = [[*common, *tokens[: 25 - 2 * i]] for i, tokens in enumerate(made[1::2])]
     return [
         BatchPrompt(tokens=tokens, options={**ANSWER, "seed": i}) for i, tokens in enumerate(made)
     ]
@@ -67,21 +71,24 @@ SCHEDULES: Sequence[dict[str, Any]] = (
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("memory", [{}, {"can_copy": False, "can_trim": False}], ids=str)
+@pytest.mark.parametrize(("bits", "cuts"), [(PADDED, EVERY), (TILED, FREE)], ids=["every", "free"])
 def test_padded_steps_give_the_same_tokens_alone_and_in_company(
-    schedule: dict[str, Any], memory: dict[str, Any]
+    schedule: dict[str, Any], memory: dict[str, Any], bits: Bits, cuts: PromptCuts
 ) -> None:
-    alone = answers(backend(PADDED, **memory), is_alone=True)
-    assert answers(backend(PADDED, **memory), is_alone=False, **schedule) == alone
+    alone = answers(backend(bits, cuts, **memory), is_alone=True, share_prefixes=False)
+    assert answers(backend(bits, cuts, **memory), is_alone=False, **schedule) == alone
 
 
 @pytest.mark.parametrize(
-    ("bits", "is_aligned"), [(KERNELS, True), (PADDED, False)], ids=["no pads", "no alignment"]
+    ("bits", "cuts"),
+    [(KERNELS, EVERY), (PADDED, ANYWHERE), (TILED, replace(FREE, least=1))],
+    ids=["no pads", "cuts anywhere", "short last chunks"],
 )
-def test_what_exact_leaves_out_changes_tokens(bits: Bits, is_aligned: bool) -> None:
-    alone = answers(backend(bits, is_aligned=is_aligned), is_alone=True)
-    assert answers(backend(bits, is_aligned=is_aligned), is_alone=False) != alone
+def test_what_exact_leaves_out_changes_tokens(bits: Bits, cuts: PromptCuts) -> None:
+    alone = answers(backend(bits, cuts), is_alone=True, share_prefixes=False)
+    assert answers(backend(bits, cuts), is_alone=False) != alone
 
 
 def test_rows_count_for_nothing_where_no_bits_are_said() -> None:
-    alone = answers(backend(None, is_aligned=False), is_alone=True)
-    assert answers(backend(None), is_alone=False) == alone
+    alone = answers(backend(None, ANYWHERE), is_alone=True)
+    assert answers(backend(None, FREE), is_alone=False) == alone

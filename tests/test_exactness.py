@@ -169,6 +169,44 @@ def tokens_of(results: Sequence[BatchResult]) -> list[tuple[int, ...]]:
     return [r.token_ids for r in results]
 
 
+# ---- common beginnings ----
+
+COMMON_AND_OWN = (
+    *((600, 0), (70, 9), (70, 3), (130, 64), (200, 1), (330, 50), (513, 8), (515, 70)),
+    *((64, 7), (64, 8), (128, 63), (128, 65), (576, 2), (300, 90), (63, 30)),
+)
+"""Tokens of a long prompt that another begins with, and tokens of its own."""
+
+
+@pytest.mark.parametrize(
+    ("type", "flash_attn"), [("q8_0", "on"), ("q4_k_m", "on"), ("q4_k_m", "off"), ("f16", "off")]
+)
+def test_beginnings_are_shared_from_any_multiple_of_64_bit_for_bit(
+    synth: SynthFactory, type: str, flash_attn: str
+) -> None:
+    dice = random.Random(5)
+    common = dice.choices(range(261, 4096), k=600)
+    prompts = [[*common[:n], *dice.choices(range(261, 4096), k=m)] for n, m in COMMON_AND_OWN]
+    asked = [BatchPrompt(tokens=p, options={**GREEDY, "logprobs": 5}) for p in prompts]
+    sizes: dict[str, Any] = {"parallel": 4, "ctx_per_seq": N_WINDOW, "flash_attn": flash_attn}
+    path = synth("exact", type=type)
+    with cbatch.load(path, exact=True, share_prefixes=False, **sizes) as engine:
+        alone = [engine.submit(one).result().logprobs for one in asked]
+    scored = BatchPrompt(tokens=common, options={**GREEDY, "prompt_logprobs": 0, "max_tokens": 1})
+    with cbatch.load(path, exact=True, **sizes) as engine:
+        assert engine.submit(scored).result().error is None
+        results = engine.run(asked).results()
+    assert [r.logprobs for r in results] == alone
+    # rows of one sequence that flash attention takes together, or products in tiles
+    cached = [r.usage.cached_tokens for r in results]
+    least = 64 if flash_attn == "on" else 8
+    shared = [
+        min(n, len(p) - least) // 64 * 64 for (n, _), p in zip(COMMON_AND_OWN, prompts, strict=True)
+    ]
+    assert {n % 64 for n in cached} == {0}
+    assert sum(cached) >= 0.6 * sum(shared)
+
+
 # ---- what the probe says ----
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeBackend, Faults
 from cbatch.cache.store import CacheStore
-from cbatch.core.plan import KvCapabilities
+from cbatch.core.plan import KvCapabilities, PromptCuts
 from cbatch.engine_options import Policy
 from cbatch.errors import (
     CacheError,
@@ -138,7 +138,7 @@ def test_result_extended_twice_gives_each_time_the_same(any_way: Place) -> None:
 def test_two_parts_under_exact_have_the_shapes_of_one_run(
     any_way: Place, chunk_alignment: int
 ) -> None:
-    engine = any_way.engine(chunk_alignment=chunk_alignment)
+    engine = any_way.engine(cuts=PromptCuts.every(chunk_alignment))
     first = any_way.result(engine, text_of(50), max_tokens=9)
     result = extended(any_way, engine, first, 9)
     assert result.token_ids == expected(text_of(50), 18)
@@ -152,7 +152,9 @@ def test_two_parts_under_exact_have_the_shapes_of_one_run(
 def test_part_whose_slot_was_taken_is_computed_again_and_the_same(
     any_way: Place, kind: str, chunk_alignment: int
 ) -> None:
-    engine = any_way.engine(n_slots=1, memory=MEMORIES[kind], chunk_alignment=chunk_alignment)
+    engine = any_way.engine(
+        n_slots=1, memory=MEMORIES[kind], cuts=PromptCuts.every(chunk_alignment)
+    )
     first = any_way.result(engine, text_of(50), max_tokens=9)
     any_way.result(engine, text_of(80, start=3))
     result = extended(any_way, engine, first, 9)

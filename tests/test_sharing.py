@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend
-from cbatch.core.plan import KvCapabilities
+from cbatch.core.plan import ANYWHERE, KvCapabilities, PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from tests.profiles import examples
@@ -48,9 +48,9 @@ def prompts(draw: st.DrawFn) -> BatchPrompt:
 
 
 @st.composite
-def memories(draw: st.DrawFn, chunk_alignment: int) -> KvCapabilities:
+def memories(draw: st.DrawFn, cuts: PromptCuts) -> KvCapabilities:
     """Slots of their own, a pool that may be too small for all, or states."""
-    kind = draw(st.sampled_from([KINDS[0], KINDS[2]] if chunk_alignment else KINDS))
+    kind = draw(st.sampled_from([KINDS[0], KINDS[2]] if cuts else KINDS))
     can_trim = kind != "recurrent" and draw(st.booleans())
     n_cells = draw(st.integers(N_WINDOW, N_SLOTS * N_WINDOW))
     return KvCapabilities(
@@ -65,14 +65,14 @@ def memories(draw: st.DrawFn, chunk_alignment: int) -> KvCapabilities:
 
 def answers(
     memory: KvCapabilities,
-    chunk_alignment: int,
+    cuts: PromptCuts,
     batches: list[list[BatchPrompt]],
     *,
     is_shared: bool,
 ) -> tuple[list[BatchResult], int]:
     """Run one batch after the other; return the results, and how many tokens of prompts were computed."""
     backend = FakeBackend(N_SLOTS, N_WINDOW, N_BATCH, memory=memory)
-    backend.chunk_alignment, backend.adapters = chunk_alignment, ("a",)
+    backend.cuts, backend.adapters = cuts, ("a",)
     schedule = ScheduleOptions(share_prefixes=is_shared)
     with closing(Engine(backend, schedule=schedule, threaded=False)) as engine:
         found = [r for batch in batches for r in all_results(engine.run(batch))]
@@ -87,15 +87,15 @@ def told(result: BatchResult) -> tuple[object, ...]:
     return (*own, *counts, *logprobs, *(told(choice) for choice in result.choices))
 
 
-@given(st.sampled_from([0, 0, 16]), st.data())
+@given(st.sampled_from([ANYWHERE, PromptCuts.every(16), PromptCuts(16, 48, least=7)]), st.data())
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_batches_have_the_same_answers_with_sharing_on_and_off(
-    chunk_alignment: int, data: st.DataObject
+    cuts: PromptCuts, data: st.DataObject
 ) -> None:
-    memory = data.draw(memories(chunk_alignment))
+    memory = data.draw(memories(cuts))
     batches = data.draw(st.lists(st.lists(prompts(), min_size=1, max_size=6), max_size=3))
-    on, n_on = answers(memory, chunk_alignment, batches, is_shared=True)
-    off, n_off = answers(memory, chunk_alignment, batches, is_shared=False)
+    on, n_on = answers(memory, cuts, batches, is_shared=True)
+    off, n_off = answers(memory, cuts, batches, is_shared=False)
     assert [*map(told, on)] == [*map(told, off)]
     assert n_on <= n_off
 
@@ -106,7 +106,7 @@ def test_choices_of_a_prompt_compute_it_once_in_every_memory_that_copies() -> No
         memory = KvCapabilities(
             kind, 4 * N_WINDOW - 1 if kind == "unified" else 4 * N_WINDOW, can_copy=True
         )
-        on, n_on = answers(memory, 0, [batch], is_shared=True)
-        off, n_off = answers(memory, 0, [batch], is_shared=False)
+        on, n_on = answers(memory, ANYWHERE, [batch], is_shared=True)
+        off, n_off = answers(memory, ANYWHERE, [batch], is_shared=False)
         assert (n_on, n_off) == (103, 400)
         assert [*map(told, on)] == [*map(told, off)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import Binding, KvCapabilities, Slot
+from cbatch.core.plan import Binding, KvCapabilities, PromptCuts, Slot
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.options import Sampling
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
@@ -94,7 +94,7 @@ def too_long(result: BatchResult) -> tuple[int, int, int]:
 def test_window_full_of_prompt_is_refused_with_the_numbers(
     any_way: Place, chunk_alignment: int
 ) -> None:
-    engine = any_way.engine(n_window=W, chunk_alignment=chunk_alignment)
+    engine = any_way.engine(n_window=W, cuts=PromptCuts.every(chunk_alignment))
     items = [item(text_of(W), max_tokens=cap) for cap in (None, 1, 7)]
     results = any_way.results(engine.run(items))
     assert [too_long(r) for r in results] == [(W, 1, W)] * 3
@@ -380,7 +380,7 @@ def test_stops_are_found_behind_the_window(any_way: Place, by: str) -> None:
 def test_memory_that_cannot_move_refuses_and_queues_nothing(
     any_way: Place, memory: KvCapabilities, chunk_alignment: int, words: str
 ) -> None:
-    engine = any_way.engine(4, W, memory=memory, chunk_alignment=chunk_alignment)
+    engine = any_way.engine(4, W, memory=memory, cuts=PromptCuts.every(chunk_alignment))
     with pytest.raises(ConfigError, match=f"n_discard=32 cannot be used.*{words}"):
         engine.run([item(text_of(9)), item(text_of(9), n_discard=32)])
     assert not ids_in_flight(engine)
@@ -415,7 +415,7 @@ def test_numbers_that_are_none_are_refused(any_way: Place, options: dict[str, An
 
 
 def test_generator_with_one_that_cannot_move_fails_that_item_alone(any_way: Place) -> None:
-    engine = any_way.engine(4, W, chunk_alignment=16)
+    engine = any_way.engine(4, W, cuts=PromptCuts.every(16))
     results = any_way.results(engine.run(iter([item(text_of(9)), item(text_of(9), n_discard=3)])))
     assert [r.finish_reason for r in results] == ["length", "error"]
     assert isinstance(results[1].error, ConfigError)

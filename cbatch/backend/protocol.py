@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
+    from cbatch.core.plan import KvCapabilities, PromptCuts, StepPlan, StepResult
     from cbatch.model_facts import ModelFacts
     from cbatch.options import AdapterSet, Grammar
 
@@ -108,8 +108,8 @@ class Backend(Protocol):
         """Most tokens one step may hold."""
 
     @property
-    def chunk_alignment(self) -> int:
-        """Chunks of prompts begin at multiples of this, each computed whole in one step; 0 = anywhere."""
+    def cuts(self) -> PromptCuts:
+        """Where prompts are cut into chunks."""
 
     @property
     def memory(self) -> KvCapabilities:

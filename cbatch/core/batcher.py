@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
 from cbatch.core.driver import Event, Status, Wait
-from cbatch.core.plan import Slot
+from cbatch.core.plan import ANYWHERE, Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
 from cbatch.core.queue import BY_PROMPT, AdmissionQueue, Deadlines
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.plan import PromptCuts, StepPlan, StepResult
     from cbatch.core.slots import Leave, Place
     from cbatch.core.waiting import Want
     from cbatch.engine_options import ScheduleOptions
@@ -79,12 +79,12 @@ class MultiRequestBatcher:
         ledger: KvLedger,
         tokenize: Callable[[SequenceDriver], object],
         options: ScheduleOptions,
-        chunk_alignment: int = 0,
+        cuts: PromptCuts = ANYWHERE,
     ) -> None:
         self.in_flight: dict[str, SequenceDriver] = {}
         prefixes = PrefixCache(
             ledger,
-            chunk_alignment=chunk_alignment,
+            cuts=cuts,
             is_on=options.share_prefixes,
             n_checkpoint_bytes=options.n_checkpoint_bytes,
         )

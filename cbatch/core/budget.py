@@ -36,8 +36,8 @@ def split_budget(wanted: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
-def whole_pieces(wanted: Sequence[int], budget: int) -> list[int]:
-    """Give each prompt the whole of its aligned chunk or nothing, the oldest first, while `budget` lasts."""
+def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
+    """Give each prompt the whole of its chunk or nothing, the oldest first, while `budget` lasts."""
     shares = []
     for want in wanted:
         shares.append(want if want <= budget else 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.reply import Reply
 from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
-from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, N_TARGETS_MAX, Binding, Chunk, Slot
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, Binding, Chunk, Slot
 from cbatch.errors import (
     DeadlineError,
     GrammarError,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.chat.answers import AnswerReader
-    from cbatch.core.plan import GrammarStep, TokenLogprobs
+    from cbatch.core.plan import GrammarStep, PromptCuts, TokenLogprobs
     from cbatch.errors import CacheError, CBatchError
     from cbatch.options import DryBreakers, Grammar, Sampling
     from cbatch.request import Request
@@ -240,21 +240,16 @@ class SequenceDriver:
         """Whether it ever had a slot."""
         return self.clock.admitted_s is not None
 
-    def own_alignment(self, chunk_alignment: int) -> int:
-        """Return the alignment of this prompt's chunks, which is smaller than `chunk_alignment` where it is scored."""
-        is_scored = self.request.options.n_prompt_logprobs is not None
-        return min(chunk_alignment, N_TARGETS_MAX) if is_scored else chunk_alignment
+    def own_cuts(self, cuts: PromptCuts) -> PromptCuts:
+        """Return where this prompt is cut: at more places than others where it is scored."""
+        return cuts.when_scored if self.request.options.n_prompt_logprobs is not None else cuts
 
-    def n_to_boundary(self, chunk_alignment: int, start: int) -> int:
-        """Return how many tokens from `start` reach the next boundary: prompts end at multiples of `chunk_alignment`.
-
-        Output that is computed again goes one token at a time, as it was computed first.
-        """
-        if start >= self.n_prompt:
-            return 1
-        chunk_alignment = self.own_alignment(chunk_alignment)
-        boundary = (start // chunk_alignment + 1) * chunk_alignment
-        return min(self.n_prompt, boundary) - start
+    def n_whole(self, cuts: PromptCuts, n: int) -> int:
+        """Return with how many of its first `n` cells it can go on."""
+        if not cuts or n >= self.n_prompt:
+            return n
+        cuts = self.own_cuts(cuts)
+        return cuts.whole(max(0, min(n, self.n_prompt - cuts.least)))
 
     # ---- before its turn ----
 

@@ -31,6 +31,69 @@ N_TARGETS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCuts:
+    """Where prompts are cut into chunks, so that no bits depend on company.
+
+    Where `most` is more than `multiple`, a token's bits are the same however its prompt is cut at multiples, and a
+    chunk may be as long as a step has room for. Else a prompt is cut at every multiple.
+    """
+
+    multiple: int = 0
+    """Chunks begin at multiples of this; 0: anywhere."""
+    most: int = 0
+    """Most tokens of a chunk."""
+    least: int = 1
+    """Fewest tokens of a prompt's last chunk, unless it is the only one; at most `multiple`."""
+
+    @classmethod
+    def every(cls, n: int) -> PromptCuts:
+        """Return cuts at every multiple of `n`; anywhere where it is 0."""
+        return cls(n, n)
+
+    def __bool__(self) -> bool:
+        """Whether there are rules at all."""
+        return self.multiple > 0
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        return str(self.multiple) if self.is_every else f"any multiple of {self.multiple}"
+
+    @property
+    def is_every(self) -> bool:
+        """Whether a prompt is cut at every multiple."""
+        return self.most == self.multiple
+
+    @property
+    def n_room(self) -> int:
+        """The tokens that a step must have room for, so that every prompt can go on."""
+        return self.most if self.is_every else self.multiple + self.least - 1
+
+    @property
+    def when_scored(self) -> PromptCuts:
+        """The cuts of a prompt that is scored."""
+        return PromptCuts.every(min(self.multiple, N_TARGETS_MAX))
+
+    def whole(self, n: int) -> int:
+        """Return the last place up to `n` where a chunk may begin."""
+        return n - n % self.multiple if self.multiple else n
+
+    def n_chunk(self, start: int, n_prompt: int, room: int) -> int:
+        """Return how long a prompt's chunk from `start` is with room for so many tokens; 0 where none fits."""
+        n_left = n_prompt - start
+        n_next = min(n_left, self.multiple - start % self.multiple)
+        if self.is_every or start % self.multiple:
+            return n_next if n_next <= room else 0
+        if n_left <= min(room, self.most):
+            return n_left
+        return max(
+            0, self.whole(min(start + room, start + self.most, n_prompt - self.least)) - start
+        )
+
+
+ANYWHERE = PromptCuts()
+
+
+@dataclass(frozen=True, slots=True)
 class Binding:
     """What the backend must know of a sequence that enters a slot; it holds until the slot is bound again."""
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from cbatch.core.checkpoints import Checkpoints, Kept
 from cbatch.core.driver import Status
-from cbatch.core.plan import Slot
+from cbatch.core.plan import ANYWHERE, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
+    from cbatch.core.plan import PromptCuts
     from cbatch.options import AdapterSet
 
 MIN_SHARED_TOKENS = 32
@@ -60,9 +61,8 @@ class PrefixCache:
     Memory that cannot be trimmed is taken over at its exact end alone. There a newcomer goes on from a checkpoint: of a
     sequence that was stopped where others branch off, at one of its `marks`.
 
-    `chunk_alignment` as of a backend: only whole chunks of prompts are the same bits in any company, so with it
-    beginnings end at its multiples, and output is taken over only by the request that goes on from it. Cells computed
-    with other adapters belong to another text.
+    `cuts` as of a backend: with them beginnings end where prompts may be cut, and output is taken over only by the
+    request that goes on from it. Cells computed with other adapters belong to another text.
 
     A plan changes a `view`; `commit` takes the changes over.
     """
@@ -71,7 +71,7 @@ class PrefixCache:
         self,
         ledger: KvLedger,
         *,
-        chunk_alignment: int = 0,
+        cuts: PromptCuts = ANYWHERE,
         is_on: bool = True,
         n_checkpoint_bytes: int = 0,
     ) -> None:
@@ -79,7 +79,7 @@ class PrefixCache:
         self.is_on = is_on
         self.checkpoints = Checkpoints(memory, n_checkpoint_bytes if is_on else 0)
         self._ledger = ledger
-        self._chunk_alignment = chunk_alignment
+        self._cuts = cuts
         self._can_trim, self._can_copy = memory.can_trim, memory.can_copy
         self._is_unified = memory.kind == "unified"
         self._index = PrefixIndex()
@@ -128,7 +128,7 @@ class PrefixCache:
         """Keep the first `n_cells` of a sequence that ended, left its slot, or was moved to another."""
         text = _text(driver, n_cells)
         self._left_by[slot] = driver.number, text
-        self._changed[slot] = text[: driver.n_prompt + 1] if self._chunk_alignment else text
+        self._changed[slot] = text[: driver.n_prompt + 1] if self._cuts else text
 
     def forget(self, slot: Slot) -> None:
         """Record that a slot was emptied, or holds no text's beginning."""
@@ -151,7 +151,7 @@ class PrefixCache:
         In a pool the cells of a moving window would move for all; and chunks of another size are other bits.
         """
         options = driver.request.options
-        is_other = driver.own_alignment(self._chunk_alignment) != self._chunk_alignment
+        is_other = driver.own_cuts(self._cuts).multiple != self._cuts.multiple
         is_moving = bool(options.n_discard) and not options.prefill_only
         return is_other or (self._is_unified and is_moving)
 
@@ -224,7 +224,7 @@ class PrefixCache:
             wanted.append(n_prompt - self._n_tail)
         if driver.request.options.save_cache:
             wanted = [min(n, n_prompt - 1) for n in (*wanted, n_prompt)]
-        for n in map(self._whole, sorted(wanted)):
+        for n in (self._n_stop(driver, n) for n in sorted(wanted)):
             if n >= MIN_SHARED_TOKENS + (marks[-1] if marks else n_cells):
                 marks.append(n)
         return tuple(marks)
@@ -240,12 +240,17 @@ class PrefixCache:
         n_known, n_short = alike[0][0] if alike else 0, self._n_short(alike)
         n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
         for n_alike, place in alike:
-            n_leader_cells = self._whole(n_alike)
+            n_leader_cells = self._cuts.whole(n_alike)
             if n_leader_cells < n_least:
                 break
             can_lead = self._can_copy or self.checkpoints.has_room(n_leader_cells)
             leader = self._ledger.holders[place] if place >= 0 and can_lead else None
-            if leader is not None and self._is_leading(leader, Slot(place), n_leader_cells):
+            if leader is None:
+                continue
+            if not self._can_trim:
+                n_leader_cells = self._n_stop(leader, n_leader_cells)
+            is_worth = n_leader_cells >= n_least
+            if is_worth and self._is_leading(leader, Slot(place), n_leader_cells):
                 return PrefixMatch(source, leader, n_leader_cells, n_known, n_short)
         return PrefixMatch(source, n_known=n_known, n_short=n_short)
 
@@ -307,8 +312,8 @@ class PrefixCache:
             if is_own and n_cells <= driver.n_reusable:
                 return n_cells
         if not self._can_trim:
-            return n_cells if n_cells <= n_alike and n_cells == self._whole(n_cells) else 0
-        return self._whole(min(n_alike, n_cells))
+            return n_cells if n_cells <= n_alike and n_cells == self._cuts.whole(n_cells) else 0
+        return self._cuts.whole(min(n_alike, n_cells))
 
     def _can_take(self, slot: Slot, n_cells: int) -> bool:
         """Whether a free slot may be taken over: a short match does not justify losing many cells."""
@@ -349,20 +354,24 @@ class PrefixCache:
         Few of many are none: every chat begins with the same tokens of its template. Where memory cannot be trimmed it
         is all of them, or the first `n_checkpoint`.
         """
-        n_there, n_wanted = n_given if self._chunk_alignment else len(tokens), self._n_most(driver)
-        n = self._whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))
-        is_worth = self._can_trim and (n >= MIN_SHARED_TOKENS or n == self._whole(n_wanted))
+        n_there, n_wanted = n_given if self._cuts else len(tokens), self._n_most(driver)
+        n = self._cuts.whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))
+        is_worth = self._can_trim and (n >= MIN_SHARED_TOKENS or n == self._cuts.whole(n_wanted))
         if is_worth or n == len(tokens):
             return n
         return n_checkpoint if n_checkpoint <= n else 0
 
     def _n_most(self, driver: SequenceDriver) -> int:
         """Return the most tokens to take over."""
-        n_most = driver.n_reusable
-        return min(n_most, driver.n_prompt - 1) if self._chunk_alignment else n_most
+        if not self._cuts:
+            return driver.n_reusable
+        return max(0, min(driver.n_reusable, driver.n_prompt - self._cuts.least))
 
-    def _whole(self, n: int) -> int:
-        return n - n % self._chunk_alignment if self._chunk_alignment else n
+    def _n_stop(self, driver: SequenceDriver, n: int) -> int:
+        """Return the last place up to `n` where a sequence can stop: its prompt is cut or ends there."""
+        if n < driver.n_prompt or self._cuts.whole(n) != n:
+            n = min(n, driver.n_prompt - self._cuts.least) if self._cuts else n
+        return self._cuts.whole(max(0, n))
 
     # ---- which slot to give or to empty ----
 

@@ -11,10 +11,11 @@ from cbatch.core.budget import (
     even_out,
     limit_long_context_prefills,
     split_budget,
-    whole_pieces,
+    whole_chunks,
 )
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import (
+    ANYWHERE,
     FREE,
     N_STEPS_MAX,
     N_TARGETS_MAX,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.plan import Binding, KvCapabilities
+    from cbatch.core.plan import Binding, KvCapabilities, PromptCuts
     from cbatch.core.slots import SlotPlan
     from cbatch.engine_options import ScheduleOptions
     from cbatch.options import AdapterSet
@@ -97,7 +98,7 @@ class ContinuousBatchScheduler:
         options: ScheduleOptions,
         *,
         memory: KvCapabilities,
-        chunk_alignment: int = 0,
+        cuts: PromptCuts = ANYWHERE,
         has_adapters: bool = False,
     ) -> None:
         self._batcher = batcher
@@ -105,13 +106,13 @@ class ContinuousBatchScheduler:
         self.options = options
         self.costs = StepCosts()
         self.bisection = FaultBisection()
-        self._n_batch, self._chunk_alignment = n_batch, chunk_alignment
+        self._n_batch, self._cuts = n_batch, cuts
         self._can_trim = memory.can_trim
-        self._n_long_context_prefills = 0 if chunk_alignment else memory.n_long_context_prefills
+        self._n_long_context_prefills = 0 if cuts else memory.n_long_context_prefills
         cells = batcher.slot_plan().cells
         self._is_overcommitted = cells.ledger.is_overcommitted
         self._has_checkpoints = cells.prefixes.checkpoints.is_on
-        self._can_even = not (chunk_alignment or self._is_overcommitted)
+        self._can_even = not (cuts or self._is_overcommitted)
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
@@ -293,7 +294,11 @@ class ContinuousBatchScheduler:
         budget: int,
     ) -> None:
         """Give the prefills, which want `wanted`, their shares of a step's prompt tokens; mutates `shares`."""
-        split = whole_pieces if self._chunk_alignment else split_budget
+        split = split_budget
+        if self._cuts:
+            split, (driver, _, start) = whole_chunks, prefills[0]
+            n_oldest = self._n_chunk(driver, start, min(budget, wanted[0]))
+            wanted = [n_oldest, *wanted[1:]]
         cut = []
         for (driver, slot, start), n in zip(prefills, split(wanted, budget), strict=True):
             if n:
@@ -313,8 +318,8 @@ class ContinuousBatchScheduler:
 
     def _wanted(self, prefills: Sequence[_Prefill], slot_plan: SlotPlan) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
-        if self._chunk_alignment:
-            wanted = [d.n_to_boundary(self._chunk_alignment, start) for d, _, start in prefills]
+        if self._cuts:
+            wanted = [self._n_chunk(d, start, self._n_batch) for d, _, start in prefills]
         else:
             wanted = [min(len(d.tokens) - start, n_chunk) for d, _, start in prefills]
         if self._has_checkpoints:
@@ -327,13 +332,19 @@ class ContinuousBatchScheduler:
             limit_long_context_prefills(wanted, n_before, self._n_long_context_prefills)
         return wanted
 
+    def _n_chunk(self, driver: SequenceDriver, start: int, room: int) -> int:
+        """Return the tokens of a sequence's next chunk; output that is computed again goes one token at a time."""
+        if start >= driver.n_prompt:
+            return min(1, room)
+        return driver.own_cuts(self._cuts).n_chunk(start, driver.n_prompt, room)
+
     def _limit_targets(self, prefills: Sequence[_Prefill], wanted: list[int]) -> None:
         """Have no more to score than a step can, the oldest first; aligned chunks are whole or not at all."""
         n_left = N_TARGETS_MAX
         for i, (driver, _, start) in enumerate(prefills):
             if driver.scores is not None:
                 n = driver.scores.n_within(start, wanted[i], n_left)
-                wanted[i] = 0 if self._chunk_alignment and n < wanted[i] else n
+                wanted[i] = 0 if self._cuts and n < wanted[i] else n
                 n_left -= driver.scores.n_targets(start, wanted[i])
 
     def _budget(self, room: int, n_rows: int, n_running: int, *, is_watched: bool) -> int:
@@ -343,7 +354,7 @@ class ContinuousBatchScheduler:
             asked = self._measured_budget(n_rows, n_running, is_watched=is_watched)
         if asked is None:
             return room
-        return min(room, max(asked, self._chunk_alignment)) if asked else 0
+        return min(room, max(asked, self._cuts.n_room)) if asked else 0
 
     def _measured_budget(self, n_rows: int, n_running: int, *, is_watched: bool) -> int | None:
         """Return what keeps the step within the time it may take, by what steps took so far.
@@ -538,9 +549,7 @@ class ContinuousBatchScheduler:
                 continue
             # the last token is computed again for its logits
             n = min(n_kept[i], driver.n_reusable) if n_kept else 0
-            if self._chunk_alignment and n < driver.n_prompt:
-                n -= n % driver.own_alignment(self._chunk_alignment)
-            self._batcher.keep_cells(driver, n)
+            self._batcher.keep_cells(driver, driver.n_whole(self._cuts, n))
 
     def _note_failure(self, code: int) -> None:
         """Have the context made anew when a computation failed twice in a row; give up when that does not help."""

@@ -74,15 +74,13 @@ class LocalRuntime:
         self._stats = stats = EngineStats()
         prompts = PromptTokenizer(partial(tokenize, backend.vocab), backend.n_window)
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
-        self.batcher = MultiRequestBatcher(
-            ledger, prompts.tokenize, schedule, backend.chunk_alignment
-        )
+        self.batcher = MultiRequestBatcher(ledger, prompts.tokenize, schedule, backend.cuts)
         scheduler = ContinuousBatchScheduler(
             self.batcher,
             backend.n_batch,
             stats,
             schedule,
-            chunk_alignment=backend.chunk_alignment,
+            cuts=backend.cuts,
             memory=backend.memory,
             has_adapters=bool(backend.adapters),
         )

@@ -201,11 +201,11 @@ class SequenceMaker:
 
     def _warn(self, driver: SequenceDriver) -> None:
         """Warn of options without effect: cells that nothing can use, a variable that the chat template never names."""
-        options, chunk_alignment = driver.request.options, self._backend.chunk_alignment
-        if options.prefill_only and driver.own_alignment(chunk_alignment) != chunk_alignment:
+        options, cuts = driver.request.options, self._backend.cuts
+        if options.prefill_only and driver.own_cuts(cuts).multiple != cuts.multiple:
             driver.warnings.append(
                 "prefill_only leaves no cells for other requests: a scored prompt is not computed in chunks of "
-                f"{chunk_alignment}"
+                f"{cuts.multiple}"
             )
         template = self._backend.vocab.template
         driver.warnings += (

@@ -82,7 +82,7 @@ def _check_key(options: RunOptions, memory: KvCapabilities) -> None:
 def _check_window(options: RunOptions, backend: Backend) -> None:
     if options.n_keep is not None and options.n_discard is None:
         raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
-    if not options.n_discard or (backend.memory.can_shift and not backend.chunk_alignment):
+    if not options.n_discard or (backend.memory.can_shift and not backend.cuts):
         return
     refused = f"n_discard={options.n_discard} cannot be used with "
     if backend.memory.can_shift:
@@ -99,10 +99,10 @@ def _check_scoring(options: RunOptions, backend: Backend) -> None:
             "cache_required cannot be used with prompt_logprobs or echoed logprobs, which need the whole prompt to be "
             "computed: leave cache_required out"
         )
-    if options.save_cache and backend.chunk_alignment > N_TARGETS_MAX:
+    if options.save_cache and backend.cuts.multiple > N_TARGETS_MAX:
         raise ConfigError(
             f"save_cache with prompt_logprobs or echoed logprobs and exact=True needs n_ubatch={N_TARGETS_MAX} or "
-            f"less, not {backend.chunk_alignment}: save the cells with a separate request"
+            f"less, not {backend.cuts.multiple}: save the cells with a separate request"
         )
 
 

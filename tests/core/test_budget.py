@@ -13,7 +13,7 @@ from cbatch.core.budget import (
     even_out,
     limit_long_context_prefills,
     split_budget,
-    whole_pieces,
+    whole_chunks,
 )
 
 
@@ -113,5 +113,5 @@ def test_limit_of_long_context_prefill_leaves_the_oldest_and_the_shortest(
 @pytest.mark.parametrize(
     ("budget", "shares"), [(12, [4, 4, 4]), (11, [4, 4, 0]), (7, [4, 0, 3]), (3, [0, 0, 3])]
 )
-def test_piece_is_computed_whole_or_not_at_all(budget: int, shares: list[int]) -> None:
-    assert whole_pieces([4, 4, shares[2] or 4], budget) == shares
+def test_chunk_is_computed_whole_or_not_at_all(budget: int, shares: list[int]) -> None:
+    assert whole_chunks([4, 4, shares[2] or 4], budget) == shares

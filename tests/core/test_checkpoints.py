@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from cbatch.core.checkpoints import N_CHECKPOINTS_MAX, Checkpoints
-from cbatch.core.plan import Slot
+from cbatch.core.plan import PromptCuts, Slot
 from cbatch.core.prefix import with_mark
 from cbatch.messages import BatchPrompt
 from tests.helpers import (
@@ -153,7 +153,7 @@ def test_leader_that_leaves_before_the_place_has_another_lead() -> None:
 
 
 def test_pieces_of_exact_prompts_end_at_checkpoints_anyway() -> None:
-    rig = make_rig(n_batch=32, chunk_alignment=16)
+    rig = make_rig(n_batch=32, cuts=PromptCuts.every(16))
     rig.submit(*alike(4))
     drive(rig)
     assert cached(rig) == {"0": 0, "1": 96, "2": 96, "3": 96}

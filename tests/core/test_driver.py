@@ -11,7 +11,15 @@ import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeVocab
 from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
-from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, N_TARGETS_MAX, Chunk, Slot, TokenLogprobs
+from cbatch.core.plan import (
+    BROKEN_ROW,
+    EMPTY_ROW,
+    N_TARGETS_MAX,
+    Chunk,
+    PromptCuts,
+    Slot,
+    TokenLogprobs,
+)
 from cbatch.errors import (
     PromptTooLongError,
     RequestCancelledError,
@@ -311,13 +319,6 @@ def test_cancel_in_the_queue_is_an_error() -> None:
 # ---- what is scored, and in which pieces ----
 
 
-@pytest.mark.parametrize(("n_computed", "n"), [(0, 4), (3, 1), (4, 2), (6, 1), (7, 1)])
-def test_pieces_end_at_their_multiples_and_with_the_prompt(n_computed: int, n: int) -> None:
-    driver = make_running(n_prompt=6)
-    driver.tokens += [7, 8]
-    assert driver.n_to_boundary(4, n_computed) == n
-
-
 def make_scored(n_scored: int, n_computed: int) -> SequenceDriver:
     """One with a prompt of 6 tokens, of which so many were scored from."""
     driver = make_running(n_prompt=6, prompt_logprobs=0)
@@ -400,4 +401,4 @@ def test_pieces_of_a_prompt_that_others_score_are_as_small() -> None:
     asked = make_request(prompt_logprobs=0)
     for request in (asked, replace(asked, n_prompt_logprobs=None)):
         driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
-        assert driver.own_alignment(512) == N_TARGETS_MAX
+        assert driver.own_cuts(PromptCuts.every(512)) == PromptCuts.every(N_TARGETS_MAX)

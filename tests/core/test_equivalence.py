@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import fake_logprobs
 from cbatch.core.driver import Status
-from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, TokenLogprobs
+from cbatch.core.plan import ANYWHERE, N_TARGETS_MAX, KvCapabilities, PromptCuts, TokenLogprobs
 from cbatch.engine_options import Policy
 from cbatch.errors import (
     DeadlineError,
@@ -102,6 +102,12 @@ class Item:
         return None if is_placed or self.cap is None or self.prefill_only else self.moves
 
 
+CUTS = (
+    *(ANYWHERE, ANYWHERE, PromptCuts.every(4), PromptCuts.every(16)),
+    *(PromptCuts(4, 16, least=1), PromptCuts(4, 16, least=3), PromptCuts(8, 16, least=8)),
+)
+
+
 @dataclass(frozen=True)
 class Workload:
     n_slots: int
@@ -114,7 +120,7 @@ class Workload:
     interrupts: tuple[bool, ...]
     memory: KvCapabilities
     options: dict[str, Any]
-    chunk_alignment: int
+    cuts: PromptCuts
     lost_keys: frozenset[int]
     n_targets: int
     """How many a step can score."""
@@ -222,14 +228,12 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> KvCapabilities:
 def workloads(draw: st.DrawFn) -> Workload:
     n_slots = draw(st.integers(1, 5))
     n_window = draw(st.integers(12, 64) | st.integers(64, 96) | st.integers(90, 128))
-    chunk_alignment = draw(st.sampled_from([0, 0, 4, 16]))
-    n_least = n_slots + max(
-        0, chunk_alignment - 1
-    )  # room for a piece beside the rows of all others
+    cuts = draw(st.sampled_from(CUTS))
+    n_least = n_slots + max(0, cuts.n_room - 1)  # room for a chunk beside the rows of all others
     n_batch = draw(st.integers(n_least, n_least + 2) | st.integers(n_least, n_least + 20))
     memory = draw(memories(n_slots, n_window))
     options = draw(schedules(n_batch, memory.kind))
-    if chunk_alignment:
+    if cuts:
         options.pop("prefill_chunk", None)
     return Workload(
         n_slots=n_slots,
@@ -237,7 +241,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         n_batch=n_batch,
         memory=memory,
         options=options,
-        chunk_alignment=chunk_alignment,
+        cuts=cuts,
         n_targets=draw(st.sampled_from([1, 5, 12, N_TARGETS_MAX])),
         copy_s=draw(st.sampled_from([0.0, 0.02, 1.0])),
         lost_keys=draw(st.frozensets(st.integers(0, 6), max_size=2)),
@@ -315,7 +319,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
         broken=trouble.broken,
         swap=lambda key: key not in workload.lost_keys,
         memory=workload.memory,
-        chunk_alignment=workload.chunk_alignment,
+        cuts=workload.cuts,
         adapters=("a", "b"),
         copy_s=workload.copy_s,
         **workload.options,
@@ -326,7 +330,7 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
 def _request(rig: Rig, id: str, item: Item) -> Request:
     """Return an item's request; its stops are cut from the stream that it gives without them."""
     said: dict[str, Any] = {"adapter": item.adapter, "regex": item.grammar}
-    if item.window and rig.backend.memory.can_shift and not rig.backend.chunk_alignment:
+    if item.window and rig.backend.memory.can_shift and not rig.backend.cuts:
         said["n_keep"], said["n_discard"] = item.window
     plain = make_request(id, item.prompt, seed=item.seed, ignore_eos=True, **said)
     stream = rig.alone(plain, 16)
@@ -507,7 +511,7 @@ def short_limits(n_targets: int) -> Iterator[None]:
     """Have steps score no more than so many, and few cells be many: prompts here are short."""
     with ExitStack() as stack:
         stack.enter_context(patch("cbatch.core.budget.LONG_CONTEXT", 8))
-        for place in ("core.scheduler", "core.driver", "backend.fake.fake_backend"):
+        for place in ("core.scheduler", "core.plan", "backend.fake.fake_backend"):
             stack.enter_context(patch(f"cbatch.{place}.N_TARGETS_MAX", n_targets))
         yield
 

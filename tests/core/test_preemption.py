@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.driver import Status
+from cbatch.core.plan import PromptCuts
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.slots import N_OVERTAKEN_MAX
 from tests.helpers import (
@@ -393,7 +394,7 @@ def test_pool_that_a_paused_one_fills_lets_a_prompt_go_on() -> None:
 
 
 def test_turn_of_adapters_for_which_there_is_no_room_goes_to_others() -> None:
-    rig = hopeful(40, 2, chunk_alignment=16, adapters=("a",))
+    rig = hopeful(40, 2, cuts=PromptCuts.every(16), adapters=("a",))
     rig.submit(make_request("0", (1, 2, 3), max_tokens=30))
     rig.submit(make_request("1", [7] * 32, max_tokens=1, adapter="a"))
     until(rig, lambda: rig.drivers["1"].n_computed == 16)

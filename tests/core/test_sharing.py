@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.driver import Status, Wait
-from cbatch.core.plan import Slot
+from cbatch.core.plan import PromptCuts, Slot
 from cbatch.core.prefix import MIN_SHARED_TOKENS, Source
 from cbatch.options import Grammar
 from tests.helpers import (
@@ -321,7 +321,7 @@ def test_slot_emptied_last_is_taken_before_one_that_holds_cells(
 
 
 def test_beginning_that_holds_no_whole_piece_is_not_waited_for() -> None:
-    rig = make_rig(chunk_alignment=64)
+    rig = make_rig(cuts=PromptCuts.every(64))
     rig.submit(*alike(2))
     step(rig)
     assert rig.running() == ["0", "1"]
@@ -382,7 +382,7 @@ def test_memory_that_cannot_trim_goes_on_only_where_a_state_ends() -> None:
 
 def test_state_is_passed_on_where_it_ends_a_piece_and_nowhere_else() -> None:
     for n_prompt, n_cached in [(48, 48), (50, 0)]:
-        rig = make_rig(1, memory=recurrent(1), chunk_alignment=16)
+        rig = make_rig(1, memory=recurrent(1), cuts=PromptCuts.every(16))
         rig.submit(make_request("a", range(n_prompt), prefill_only=True))
         drive(rig)
         rig.submit(make_request("b", range(n_prompt + 20), max_tokens=2))
@@ -505,7 +505,7 @@ def test_cells_of_a_slot_that_nobody_has_are_room_that_its_heir_takes() -> None:
 
 
 def test_exact_pieces_are_passed_on_whole_and_output_never() -> None:
-    rig = make_rig(n_slots=2, chunk_alignment=16)
+    rig = make_rig(n_slots=2, cuts=PromptCuts.every(16))
     rig.submit(make_request("a", COMMON, max_tokens=20))
     drive(rig)
     longer = make_request("b", [*COMMON, *rig.results["a"].token_ids, 5], max_tokens=2)
@@ -702,7 +702,7 @@ def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
 
 
 def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
-    rig = make_rig(n_slots=2, chunk_alignment=16)
+    rig = make_rig(n_slots=2, cuts=PromptCuts.every(16))
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
     drive(rig)
     rig.submit(replace(make_request("b", [7] * 40), output=(7,) * 30))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.budget import StepCosts
+from cbatch.core.plan import PromptCuts
 from cbatch.core.scheduler import SHORT_RUN_S
 from cbatch.runtime.output import result_of
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
@@ -158,7 +159,7 @@ def test_prefill_budget_is_shared_by_all_newcomers() -> None:
 
 
 def test_prefill_budget_less_than_a_piece_lets_one_join() -> None:
-    rig = make_scheduler(2, 128, 64, prefill_budget=10, chunk_alignment=16)
+    rig = make_scheduler(2, 128, 64, prefill_budget=10, cuts=PromptCuts.every(16))
     rig.submit(make_request("a", [1] * 8, max_tokens=9))
     rig.backend.interrupt()
     step(rig)

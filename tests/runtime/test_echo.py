@@ -12,7 +12,7 @@ import pytest
 
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities
+from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, PromptCuts
 from cbatch.errors import ConfigError, RequestFailedError
 from tests.kinds import Reason, each_kind, engine_on, no_pool
 from tests.oracle.fake_streams import scores_alone
@@ -175,10 +175,10 @@ def test_request_that_never_ran_tells_nothing_of_its_prompt() -> None:
 def test_pieces_of_exact_are_scored_whole(chunk_alignment: int) -> None:
     """Where pieces are larger than what a step can score, those of a scored prompt are smaller, and nobody's else."""
     backend = FakeBackend(2, 256, 64, memory=KvCapabilities("partitioned", 512, can_copy=True))
-    backend.chunk_alignment = chunk_alignment
+    backend.cuts = PromptCuts.every(chunk_alignment)
     with (
         patch("cbatch.core.scheduler.N_TARGETS_MAX", 16),
-        patch("cbatch.core.driver.N_TARGETS_MAX", 16),
+        patch("cbatch.core.plan.N_TARGETS_MAX", 16),
         closing(engine_on(backend, options=LONG)) as engine,
     ):
         results = [answer(engine, seed=3, prompt_logprobs=0)]
@@ -325,6 +325,6 @@ def test_cells_from_disk_are_not_for_a_scored_prompt() -> None:
     with closing(engine_on(backend, options=LONG)) as engine:
         with pytest.raises(ConfigError, match="cache_required"):
             answer(engine, prompt_logprobs=0, cache_key="k", cache_required=True)
-        backend.chunk_alignment = 128
+        backend.cuts = PromptCuts.every(128)
         with pytest.raises(ConfigError, match="n_ubatch=64"):
             answer(engine, echo=True, logprobs=True, cache_key="k", save_cache=True)

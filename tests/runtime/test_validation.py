@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.core.plan import N_TARGETS_MAX, PromptCuts
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt
@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 def check(options: RunOptions, chunk_alignment: int = 0, **schedule: object) -> None:
     backend = FakeBackend(2, 64, 16, memory=partitioned(128))
-    backend.chunk_alignment = chunk_alignment
+    backend.cuts = PromptCuts.every(chunk_alignment)
     check_fits(options, backend, ScheduleOptions(**schedule))  # type: ignore[arg-type]
 
 

@@ -25,6 +25,7 @@ from cbatch.backend.fake.fake_tokens import (
     tag_of,
 )
 from cbatch.core.plan import (
+    ANYWHERE,
     BROKEN_ROW,
     N_TARGETS_MAX,
     Binding,
@@ -141,9 +142,9 @@ class FakeBackend:
         if n_vocab <= END_TOKEN:
             raise ConfigError(f"n_vocab must be above {END_TOKEN}, not {n_vocab}")
         self.n_slots, self.n_window, self.n_batch = n_slots, n_window, n_batch
-        self.chunk_alignment = 0
+        self.cuts = ANYWHERE
         self.bits: Bits | None = None
-        """What depends on the number of rows; nothing by default. With a `chunk_alignment`, rows of one token are
+        """What depends on the number of rows; nothing by default. With `cuts`, rows of one token are
         computed together and every longer chunk alone, as the backend of llama.cpp does it."""
         self.memory = memory or KvCapabilities("partitioned", n_slots * n_window)
         self.vocab = FakeVocab(n_vocab)
@@ -302,7 +303,7 @@ class FakeBackend:
 
     def _n_together(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return with how many rows each chunk is computed, its own included."""
-        if not self.bits or not self.chunk_alignment:
+        if not self.bits or not self.cuts:
             return [sum(len(c.tokens) for c in chunks)] * len(chunks)
         rows = [c.slot for c in chunks if len(c.tokens) == 1]
         n_rows = self.bits.width(rows[-1] - rows[0] + 1) if rows else 0

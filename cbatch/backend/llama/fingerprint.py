@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import ROPE_VALUES
+from cbatch.core.plan import PromptCuts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,26 +54,26 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
 
 
 def answer_settings(
-    options: EngineOptions, shape: RowShape, chunk_alignment: int, n_window: int
+    options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window: int
 ) -> dict[str, str]:
     """Return the settings that change what a model answers, by name, in readable words.
 
     A setting that changes only the rounding, as company does, is left out, unless the options are exact.
     """
     return {
-        "exact": _exactly(options, shape, chunk_alignment, n_window) if options.exact else "False",
+        "exact": _exactly(options, shape, cuts, n_window) if options.exact else "False",
         **{name: str(getattr(options, name)) for name in _OF_CELLS},
         "rope": _said(options, ("rope_scaling", *ROPE_VALUES)) or "the model's own",
     }
 
 
-def _exactly(options: EngineOptions, shape: RowShape, chunk_alignment: int, n_window: int) -> str:
-    if chunk_alignment >= n_window:  # every prompt is one chunk, as with `n_ubatch`
-        chunk_alignment = max(chunk_alignment, options.n_ubatch)
+def _exactly(options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window: int) -> str:
+    if cuts.is_every and cuts.most >= n_window:  # every prompt is one chunk, as with `n_ubatch`
+        cuts = PromptCuts.every(max(cuts.most, options.n_ubatch))
     devices = _said(options, ("flash_attn", *_DEVICES))
     places = f", {devices}" if devices else ""
     version = f"llama-cpp-python {llama_cpp.__version__}"
-    return f"True (pieces of {chunk_alignment}, {shape}, {version}{places})"
+    return f"True (pieces of {cuts}, {shape}, {version}{places})"
 
 
 def _said(options: EngineOptions, names: Sequence[str]) -> str:

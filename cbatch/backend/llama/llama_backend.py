@@ -31,7 +31,15 @@ from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
 from cbatch.checks import readable
-from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, Chunk, StepPlan, StepResult
+from cbatch.core.plan import (
+    ANYWHERE,
+    BROKEN_ROW,
+    N_STEPS_MAX,
+    UNCHANGED,
+    Chunk,
+    StepPlan,
+    StepResult,
+)
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
 from cbatch.logs import Log
@@ -144,7 +152,7 @@ class LlamaBackend:
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
         # exact: a chunk is one run of the graph, with room for one row of every other slot
         n_alone = min(options.n_ubatch, self.n_batch - self.n_slots + 1)
-        self.chunk_alignment = n_alone if options.exact else 0
+        self.cuts = self.shape.cuts(n_alone) if options.exact else ANYWHERE
         self._format = found.format
         self._cells = ContextMemory(
             self.ctx,
@@ -285,7 +293,7 @@ class LlamaBackend:
             teams().join()
         if self._adapters is not None:
             self._adapters.use(self._current, plan.adapters)
-        result = self._runner.run(plan, self.chunk_alignment, self._cells.undo)
+        result = self._runner.run(plan, self._cells.undo, is_exact=self.options.exact)
         if result.n_steps:
             self._cells.add(plan.chunks, result.n_steps, result.tokens)
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
@@ -302,7 +310,7 @@ class LlamaBackend:
         again = tuple(_last_part(plan.chunks[i], result.tokens[i]) for i in broken)
         self._cells.take_back(again)
         self._leave_short(short)
-        found = self._runner.run(StepPlan(again), self.chunk_alignment, self._cells.undo)
+        found = self._runner.run(StepPlan(again), self._cells.undo, is_exact=self.options.exact)
         if not found.n_steps:
             return result
         self._cells.add(again, 1, found.tokens)
@@ -370,7 +378,7 @@ class LlamaBackend:
     @property
     def answer_settings(self) -> Mapping[str, str]:
         """Settings that answers depend on; see `Backend.answer_settings`."""
-        said = answer_settings(self.options, self.shape, self.chunk_alignment, self.n_window)
+        said = answer_settings(self.options, self.shape, self.cuts, self.n_window)
         return {**said, "rope factors": self._rope_factors}
 
     @property
@@ -394,8 +402,8 @@ class LlamaBackend:
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""
-        said = {"pieces": str(self.chunk_alignment), "rope factors": self._rope_factors}
-        if self.chunk_alignment == 1:  # else only chunks of prompts are reused, which are no rows
+        said = {"pieces": str(self.cuts), "rope factors": self._rope_factors}
+        if self.cuts.multiple == 1:  # else only chunks of prompts are reused, which are no rows
             said["rows"] = str(self.shape)
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import Chunk, Slot
+from cbatch.core.plan import Chunk, PromptCuts, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,17 +19,37 @@ N_GROUP = 4
 """Rows that llama.cpp's kernels for repacked weights take together, those that are left over one by one.
 Source: ggml/src/ggml-cpu/repack.cpp, forward_mul_mat_one_chunk."""
 
+CHUNK_ALIGNMENT = 64
+"""Prompts are cut at multiples of this. Attention takes other kernels for fewer rows of one sequence.
+Source: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q; ggml-cpu/ops.cpp, use_tiled."""
+
+N_CUT_LEAST = 4 * CHUNK_ALIGNMENT
+"""Where chunks cannot have as many tokens, every chunk is as long as it can be."""
+
+LAST_CHUNKS = (8, CHUNK_ALIGNMENT)
+"""Fewest tokens of a last chunk that are tried: products in tiles begin at 8 rows.
+Source: ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_min_batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """The numbers of rows that a decoding step may have: multiples of `multiple` from `least` on."""
+    """The numbers of rows that a decoding step may have: multiples of `multiple` from `least` on; and prompts' cuts."""
 
     least: int = 1
     multiple: int = 1
+    n_last: int = 0
+    """Fewest tokens of a prompt's last chunk with which prompts may be cut at any multiple of `CHUNK_ALIGNMENT`;
+    0: each chunk is as long as it can be."""
 
     def width(self, n_rows: int) -> int:
         """Return the rows of a step in which `n_rows` sequences decode."""
         return max(self.least, -(-n_rows // self.multiple) * self.multiple)
+
+    def cuts(self, n_most: int) -> PromptCuts:
+        """Return where prompts are cut whose chunks may have up to `n_most` tokens."""
+        if self.n_last and n_most >= N_CUT_LEAST:
+            return PromptCuts(CHUNK_ALIGNMENT, n_most, self.n_last)
+        return PromptCuts.every(n_most)
 
     @property
     def has_pads(self) -> bool:

@@ -52,18 +52,18 @@ class StepRunner:
             self._matchers.bind(binding)
 
     def run(
-        self, plan: StepPlan, chunk_alignment: int, undo: Callable[[Sequence[Chunk]], bool]
+        self, plan: StepPlan, undo: Callable[[Sequence[Chunk]], bool], *, is_exact: bool
     ) -> StepResult:
         """Compute and sample a plan's chunks; `follow` tells what grammars make of the result.
 
         Args:
             plan: its moves are done, its slots bound.
-            chunk_alignment: where not 0, the shape of a computation must not depend on company.
             undo: takes back the cells of chunks that were computed; False where that is impossible.
+            is_exact: the shape of a computation must not depend on company.
         """
-        if chunk_alignment and any(len(c.tokens) > 1 for c in plan.chunks):
+        if is_exact and any(len(c.tokens) > 1 for c in plan.chunks):
             return self._run_apart(plan.chunks, undo)
-        pads = self._pad_rows.beside(plan.chunks) if chunk_alignment else ()
+        pads = self._pad_rows.beside(plan.chunks) if is_exact else ()
         return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.llama.context import available_cores
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
-from cbatch.backend.llama.pad_rows import RowShape, n_sequences
+from cbatch.backend.llama.pad_rows import LAST_CHUNKS, RowShape, n_sequences
 from cbatch.backend.load import notes
 from cbatch.backend.load.probe import COULD_NOT_RUN
 from cbatch.backend.load.row_shapes import ExactSettings, find_exact
@@ -77,6 +77,7 @@ def _written(found: ExactFinding) -> str:
         "flash_attn": settings.options.flash_attn,
         "least": settings.shape.least,
         "multiple": settings.shape.multiple,
+        "n_last": settings.shape.n_last,
         "probe_s": found.probe_s,
     }
     return json.dumps(said)
@@ -91,14 +92,18 @@ def _read(said: str, options: EngineOptions) -> ExactFinding | None:
                 "flash_attn": "auto" | "on" | "off" as flash_attn,
                 "least": int(least),
                 "multiple": int(multiple),
+                "n_last": int(n_last),
                 "probe_s": float(probe_s),
-            } if 1 <= multiple <= least <= n_sequences(options.n_slots):
+            } if 1 <= multiple <= least <= n_sequences(options.n_slots) and n_last in (
+                0,
+                *LAST_CHUNKS,
+            ):
                 pass
             case _:
                 return None
     except (ValueError, RecursionError):
         return None
     settings = ExactSettings(
-        exactness, replace(options, flash_attn=flash_attn), RowShape(least, multiple)
+        exactness, replace(options, flash_attn=flash_attn), RowShape(least, multiple, n_last)
     )
     return ExactFinding(settings, probe_s, is_remembered=True)

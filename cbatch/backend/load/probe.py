@@ -148,7 +148,7 @@ class Probe:
                 company[i_ours] = self._tokens
                 yield way, alone, self._in_company(company, i_ours)
         yield "when prompts are merged into one step", alone, self._merged(self._tokens)
-        if not self._backend.chunk_alignment:
+        if not self._backend.cuts:
             for n_chunk in (1, 3, 33, 64):
                 way = f"when a prompt is computed in chunks of {n_chunk}"
                 yield way, alone, self._alone(self._tokens, n_chunk)
@@ -176,7 +176,7 @@ class Probe:
         """Compute the sequence's prompt in one step with as many others as fit, in the slot above theirs."""
         self.clear()
         prompt, n_batch = tokens[:-_N_DECODED], self._backend.n_batch
-        n_first = min(len(prompt), self._backend.chunk_alignment or n_batch // 2)
+        n_first = self._n_chunk(prompt, 0, n_batch // 2)
         sizes = accumulate(len(other) - _N_DECODED for other in self._others[:-1])
         company = self._others[: sum(size <= n_batch - n_first for size in sizes)]
         i_ours, is_whole = len(company), n_first == len(prompt)
@@ -199,11 +199,18 @@ class Probe:
         self, slot: Slot, prompt: Sequence[int], n_chunk: int = 0, start: int = 0
     ) -> Logits:
         """Compute a prompt from its token `start` on, alone; return the logits after it."""
-        n_chunk = n_chunk or self._backend.chunk_alignment or self._backend.n_batch
-        for i in range(start, len(prompt), n_chunk):
-            is_last = i + n_chunk >= len(prompt)
-            logits = self.run([Chunk(slot, i, prompt[i : i + n_chunk], has_output=is_last)], 0)
+        n_chunk, end = n_chunk or self._backend.n_batch, start
+        while end < len(prompt):
+            start, end = end, end + self._n_chunk(prompt, end, n_chunk)
+            chunk = Chunk(slot, start, prompt[start:end], has_output=end == len(prompt))
+            logits = self.run([chunk], 0)
         return logits
+
+    def _n_chunk(self, prompt: Sequence[int], start: int, n_most: int) -> int:
+        """Return the tokens of the chunk from `start`: up to `n_most`, or as prompts have to be cut."""
+        if cuts := self._backend.cuts:
+            return cuts.n_chunk(start, len(prompt), self._backend.n_batch)
+        return min(len(prompt) - start, n_most)
 
     def _decode(self, company: Sequence[Sequence[int]], i_ours: int) -> list[Logits]:
         """Decode the last tokens of the sequences in slots 0, 1, …, one a step; return the logits of slot `i_ours`."""

@@ -6,12 +6,20 @@ import random
 from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, n_sequences, shapes
+from cbatch.backend.llama.pad_rows import (
+    ANY_SHAPE,
+    CHUNK_ALIGNMENT,
+    LAST_CHUNKS,
+    N_CUT_LEAST,
+    PAD_TOKEN,
+    n_sequences,
+    shapes,
+)
 from cbatch.backend.load.attention import is_better_off
 from cbatch.backend.load.probe import (
     BITWISE,
@@ -21,7 +29,7 @@ from cbatch.backend.load.probe import (
     probe,
     probed_options,
 )
-from cbatch.backend.load.weight_kernels import has_plain_weights, tiled_experts
+from cbatch.backend.load.weight_kernels import has_plain_weights, may_cut_anywhere, tiled_experts
 from cbatch.core.plan import Chunk, Slot, StepPlan
 from cbatch.errors import CBatchError, EngineError
 
@@ -38,11 +46,11 @@ if TYPE_CHECKING:
 N_ROWS_MAX = 32
 """Widest step that is tried: kernels of the CPU backend change at 16 rows at most. Source: docs/exactness.md."""
 
-_COUNTS = (1, 3, 4, 5, 7, 8, 9, 12, 13, 15, 16, 17, 31)
-"""Rows of steps that are tried, besides the most."""
+_COUNTS = (1, 3, 4, 7, 8, 9, 13, 16, 17, 31)
+"""Rows of steps that are tried, besides the most: on both sides of 8 and 16, with 0 to 3 left over of fours."""
 
-_N_SHORT = 2
-_N_LONG = 512 + _N_SHORT  # above 512: this neighbour has attention look at more cells
+_N_SHORT = 1
+_N_LONG = 320 + _N_SHORT  # above 256: this neighbour has attention look at 512 cells
 _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many rows the same bits
 _N_TRIES = 10  # of the widths of a shape together: each in one to three places
 
@@ -101,7 +109,9 @@ def _find(
     try:
         with model.busy, closing(LlamaBackend(model, small, owns_model=False)) as backend:
             tried = [s for s in possible if s.least <= backend.n_slots and backend.can_pad]
-            found = _Rows(backend, is_stopped).find(tried or [ANY_SHAPE], n_probed)
+            found = _Rows(backend, is_stopped).find(
+                tried or [ANY_SHAPE], n_probed, is_free=may_cut_anywhere(model, options)
+            )
             can_trim = backend.memory.can_trim
     except CBatchError as error:
         return ExactSettings(f"{COULD_NOT_RUN}: {error}", options)
@@ -109,6 +119,18 @@ def _find(
         return ExactSettings(found, options)
     exactness = BITWISE if can_trim else probe(model, options, is_stopped, found)
     return ExactSettings(exactness, options, found if exactness == BITWISE else ANY_SHAPE)
+
+
+_Computed: TypeAlias = "tuple[Logits, NDArray[np.uint8] | None]"
+"""Logits after the last token, and all that a slot holds."""
+
+
+def _are_alike(a: _Computed, b: _Computed) -> bool:
+    """Whether logits and cells are the same bits."""
+    (logits, cells), (others, other_cells) = a, b
+    if cells is None or other_cells is None:
+        return False
+    return not difference(logits, others) and np.array_equal(cells, other_cells)
 
 
 class _Rows(Probe):
@@ -125,6 +147,8 @@ class _Rows(Probe):
         sizes[0] = min(_N_LONG, n_most)
         self._texts = [dice.choices(range(n_vocab), k=n) for n in sizes]
         self._next = [dice.choices(range(n_vocab), k=_N_TOKENS) for _ in self._texts]
+        self._whole: _Computed | None = None
+        """What the beginning of the long text gave in as few chunks as it can have."""
         self._known: dict[tuple[int, int], Logits] = {}
         """Logits after each text and each of its next tokens, all slots in one step."""
         self._saved: dict[int, NDArray[np.uint8]] = {}
@@ -132,8 +156,11 @@ class _Rows(Probe):
         self._found: dict[int, float] = {}
         """By how much logits of steps of each width that was tried differ from these at most."""
 
-    def find(self, tried: Sequence[RowShape], n_rows: int) -> RowShape | str:
-        """Return the first shape in which no logits depend on the step, or why there is none."""
+    def find(self, tried: Sequence[RowShape], n_rows: int, *, is_free: bool) -> RowShape | str:
+        """Return the first shape in which no logits depend on the step, or why there is none.
+
+        Where `is_free`, prompts may be cut at more places than they have to be.
+        """
         self._fill()
         for i_token in range(_N_TOKENS):
             self._most_difference(range(self._backend.n_slots), i_token)
@@ -148,6 +175,7 @@ class _Rows(Probe):
             widths = {shape.width(n) for n in (*_COUNTS, n_rows) if n <= n_rows}
             refusal = self._refusal(sorted(widths))
             if not refusal:
+                shape = replace(shape, n_last=self._n_last() if is_free else 0)
                 return self._refusal_of_likes() or shape
         return refusal
 
@@ -177,7 +205,7 @@ class _Rows(Probe):
         self.clear()
         n_last = len(self._texts[-1])
         if n_first := len(self._texts[0]) - n_last:
-            self.prefill(Slot(0), self._texts[0][:n_first])
+            self._whole = self.prefill(Slot(0), self._texts[0][:n_first]), self._state()
         for i in range(n_last):
             chunks = [
                 Chunk(Slot(slot), i + n_first * (slot == 0), (text[i - n_last],), has_output=True)
@@ -187,6 +215,50 @@ class _Rows(Probe):
         self._saved = {}
         if not self._backend.take_back(()) and self._backend.memory.can_save:
             self._save()
+
+    # ---- cuts of prompts ----
+
+    def _n_last(self) -> int:
+        """Return the fewest tokens of a last chunk with which a prompt's cuts change no bits; 0 where they do.
+
+        Prompts are computed in one chunk and in two, cut at a multiple; logits and all cells are compared.
+        """
+        text, cuts = self._texts[0], self._backend.cuts
+        n_first, n_most = len(text) - len(self._texts[-1]), LAST_CHUNKS[-1]
+        can_try = cuts.most >= N_CUT_LEAST and n_first >= 3 * CHUNK_ALIGNMENT
+        if self._whole is None or self._whole[1] is None or not can_try:
+            return 0
+        start = (n_first - n_most) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+        if not _are_alike(self._computed(start, n_first), self._whole):
+            return 0
+        for n_last in LAST_CHUNKS:
+            end = (
+                CHUNK_ALIGNMENT + n_last + 1
+            )  # one more than a multiple of what kernels take together
+            if _are_alike(self._computed(CHUNK_ALIGNMENT, end), self._computed(0, end)):
+                return n_last
+        return 0
+
+    def _computed(self, start: int, end: int) -> _Computed:
+        """Return what the long text's first `end` tokens give with a cut at `start`."""
+        text, slot = self._texts[0], Slot(0)
+        if start and self._backend.memory.can_trim and self._backend.n_cells[0] >= start:
+            self._backend.run(StepPlan((), trims=((slot, start),)))
+        else:
+            self.clear()
+            if start:
+                self.run([Chunk(slot, 0, text[:start], has_output=False)], 0)
+        logits = self.run([Chunk(slot, start, text[start:end], has_output=True)], 0)
+        return logits, self._state()
+
+    def _state(self) -> NDArray[np.uint8] | None:
+        """Return what the first slot holds; None where that cannot be saved."""
+        if not self._backend.memory.can_save:
+            return None
+        self._backend.run(StepPlan((), saves=((Slot(0), 0),)))
+        return self._backend.export_state(0)
+
+    # ---- back to the texts ----
 
     def _save(self) -> None:
         slots = [Slot(i) for i in range(self._backend.n_slots)]

@@ -40,17 +40,35 @@ def has_plain_weights(model: LlamaModel) -> bool:
 
 def tiled_experts(model: LlamaModel, options: EngineOptions) -> str:
     """Return why experts depend on company: their kernel changes at 8 rows that choose the same one; else nothing."""
-    on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
-    if on_device or n_sequences(options.n_slots) < _N_TILED or not _has_tiles():
+    if n_sequences(options.n_slots) < _N_TILED or _is_on_device(options):
         return ""
-    for name, type in _types(model_parts(model.name)):
-        if "_exps." in name and type in _TILED:
-            return (
-                f"experts in {_TILED[type]} ({name}) have another kernel where {_N_TILED} rows of a step choose "
-                "the same one, so logits depend on company: set GGML_CPU_TILED_MM=0 before the program starts, use "
-                f"parallel={N_GROUP} or less, or a file with experts in q8_0, q4_0, f16 or bf16"
-            )
+    for name, type in _tiled_experts(model):
+        return (
+            f"experts in {_TILED[type]} ({name}) have another kernel where {_N_TILED} rows of a step choose "
+            "the same one, so logits depend on company: set GGML_CPU_TILED_MM=0 before the program starts, use "
+            f"parallel={N_GROUP} or less, or a file with experts in q8_0, q4_0, f16 or bf16"
+        )
     return ""
+
+
+def may_cut_anywhere(model: LlamaModel, options: EngineOptions) -> bool:
+    """Whether no kernel is known that depends on how many tokens of a prompt are computed together.
+
+    Devices have such kernels, and a chunk's tokens are each other's company where they choose experts.
+    """
+    return not (_is_on_device(options) or _tiled_experts(model))
+
+
+def _is_on_device(options: EngineOptions) -> bool:
+    return bool(llama_cpp.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
+
+
+def _tiled_experts(model: LlamaModel) -> Sequence[tuple[str, int]]:
+    """Return the names and types of experts that have another kernel for many rows."""
+    if not _has_tiles():
+        return ()
+    types = _types(model_parts(model.name))
+    return [(name, type) for name, type in types if "_exps." in name and type in _TILED]
 
 
 def _has_tiles() -> bool:

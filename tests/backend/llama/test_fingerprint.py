@@ -22,6 +22,7 @@ from cbatch.backend.llama.fingerprint import (
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, RowShape
 from cbatch.backend.load.open_model import open_model
+from cbatch.core.plan import ANYWHERE, PromptCuts
 from cbatch.engine_options import EngineOptions
 from tests.backend.slots import make_backends
 
@@ -225,8 +226,8 @@ def test_settings_that_cells_do_not_depend_on_change_nothing(
 def test_answers_depend_on_what_changes_more_than_the_rounding(
     given: dict[str, Any], names: set[str]
 ) -> None:
-    plain = answer_settings(EngineOptions(), ANY_SHAPE, 0, 2048)
-    other = answer_settings(EngineOptions(**given), ANY_SHAPE, 0, 2048)
+    plain = answer_settings(EngineOptions(), ANY_SHAPE, ANYWHERE, 2048)
+    other = answer_settings(EngineOptions(**given), ANY_SHAPE, ANYWHERE, 2048)
     assert {name for name in plain if plain[name] != other[name]} == names
 
 
@@ -234,19 +235,25 @@ def test_answers_depend_on_what_changes_more_than_the_rounding(
     "given", [{"n_gpu_layers": 3}, {"offload_kqv": False}, {"flash_attn": "off"}]
 )
 def test_exact_answers_depend_on_what_changes_the_rounding(given: dict[str, Any]) -> None:
-    exact = answer_settings(EngineOptions(exact=True), ANY_SHAPE, 512, 2048)
-    assert exact != answer_settings(EngineOptions(exact=True), ANY_SHAPE, 64, 2048)
-    assert exact != answer_settings(EngineOptions(exact=True, **given), ANY_SHAPE, 512, 2048)
-    assert exact != answer_settings(EngineOptions(exact=True), RowShape(2, 1), 512, 2048)
+    exact = answer_settings(EngineOptions(exact=True), ANY_SHAPE, PromptCuts.every(512), 2048)
+    assert exact != answer_settings(
+        EngineOptions(exact=True), ANY_SHAPE, PromptCuts.every(64), 2048
+    )
+    assert exact != answer_settings(
+        EngineOptions(exact=True, **given), ANY_SHAPE, PromptCuts.every(512), 2048
+    )
+    assert exact != answer_settings(
+        EngineOptions(exact=True), RowShape(2, 1), PromptCuts.every(512), 2048
+    )
     alike = EngineOptions(exact=True, parallel=3, n_threads=7)
-    assert exact == answer_settings(alike, ANY_SHAPE, 512, 2048)
+    assert exact == answer_settings(alike, ANY_SHAPE, PromptCuts.every(512), 2048)
 
 
 def test_exact_answers_do_not_depend_on_slots_where_no_prompt_is_cut(make: MakeBackend) -> None:
     two, three = (
         make("partitioned", exact=True, parallel=n, n_ctx=None, ctx_per_seq=256) for n in (2, 3)
     )
-    assert two.chunk_alignment != three.chunk_alignment
+    assert two.cuts != three.cuts
     assert two.answer_settings == three.answer_settings
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.model import LlamaModel
 
 OPTIONS = EngineOptions(parallel=4, ctx_per_seq=256, exact=True, n_threads=1)
-SHAPE = RowShape(4, 4)
+SHAPE = RowShape(4, 4, 8)
 
 
 class Search:
@@ -137,6 +137,8 @@ def change_last_byte(path: Path) -> None:
         {"multiple": 8},
         {"multiple": 0},
         {"least": None},
+        {"n_last": 7},
+        {"n_last": None},
         {"probe_s": "long"},
     ],
     ids=lambda wrong: str(wrong)[:20],
@@ -150,6 +152,7 @@ def test_damaged_finding_is_ignored(
         "flash_attn": "off",
         "least": 4,
         "multiple": 4,
+        "n_last": 8,
         "probe_s": 1.0,
     }
     said = wrong if isinstance(wrong, str) else json.dumps({**right, **wrong})

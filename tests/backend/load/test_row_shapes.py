@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,12 @@ Touch = Callable[[LlamaBackend, "Slot"], float]
 """What a slot's logits hold after the last step, by what was computed in it."""
 
 PARALLEL = 17
-WHOLE = RowShape(20, 20)
+N_LAST = 64
+"""Fewest tokens of a last chunk with flash attention, which takes fewer one by one."""
+N_LAST_WITHOUT = 8
+"""The same without: the fewest that are tried."""
+
+WHOLE = RowShape(20, 20, N_LAST)
 """One width alone, of 17 slots."""
 
 
@@ -141,7 +147,16 @@ def has_likes(backend: LlamaBackend, slot: Slot) -> float:
 
 
 def has_long_company(backend: LlamaBackend, slot: Slot) -> float:
-    return float(slot != 0 and any(c.slot == 0 and c.start > 512 for c in backend.last_chunks))
+    return float(slot != 0 and any(c.slot == 0 and c.start > 256 for c in backend.last_chunks))
+
+
+def is_short_chunk(backend: LlamaBackend, slot: Slot) -> float:
+    return float(1 < len(backend.last_chunks[0].tokens) < 64)
+
+
+def each_chunk(backend: LlamaBackend, slot: Slot) -> float:
+    n_tokens = len(backend.last_chunks[0].tokens)
+    return float(n_tokens if n_tokens > 1 else 0)
 
 
 # ---- what is found ----
@@ -150,12 +165,12 @@ def has_long_company(backend: LlamaBackend, slot: Slot) -> float:
 @pytest.mark.parametrize(
     ("touch", "is_plain", "shape"),
     [
-        (nothing, True, RowShape(2, 1)),
-        (nothing, False, RowShape(8, 4)),
-        (is_narrow, True, RowShape(8, 4)),
-        (is_narrow, False, RowShape(8, 4)),
-        (is_left_over, True, RowShape(4, 4)),
-        (is_left_over, False, RowShape(8, 4)),
+        (nothing, True, RowShape(2, 1, N_LAST)),
+        (nothing, False, RowShape(8, 4, N_LAST)),
+        (is_narrow, True, RowShape(8, 4, N_LAST)),
+        (is_narrow, False, RowShape(8, 4, N_LAST)),
+        (is_left_over, True, RowShape(4, 4, N_LAST)),
+        (is_left_over, False, RowShape(8, 4, N_LAST)),
         (each_width, True, WHOLE),
         (each_width, False, WHOLE),
     ],
@@ -204,7 +219,7 @@ def test_rows_that_differ_without_a_number_between_them_differ(
     def touch(backend: LlamaBackend, slot: Slot) -> float:
         return touched if 1 < width_of(backend) < 8 else 0.0
 
-    assert find(monkeypatch, model, touch).shape == RowShape(8, 4)
+    assert find(monkeypatch, model, touch).shape == RowShape(8, 4, N_LAST)
 
 
 def test_rows_that_are_nan_in_company_of_likes_are_refused(
@@ -225,6 +240,49 @@ def test_width_of_more_slots_than_are_tried_is_never_another_one(
     assert found.exactness != BITWISE or widths == {n_sequences(n_slots)}
 
 
+# ---- cuts of prompts ----
+
+
+@pytest.mark.parametrize(("touch", "n_last"), [(nothing, 8), (is_short_chunk, 64), (each_chunk, 0)])
+def test_last_chunk_is_the_shortest_with_which_cuts_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, n_last: int
+) -> None:
+    found = find(monkeypatch, model, touch, flash_attn="off")
+    assert (found.exactness, found.shape.n_last) == (BITWISE, n_last)
+
+
+@pytest.mark.parametrize("given", [{"n_ubatch": 128}, {"n_batch": 250}], ids=str)
+def test_prompts_are_cut_where_they_must_be_in_what_is_too_small(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, given: dict[str, Any]
+) -> None:
+    found = find(monkeypatch, model, nothing, **given)
+    assert (found.exactness, found.shape) == (BITWISE, RowShape(2, 1))
+    with closing(
+        LlamaBackend(model, found.options, owns_model=False, shape=found.shape)
+    ) as backend:
+        assert backend.cuts.is_every
+
+
+def test_cells_that_differ_by_a_cut_are_found_where_logits_do_not(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
+) -> None:
+    export = LlamaBackend.export_state
+
+    def export_state(backend: LlamaBackend, key: int) -> NDArray[np.uint8]:
+        export(backend, key)
+        return np.array([len(backend.last_chunks[0].tokens) % 251], np.uint8)
+
+    monkeypatch.setattr(LlamaBackend, "export_state", export_state)
+    assert find(monkeypatch, model, nothing).shape == RowShape(2, 1)
+
+
+def test_experts_that_choose_kernels_by_company_leave_cuts_where_they_must_be(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
+) -> None:
+    monkeypatch.setattr(row_shapes, "may_cut_anywhere", lambda model, options: False)
+    assert find(monkeypatch, model, nothing).shape == RowShape(2, 1)
+
+
 # ---- flash attention ----
 
 
@@ -238,7 +296,7 @@ def test_flash_attention_is_turned_off_where_that_is_enough(
 ) -> None:
     found = find(monkeypatch, model, is_by_flash_attention)
     assert (found.exactness, found.options.flash_attn) == (BITWISE, "off")
-    assert found.shape == RowShape(2, 1)
+    assert found.shape == RowShape(2, 1, N_LAST_WITHOUT)
 
 
 @pytest.mark.parametrize("given", [{"flash_attn": "on"}, {"cache_type_v": "q8_0"}], ids=str)
@@ -288,7 +346,11 @@ def test_flash_attention_is_off_first_where_that_is_faster(
 
 @pytest.mark.parametrize(
     ("touch", "shape"),
-    [(nothing, RowShape(2, 1)), (is_narrow, RowShape(8, 4)), (each_width, WHOLE)],
+    [
+        (nothing, RowShape(2, 1, N_LAST_WITHOUT)),
+        (is_narrow, RowShape(8, 4, N_LAST_WITHOUT)),
+        (each_width, RowShape(20, 20, N_LAST_WITHOUT)),
+    ],
 )
 def test_memory_that_cannot_be_cut_has_a_shape_too(
     monkeypatch: pytest.MonkeyPatch, states: LlamaModel, touch: Touch, shape: RowShape
@@ -304,7 +366,7 @@ def test_memory_that_cannot_be_cut_is_tried_without_flash_attention(
         return is_first_row(backend, slot) * (backend.options.flash_attn != "off")
 
     found = find(monkeypatch, states, touch)
-    assert (found.exactness, found.shape) == (BITWISE, RowShape(2, 1))
+    assert (found.exactness, found.shape) == (BITWISE, RowShape(2, 1, N_LAST_WITHOUT))
     assert found.options.flash_attn == "off"
 
 
