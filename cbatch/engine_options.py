@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
 
+BITWISE = "bitwise"
+"""What `Engine.exactness` says where `exact=True` holds."""
+
 DEFAULT_CHECKPOINT_MIB = 1024
 """Where nobody knows how much memory is free. Our choice."""
 

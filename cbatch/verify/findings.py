@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from cbatch.engine_options import BITWISE
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -12,7 +14,6 @@ _HEADINGS = (
     *("model", "loads", "alone equals company", "shares", "checkpoints", "exact"),
     *("tokens/s", "KiB a slot"),
 )
-_BITWISE = "bitwise"
 _TOGETHER = "together"
 
 
@@ -62,7 +63,7 @@ class Finding:
             return (self.model, f"no: {self.end}", *[""] * 6)
         if self.refusal:
             return (self.model, f"no: {self.refusal}", *[""] * 6)
-        is_exact = self.exactness.startswith(_BITWISE)
+        is_exact = self.exactness.startswith(BITWISE)
         n_bytes = self.n_slot_bytes
         return (
             self.model,

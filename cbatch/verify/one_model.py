@@ -8,7 +8,6 @@ import sys
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from cbatch.backend.load.loader import describe_model, load_backend
@@ -18,6 +17,7 @@ from cbatch.errors import CBatchError, ConfigError, ModelLoadError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.verify.findings import Finding
+from cbatch.verify.rate import output_rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +70,7 @@ def _tried(found: Finding, engine: Engine, path: Path) -> Finding:
         for i, prompt, a, b in zip(count(1), prompts, expected, results, strict=False)
         if (by := difference(a.logprobs or (), b.logprobs or (), rounding))
     ]
+    timed = [tokens.take(_N_OWN) for _ in range(engine.parallel)]
     return replace(
         found,
         company=engine.company,
@@ -77,7 +78,7 @@ def _tried(found: Finding, engine: Engine, path: Path) -> Finding:
         n_compared=sum(len(result.token_ids) for result in results),
         shared=_shared(engine, tokens),
         resumed=_resumed(engine, tokens),
-        tokens_per_s=_rate(engine, tokens),
+        tokens_per_s=output_rate(engine, timed, _N_TIMED),
     )
 
 
@@ -140,15 +141,6 @@ def _resumed(engine: Engine, tokens: _Tokens) -> float:
     for _ in range(3):
         [result] = _answers(engine, [(*common, *tokens.take(_N_OWN))])
     return result.usage.cached_tokens / len(common)
-
-
-def _rate(engine: Engine, tokens: _Tokens) -> float:
-    """Return the output tokens a second of all slots, short prompts included."""
-    said = {"temperature": 0, "max_tokens": _N_TIMED, "ignore_eos": True}
-    items = [BatchPrompt(tokens=tokens.take(_N_OWN)) for _ in range(engine.parallel)]
-    start_s = perf_counter()
-    results = engine.run(items, options=said).results()
-    return sum(len(r.token_ids) for r in results) / (perf_counter() - start_s)
 
 
 def _exactness(path: Path, n_slots: int) -> str:

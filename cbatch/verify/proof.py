@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.load.loader import describe_model, find_widths
-from cbatch.engine_options import EngineOptions
+from cbatch.backend.llama.row_digests import DigestingStepper, RowDigests
+from cbatch.backend.load.loader import describe_model, find_widths, load_backend
+from cbatch.engine import Engine
+from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
+from cbatch.verify.rate import output_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from cbatch.engine import Engine
     from cbatch.response import BatchResult
-
-BITWISE = "bitwise"
 
 _SHORTEST, _LONGEST = 3, 600
 _N_OUTPUT, _N_TIMED = 12, 48
@@ -47,10 +47,26 @@ class Check:
     name: str
     n_tokens: int
     n_equal: int
-    """Tokens that are the same, with the same log-probabilities to the bit."""
+    """Tokens that are the same, sampled from the same row of logits to the bit."""
     n_cached: int
     """Prompt tokens that were not computed again."""
     n_pad_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What an engine answered, the number of each prompt being its seed."""
+
+    results: Sequence[BatchResult]
+    rows: RowDigests
+
+    def sampled(self) -> list[tuple[int, bytes | None]]:
+        """Return each token of the answers and the digest of the logits that it was sampled from."""
+        return [
+            (token, self.rows.get((i, result.usage.prompt_tokens - 1 + k)))
+            for i, result in enumerate(self.results)
+            for k, token in enumerate(result.token_ids)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +162,13 @@ def prove(
         return proof
     items = _items(n_prompts, said["n_window"], said["n_vocab"])
     tell("each prompt alone")
-    with _engine(path, proof, exact=True, share_prefixes=False) as engine:
-        alone = [engine.submit(item).result() for item in items]
+    engine, rows = _recording(path, proof, share_prefixes=False)
+    with engine:
+        alone = Answers([engine.submit(item).result() for item in items], rows)
     for name, settings in _CHECKS:
         tell(name)
-        proof.checks.append(
-            compare(name, _engine(path, proof, exact=True, **settings), items, alone)
-        )
-    margins = sorted(_margins(alone), key=lambda tie: tie.margin)
+        proof.checks.append(compare(name, *_recording(path, proof, **settings), items, alone))
+    margins = sorted(_margins(alone.results), key=lambda tie: tie.margin)
     proof.ties = margins[:_N_TIES]
     proof.median_margin = median(tie.margin for tie in margins) if margins else 0.0
     for name, n in ((f"{proof.parallel} at once", proof.parallel), ("one", 1)):
@@ -166,8 +181,17 @@ def _engine(path: Path, proof: Proof, **settings: Any) -> Engine:
     return load(path, parallel=proof.parallel, ctx_per_seq=proof.n_window, **settings)
 
 
+def _recording(path: Path, proof: Proof, **settings: Any) -> tuple[Engine, RowDigests]:
+    """Return an exact engine, and where it keeps digests of its rows of logits."""
+    rows: RowDigests = {}
+    sizes: dict[str, Any] = {"parallel": proof.parallel, "ctx_per_seq": proof.n_window}
+    options = EngineOptions(exact=True, **sizes, **settings)
+    backend, _ = load_backend(path, options, stepper=partial(DigestingStepper, rows=rows))
+    return Engine(backend, schedule=options), rows
+
+
 def _items(n_prompts: int, n_window: int, n_vocab: int) -> list[BatchPrompt]:
-    """Return different prompts, most of them short, the longest with a common beginning."""
+    """Return different prompts, most of them short, the longest with a common beginning; seeds tell them apart."""
     dice, longest = random.Random(1), max(_SHORTEST, min(_LONGEST, n_window - _N_OUTPUT))
     last = max(1, n_prompts - 1)
     sizes = [_SHORTEST + round((i / last) ** 3 * (longest - _SHORTEST)) for i in range(n_prompts)]
@@ -176,26 +200,23 @@ def _items(n_prompts: int, n_window: int, n_vocab: int) -> list[BatchPrompt]:
     for i in range(n_prompts // 6):
         made[-1 - i] = [*made[-1][:n_common], *dice.choices(range(n_vocab), k=_N_OWN)]
     options = {"temperature": 0, "max_tokens": _N_OUTPUT, "ignore_eos": True, "logprobs": 2}
-    return [BatchPrompt(tokens=tokens, options=options) for tokens in made]
+    return [BatchPrompt(tokens=t, options={**options, "seed": i}) for i, t in enumerate(made)]
 
 
 def compare(
-    name: str, made: Engine, items: Sequence[BatchPrompt], alone: Sequence[BatchResult]
+    name: str, made: Engine, rows: RowDigests, items: Sequence[BatchPrompt], alone: Answers
 ) -> Check:
     """Return how the answers of an engine, which is closed then, are beside those that were computed alone."""
     with made as engine:
-        found = engine.run(items).results()
+        found = Answers(engine.run(items).results(), rows)
         n_pad_rows = engine.stats().n_pad_rows
-    pairs = [
-        pair
-        for a, b in zip(alone, found, strict=True)
-        for pair in zip(a.logprobs or (), b.logprobs or (), strict=True)
-    ]
+    expected = alone.sampled()
+    pairs = list(zip(expected, found.sampled(), strict=True))
     return Check(
         name,
         n_tokens=len(pairs),
-        n_equal=sum(a == b for a, b in pairs),
-        n_cached=sum(result.usage.cached_tokens for result in found),
+        n_equal=sum(a == b and b[1] is not None for a, b in pairs),
+        n_cached=sum(result.usage.cached_tokens for result in found.results),
         n_pad_rows=n_pad_rows,
     )
 
@@ -225,11 +246,7 @@ def _price(name: str, path: Path, proof: Proof, n_at_once: int, n_vocab: int) ->
 
 def _rate(engine: Engine, n_at_once: int, n_vocab: int) -> float:
     dice = random.Random(2)
-    said = {"temperature": 0, "max_tokens": _N_TIMED, "ignore_eos": True}
-    rates = []
-    for _ in range(_N_RUNS):
-        texts = [dice.choices(range(n_vocab), k=_N_OWN) for _ in range(n_at_once)]
-        start_s = perf_counter()
-        results = engine.run([BatchPrompt(tokens=t) for t in texts], options=said).results()
-        rates.append(sum(len(r.token_ids) for r in results) / (perf_counter() - start_s))
-    return max(rates)
+    prompts = (
+        [dice.choices(range(n_vocab), k=_N_OWN) for _ in range(n_at_once)] for _ in range(_N_RUNS)
+    )
+    return max(output_rate(engine, of_run, _N_TIMED) for of_run in prompts)

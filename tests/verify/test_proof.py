@@ -14,7 +14,7 @@ from cbatch.backend.load.loader import find_widths
 from cbatch.cli.verify_page import lines_of, proof_page, ranges
 from cbatch.engine_options import EngineOptions
 from cbatch.verify import proof as proof_module
-from cbatch.verify.proof import Check, Price, Proof, Tie
+from cbatch.verify.proof import Answers, Check, Price, Proof, Tie
 from tests.cli.conftest import invoke
 
 if TYPE_CHECKING:
@@ -120,13 +120,12 @@ def test_answer_that_differs_is_found(
 ) -> None:
     real = proof_module.compare
 
-    def check(name: str, made: Any, items: Any, alone: Any) -> Check:
-        first = alone[0].logprobs[0]
-        other = replace(first, logprob=first.logprob + 1e-6)
-        changed = replace(alone[0], logprobs=(other, *alone[0].logprobs[1:]))
-        return real(name, made, items, [changed, *alone[1:]])
+    def compare(name: str, made: Any, rows: Any, items: Any, alone: Answers) -> Check:
+        first = next(iter(alone.rows))
+        other = replace(alone, rows={**alone.rows, first: b"another row"})
+        return real(name, made, rows, items, other)
 
-    monkeypatch.setattr(proof_module, "compare", check)
+    monkeypatch.setattr(proof_module, "compare", compare)
     done = invoke("verify", zoo("llama-f16"), "--count", 3)
     assert done.exit_code == 1
     assert "in company: only 35 of 36 tokens as alone" in done.stdout

@@ -15,6 +15,7 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.checkpoint_budget import described_mib
@@ -22,11 +23,12 @@ from cbatch.backend.load.company import BY_EXACT, find_company, find_known
 from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
-from cbatch.backend.load.probe import BITWISE, probe
+from cbatch.backend.load.probe import probe
 from cbatch.backend.load.row_shapes import width_classes
 from cbatch.backend.load.sizing import check_fits, find_room, settle
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.checks import check_path, readable, reading
+from cbatch.engine_options import BITWISE
 from cbatch.errors import ConfigError
 from cbatch.interrupts import Postponed
 from cbatch.logs import Log
@@ -51,6 +53,7 @@ def load_backend(
     is_stopped: Callable[[], bool] = bool,
     *,
     n_sharing: int = 1,
+    stepper: Callable[..., NativeStepper] = NativeStepper,
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and a function that runs the exactness probe.
 
@@ -62,12 +65,14 @@ def load_backend(
         look_ahead: prompts that will come, to decide them by.
         is_stopped: called now and then; once it is true, loading ends with a `CBatchError`.
         n_sharing: processes that load this model and share the free memory.
+        stepper: what runs steps, called as `NativeStepper` is.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: `exact` is set and the probe found a difference.
     """
-    return run_in_fresh_thread(partial(_load, model, options, look_ahead, is_stopped, n_sharing))
+    load = partial(_load, model, options, look_ahead, is_stopped, n_sharing, stepper)
+    return run_in_fresh_thread(load)
 
 
 def n_bytes_on_cpu(model: Any, options: EngineOptions) -> int | None:
@@ -204,6 +209,7 @@ def _load(
     look_ahead: LookAhead | None,
     is_stopped: Callable[[], bool],
     n_sharing: int,
+    stepper: Callable[..., NativeStepper],
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
@@ -212,7 +218,7 @@ def _load(
         room = find_room(loaded, options, n_sharing=n_sharing)
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
-        backend, ask, proof = _make_backend(loaded, settled, is_stopped)
+        backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
         if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
         if _log.has_info:
@@ -300,11 +306,14 @@ def _opened(
 
 
 def _make_backend(
-    loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+    loaded: LlamaModel,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    stepper: Callable[..., NativeStepper],
 ) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
     """Make a backend, and another that computes one sequence at a time where several are computed wrongly."""
     found = find_known(loaded, options)
-    made = _make_untried(loaded, found.options if found else options, is_stopped)
+    made = _make_untried(loaded, found.options if found else options, is_stopped, stepper)
     if found is None:
         try:
             found = find_company(made[0], is_stopped)
@@ -313,7 +322,7 @@ def _make_backend(
             raise
         if not found.is_sound:
             _discard(made[0])
-            made = _make_untried(loaded, found.options, is_stopped)
+            made = _make_untried(loaded, found.options, is_stopped, stepper)
     made[0].company = found.text
     if not found.is_sound:
         _log.warn("%s: %s", readable(loaded.name), found.text)
@@ -326,7 +335,10 @@ def _discard(backend: LlamaBackend) -> None:
 
 
 def _make_untried(
-    loaded: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+    loaded: LlamaModel,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    stepper: Callable[..., NativeStepper],
 ) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
     ask: Callable[[], str] = partial(_until_struck, partial(probe, loaded, options))
     shape, proof = ANY_SHAPE, None
@@ -338,7 +350,8 @@ def _make_untried(
         ask, options, shape = partial(str, found.exactness), found.options, found.shape
     adapters = Adapters(loaded, options.adapters or {})
     try:
-        return LlamaBackend(loaded, options, adapters=adapters, shape=shape), ask, proof
+        made = LlamaBackend(loaded, options, stepper=stepper, adapters=adapters, shape=shape)
+        return made, ask, proof
     except BaseException:
         adapters.close()
         raise

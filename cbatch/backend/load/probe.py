@@ -19,6 +19,7 @@ import numpy as np
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.engine_options import BITWISE
 from cbatch.errors import CBatchError, EngineError
 from cbatch.options import GREEDY
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     Logits = NDArray[np.float32]
 
-BITWISE = "bitwise"
 COULD_NOT_RUN = "not guaranteed: the probe could not run"
 _NOT_ASKED = (
     "not guaranteed: the probe found no difference, but prompts are cut to fit each step; "

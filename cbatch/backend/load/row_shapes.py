@@ -22,7 +22,6 @@ from cbatch.backend.llama.pad_rows import (
 )
 from cbatch.backend.load.attention import is_better_off
 from cbatch.backend.load.probe import (
-    BITWISE,
     COULD_NOT_RUN,
     Probe,
     difference,
@@ -31,6 +30,7 @@ from cbatch.backend.load.probe import (
 )
 from cbatch.backend.load.weight_kernels import has_plain_weights, may_cut_anywhere, tiled_experts
 from cbatch.core.plan import Chunk, Slot, StepPlan
+from cbatch.engine_options import BITWISE
 from cbatch.errors import CBatchError, EngineError
 
 if TYPE_CHECKING:

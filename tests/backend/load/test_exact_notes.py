@@ -16,9 +16,9 @@ from cbatch.backend.llama.pad_rows import RowShape
 from cbatch.backend.load import exact_notes, notes
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model
-from cbatch.backend.load.probe import BITWISE, COULD_NOT_RUN
+from cbatch.backend.load.probe import COULD_NOT_RUN
 from cbatch.backend.load.row_shapes import ExactSettings
-from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.logs import FIELDS
 
 if TYPE_CHECKING:

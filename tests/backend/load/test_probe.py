@@ -12,10 +12,10 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load import probe as probe_module
 from cbatch.backend.load.open_model import open_model
-from cbatch.backend.load.probe import BITWISE, probe
+from cbatch.backend.load.probe import probe
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine
-from cbatch.engine_options import EngineOptions, ScheduleOptions
+from cbatch.engine_options import BITWISE, EngineOptions, ScheduleOptions
 from cbatch.loading import load
 from cbatch.runtime.local import LocalRuntime
 from tests.oracle.python_stepper import PythonStepper

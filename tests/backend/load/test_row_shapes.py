@@ -19,9 +19,8 @@ from cbatch.backend.load import probe as probe_module
 from cbatch.backend.load import row_shapes
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
-from cbatch.backend.load.probe import BITWISE
 from cbatch.backend.load.row_shapes import ExactSettings, find_exact
-from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.loading import load
 
 if TYPE_CHECKING:
