@@ -251,7 +251,7 @@ def test_last_chunk_is_the_shortest_with_which_cuts_change_nothing(
 
 
 @pytest.mark.parametrize("given", [{"n_ubatch": 128}, {"n_batch": 250}], ids=str)
-def test_prompts_are_cut_where_they_must_be_in_what_is_too_small(
+def test_cuts_are_fixed_in_what_is_too_small(
     monkeypatch: pytest.MonkeyPatch, model: LlamaModel, given: dict[str, Any]
 ) -> None:
     found = find(monkeypatch, model, nothing, **given)
@@ -275,7 +275,7 @@ def test_cells_that_differ_by_a_cut_are_found_where_logits_do_not(
     assert find(monkeypatch, model, nothing).shape == RowShape(2, 1)
 
 
-def test_experts_that_choose_kernels_by_company_leave_cuts_where_they_must_be(
+def test_experts_whose_kernels_depend_on_company_leave_cuts_fixed(
     monkeypatch: pytest.MonkeyPatch, model: LlamaModel
 ) -> None:
     monkeypatch.setattr(row_shapes, "may_cut_anywhere", lambda model, options: False)
