@@ -16,8 +16,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load.company import Company, find_company, find_known
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
-from cbatch.backend.load.probe import BITWISE
-from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.errors import EngineError
 from cbatch.messages import BatchPrompt
 from tests.backend.lora import write_lora
