@@ -96,10 +96,10 @@ def test_answers_are_the_same_bits_alone_in_company_and_in_turns(
 def test_answers_from_cells_on_disk_are_the_same_bits(
     zoo: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
-    dice, common = random.Random(4), random.Random(3).choices(range(1, N_VOCAB), k=170)
+    dice, common = random.Random(4), random.Random(3).choices(range(1, N_VOCAB), k=160)
     asked = [
         BatchPrompt(tokens=[*common, *dice.choices(range(1, N_VOCAB), k=n)], options=ANSWER)
-        for n in (5, 30, 70)
+        for n in (40, 65, 80)
     ]
     with load(zoo(name), SMALL, share_prefixes=False) as engine:
         alone = answers([engine.submit(item).result() for item in asked])
