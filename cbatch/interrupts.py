@@ -45,11 +45,15 @@ class Postponed:
 
     def __enter__(self) -> Postponed:
         if threading.current_thread() is threading.main_thread():
-            for number in _NUMBERS:
-                before = _signal.getsignal(number)
-                if callable(before):
-                    self._before[number] = before
-                    _signal.signal(number, self._handle)
+            try:
+                for number in _NUMBERS:
+                    before = _signal.getsignal(number)
+                    if callable(before):
+                        self._before[number] = before
+                        _signal.signal(number, self._handle)
+            except BaseException as error:  # of a handler that was not replaced yet
+                self._error = self._error or error
+                self.__exit__()
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -63,11 +67,17 @@ class Postponed:
         self._raise()
 
     def _give_back(self) -> None:
-        """Restore the handlers from before the block."""
-        for number, before in self._before.items():
-            found = _signal.signal(number, before)
-            if found != self._handle:  # another one was set meanwhile
-                _signal.signal(number, found)
+        """Restore all handlers from before the block, also where one that is restored is called and raises."""
+        left = [*reversed(self._before)]
+        while left:
+            try:
+                while left:
+                    number = left[-1]
+                    if _signal.getsignal(number) == self._handle:  # else another was set meanwhile
+                        _signal.signal(number, self._before[number])
+                    left.pop()
+            except BaseException as error:  # noqa: PERF203
+                self._error = self._error or error
 
     def _raise(self) -> None:
         struck, self._error = self._error, None

@@ -405,7 +405,9 @@ def test_handler_that_closes_an_engine_by_hand_ends_who_waits_for_it() -> None:
 Traced: TypeAlias = "Callable[[FrameType, str, object], Traced | None]"
 
 
-def struck_at_line(n_line: int, work: Callable[[], object]) -> bool:
+def struck_at_line(
+    n_line: int, work: Callable[[], object], number: signal.Signals = signal.SIGTERM
+) -> bool:
     """Do `work`, and send a signal before the n-th line of cbatch that it executes; whether it has so many."""
     n_left = n_line
 
@@ -416,7 +418,7 @@ def struck_at_line(n_line: int, work: Callable[[], object]) -> bool:
         n_left -= event == "line"
         if n_left < 0:
             sys.settrace(None)
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         return trace
 
     before = sys.gettrace()
@@ -426,6 +428,34 @@ def struck_at_line(n_line: int, work: Callable[[], object]) -> bool:
     finally:
         sys.settrace(before)
     return n_left < 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("block", [Postponed, HeldBack])
+def test_signal_at_any_line_of_a_block_leaves_no_handler_behind(
+    block: type[Postponed], number: signal.Signals
+) -> None:
+    def enter() -> None:
+        with block():
+            pass
+
+    def raise_it() -> None:
+        raise KeyboardInterrupt
+
+    n_line, is_struck = 0, True
+    with alarms(raise_it):
+        before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+        while is_struck:
+            try:
+                is_struck = struck_at_line(n_line, enter, number)
+            except KeyboardInterrupt:
+                is_struck = True
+            found = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+            for each, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+                signal.signal(each, handler)
+            assert found == before, n_line
+            n_line += 1
+    assert n_line > 10
 
 
 WORKS: dict[str, Callable[[Engine, BatchResponse], object]] = {
