@@ -1,4 +1,4 @@
-"""On llama.cpp: random workloads of models that keep states beside cells, in slots of their own and in pools."""
+"""On llama.cpp: random workloads of models that keep states beside cells, and their moves into gaps between slots."""
 
 from __future__ import annotations
 
@@ -80,3 +80,32 @@ def test_random_workloads_answer_as_without_sharing(
                 assert not problem, (seed, sharing, shared.id)
         assert found["on"][1].n_prompt_tokens < found["off"][1].n_prompt_tokens
     assert (n_preempted > 0) == (memory == "full pool")
+
+
+@pytest.mark.parametrize("settings", [{}, {"exact": True}], ids=["plain", "exact"])
+@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "qwen3next"])
+def test_answers_are_the_same_after_moves_into_gaps(
+    zoo: Callable[[str], Path], name: str, settings: dict[str, Any]
+) -> None:
+    """Slots 1 and 3 end early: the sequences above them move down, with states and cells."""
+    caps = (60, 4, 60, 20, 60)
+    tokens = [[5 + i, *(5 + (i + 3) * j % 90 for j in range(30))] for i in range(5)]
+    prompts = [
+        BatchPrompt(tokens=t, options={"max_tokens": n}) for t, n in zip(tokens, caps, strict=True)
+    ]
+    sizes = {"parallel": 5, "ctx_per_seq": 256, **settings}
+    options = {"temperature": 0, "ignore_eos": True, "logprobs": 5}
+    found = []
+    for swap_mib in (0, 64):
+        with cbatch.load(zoo(name), **{**SIZES, **sizes, "swap_mib": swap_mib}) as engine:
+            response = engine.run(prompts, options=options)
+            found.append(response.results())
+            used = [[slot.n_cells > 0 for slot in engine.slots()]]
+            assert engine.stats().n_recomputed_tokens == 0
+        # what has moved leaves its slot empty; what stays is kept where it ends
+        assert used == [[True] * 5] if not swap_mib else not all(used[0])
+    for stayed, moved in zip(*found, strict=True):
+        if settings:
+            assert (stayed.token_ids, stayed.logprobs) == (moved.token_ids, moved.logprobs)
+        problem = difference(stayed.logprobs or (), moved.logprobs or (), rounding_of("f32"))
+        assert not problem

@@ -480,7 +480,7 @@ class MultiRequestBatcher:
                 has_cells = place.slot not in empty
                 self._commit_admission(driver, place, made_s, now, has_cells=has_cells)
             else:
-                self._commit_move(driver, driver.slot, place.slot)
+                self._commit_move(driver, place.slot, lost)
 
     def _commit_waits(self, slot_plan: SlotPlan) -> None:
         for driver, n_more in slot_plan.overtaken.items():
@@ -536,9 +536,13 @@ class MultiRequestBatcher:
             file = CacheRef.of(driver.request).key
             self.refuse_cells(driver, CacheError(file, "llama.cpp cannot take these cells"), now)
 
-    def _commit_move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
-        driver.slot = slot
-        if not self._cells.prefixes.can_retain(driver):
+    def _commit_move(self, driver: SequenceDriver, slot: Slot, lost: Collection[int]) -> None:
+        source, driver.slot = driver.slot, slot
+        if not self._ledger.memory.can_copy:  # its cells were saved, and loaded again
+            self._cells.forgets.append(driver.number)
+            if driver.number in lost:
+                self.keep_cells(driver, 0)
+        elif source is not None and not self._cells.prefixes.can_retain(driver):
             self._cells.clear(source)
 
     def record_step(

@@ -191,12 +191,16 @@ class SlotCells:
         return found.key
 
     def move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
-        """Copy all cells of a driver to another slot."""
-        n_cells = self.ledger.n_cells[source]
+        """Copy all cells of a driver to another slot; where that cannot be done, load those saved by its number."""
+        n_cells, can_copy = self.ledger.n_cells[source], self.ledger.memory.can_copy
         self._empty(slot)
-        self._copy(source, slot, n_cells)
+        if can_copy:
+            self._copy(source, slot, n_cells)
+        else:
+            self.clear(source)
+            self._load(slot, driver.number, n_cells)
         self.prefixes.record(slot, driver)
-        if self.prefixes.can_retain(driver):
+        if can_copy and self.prefixes.can_retain(driver):
             self.prefixes.retain(source, driver, n_cells)
 
     def make_room(self, n_free_cells: int) -> None:

@@ -7,6 +7,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cbatch.core.driver import Status, Wait
+from cbatch.core.plan import Slot
 from cbatch.core.preemption import Demand, choose_victim
 from cbatch.core.prefix import with_mark
 from cbatch.core.queue import is_to_be_had
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
-    from cbatch.core.plan import Slot
     from cbatch.core.preemption import KvDemandEstimator
     from cbatch.core.prefix import PrefixMatch, Source
     from cbatch.core.queue import AdmissionQueue
@@ -222,7 +222,11 @@ class SlotPlan:
         mover = choose_mover(self.ledger)
         if mover is None or mover.slot is None:
             return
-        cells, slot = self._edit(), min(self.ledger.free_slots)
+        cells, slot = self._edit(), _first_gap(self.ledger)
+        if not self.ledger.memory.can_copy and (
+            mover.number in cells.forgets or not self._save(mover, mover.slot)
+        ):
+            return
         cells.ledger.assign(slot, mover)
         cells.move(mover, mover.slot, slot)
         cells.ledger.free(mover.slot)
@@ -398,19 +402,29 @@ class SlotPlan:
         self.ledger = self.cells.ledger
 
 
+def _first_gap(ledger: KvLedger) -> Slot:
+    """Return the lowest free slot above one in use, which there must be."""
+    used = [d is not None for d in ledger.holders]
+    return Slot(used.index(False, used.index(True)))
+
+
 def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
     """Return the sequence in the highest slot, if a gap is below it and moving there can be and pays.
 
-    In partitioned memory each gap costs a run of the graph, as long as a step; the move costs less than one. A
-    sequence that chose its slot stays there.
+    Where slots have memory of their own each gap costs a run of the graph, as long as a step; the move costs less than
+    one. A sequence that chose its slot stays there.
+
+    Source: measured on hybrid, recurrent and sliding-window models of tests/zoo: three rows took 1.3 to 2 times as long
+    with gaps, and saving and loading 210 cells or a state less than a step.
     """
-    if ledger.memory.kind != "partitioned" or not ledger.memory.can_copy:
+    memory = ledger.memory
+    if memory.kind == "unified" or not (memory.can_copy or memory.can_save):
         return None
-    above_a_gap = [d for d in ledger.holders[ledger.n_used_slots :] if d is not None]
-    if not above_a_gap:
+    used = [i for i, d in enumerate(ledger.holders) if d is not None]
+    if not used or used[-1] - used[0] < len(used):
         return None
-    highest = above_a_gap[-1]
-    if highest.chosen_slot is not None:
+    highest = ledger.holders[used[-1]]
+    if highest is None or highest.chosen_slot is not None:
         return None
     is_settled = highest.status is Status.RUNNING and highest.n_computed and not highest.n_shifts
     return highest if is_settled and highest.n_left >= N_WORTH_MOVE else None

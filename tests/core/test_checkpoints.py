@@ -441,3 +441,45 @@ def test_places_that_are_near_each_other_become_one(
     marks: tuple[int, ...], n: int, then: tuple[int, ...]
 ) -> None:
     assert with_mark(marks, n) == then
+
+
+# ---- moves into gaps ----
+
+
+@pytest.mark.parametrize("kind", ["partitioned", "recurrent"])
+def test_sequence_above_a_gap_moves_by_saving(kind: Kind) -> None:
+    rig = make_rig(kind)
+    caps = (9, 40, 3, 40)
+    rig.submit(*(make_request(str(i), [i] * 9, max_tokens=n) for i, n in enumerate(caps)))
+    places = set[tuple[int | None, ...]]()
+    while len(rig.results) < 4:
+        step(rig)
+        places.add(tuple(rig.drivers[id].slot for id in "13"))
+    # slot 2 is free first; then slot 0, above which there is no gap
+    assert places >= {(1, 3), (1, 2)}
+    assert not places & {(0, 1), (1, 0), (0, 2)}
+    loads = [load for plan in rig.backend.plans for load in plan.loads]
+    assert [(slot, key) for slot, key, _ in loads] == [(2, rig.drivers["3"].number)]
+    assert rig.backend.saved == {}
+    assert rig.stats.n_recomputed_tokens == 0
+    check_alone(rig)
+
+
+@pytest.mark.parametrize("n_swaps", [0, 1])
+def test_move_that_fails_computes_its_sequence_again(n_swaps: int) -> None:
+    swaps = iter([True] * n_swaps)
+    rig = make_rig(swap=lambda _: next(swaps, False))
+    caps = (40, 3, 40)
+    rig.submit(*(make_request(str(i), [i] * 9, max_tokens=n) for i, n in enumerate(caps)))
+    drive(rig)
+    assert rig.stats.n_recomputed_tokens > 0
+    check_alone(rig)
+
+
+def test_nobody_moves_where_there_is_no_host_memory_for_it() -> None:
+    rig = make_rig(swap_mib=0)
+    caps = (40, 3, 40)
+    rig.submit(*(make_request(str(i), [i] * 9, max_tokens=n) for i, n in enumerate(caps)))
+    drive(rig)
+    assert not [load for plan in rig.backend.plans for load in plan.loads]
+    check_alone(rig)

@@ -13,7 +13,7 @@ from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX, choose_victim
 from cbatch.core.slots import N_WORTH_MOVE, choose_mover
 from tests.core.drivers import make_running
-from tests.helpers import partitioned, recurrent, shared_pool
+from tests.helpers import at_end_only, partitioned, recurrent, shared_pool
 
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
@@ -64,7 +64,15 @@ def test_highest_one_above_a_gap_moves() -> None:
     assert choose_mover(ledger_of(drivers, partitioned(256))) is drivers[2]
 
 
+@pytest.mark.parametrize("memory", [recurrent(4, can_save=True), at_end_only("partitioned", 256)])
+def test_one_moves_by_saving_where_memory_cannot_copy(memory: KvCapabilities) -> None:
+    drivers = [at(0), None, at(2)]
+    assert choose_mover(ledger_of(drivers, memory)) is drivers[2]
+    assert choose_mover(ledger_of(drivers, at_end_only("unified", 256))) is None
+
+
 def test_nobody_moves_where_there_is_no_gap() -> None:
+    assert choose_mover(ledger_of([None, at(1), at(2)], partitioned(256))) is None
     drivers = [at(0), at(1), None]
     assert choose_mover(ledger_of(drivers, partitioned(256))) is None
     assert choose_mover(KvLedger(2, 64, partitioned(128))) is None
