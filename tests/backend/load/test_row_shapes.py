@@ -275,6 +275,20 @@ def test_cells_that_differ_by_a_cut_are_found_where_logits_do_not(
     assert find(monkeypatch, model, nothing).shape == RowShape(2, 1)
 
 
+@pytest.mark.parametrize(("flash_attn", "n_last"), [("auto", 64), ("on", 64), ("off", 8)])
+def test_last_chunk_is_long_for_flash_attention_whatever_is_seen(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, flash_attn: str, n_last: int
+) -> None:
+    export = LlamaBackend.export_state
+
+    def export_state(backend: LlamaBackend, key: int) -> NDArray[np.uint8]:
+        export(backend, key)
+        return np.zeros(1, np.uint8)
+
+    monkeypatch.setattr(LlamaBackend, "export_state", export_state)
+    assert find(monkeypatch, model, nothing, flash_attn=flash_attn).shape.n_last == n_last
+
+
 def test_experts_whose_kernels_depend_on_company_leave_cuts_fixed(
     monkeypatch: pytest.MonkeyPatch, model: LlamaModel
 ) -> None:
@@ -346,9 +360,9 @@ def test_flash_attention_is_off_first_where_that_is_faster(
 @pytest.mark.parametrize(
     ("touch", "shape"),
     [
-        (nothing, RowShape(2, 1, N_LAST_WITHOUT)),
-        (is_narrow, RowShape(8, 4, N_LAST_WITHOUT)),
-        (each_width, RowShape(20, 20, N_LAST_WITHOUT)),
+        (nothing, RowShape(2, 1, N_LAST)),
+        (is_narrow, RowShape(8, 4, N_LAST)),
+        (each_width, RowShape(20, 20, N_LAST)),
     ],
 )
 def test_memory_that_cannot_be_cut_has_a_shape_too(
