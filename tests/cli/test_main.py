@@ -196,8 +196,11 @@ def test_help_in_a_narrow_window_cuts_no_option(command: str | None) -> None:
 def test_log_level_shows_the_log_on_stderr(
     logger: logging.Logger, test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # else the machine may have other memory to tell of the second time
+    monkeypatch.setattr("cbatch.backend.load.free_memory.host_free", lambda path: 2**34)
     quiet = invoke("info", test_model)
     assert quiet.stderr == ""
+    assert "16.0 GiB free for cells" in quiet.stdout
     loud = invoke("--log-level", "INFO", "info", test_model)
     assert (loud.exit_code, loud.stdout) == (0, quiet.stdout)
     assert all(line.startswith("INFO cbatch.llama: ") for line in loud.stderr.splitlines())
