@@ -15,7 +15,6 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.checkpoint_budget import described_mib
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.load.exact_notes import ExactFinding
     from cbatch.backend.load.sizing import Room
     from cbatch.engine_options import EngineOptions
@@ -53,7 +53,7 @@ def load_backend(
     is_stopped: Callable[[], bool] = bool,
     *,
     n_sharing: int = 1,
-    stepper: Callable[..., NativeStepper] = NativeStepper,
+    stepper: Callable[..., NativeStepper] | None = None,
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and a function that runs the exactness probe.
 
@@ -65,7 +65,7 @@ def load_backend(
         look_ahead: prompts that will come, to decide them by.
         is_stopped: called now and then; once it is true, loading ends with a `CBatchError`.
         n_sharing: processes that load this model and share the free memory.
-        stepper: what runs steps, called as `NativeStepper` is.
+        stepper: what runs steps, called as `NativeStepper` is; None for that.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
@@ -209,7 +209,7 @@ def _load(
     look_ahead: LookAhead | None,
     is_stopped: Callable[[], bool],
     n_sharing: int,
-    stepper: Callable[..., NativeStepper],
+    stepper: Callable[..., NativeStepper] | None,
 ) -> tuple[LlamaBackend, Callable[[], str]]:
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
@@ -309,7 +309,7 @@ def _make_backend(
     loaded: LlamaModel,
     options: EngineOptions,
     is_stopped: Callable[[], bool],
-    stepper: Callable[..., NativeStepper],
+    stepper: Callable[..., NativeStepper] | None,
 ) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
     """Make a backend, and another that computes one sequence at a time where several are computed wrongly."""
     found = find_known(loaded, options)
@@ -338,7 +338,7 @@ def _make_untried(
     loaded: LlamaModel,
     options: EngineOptions,
     is_stopped: Callable[[], bool],
-    stepper: Callable[..., NativeStepper],
+    stepper: Callable[..., NativeStepper] | None,
 ) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
     ask: Callable[[], str] = partial(_until_struck, partial(probe, loaded, options))
     shape, proof = ANY_SHAPE, None
