@@ -29,6 +29,8 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cbatch.core.plan import KvCapabilities
     from cbatch.request import Request
 
@@ -327,17 +329,25 @@ def test_beginning_that_holds_no_whole_piece_is_not_waited_for() -> None:
     assert rig.running() == ["0", "1"]
 
 
+def step_until(rig: Rig, is_there: Callable[[], bool]) -> None:
+    """Do steps of one token each until something is so, which must be soon."""
+    for _ in range(100):
+        if is_there():
+            return
+        rig.backend.interrupt()
+        step(rig)
+    raise AssertionError("it never was")
+
+
 def test_one_that_goes_on_never_takes_what_another_left_where_it_stood() -> None:
     rig = make_rig(3)
     first = make_request("a", [2] * 40, max_tokens=2)
-    rig.submit(make_request("x", [1] * 40, max_tokens=20), first)
-    while "a" not in rig.results:
-        rig.backend.interrupt()
-        step(rig)
+    stays = make_request("stays", [4] * 40, max_tokens=60)
+    rig.submit(stays, make_request("x", [1] * 40, max_tokens=20), first)
+    step_until(rig, lambda: "a" in rig.results)
     rig.submit(make_request("b", [3] * 15, max_tokens=60))  # in the slot of "a"
-    while rig.drivers["b"].slot != 0:  # into which "x" leaves a gap
-        rig.backend.interrupt()
-        step(rig)
+    step_until(rig, lambda: rig.drivers["b"].slot == 2)
+    step_until(rig, lambda: rig.drivers["b"].slot == 1)  # into which "x" leaves a gap
     more = make_request("a+", [2] * 40, max_tokens=6)
     output, number = rig.results["a"].token_ids, rig.drivers["a"].number
     rig.submit(replace(more, output=output, continues=number))
@@ -425,12 +435,11 @@ def test_source_of_a_copy_is_not_the_next_to_be_emptied() -> None:
 
 
 def test_one_that_moves_where_nothing_is_shared_leaves_an_empty_slot() -> None:
-    rig = make_rig(2, share_prefixes=False)
-    long = make_request("long", [9] * 40, max_tokens=40)
-    rig.submit(make_request("x", max_tokens=2), long)
-    while rig.drivers["long"].slot != 0:
-        rig.backend.interrupt()
-        step(rig)
+    rig = make_rig(3, share_prefixes=False)
+    stays, long = (make_request(id, [9] * 40, max_tokens=40) for id in ("stays", "long"))
+    rig.submit(stays, make_request("x", max_tokens=2), long)
+    step_until(rig, lambda: rig.drivers["long"].slot == 2)
+    step_until(rig, lambda: rig.drivers["long"].slot == 1)
     drive(rig)
     assert rig.results["long"].token_ids == tuple(rig.alone(long, 40))
     assert rig.stats.n_recomputed_tokens == 0
@@ -559,7 +568,7 @@ def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
 @pytest.mark.parametrize("n_done", [0, 1, 2])
 def test_run_that_was_broken_off_costs_its_cells_and_no_token(n_done: int) -> None:
     """Before the backend ran it, before it was applied, and behind: where `apply` raises when it has committed."""
-    rig = make_rig(n_slots=3)
+    rig = make_rig(n_slots=4)
     rig.submit(*alike(2, max_tokens=20))
     for _ in range(2):
         rig.backend.interrupt()
@@ -569,7 +578,7 @@ def test_run_that_was_broken_off_costs_its_cells_and_no_token(n_done: int) -> No
     rig.backend.interrupt()
     step(rig)
     rig.batcher.resume("0")
-    rig.submit(*alike(1, first=2, max_tokens=20))
+    rig.submit(*alike(2, first=2, max_tokens=20))
     plan = plan_of(rig)  # with a load and a copy
     assert plan is not None
     assert plan.step.loads
@@ -582,7 +591,7 @@ def test_run_that_was_broken_off_costs_its_cells_and_no_token(n_done: int) -> No
     step(rig)
     assert not rig.backend.saved
     drive(rig)
-    for request in alike(3, max_tokens=20):
+    for request in alike(4, max_tokens=20):
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, 20))
 
 
