@@ -50,7 +50,7 @@ _COUNTS = (1, 3, 4, 7, 8, 9, 13, 16, 17, 31)
 """Rows of steps that are tried, besides the most: on both sides of 8 and 16, with 0 to 3 left over of fours."""
 
 _N_SHORT = 1
-_N_LONG = 320 + _N_SHORT  # above 256: this neighbour has attention look at 512 cells
+_N_LONG = 264 + _N_SHORT  # above 256: this neighbour has attention look at 512 cells
 _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many rows the same bits
 _N_TRIES = 10  # of the widths of a shape together: each in one to three places
 
