@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -45,6 +46,10 @@ KINDS: Mapping[str, str] = {
 
 ONE_BY_ONE = ("one", "llama")
 """Sides that answer one request after another, whatever comes at once."""
+
+
+_START = "import sys; sys.path[:] = {path}; from cbatch.bench.side_process import main; main()"
+"""What a side's process runs: the same cbatch, whatever is in the folder that it starts in."""
 
 
 class SideError(CBatchError):
@@ -89,7 +94,7 @@ class ProcessSide:
         """Start the process and load the model."""
         if self._process is not None:
             return
-        command = [sys.executable, "-m", "cbatch.bench.side_process"]
+        command = [sys.executable, "-c", _START.format(path=[os.path.abspath(p) for p in sys.path])]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
         self._process = subprocess.Popen(
             command,

@@ -193,3 +193,15 @@ def test_ctrl_c_ends_with_what_was_measured(tmp_path: Path) -> None:
 def test_case_runs_with_arguments_of_its_own() -> None:
     shown = invoke("bench", "--case", "calls", "--", "--rows", 2, "--steps", 3)
     assert shown.exit_code == 0, shown.stderr
+
+
+def test_sides_are_of_the_same_cbatch_whatever_the_folder_holds(
+    tmp_path: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cbatch").mkdir()
+    (tmp_path / "cbatch" / "__init__.py").write_text("raise ImportError('another one')\n")
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--at-once", 1, "--count", 1, "--rounds", 1, "--output-tokens", 2]
+    result = invoke("bench", test_model, "--workload", "burst", "--sides", "engine", *sizes)
+    assert "another one" not in result.stderr
+    assert result.exit_code == 0, result.stderr
