@@ -280,7 +280,8 @@ class LlamaBackend:
                 self._runner.use(short.ctx)
         if not short.is_used:
             return plan
-        return replace(plan, n_steps=min(plan.n_steps, short.most_steps(plan, cells.n_cells)))
+        n_most = short.most_steps(plan, cells.n_cells)
+        return plan if plan.n_steps <= n_most else replace(plan, n_steps=n_most)
 
     def _leave_short(self, short: ShortPool) -> None:
         if not self._cells.move(None, short.apart, is_checked=False):
