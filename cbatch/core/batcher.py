@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
-from cbatch.core.driver import Event, Status, Wait
+from cbatch.core.driver import BY_AGE, Event, Status, Wait
 from cbatch.core.plan import ANYWHERE, Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
@@ -441,7 +441,7 @@ class MultiRequestBatcher:
             running = [
                 d for d in self._ledger.holders if d is not None and d.status is Status.RUNNING
             ]
-            self._running = sorted(running, key=lambda d: d.number)
+            self._running = sorted(running, key=BY_AGE)
         return self._running
 
     def slot_plan(self) -> SlotPlan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cbatch.core.plan import Slot
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -61,7 +63,7 @@ def limit_long_context_prefills(
         wanted[i] = 0
 
 
-def even_out(shares: dict[int, int], cut: Collection[int]) -> None:
+def even_out(shares: dict[Slot, int], cut: Collection[Slot]) -> None:
     """Shorten chunks of adjacent slots to one length where that saves a run of llama.cpp's graph; mutates `shares`.
 
     In partitioned memory llama.cpp computes equally long chunks of adjacent slots in one run of the graph, and the rest
@@ -73,8 +75,9 @@ def even_out(shares: dict[int, int], cut: Collection[int]) -> None:
         cut: slots whose chunk does not end their prompt.
     """
     for slot, n_below in sorted(shares.items()):
-        n = shares.get(slot + 1, 1)
-        shorter, longer = sorted((slot, slot + 1), key=lambda s: shares.get(s, 1))
+        above = Slot(slot + 1)
+        n = shares.get(above, 1)
+        shorter, longer = sorted((slot, above), key=lambda s: shares.get(s, 1))
         if min(n_below, n) > 1 and longer in cut and 4 * shares[shorter] >= 3 * shares[longer]:
             shares[longer] = shares[shorter]
 

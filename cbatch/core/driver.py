@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.reply import Reply
@@ -184,7 +185,8 @@ class SequenceDriver:
     @property
     def n_room(self) -> int:
         """Tokens that may still be sampled before it pauses, or some are taken out of the window."""
-        return min(self.n_due - len(self.output), self.n_window + 1 - len(self.tokens))
+        n_due, n_free = self.n_due - len(self.output), self.n_window + 1 - len(self.tokens)
+        return n_due if n_due < n_free else n_free  # asked for each row of each step
 
     @property
     def n_turn(self) -> int:
@@ -537,3 +539,7 @@ class SequenceDriver:
         self.clock.finished_s = now
         if self.reply.end(self.output) and reason == "stop":
             self.finish_reason = "tool_calls"
+
+
+BY_AGE = attrgetter("number")
+"""The key by which sequences are sorted, the oldest first."""

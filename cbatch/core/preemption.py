@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from cbatch.core.driver import BY_AGE
+
 if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
@@ -85,7 +87,7 @@ def choose_victim(ledger: KvLedger) -> SequenceDriver | None:
     Where no cell is free it may be one that was a victim too often, and one that shares all its cells: those are free
     when all that share them have left.
     """
-    by_age = sorted([d for d in ledger.holders if d is not None], key=lambda d: d.number)
+    by_age = sorted([d for d in ledger.holders if d is not None], key=BY_AGE)
     eligible = [d for d in by_age[1:] if d.slot is not None and ledger.n_own(d.slot)]
     if ledger.n_free_cells:
         eligible = [d for d in eligible if d.n_preempted < N_PREEMPTED_MAX]

@@ -262,7 +262,7 @@ class PrefixCache:
 
     def _alike(self, driver: SequenceDriver) -> list[tuple[int, int]]:
         """Return (tokens in common with a prompt, slot or key) of what has the same adapters, the most first."""
-        if self.is_private(driver):
+        if not self.can_retain(driver):
             return []
         text = [driver.request.adapters, *driver.tokens[: self._n_most(driver)]]
         common = self._alike_places(text)

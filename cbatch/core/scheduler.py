@@ -242,7 +242,7 @@ class ContinuousBatchScheduler:
 
     def _take_adapter_turn(
         self, running: Sequence[SequenceDriver], slot_plan: SlotPlan
-    ) -> tuple[Sequence[SequenceDriver], dict[int, int], Mapping[AdapterSet, int] | None]:
+    ) -> tuple[Sequence[SequenceDriver], dict[Slot, int], Mapping[AdapterSet, int] | None]:
         """Return the sequences of one set of adapters and what each slot computes: each set in use has its turn."""
         sets = dict.fromkeys(d.request.adapters for d in running) if self._has_adapters else {}
         if len(sets) < 2:
@@ -257,11 +257,11 @@ class ContinuousBatchScheduler:
         adapter_turns[group[0].request.adapters] = self._n_adapter_turns + 1
         return group, shares, adapter_turns
 
-    def _shares(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> dict[int, int]:
+    def _shares(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> dict[Slot, int]:
         """Return how many tokens each slot computes: 1 where one is pending and a cell is free; then prefills."""
         if self._is_overcommitted:
             self._make_room_for_step(group, slot_plan)
-        shares: dict[int, int] = {}
+        shares: dict[Slot, int] = {}
         prefills: list[_Prefill] = []
         n_free, placed = slot_plan.ledger.n_free_cells, slot_plan.placed
         is_decoding = is_watched = False
@@ -288,7 +288,7 @@ class ContinuousBatchScheduler:
 
     def _share_out(
         self,
-        shares: dict[int, int],
+        shares: dict[Slot, int],
         prefills: Sequence[_Prefill],
         wanted: Sequence[int],
         budget: int,
@@ -299,7 +299,7 @@ class ContinuousBatchScheduler:
             split, (driver, _, start) = whole_chunks, prefills[0]
             n_oldest = self._n_chunk(driver, start, min(budget, wanted[0]))
             wanted = [n_oldest, *wanted[1:]]
-        cut = []
+        cut = list[Slot]()
         for (driver, slot, start), n in zip(prefills, split(wanted, budget), strict=True):
             if n:
                 shares[slot] = n
@@ -376,14 +376,16 @@ class ContinuousBatchScheduler:
         return max(N_PROMPT_MIN, 2 * self.costs.n_at_no_cost if n_tokens is None else n_tokens)
 
     def _chunks(
-        self, shares: Mapping[int, int], slot_plan: SlotPlan
+        self, shares: Mapping[Slot, int], slot_plan: SlotPlan
     ) -> tuple[tuple[Chunk, ...], tuple[SequenceDriver, ...]]:
         """Return the chunks in ascending order of slot, and their sequences."""
         chunks, drivers, placed = list[Chunk](), list[SequenceDriver](), slot_plan.placed
-        for i, driver in enumerate(slot_plan.ledger.holders):
-            if driver is not None and i in shares:
+        holders = slot_plan.ledger.holders
+        for slot in sorted(shares):
+            driver = holders[slot]
+            if driver is not None:
                 start = placed[driver][1] if driver in placed else driver.n_computed
-                chunks.append(driver.chunk(Slot(i), start, shares[i]))
+                chunks.append(driver.chunk(slot, start, shares[slot]))
                 drivers.append(driver)
         return tuple(chunks), tuple(drivers)
 
@@ -404,17 +406,17 @@ class ContinuousBatchScheduler:
             if not chunk.has_output or chunk.targets:
                 return 1, 0.0
         # the next plan may let in a sequence that this one had no room for
-        n_waiting, n_steps = slot_plan.n_waiting, N_STEPS_MAX
+        n_waiting, n_steps = slot_plan.n_waiting, min(N_STEPS_MAX, *[d.n_room for d in group])
         is_short = bool(n_waiting and slot_plan.ledger.n_free_slots)
         is_turn = self._quantum and n_waiting
+        has_checkpoints = self._has_checkpoints
         for d in group:
             if d.request.grammar is not None:
                 return 1, 0.0
-            if self._has_checkpoints and slot_plan.n_to_mark(d, d.n_computed) is not None:
+            if has_checkpoints and slot_plan.n_to_mark(d, d.n_computed) is not None:
                 return 1, 0.0  # the next plan takes a checkpoint
             # what is sampled after a stop string is computed in vain
             is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
-            n_steps = min(n_steps, d.n_room)
             if is_turn:
                 n_turn = 0 if d in slot_plan.placed else d.n_turn
                 n_steps = min(n_steps, max(1, self._quantum - n_turn))

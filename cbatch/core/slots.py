@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from cbatch.core.driver import Status, Wait
+from cbatch.core.driver import BY_AGE, Status, Wait
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import Demand, choose_victim
 from cbatch.core.prefix import with_mark
@@ -117,9 +117,9 @@ class SlotPlan:
         """Return the sequences that run then, the oldest first."""
         if not (self.leaves or self.placed):
             return self.running
-        left = self.leaving()
-        rows = [d for d in self.running if d not in left and d not in self.placed]
-        return sorted([*rows, *self.placed], key=lambda d: d.number)
+        gone = {*self.leaving(), *self.placed}
+        rows = [d for d in self.running if d not in gone]
+        return sorted([*rows, *self.placed], key=BY_AGE)
 
     def leaving(self) -> list[SequenceDriver]:
         """Return the sequences that give up their slots."""

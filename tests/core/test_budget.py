@@ -15,6 +15,7 @@ from cbatch.core.budget import (
     split_budget,
     whole_chunks,
 )
+from cbatch.core.plan import Slot
 
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100))
@@ -75,16 +76,17 @@ def test_split_budget_by_eye(wanted: list[int], budget: int, shares: list[int]) 
         ({0: 44, 1: 40, 2: 42}, [0, 2], {0: 40, 1: 40, 2: 40}),
     ],
 )
-def test_even_out_by_eye(shares: dict[int, int], cut: list[int], evened: dict[int, int]) -> None:
+def test_even_out_by_eye(shares: dict[Slot, int], cut: list[Slot], evened: dict[Slot, int]) -> None:
     even_out(shares, cut)
     assert shares == evened
 
 
 @given(
-    st.dictionaries(st.integers(0, 8), st.integers(1, 50), min_size=1), st.sets(st.integers(0, 8))
+    st.dictionaries(st.integers(0, 8).map(Slot), st.integers(1, 50), min_size=1),
+    st.sets(st.integers(0, 8).map(Slot)),
 )
 def test_even_out_shortens_cut_chunks_alone_and_none_by_much(
-    shares: dict[int, int], cut: set[int]
+    shares: dict[Slot, int], cut: set[Slot]
 ) -> None:
     before = dict(shares)
     even_out(shares, cut)
