@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 from contextlib import aclosing
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -35,13 +35,15 @@ from tests.runtime.backends import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from cbatch.runtime.batch_response import BatchResponse
 
 pytestmark = [pytest.mark.anyio, each_kind]
 ENDLESS = {"ignore_eos": True}
+HANG_S = 10 * PATIENCE_S
+"""After which a test hangs: many times what the longest takes on a machine whose cores others have."""
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -50,10 +52,16 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-async def patience() -> AsyncIterator[None]:
-    """Fail rather than hang."""
-    with anyio.fail_after(PATIENCE_S):
-        yield
+def patience(request: pytest.FixtureRequest) -> None:
+    """Fail rather than hang. Around the test alone: the runner of fixtures does not outlive a scope that it is in."""
+    test = request.node.obj
+
+    @wraps(test)
+    async def patient(**given: Any) -> None:
+        with anyio.fail_after(HANG_S):
+            await test(**given)
+
+    request.node.obj = patient
 
 
 @pytest.fixture
