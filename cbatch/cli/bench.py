@@ -168,6 +168,16 @@ def bench(
         Path | None,
         option("--svg", panel=_OUTPUT, metavar="FILE", help="The rates as a plot.", default="none"),
     ] = None,
+    sources: Annotated[
+        list[str] | None,
+        option(
+            "--from",
+            panel=_OUTPUT,
+            metavar="FILE",
+            help="Draw --svg from a file of --json instead of measuring; may be given again.",
+            default="none",
+        ),
+    ] = None,
     force: Annotated[
         bool, option("--force", panel=_OUTPUT, help="Replace existing files.")
     ] = False,
@@ -207,6 +217,13 @@ def bench(
     files = {"json": json_file, "markdown": markdown_file, "html": html_file, "svg": svg_file}
     for file in filter(None, files.values()):
         check_new(file, force=force)
+    if sources:
+        if model is not None or not svg_file or json_file or markdown_file or html_file:
+            raise ConfigError(
+                "--from measures nothing: give --svg FILE, no MODEL and no other file"
+            )
+        _draw(sources, _names(workload), svg_file)
+        return
     loads = _loads(at_once, rate)
     kinds = _workloads(workload, prompt_tokens, output_tokens, common_tokens)
     settings = {"parallel": DEFAULT_PARALLEL, **given.engine_settings()}
@@ -498,6 +515,7 @@ def _write_files(
     summary: "Summary", facts: Mapping[str, Any], files: Mapping[str, Path | None]
 ) -> None:
     """Write the files that were asked for, each whole or not at all."""
+    from cbatch.bench.rates import Rates
     from cbatch.bench.summary import markdown
     from cbatch.cli.bench_page import bench_page, bench_picture
     from cbatch.files.report.page import machine_facts, version_facts
@@ -513,9 +531,25 @@ def _write_files(
             [_line_of(facts), _line_of(machine), *summary.remarks(), *summary.problems()],
         ),
         "html": lambda: bench_page(summary, facts, machine),
-        "svg": lambda: bench_picture(summary, facts),
+        "svg": lambda: bench_picture([Rates.of(summary, facts)]),
     }
     for kind, path in files.items():
         if path is not None:
-            with written(path), whole(path) as part:
-                part.write_text(makers[kind](), encoding="utf-8")
+            _write_file(path, makers[kind]())
+
+
+def _write_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with written(path), whole(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def _draw(sources: Sequence[str], workloads: Sequence[str], path: Path) -> None:
+    """Draw the rates of earlier runs."""
+    from cbatch.bench.rates import merged, read_rates
+    from cbatch.cli.bench_page import bench_picture
+
+    runs = merged([read_rates(Path(source)) for source in sources], workloads)
+    if not any(run.rows for run in runs):
+        raise ConfigError(f"{', '.join(sources)}: no rates of {', '.join(workloads)}")
+    _write_file(path, bench_picture(runs))

@@ -1,7 +1,7 @@
 """The page of a measurement, tables and plots that need nothing but a browser; and its rates as one picture."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +11,11 @@ from cbatch.files.report.page import templates
 from cbatch.files.units import short, tick_step, ticks
 
 if TYPE_CHECKING:
-    from cbatch.bench.summary import Row, Summary
+    from cbatch.bench.rates import Rates
+    from cbatch.bench.summary import Row, Summary, Width
 
-_COLORS = ("blue", "rose", "teal", "amber", "violet", "gray")
+_BARE = "bare loop"
+_COLORS = ("blue", "rose", "teal", "amber", "violet")
 """Of the sides, in their order; what comes behind them begins again."""
 
 
@@ -64,8 +66,8 @@ def load_of(row: "Row") -> float:
     return float(load.at_once or 1) if load.rate is None else load.rate
 
 
-def charts_of(rows: "Sequence[Row]") -> list[LoadChart]:
-    """Return the plots of one workload's rows that count."""
+def charts_of(rows: "Sequence[Row]", widths: "Sequence[Width]" = ()) -> list[LoadChart]:
+    """Return the plots of one workload's rows that count; beside the rates, what the bare loop decodes."""
     cold = [row for row in rows if row.state == COLD and row.output_tps is not None]
     named: tuple[tuple[str, Callable[[Row], Point | None]], ...] = (
         ("Generated tokens a second", _output),
@@ -80,9 +82,17 @@ def charts_of(rows: "Sequence[Row]") -> list[LoadChart]:
             point = point_of(row)
             if point is not None:
                 series.setdefault(row.side, []).append(point)
+        if series and point_of is _output:
+            series |= _bare(widths, {row.load.at_once for row in cold})
         if series:
             found.append(LoadChart(title, {k: sorted(v) for k, v in series.items()}))
     return found
+
+
+def _bare(widths: "Sequence[Width]", at_once: "Collection[int | None]") -> dict[str, list[Point]]:
+    """Return the line of the bare loop, which decodes as many rows as there are requests at once."""
+    shown = [(float(w.n_rows), w.bare_tps) for w in widths if w.n_rows in at_once]
+    return {_BARE: [Point(n, tps, tps, tps) for n, tps in shown]} if shown else {}
 
 
 def _output(row: "Row") -> Point | None:
@@ -108,7 +118,7 @@ def bench_page(
     parts = []
     for title, table in tables.items():
         rows = [row for row in summary.rows if title.startswith(f"{row.workload}:")]
-        parts.append((table, charts_of(rows)))
+        parts.append((table, charts_of(rows, summary.widths)))
     return (
         templates("cbatch.cli")
         .get_template("bench.html")
@@ -116,8 +126,8 @@ def bench_page(
             title=Path(settings["model"]).name,
             now=now,
             parts=parts,
-            colors=_colors(summary),
-            is_rate=_is_rate(summary),
+            colors=_colors(summary.rows),
+            is_rate=_is_rate(summary.rows),
             remarks=summary.remarks(),
             problems=summary.problems(),
             settings=settings,
@@ -134,33 +144,35 @@ class Panel(NamedTuple):
     chart: LoadChart
 
 
-def bench_picture(summary: "Summary", settings: Mapping[str, Any]) -> str:
-    """Return the generated tokens a second of each workload as one SVG, readable on light and dark pages."""
-    names = list(dict.fromkeys(row.workload for row in summary.rows))
-    by_name = {n: charts_of([row for row in summary.rows if row.workload == n]) for n in names}
-    charts = [(name, found[0]) for name, found in by_name.items() if found]
-    panels = []
-    for i, (name, chart) in enumerate(charts):
-        chart.title = name
-        panels.append(Panel(i % 2 * 520.0, 56.0 + i // 2 * 270.0, chart))
+def bench_picture(runs: "Sequence[Rates]") -> str:
+    """Return the generated tokens a second of each workload and model as one SVG, readable on light and dark pages."""
+    rows = [row for run in runs for row in run.rows]
+    charts = []
+    for name in dict.fromkeys(row.workload for row in rows):
+        for run in runs:
+            found = charts_of([row for row in run.rows if row.workload == name], run.widths)
+            if found:
+                found[0].title = name if len(runs) == 1 else f"{name}, {run.model}"
+                charts.append(found[0])
+    panels = [Panel(i % 2 * 520.0, 56.0 + i // 2 * 270.0, chart) for i, chart in enumerate(charts)]
     return (
         templates("cbatch.cli")
         .get_template("bench.svg")
         .render(
-            title=Path(settings["model"]).name,
+            title=", ".join(run.model for run in runs),
             panels=panels,
-            sides=list(dict.fromkeys(side for _, chart in charts for side in chart.series)),
-            colors=_colors(summary),
-            is_rate=_is_rate(summary),
+            sides=list(dict.fromkeys(side for chart in charts for side in chart.series)),
+            colors=_colors(rows),
+            is_rate=_is_rate(rows),
             height=56 + (len(panels) + 1) // 2 * 270,
         )
     )
 
 
-def _colors(summary: "Summary") -> dict[str, str]:
-    sides = dict.fromkeys(row.side for row in summary.rows)
-    return {side: _COLORS[i % len(_COLORS)] for i, side in enumerate(sides)}
+def _colors(rows: "Iterable[Row]") -> dict[str, str]:
+    sides = dict.fromkeys(row.side for row in rows)
+    return {side: _COLORS[i % len(_COLORS)] for i, side in enumerate(sides)} | {_BARE: "gray"}
 
 
-def _is_rate(summary: "Summary") -> bool:
-    return any(row.load.rate is not None for row in summary.rows)
+def _is_rate(rows: "Iterable[Row]") -> bool:
+    return any(row.load.rate is not None for row in rows)

@@ -108,6 +108,7 @@ def test_own_sides_are_measured_and_written_in_four_formats(tmp_path: Path) -> N
         "one",
         "llama",
         "static",
+        "bare loop",
     }
     for text in (files["markdown"].read_text(encoding="utf-8"), shown.stdout):
         assert "burst: many short questions (8–24 in, 4–16 out)" in text
