@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CASES = (
     *("static_batches", "staggered", "steps", "streaming", "shared_prefix", "long_context_prefill"),
-    "short_sequences",
+    *("short_sequences", "prompt_lengths"),
     *(
         "stall",
         "samplers",

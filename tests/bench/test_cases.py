@@ -19,6 +19,7 @@ OF_A_MODEL = {
     "shared_prefix": "--requests 4 --common 32 --own 8 --output 4 --slots 2 --rounds 1",
     "long_context_prefill": "--requests 4 --common 64 --own 8 16 --output 2 4 --slots 2 --rounds 1",
     "short_sequences": "--rows 2 --histories 8 --newcomer 4 --rounds 1",
+    "prompt_lengths": "--prompt 8 40 --output 4 --rounds 1",
     "stall": "--decoders 2 --prompt 64 --rounds 1 --around 4",
     "samplers": "--rows 2 --steps 2 --rounds 1",
     "constraints": "--rows 2 --tokens 8 --rounds 1 --only letters",
@@ -62,6 +63,11 @@ def test_case_says_in_one_line_what_it_is(name: str) -> None:
 def test_unknown_case_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown case 'speed'; known are static_batches"):
         run_case("speed", [])
+
+
+def test_answer_without_a_second_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--output must be at least 2, not 1"):
+        run_case("prompt_lengths", ["model.gguf", "--output", "1"])
 
 
 @pytest.mark.real
