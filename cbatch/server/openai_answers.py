@@ -133,10 +133,20 @@ class OpenAIStream(ABC):
         ending = self._ending(event.whole)
         choice = {
             **self.choice(event.i_choice),
+            **self._no_tokens(event),
             "finish_reason": finish_of(event.choice),
             **choice_extensions(event.choice, has_tokens=False),
         }
         return self.chunk([choice], **(ending if self._is_alone else {}))
+
+    def _no_tokens(self, event: Ended) -> dict[str, Any]:
+        """Return what a choice without a token says of its tokens, which no event before has told."""
+        if event.choice.token_ids:
+            return {}
+        more: dict[str, Any] = {"token_ids": []} if self._has_tokens else {}
+        if event.choice.logprobs is not None:
+            more["logprobs"] = self.scores(Text(event.i_choice, "", (), ()))
+        return more
 
     def text(self, index: int, text: str) -> bytes:
         """Return the frame of new text: most frames of a stream, so all but the text is made once."""

@@ -9,7 +9,7 @@ import pytest
 from cbatch import BatchPrompt, Engine, load
 from cbatch.backend.fake import FakeBackend
 from cbatch.server import create_app
-from tests.server.clients import COMPLETIONS, call, error_of, events_of, fake_app
+from tests.server.clients import CHAT, COMPLETIONS, call, error_of, events_of, fake_app
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +71,26 @@ def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
             assert values == (None if told[0] is None else [v for found in told for v in found])
         assert all(p["logprobs"] for p in parts if p["text"]) == bool(choice["logprobs"])
     assert {e["object"] for e in events} == {"text_completion"}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_stream_of_an_answer_without_a_token_says_that_there_is_none(path: str) -> None:
+    asked: dict[str, Any] = {"seed": 1, "max_tokens": 1, "return_tokens": True}
+    chats = [[{"role": "user", "content": f"{i:03}"}] for i in range(1000)]
+    prompts: list[Any] = chats if path == CHAT else [chat[0]["content"] for chat in chats]
+    with Engine(FakeBackend(4, 256)) as engine, fake_app(engine=engine) as app:
+        results = engine.run(prompts, options={"max_tokens": 1, "seed": 1}).results()
+        prompt = next(p for p, r in zip(prompts, results, strict=True) if not r.token_ids)
+        if path == CHAT:
+            asked |= {"messages": prompt, "logprobs": True}
+        else:
+            asked |= {"prompt": prompt, "logprobs": 1}
+        whole = call(app, path, asked).json()["choices"][0]
+        last = events_of(call(app, path, {**asked, "stream": True}))[-1]["choices"][0]
+    assert whole["token_ids"] == []
+    assert whole["logprobs"] is not None
+    for field in ("token_ids", "logprobs", "finish_reason"):
+        assert last[field] == whole[field]
 
 
 def test_echo_has_a_number_for_each_token_but_the_first() -> None:

@@ -69,11 +69,19 @@ def _code_of_step(model: Path) -> int | None:
 
 
 def compute(model: str) -> None:
-    """Compute two tokens; for a process of its own."""
+    """Compute two tokens; for a process of its own.
+
+    Raises:
+        SystemExit: there is no room for the model, which says nothing of AMX.
+    """
     params = llama_cpp.llama_model_default_params()
     loaded = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
+    if loaded is None:
+        raise SystemExit("the model of the trial cannot be loaded")
     sizes = llama_cpp.llama_context_default_params()
     sizes.n_ctx, sizes.n_threads, sizes.n_threads_batch = 64, 1, 1
     context = llama_cpp.llama_init_from_model(loaded, sizes)
+    if context is None:
+        raise SystemExit("the context of the trial cannot be made")
     tokens = (llama_cpp.llama_token * 2)()
     llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, 2))

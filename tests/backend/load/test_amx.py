@@ -89,4 +89,12 @@ def test_what_a_failed_trial_found_is_not_kept(
 
 def test_trial_computes_with_the_model(test_model: Path) -> None:
     words = [sys.executable, "-c", amx.SCRIPT, str(test_model)]
-    assert subprocess.run(words, check=False, stderr=subprocess.DEVNULL).returncode == 0
+    done = subprocess.run(words, check=False, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.real
+def test_trial_that_cannot_load_its_model_is_no_crash(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", amx.SCRIPT, str(tmp_path / "none.gguf")]
+    done = subprocess.run(words, check=False, stderr=subprocess.PIPE)
+    assert done.returncode == 1, done.stderr
