@@ -196,11 +196,17 @@ def _read_array(cursor: _Cursor, header: Header, key: str) -> None:
 
 
 def _read_strings(cursor: _Cursor, n: int, into: list[bytes] | None) -> None:
+    """Read past `n` strings in one loop: a vocabulary has hundreds of thousands."""
+    data, at, end = cursor.data, cursor.at, min(len(cursor.data), _MAX_HEADER)
+    to_int = int.from_bytes
     for _ in range(n):
-        if into is None:
-            cursor.skip(cursor.number(_U64))
-        else:
-            into.append(cursor.string().partition(b"\0")[0])  # llama.cpp reads C strings
+        start = at + _U64.size
+        at = start + to_int(data[at:start], "little")
+        if at > end:
+            break
+        if into is not None:
+            into.append(data[start:at].partition(b"\0")[0])  # llama.cpp reads C strings
+    cursor.skip(at - cursor.at)
 
 
 def _scalar(kind: int) -> struct.Struct:

@@ -227,6 +227,9 @@ class _Trial:
         self._decode(0, 2)
         self.saved, undisturbed = cells.save(0), self._decode(0, _N_KEPT)
         self.is_cut = cells.trim(0, _N_KEPT) and cells.count(0) == _N_KEPT
+        has_window = bool(llama_cpp.llama_model_n_swa(self._model.pointer))
+        self.can_trim = self.is_cut and not self._model.has_states and not has_window
+        self.can_copy = self.can_trim and last > 0 and self._copies(undisturbed)
         cells.trim(0, 0)
         if (n_first, cells.count(0)) != (1, 0):
             raise IncompatibleLlamaError(
@@ -236,18 +239,14 @@ class _Trial:
         is_loaded = self.saved is not None and cells.load(last, self.saved)
         self.can_save = is_loaded and self._decode(last, _N_KEPT) == undisturbed
         cells.trim(last, 0)
-        has_window = bool(llama_cpp.llama_model_n_swa(self._model.pointer))
-        self.can_trim = self.is_cut and not self._model.has_states and not has_window
-        self.can_copy = self.can_trim and last > 0 and self._copies(undisturbed)
 
     def _copies(self, undisturbed: int | None) -> bool:
         """Whether the beginning of a longer sequence, copied to another slot, is continued as it is alone."""
-        cells, last = self._cells, self._last
-        for position in range(_N_KEPT + 1):
-            self._decode(0, position)
-        cells.copy(0, last, _N_KEPT)
-        is_alike = cells.count(last) == _N_KEPT and self._decode(last, _N_KEPT) == undisturbed
-        cells.trim(0, 0)
+        cells, last, n_copied = self._cells, self._last, _N_KEPT - 1
+        cells.copy(0, last, n_copied)
+        is_alike = cells.count(last) == n_copied
+        for position in range(n_copied, _N_KEPT + 1):
+            is_alike = self._decode(last, position) in (None, undisturbed) and is_alike
         cells.trim(last, 0)
         return is_alike
 

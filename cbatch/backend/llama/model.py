@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.fingerprint import model_parts, tensor_types
 from cbatch.backend.llama.gguf import DamagedError, Header, read_header
 from cbatch.backend.llama.vocab import LlamaVocab
 from cbatch.errors import EngineClosedError
@@ -162,7 +163,9 @@ class LlamaModel:
     @cached_property
     def has_learned_positions(self) -> bool:
         """Whether the model knows no other positions than those in a tensor of its file. Source: src/llama-arch.cpp."""
-        return "position_embd.weight" in self.read_header().tensors
+        return any(
+            name == "position_embd.weight" for name, _ in tensor_types(model_parts(self.name))
+        )
 
     def read_header(self) -> Header:
         """Return what the file says of itself; an empty header where the file cannot be read."""

@@ -36,7 +36,7 @@ _N_BUFFER_MAX = 2**28
 
 _N_ROWS = 8
 _N_CELLS = 512  # of each row: a prompt and an answer
-_N_ROUNDS = 7
+_N_ROUNDS = 4
 _OPTIONS = {
     said: EngineOptions(parallel=_N_ROWS, ctx_per_seq=_N_CELLS + 1, n_threads=1, flash_attn=said)
     for said in ("on", "off")

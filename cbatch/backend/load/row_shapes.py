@@ -6,6 +6,7 @@ import random
 from contextlib import closing
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
 N_ROWS_MAX = 32
 """Widest step that is tried: kernels of the CPU backend change at 16 rows at most. Source: docs/exactness.md."""
 
-_COUNTS = (1, 3, 4, 7, 8, 9, 13, 16, 17, 31)
+_COUNTS = (1, 3, 4, 7, 8, 9, 16, 17, 31)
 """Rows of steps that are tried, besides the most: on both sides of 8 and 16, with 0 to 3 left over of fours."""
 
-_N_SHORT = 1
-_N_LONG = 264 + _N_SHORT  # above 256: this neighbour has attention look at 512 cells
+_N_REST = LAST_CHUNKS[0] + 2
+_N_LONG = 4 * CHUNK_ALIGNMENT + _N_REST  # above 256: this neighbour has attention look at 512 cells
 _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many rows the same bits
 _N_TRIES = 10  # of the widths of a shape together: each in one to three places
 
@@ -136,19 +137,27 @@ def _are_alike(a: _Computed, b: _Computed) -> bool:
 class _Rows(Probe):
     """Decodes sequences, one a slot, in steps of many widths, and compares the logits of each with those of the widest.
 
-    The first sequence is long, the others are short.
+    The first sequence is long, the others have one token.
     """
 
     def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool]) -> None:
         n_most = min(backend.n_window, _N_LONG + 16) - 2
         super().__init__(backend, n_most + 2, is_stopped)
         dice, n_vocab = random.Random(2), backend.vocab.n_vocab
-        sizes = [min(_N_SHORT, n_most)] * backend.n_slots
-        sizes[0] = min(_N_LONG, n_most)
+        sizes = [1] * backend.n_slots
+        sizes[0] = n_long = min(_N_LONG, n_most)
+        if n_long > CHUNK_ALIGNMENT + _N_REST:
+            # without its last token: a multiple of cuts, and one more than the shortest last chunk that is tried
+            sizes[0] -= (n_long - _N_REST) % CHUNK_ALIGNMENT
         self._texts = [dice.choices(range(n_vocab), k=n) for n in sizes]
         self._next = [dice.choices(range(n_vocab), k=_N_TOKENS) for _ in self._texts]
+        self._last = Slot(backend.n_slots - 1)
+        if self._last and backend.can_pad:
+            self._texts[self._last] = [PAD_TOKEN]
+        self._after_text = np.empty(0, np.float32)
+        """Logits after the text of the last slot."""
         self._whole: _Computed | None = None
-        """What the beginning of the long text gave in as few chunks as it can have."""
+        """What the long text but its last token gave in as few chunks as it can have."""
         self._known: dict[tuple[int, int], Logits] = {}
         """Logits after each text and each of its next tokens, all slots in one step."""
         self._saved: dict[int, NDArray[np.uint8]] = {}
@@ -162,14 +171,14 @@ class _Rows(Probe):
         Where `is_free`, prompts may be cut at more places than they have to be.
         """
         self._fill()
+        if any(shape.has_pads for shape in tried) and np.isnan(self._after_text).any():
+            return f"not guaranteed: token {PAD_TOKEN} of pad rows leaves cells that are NaN"
         for i_token in range(_N_TOKENS):
             self._most_difference(range(self._backend.n_slots), i_token)
         if self._saved and (by := self._most_difference(range(self._backend.n_slots), 0)):
             return (
                 f"not guaranteed: logits change where saved states are loaded (by up to {by:.2g})"
             )
-        if any(shape.has_pads for shape in tried) and self._is_pad_broken():
-            return f"not guaranteed: token {PAD_TOKEN} of pad rows leaves cells that are NaN"
         refusal = ""
         for shape in tried:
             widths = {shape.width(n) for n in (*_COUNTS, n_rows) if n <= n_rows}
@@ -201,17 +210,15 @@ class _Rows(Probe):
         return groups
 
     def _fill(self) -> None:
-        """Compute the texts: their last tokens in steps of one row a slot, so that it takes few steps."""
+        """Compute the texts, the last token of each in one step."""
         self.clear()
-        n_last = len(self._texts[-1])
-        if n_first := len(self._texts[0]) - n_last:
-            self._whole = self.prefill(Slot(0), self._texts[0][:n_first]), self._state()
-        for i in range(n_last):
-            chunks = [
-                Chunk(Slot(slot), i + n_first * (slot == 0), (text[i - n_last],), has_output=True)
-                for slot, text in enumerate(self._texts)
-            ]
-            self.run(chunks, 0)
+        if first := self._texts[0][:-1]:
+            self._whole = self.prefill(Slot(0), first), self._state()
+        chunks = [
+            Chunk(Slot(slot), len(text) - 1, text[-1:], has_output=True)
+            for slot, text in enumerate(self._texts)
+        ]
+        self._after_text = self.run(chunks, self._last)
         self._saved = {}
         if not self._backend.take_back(()) and self._backend.memory.can_save:
             self._save()
@@ -221,36 +228,35 @@ class _Rows(Probe):
     def _n_last(self) -> int:
         """Return the fewest tokens of a last chunk with which a prompt's cuts change no bits; 0 where they do.
 
-        Prompts are computed in one chunk and in two, cut at a multiple; logits and all cells are compared.
+        Prompts are computed whole and cut at multiples; logits and all cells are compared.
         """
-        text, cuts = self._texts[0], self._backend.cuts
-        n_first, n_most = len(text) - len(self._texts[-1]), LAST_CHUNKS[-1]
-        can_try = cuts.most >= N_CUT_LEAST and n_first >= 3 * CHUNK_ALIGNMENT
-        if self._whole is None or self._whole[1] is None or not can_try:
+        whole, end, n_most = self._whole, len(self._texts[0]) - 1, self._backend.cuts.most
+        if whole is None or whole[1] is None or n_most < N_CUT_LEAST or end < 3 * CHUNK_ALIGNMENT:
             return 0
-        start = (n_first - n_most) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
-        if not _are_alike(self._computed(start, n_first), self._whole):
-            return 0
+        if end > n_most:  # it was cut
+            end -= CHUNK_ALIGNMENT
+            whole = self._computed((0, end))
         # by flash attention few rows differ from many, even where rounding hides it from what is tried here
         is_off = self._backend.options.flash_attn == "off"
         for n_last in LAST_CHUNKS if is_off else LAST_CHUNKS[-1:]:
-            end = (
-                CHUNK_ALIGNMENT + n_last + 1
-            )  # one more than a multiple of what kernels take together
-            if _are_alike(self._computed(CHUNK_ALIGNMENT, end), self._computed(0, end)):
+            last = (end - n_last) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+            places = last - CHUNK_ALIGNMENT, last, end
+            if _are_alike(self._computed(places), whole):
                 return n_last
         return 0
 
-    def _computed(self, start: int, end: int) -> _Computed:
-        """Return what the long text's first `end` tokens give with a cut at `start`."""
+    def _computed(self, places: Sequence[int]) -> _Computed:
+        """Return what the long text gives up to the last of these places, cut at all of them."""
         text, slot = self._texts[0], Slot(0)
-        if start and self._backend.memory.can_trim and self._backend.n_cells[0] >= start:
-            self._backend.run(StepPlan((), trims=((slot, start),)))
+        if self._backend.memory.can_trim and self._backend.n_cells[0] >= places[0] > 0:
+            self._backend.run(StepPlan((), trims=((slot, places[0]),)))
         else:
             self.clear()
-            if start:
-                self.run([Chunk(slot, 0, text[:start], has_output=False)], 0)
-        logits = self.run([Chunk(slot, start, text[start:end], has_output=True)], 0)
+            places = sorted({0, *places})
+        for start, end in pairwise(places):
+            logits = self.run(
+                [Chunk(slot, start, text[start:end], has_output=end == places[-1])], 0
+            )
         return logits, self._state()
 
     def _state(self) -> NDArray[np.uint8] | None:
@@ -283,15 +289,6 @@ class _Rows(Probe):
         slots = tuple(chunk.slot for chunk in chunks)
         self._backend.run(StepPlan((), clears=slots, loads=loads, forgets=slots))
 
-    def _is_pad_broken(self) -> bool:
-        """Whether a pad row's logits are NaN: its cells would break the rows that come after it in its slot."""
-        last = self._backend.n_slots - 1
-        n_cells = len(self._texts[last])
-        chunks = [Chunk(Slot(last), n_cells, (PAD_TOKEN,), has_output=True)]
-        logits = self.run(chunks, 0)
-        self._take_back(chunks)
-        return bool(np.isnan(logits).any())
-
     def _refusal(self, widths: Sequence[int]) -> str:
         """Return how logits differ among steps of these widths, which are tried in the order given."""
         n_places = max(1, min(3, _N_TRIES // len(widths)))
@@ -317,14 +314,13 @@ class _Rows(Probe):
 
     def _refusal_of_likes(self) -> str:
         """Return how logits of a sequence differ where all of a step are like it, and so choose the same experts."""
-        last, i_token = len(self._texts) - 1, _N_TOKENS - 1
-        n_slots = self._backend.n_slots
-        self._known = dict.fromkeys(
-            ((i, i_token) for i in range(n_slots)), self._known[last, i_token]
-        )
-        self._texts, self._next = [self._texts[last]] * n_slots, [self._next[last]] * n_slots
-        self._fill()
-        if by := self._most_difference(range(n_slots), i_token):
+        if not self._last:
+            return ""
+        self.clear()
+        text = self._texts[self._last]
+        slots = [Slot(i) for i in range(self._backend.n_slots)]
+        self.run([Chunk(slot, 0, text, has_output=True) for slot in slots], 0)
+        if by := max(difference(self._backend.logits(slot), self._after_text) for slot in slots):
             return f"not guaranteed: logits change with the company of a row (by up to {by:.2g})"
         return ""
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.llama.fingerprint import model_parts
-from cbatch.backend.llama.gguf import DamagedError, read_header
+from cbatch.backend.llama.fingerprint import model_parts, tensor_types
 from cbatch.backend.llama.pad_rows import N_GROUP, n_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.backend.llama.fingerprint import Parts
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
 
@@ -34,7 +31,7 @@ _N_TILED = 8
 
 def has_plain_weights(model: LlamaModel) -> bool:
     """Whether llama.cpp computes all of a model's weights alike in steps of two rows and more."""
-    types = {type for _, type in _types(model_parts(model.name))}
+    types = {type for _, type in tensor_types(model_parts(model.name))}
     return bool(types) and types <= _PLAIN
 
 
@@ -67,7 +64,7 @@ def _tiled_experts(model: LlamaModel) -> Sequence[tuple[str, int]]:
     """Return the names and types of experts that have another kernel for many rows."""
     if not _has_tiles():
         return ()
-    types = _types(model_parts(model.name))
+    types = tensor_types(model_parts(model.name))
     return [(name, type) for name, type in types if "_exps." in name and type in _TILED]
 
 
@@ -77,18 +74,3 @@ def _has_tiles() -> bool:
         return False
     is_forced = os.environ.get("GGML_CPU_TILED_MM_FORCE") == "1"
     return not is_forced and b"AVX = 1" in llama_cpp.llama_print_system_info()
-
-
-@lru_cache(maxsize=8)
-def _types(parts: Parts) -> Sequence[tuple[str, int]]:
-    """Return the names and types of all tensors of a model's files; none where a file cannot be read.
-
-    A header with a large vocabulary takes 0.4 s to read.
-    """
-    try:
-        headers = [read_header(part, "") for part, *_ in parts]
-    except DamagedError:
-        return ()
-    if None in headers:
-        return ()
-    return [(n, t.type) for header in headers if header for n, t in header.tensors.items()]

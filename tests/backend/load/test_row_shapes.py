@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend.llama.memory import FoundMemory
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.core.plan import Slot
+    from cbatch.core.plan import Slot, StepPlan, StepResult
     from tests.conftest import SynthFactory
 
 Touch = Callable[[LlamaBackend, "Slot"], float]
@@ -247,6 +247,14 @@ def test_last_chunk_is_the_shortest_with_which_cuts_change_nothing(
     monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, n_last: int
 ) -> None:
     found = find(monkeypatch, model, touch, flash_attn="off")
+    assert (found.exactness, found.shape.n_last) == (BITWISE, n_last)
+
+
+@pytest.mark.parametrize(("touch", "n_last"), [(nothing, 8), (is_short_chunk, 64)])
+def test_last_chunk_is_compared_with_none_that_was_cut_too(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, n_last: int
+) -> None:
+    found = find(monkeypatch, model, touch, flash_attn="off", n_ubatch=256)
     assert (found.exactness, found.shape.n_last) == (BITWISE, n_last)
 
 
@@ -496,6 +504,29 @@ def test_model_that_makes_pad_rows_nan_is_refused(
     assert "token 0 of pad rows" in find_exact(found, options(flash_attn=flash_attn)).exactness
     assert find_exact(found, options(flash_attn=flash_attn, parallel=1)).exactness == BITWISE
     found.close()
+
+
+# ---- what it takes ----
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_search_takes_few_tokens_and_steps(
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, flash_attn: str, is_plain: bool
+) -> None:
+    steps: list[int] = []
+
+    def run(backend: LlamaBackend, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            steps.append(sum(len(c.tokens) for c in plan.chunks))
+        return real(backend, plan)
+
+    real = LlamaBackend.run
+    monkeypatch.setattr(LlamaBackend, "run", run)
+    given: dict[str, Any] = {"parallel": 16, "flash_attn": flash_attn}
+    assert find(monkeypatch, model, nothing, is_plain=is_plain, **given).exactness == BITWISE
+    assert sum(steps) <= 550
+    assert len(steps) <= 15
 
 
 # ---- what stops it ----
