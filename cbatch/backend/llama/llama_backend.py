@@ -292,9 +292,7 @@ class LlamaBackend:
     def _compute(self, plan: StepPlan) -> StepResult:
         if self.n_threads > 1:
             teams().join()
-        if self._adapters is not None:
-            self._adapters.use(self._current, plan.adapters)
-        result = self._runner.run(plan, self._cells.undo, is_exact=self.options.exact)
+        result = self._run_steps(plan)
         if result.n_steps:
             self._cells.add(plan.chunks, result.n_steps, result.tokens)
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
@@ -305,13 +303,19 @@ class LlamaBackend:
         n_kept = tuple(self._cells.keep(c, result.n_steps) for c in plan.chunks)
         return replace(result, n_kept=n_kept)
 
+    def _run_steps(self, plan: StepPlan) -> StepResult:
+        """Run a plan's chunks with its adapters, where slots' cells are now."""
+        if self._adapters is not None:
+            self._adapters.use(self._current, plan.adapters)
+        return self._runner.run(plan, self._cells.undo, is_exact=self.options.exact)
+
     def _repeated(self, plan: StepPlan, result: StepResult, short: ShortPool) -> StepResult:
         """Compute anew, in memory of their own, the last tokens of broken rows: in a pool one breaks others."""
         broken = [i for i, t in enumerate(result.tokens) if t and t[-1] == BROKEN_ROW]
         again = tuple(_last_part(plan.chunks[i], result.tokens[i]) for i in broken)
         self._cells.take_back(again)
         self._leave_short(short)
-        found = self._runner.run(StepPlan(again), self._cells.undo, is_exact=self.options.exact)
+        found = self._run_steps(StepPlan(again, adapters=plan.adapters))
         if not found.n_steps:
             return result
         self._cells.add(again, 1, found.tokens)

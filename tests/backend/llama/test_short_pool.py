@@ -11,6 +11,7 @@ from gguf import GGUFReader
 
 import cbatch
 from cbatch.backend.llama import llama_backend, short_pool
+from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.backend.llama.short_pool import N_CELLS, ShortPool
@@ -18,6 +19,7 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineError, ModelLoadError
+from tests.backend.lora import write_lora
 from tests.backend.slots import PROMPT, FailingStepper, bind_all, chunk, make_backends
 
 if TYPE_CHECKING:
@@ -252,6 +254,28 @@ def test_row_that_is_no_number_breaks_no_neighbour(
             assert is_short(backend)
         backend.close()
     assert found[1] == [*found[0], BROKEN_ROW]
+
+
+def test_row_that_is_computed_anew_has_its_adapters(broken_model: Path, tmp_path: Path) -> None:
+    file = write_lora(tmp_path / "a.gguf", broken_model, std=0.5)
+    adapters = (("a", 1.0),)
+    found = []
+    for used, company in (((), []), (adapters, []), (adapters, [BROKEN])):
+        model = open_model(broken_model)
+        options = EngineOptions(**SIZES, n_threads=1, kv="partitioned")
+        backend = LlamaBackend(model, options, adapters=Adapters(model, {"a": file}))
+        backend.add_short_pool()
+        bind_all(backend)
+        backend.run(StepPlan((chunk(0, 0, PROMPT),), adapters=used))
+        chunks = [chunk(0, len(PROMPT), [7]), chunk(1, 0, PROMPT[:3])]
+        chunks += [chunk(2, 0, [300] * 70 + company)] if company else []
+        tokens = backend.run(StepPlan(tuple(chunks), adapters=used)).tokens
+        assert is_short(backend) == (not company)
+        found.append([row[0] for row in tokens])
+        backend.close()
+    plain, alone, together = found
+    assert together == [*alone, BROKEN_ROW]
+    assert all(a != b for a, b in zip(plain, alone, strict=True))
 
 
 def test_row_that_breaks_later_is_told_in_its_step(broken_model: Path) -> None:
