@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +19,7 @@ from cbatch.bench.openai_client import MOST_BOS, Address, OpenAIClient, ServerPr
 from cbatch.bench.pacing import drive
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
+from cbatch.processes import command_of, environment
 from cbatch.worker.placement import my_cores
 
 if TYPE_CHECKING:
@@ -46,10 +45,6 @@ KINDS: Mapping[str, str] = {
 
 ONE_BY_ONE = ("one", "llama")
 """Sides that answer one request after another, whatever comes at once."""
-
-
-_START = "import sys; sys.path[:] = {path}; from cbatch.bench.side_process import main; main()"
-"""What a side's process runs: the same cbatch, whatever is in the folder that it starts in."""
 
 
 class SideError(CBatchError):
@@ -94,13 +89,14 @@ class ProcessSide:
         """Start the process and load the model."""
         if self._process is not None:
             return
-        command = [sys.executable, "-c", _START.format(path=[os.path.abspath(p) for p in sys.path])]
+        command = command_of("cbatch.bench.side_process")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # `close` closes it
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            env=environment(),
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent, which reports what was measured
         )

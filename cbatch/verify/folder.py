@@ -6,17 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
+from cbatch.processes import command_of, environment
 from cbatch.verify.findings import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-_START = "import sys; sys.path[:] = {path}; from cbatch.verify.one_model import main; main()"
 
 
 def models_in(folder: Path) -> list[Path]:
@@ -48,14 +46,13 @@ def verify_all(models: Sequence[Path], n_slots: int, timeout_s: float) -> Iterat
 
 def verify_apart(path: Path, n_slots: int, timeout_s: float) -> Finding:
     """Try a model in a process of its own, which is killed after `timeout_s`."""
-    code = _START.format(path=json.dumps([os.path.abspath(p) for p in sys.path]))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, os.fspath(path), str(n_slots)],
+            command_of("cbatch.verify.one_model", os.fspath(path), str(n_slots)),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger would take seconds
+            env=environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:

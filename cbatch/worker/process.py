@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.errors import ConfigError
+from cbatch.processes import command_of, environment
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
 from cbatch.worker.wire import dumps
@@ -29,9 +28,6 @@ N_WORD_MAX = 500
 
 _LAST_S = 2.0
 
-_START = "import sys; sys.path[:] = {path}; from cbatch.worker.__main__ import main; main()"
-"""What a worker runs: the modules are those of this process, whatever its folder holds."""
-
 
 class ProcessLink:
     """A process that this one started, with its stdin, stdout and stderr. See `Link`."""
@@ -42,18 +38,14 @@ class ProcessLink:
         Raises:
             ConfigError: the program that runs Python is not known, or cannot be started.
         """
-        if not sys.executable:
-            raise ConfigError("no worker can be started: Python does not know its own program")
-        code = _START.format(path=json.dumps([os.path.abspath(p) for p in sys.path]))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                command_of("cbatch.worker.__main__"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
-                # else ggml's abort starts a debugger, which takes seconds and holds the pipes
-                env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+                env=environment(),
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone
             )
         except OSError as error:

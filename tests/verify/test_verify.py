@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -103,7 +104,8 @@ def test_wrong_model_is_told_and_ends_the_command_with_1(
 def test_process_that_ends_by_a_signal_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.verify.folder._START", "import os; os.abort()  # {path}")
+    command = [sys.executable, "-c", "import os; os.abort()"]
+    monkeypatch.setattr("cbatch.verify.folder.command_of", lambda *_: command)
     found = verify_apart(folder / "llama.gguf", 4, 60)
     assert found.end.startswith("ended by SIGABRT")
     assert found.is_wrong

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from cbatch.backend.llama.gguf import read_header
 from cbatch.errors import ConfigError
+from cbatch.processes import command_of, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 2**28
 """Of rows that the quantiser keeps in memory at once; llama.cpp's own default is 8 GiB."""
 
-_START = "import sys; sys.path[:] = {path}; from cbatch.backend.llama.quantiser import main; main()"
 _N_WORDS = 3  # lines of llama.cpp's log
 _N_TAIL = 2000  # bytes of what it says, such as the traceback of an error
 
@@ -80,16 +80,13 @@ def quantising(
 
 
 def _start(task: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    if not sys.executable:
-        raise ConfigError("nothing can be quantised: Python does not know its own program")
-    code = _START.format(path=json.dumps([os.path.abspath(p) for p in sys.path]))
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", code, task],
+            command_of("cbatch.backend.llama.quantiser", task),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=log,
-            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger would take seconds
+            env=environment(),
             start_new_session=True,  # Ctrl-C in a terminal is for this process alone
         )
     except OSError as error:
