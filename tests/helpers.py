@@ -544,13 +544,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
     is_free = limits == (None, None, None) and not rig.backend.cuts
     is_free = is_free and not any(d.is_scoring for d in running)
-    is_free = (
-        is_free and not rig.backend.memory.n_long_context_prefills
-    )  # with them some wait for others' prompts
-    n_used = (
-        n_tokens if ledger.is_overcommitted else 2 * n_tokens
-    )  # chunks are evened out otherwise
-    if is_free and n_used < min(rig.backend.n_batch, ledger.n_free_cells):
+    if is_free and n_tokens < min(rig.backend.n_batch, ledger.n_free_cells):
         done = {d: c.start + len(c.tokens) for c, d in zip(plan.chunks, planned.rows, strict=True)}
         marks = {d: planned_slots.marks.get(d, d.marks) for d in running}
         assert all(done[d] in (d.n_tokens, *marks[d]) for d in running)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CASES = (
-    *("static_batches", "staggered", "steps", "streaming", "shared_prefix", "long_context_prefill"),
+    *("static_batches", "staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
     *("short_sequences", "prompt_lengths"),
     *(
         "stall",

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import Slot
-
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-LONG_CONTEXT = 256
-"""Cells before a chunk from which attention is much of what it costs. Source: docs/performance.md."""
+    from collections.abc import Sequence
 
 _WEIGHT = 0.125
 """Weight of a new figure in a smoothed one, as in TCP's round-trip time. Source: RFC 6298, alpha."""
@@ -45,41 +40,6 @@ def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
         shares.append(want if want <= budget else 0)
         budget -= shares[-1]
     return shares
-
-
-def limit_long_context_prefills(
-    wanted: list[int], n_before: Sequence[int], n_long_context_prefills: int
-) -> None:
-    """Let few chunks of a step go on after many cells: the oldest, then the shortest; mutates `wanted`.
-
-    Args:
-        wanted: tokens of each prompt, the oldest first.
-        n_before: cells that each has.
-        n_long_context_prefills: how many may, as of `KvCapabilities`.
-    """
-    long = [i for i, n in enumerate(n_before) if n >= LONG_CONTEXT and wanted[i] > 1]
-    by_size = long[:1] + sorted(long[1:], key=lambda i: wanted[i])
-    for i in by_size[n_long_context_prefills:]:
-        wanted[i] = 0
-
-
-def even_out(shares: dict[Slot, int], cut: Collection[Slot]) -> None:
-    """Shorten chunks of adjacent slots to one length where that saves a run of llama.cpp's graph; mutates `shares`.
-
-    In partitioned memory llama.cpp computes equally long chunks of adjacent slots in one run of the graph, and the rest
-    of a longer chunk in another run. A chunk that does not end its prompt is cut to its neighbour's length, unless that
-    leaves much of the step's room unused.
-
-    Args:
-        shares: tokens by slot; a decode row has 1.
-        cut: slots whose chunk does not end their prompt.
-    """
-    for slot, n_below in sorted(shares.items()):
-        above = Slot(slot + 1)
-        n = shares.get(above, 1)
-        shorter, longer = sorted((slot, above), key=lambda s: shares.get(s, 1))
-        if min(n_below, n) > 1 and longer in cut and 4 * shares[shorter] >= 3 * shares[longer]:
-            shares[longer] = shares[shorter]
 
 
 class StepCosts:

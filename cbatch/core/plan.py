@@ -264,8 +264,6 @@ class KvCapabilities:
     saved_bytes: int = 0
     """Host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0
-    n_long_context_prefills: int = 0
-    """Most prompts that go on after many cells and are computed fast in one step; 0 where it does not matter."""
 
     def n_saved_bytes(self, n_cells: int) -> int:
         """Return the host memory that `n_cells` saved cells of one sequence take."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from cbatch.core.bisection import FaultBisection
 from cbatch.core.budget import (
     StepCosts,
-    even_out,
-    limit_long_context_prefills,
     split_budget,
     whole_chunks,
 )
@@ -108,11 +106,9 @@ class ContinuousBatchScheduler:
         self.bisection = FaultBisection()
         self._n_batch, self._cuts = n_batch, cuts
         self._can_trim = memory.can_trim
-        self._n_long_context_prefills = 0 if cuts else memory.n_long_context_prefills
         cells = batcher.slot_plan().cells
         self._is_overcommitted = cells.ledger.is_overcommitted
         self._has_checkpoints = cells.prefixes.checkpoints.is_on
-        self._can_even = not (cuts or self._is_overcommitted)
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         self._has_adapters = has_adapters
@@ -299,14 +295,9 @@ class ContinuousBatchScheduler:
             split, (driver, _, start) = whole_chunks, prefills[0]
             n_oldest = self._n_chunk(driver, start, min(budget, wanted[0]))
             wanted = [n_oldest, *wanted[1:]]
-        cut = list[Slot]()
-        for (driver, slot, start), n in zip(prefills, split(wanted, budget), strict=True):
+        for (_, slot, _), n in zip(prefills, split(wanted, budget), strict=True):
             if n:
                 shares[slot] = n
-                if 1 < n < len(driver.tokens) - start:
-                    cut.append(slot)
-        if len(prefills) > 1 and self._can_even:
-            even_out(shares, cut)
 
     def _make_room_for_step(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> None:
         """Empty retained slots for what the sequences of a step can use, and for the steps after it."""
@@ -327,9 +318,6 @@ class ContinuousBatchScheduler:
             wanted = [n if m is None else min(n, m) for n, m in zip(wanted, to_mark, strict=True)]
         if any(d.is_scoring for d, _, _ in prefills):
             self._limit_targets(prefills, wanted)
-        if self._n_long_context_prefills:
-            n_before = [start for _, _, start in prefills]
-            limit_long_context_prefills(wanted, n_before, self._n_long_context_prefills)
         return wanted
 
     def _n_chunk(self, driver: SequenceDriver, start: int, room: int) -> int:

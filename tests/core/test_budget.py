@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.core.budget import (
-    LONG_CONTEXT,
-    even_out,
-    limit_long_context_prefills,
     split_budget,
     whole_chunks,
 )
-from cbatch.core.plan import Slot
 
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100))
@@ -61,55 +57,6 @@ def test_split_budget_serves_the_shorter_whole_before_the_longer(
 )
 def test_split_budget_by_eye(wanted: list[int], budget: int, shares: list[int]) -> None:
     assert split_budget(wanted, budget) == shares
-
-
-@pytest.mark.parametrize(
-    ("shares", "cut", "evened"),
-    [
-        ({0: 40, 1: 48}, [1], {0: 40, 1: 40}),
-        ({0: 48, 1: 40}, [0], {0: 40, 1: 40}),
-        ({0: 40, 1: 48}, [0], {0: 40, 1: 48}),  # the longer one ends its prompt
-        ({0: 40, 1: 60}, [1], {0: 40, 1: 60}),  # too much would be left unused
-        ({0: 40, 2: 48}, [2], {0: 40, 2: 48}),  # no neighbours
-        ({0: 1, 1: 48}, [1], {0: 1, 1: 48}),  # a decode row is in another run anyway
-        ({0: 40, 1: 42, 2: 44}, [1, 2], {0: 40, 1: 40, 2: 40}),
-        ({0: 44, 1: 40, 2: 42}, [0, 2], {0: 40, 1: 40, 2: 40}),
-    ],
-)
-def test_even_out_by_eye(shares: dict[Slot, int], cut: list[Slot], evened: dict[Slot, int]) -> None:
-    even_out(shares, cut)
-    assert shares == evened
-
-
-@given(
-    st.dictionaries(st.integers(0, 8).map(Slot), st.integers(1, 50), min_size=1),
-    st.sets(st.integers(0, 8).map(Slot)),
-)
-def test_even_out_shortens_cut_chunks_alone_and_none_by_much(
-    shares: dict[Slot, int], cut: set[Slot]
-) -> None:
-    before = dict(shares)
-    even_out(shares, cut)
-    assert {s for s in shares if shares[s] != before[s]} <= cut
-    assert all(1 <= shares[s] <= before[s] for s in shares)
-    assert all(shares[s] > 1 or before[s] == 1 for s in shares)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "n_before", "expected"),
-    [
-        ([9, 9, 9], [LONG_CONTEXT] * 3, [9, 9, 0]),
-        ([90, 30, 10, 20], [LONG_CONTEXT] * 4, [90, 0, 10, 0]),
-        ([9, 9, 9], [LONG_CONTEXT, LONG_CONTEXT - 1, LONG_CONTEXT], [9, 9, 9]),
-        ([9, 9, 0, 9], [LONG_CONTEXT, 0, LONG_CONTEXT, LONG_CONTEXT], [9, 9, 0, 9]),
-        ([1, 9, 9, 1], [LONG_CONTEXT] * 4, [1, 9, 9, 1]),
-    ],
-)
-def test_limit_of_long_context_prefill_leaves_the_oldest_and_the_shortest(
-    wanted: list[int], n_before: list[int], expected: list[int]
-) -> None:
-    limit_long_context_prefills(wanted, n_before, 2)
-    assert wanted == expected
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,6 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> KvCapabilities:
         can_shift=can_trim,
         saved_bytes=draw(st.sampled_from([64, 2**19])),
         saved_bytes_per_cell=1024,
-        n_long_context_prefills=draw(st.sampled_from([0, 0, 0, 1, 2])),
     )
 
 
@@ -508,9 +507,8 @@ def _check_cut_short(rig: Rig, request: Request, result: BatchResult) -> None:
 
 @contextmanager
 def short_limits(n_targets: int) -> Iterator[None]:
-    """Have steps score no more than so many, and few cells be many: prompts here are short."""
+    """Have steps score no more than so many: prompts here are short."""
     with ExitStack() as stack:
-        stack.enter_context(patch("cbatch.core.budget.LONG_CONTEXT", 8))
         for place in ("core.scheduler", "core.plan", "backend.fake.fake_backend"):
             stack.enter_context(patch(f"cbatch.{place}.N_TARGETS_MAX", n_targets))
         yield

@@ -99,14 +99,6 @@ def test_prompt_of_512_beside_a_generating_row_is_ready_after_five_steps() -> No
     assert shares == [127, 127, 127, 127, 4]
 
 
-def test_long_context_prefill_goes_two_at_a_time_where_there_are_tiles() -> None:
-    memory = KvCapabilities("partitioned", 4 * 512, n_long_context_prefills=2)
-    rig = make_scheduler(n_slots=4, n_window=512, n_batch=1200, memory=memory, prefill_chunk=260)
-    rig.submit(*make_sequences(4, n_prompt=310, max_tokens=4))
-    plans = [sizes(must(step(rig))) for _ in range(3)]
-    assert plans == [dict.fromkeys(range(4), 260), {0: 50, 1: 50}, {0: 1, 1: 1, 2: 50, 3: 50}]
-
-
 @pytest.mark.parametrize("n_batch", [8, 13, 24, 48, 96, 150])
 @pytest.mark.parametrize("memory", [None, shared_pool(512)], ids=["partitioned", "unified"])
 def test_first_token_comes_before_the_last_prompt_is_computed(
@@ -126,15 +118,6 @@ def test_slots_freed_together_are_refilled_in_one_plan() -> None:
     rig.submit(*make_sequences(8, max_tokens=3))
     plans = drive(rig)
     assert [len(p.binds) for p in plans if p.binds] == [4, 4]
-
-
-def test_cut_chunks_have_one_length_where_slots_have_their_own_cells() -> None:
-    rigs = [make_scheduler(2, 64, 17), make_scheduler(2, 64, 17, memory=shared_pool(120))]
-    for rig, expected in zip(rigs, ({0: 8, 1: 8}, {0: 9, 1: 8}), strict=True):
-        rig.submit(*make_sequences(2, n_prompt=40, max_tokens=4))
-        plan = step(rig)
-        assert plan is not None
-        assert sizes(plan) == expected
 
 
 def test_oldest_prompt_gets_half_of_a_step_in_whichever_slot_it_is() -> None:

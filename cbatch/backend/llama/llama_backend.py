@@ -133,7 +133,7 @@ class LlamaBackend:
         """Find out what the context's memory can do, and make what works on the context."""
         model, options = self.model, self.options
         is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
-        found = find_memory(self.ctx, model, options, self.n_threads, is_on_device=is_on_device)
+        found = find_memory(self.ctx, model, options)
         self.memory = found.capabilities
         self.n_window = slot_window(
             options, self.memory.n_cells, model.n_ctx_train, is_pool=self.memory.kind == "unified"
@@ -153,6 +153,8 @@ class LlamaBackend:
         # exact: a chunk is one run of the graph, with room for one row of every other slot
         n_alone = min(options.n_ubatch, self.n_batch - self.n_slots + 1)
         self.cuts = self.shape.cuts(n_alone) if options.exact else ANYWHERE
+        self.has_prompts_apart = self.memory.kind != "unified" and not is_on_device
+        """Whether llama.cpp computes prompts of several lengths in several runs of the graph."""
         self._format = found.format
         self._cells = ContextMemory(
             self.ctx,
@@ -307,7 +309,13 @@ class LlamaBackend:
         """Run a plan's chunks with its adapters, where slots' cells are now."""
         if self._adapters is not None:
             self._adapters.use(self._current, plan.adapters)
-        return self._runner.run(plan, self._cells.undo, is_exact=self.options.exact)
+        is_pooled = self.short_pool is not None and self.short_pool.is_used
+        return self._runner.run(
+            plan,
+            self._cells.undo,
+            is_exact=self.options.exact,
+            is_apart=self.has_prompts_apart and not is_pooled,
+        )
 
     def _repeated(self, plan: StepPlan, result: StepResult, short: ShortPool) -> StepResult:
         """Compute anew, in memory of their own, the last tokens of broken rows: in a pool one breaks others."""

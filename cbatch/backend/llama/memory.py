@@ -34,20 +34,6 @@ _N_ROTATED = 64
 """Heads of a multiple of this width are stored rotated. Source: src/llama-kv-cache.cpp, attn_rot_k."""
 
 
-# ---- the shape in which attention computes long prompts fast on a CPU ----
-
-_N_ROWS = 64
-"""Rows of one sequence in a run of the graph from which attention works in tiles, about twice as fast a row.
-Source: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q; ggml-cpu/ops.cpp, use_tiled."""
-
-_N_PARTS = 4
-"""The rows of all heads are cut into this many parts for each thread, and no tile is larger than a part.
-Source: ggml/src/ggml-cpu/ops.cpp, nth_scaled."""
-
-_N_CHUNKS_MIN = 4
-"""Measured with one to eight chunks of equal and unequal length; see docs/performance.md."""
-
-
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """One sequence's cells in host memory, as llama.cpp writes them."""
@@ -155,9 +141,7 @@ class FoundMemory:
     """Whether the last tokens of a sequence can be taken back, as long as it only grows: with sliding windows too."""
 
 
-def find_memory(
-    ctx: Any, model: LlamaModel, options: EngineOptions, n_threads: int, *, is_on_device: bool
-) -> FoundMemory:
+def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMemory:
     """Find out what the memory of an empty context can do, by some one-token decodes. It is empty again afterwards.
 
     Raises:
@@ -170,9 +154,7 @@ def find_memory(
     kind = "recurrent" if model.has_states or not trial.is_cut else "partitioned"
     if options.kv == "unified":
         kind = "unified"
-    n_prefills, n_bytes, n_per_cell = 0, 0, 0
-    if kind == "partitioned" and not is_on_device:
-        n_prefills = most_long_context_prefills(model, options, n_threads)
+    n_bytes, n_per_cell = 0, 0
     if trial.can_save and trial.sample and trial.saved:
         n_first = len(trial.sample.data)
         n_per_cell = -(-(len(trial.saved.data) - n_first) // (_N_KEPT - 1))
@@ -188,7 +170,6 @@ def find_memory(
         can_shift=trial.can_trim and _can_shift(ctx, model, options.cache_type_k),
         saved_bytes=n_bytes,
         saved_bytes_per_cell=n_per_cell,
-        n_long_context_prefills=n_prefills,
     )
     # `swa_full`, llama.cpp's default, has cells outside of a window stay while a sequence grows at its end alone
     can_cut = trial.is_cut and not model.has_states
@@ -274,18 +255,3 @@ def _can_shift(ctx: Any, model: LlamaModel, cache_type_k: str) -> bool:
     widths = read_layout(model).key_widths
     is_rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") == "0"
     return is_rotated and len(widths) == 1 and not max(widths) % _N_ROTATED
-
-
-def most_long_context_prefills(model: LlamaModel, options: EngineOptions, n_threads: int) -> int:
-    """Return `KvCapabilities.n_long_context_prefills`: enough for the tiles of each thread.
-
-    0 where attention does not work in tiles.
-    """
-    types = (options.cache_type_k, options.cache_type_v)
-    has_tiles = types in (("f16", "f16"), ("f32", "f32"))
-    if not has_tiles or options.exact or options.flash_attn == "off":
-        return 0
-    n_heads = max(1, int(llama_cpp.llama_model_n_head(model.pointer)))
-    n_chunks = max(_N_CHUNKS_MIN, -(-_N_PARTS * n_threads // n_heads))
-    n_most = min(options.n_ubatch, options.n_batch) // _N_ROWS
-    return min(n_chunks, n_most) if n_most >= _N_CHUNKS_MIN else 0

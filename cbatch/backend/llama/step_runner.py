@@ -1,4 +1,4 @@
-"""A plan's chunks are computed: in one native call, in exact mode in one for each prompt, with grammar masks."""
+"""A plan's chunks are computed, with grammar masks: in one native call, or prompts first in calls of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cbatch.backend.llama.pad_rows import N_GROUP
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -52,7 +53,12 @@ class StepRunner:
             self._matchers.bind(binding)
 
     def run(
-        self, plan: StepPlan, undo: Callable[[Sequence[Chunk]], bool], *, is_exact: bool
+        self,
+        plan: StepPlan,
+        undo: Callable[[Sequence[Chunk]], bool],
+        *,
+        is_exact: bool,
+        is_apart: bool = False,
     ) -> StepResult:
         """Compute and sample a plan's chunks; `follow` tells what grammars make of the result.
 
@@ -60,9 +66,12 @@ class StepRunner:
             plan: its moves are done, its slots bound.
             undo: takes back the cells of chunks that were computed; False where that is impossible.
             is_exact: the shape of a computation must not depend on company.
+            is_apart: llama.cpp computes prompts of several lengths in several runs of the graph anyway.
         """
-        if is_exact and any(len(c.tokens) > 1 for c in plan.chunks):
-            return self._run_apart(plan.chunks, undo)
+        if (is_exact or is_apart) and any(len(c.tokens) > 1 for c in plan.chunks):
+            groups = _each_alone(plan.chunks) if is_exact else _prompts_first(plan.chunks)
+            if is_exact or len(groups) > 1:
+                return self._run_groups(plan.chunks, groups, undo)
         pads = self._pad_rows.beside(plan.chunks) if is_exact else ()
         return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
 
@@ -113,16 +122,16 @@ class StepRunner:
         finally:
             await_masks()  # the stepper does not where decoding failed
 
-    def _run_apart(
-        self, chunks: Sequence[Chunk], undo: Callable[[Sequence[Chunk]], bool]
+    def _run_groups(
+        self,
+        chunks: Sequence[Chunk],
+        groups: Sequence[Sequence[Chunk]],
+        undo: Callable[[Sequence[Chunk]], bool],
     ) -> StepResult:
-        """Compute chunks of one token together and every longer chunk alone, so that no shape depends on company."""
-        rows = [c for c in chunks if len(c.tokens) == 1]
-        groups = [rows] if rows else []
-        groups += [[c] for c in chunks if len(c.tokens) > 1]
+        """Compute groups of chunks one after another, as one step."""
         results: list[StepResult] = []
         for group in groups:
-            pads = self._pad_rows.beside(group) if group is rows else ()
+            pads = self._pad_rows.beside(group) if len(group[0].tokens) == 1 else ()
             result = self._run_padded(group, pads)
             if result.code:
                 done = [c for g in groups[: len(results)] for c in g]
@@ -139,10 +148,46 @@ class StepRunner:
         self._stepper.close()
 
 
+def _each_alone(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
+    """Return chunks of one token together and every longer chunk alone, so that no shape depends on company."""
+    rows = [c for c in chunks if len(c.tokens) == 1]
+    return [*([rows] if rows else []), *([c] for c in chunks if len(c.tokens) > 1)]
+
+
+def _prompts_first(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
+    """Return the chunks of prompts by their lengths, and then all others with the prompts' last tokens as rows beside.
+
+    llama.cpp would compute a token of each chunk, then as many of each prompt as the shortest has, then of the next
+    shortest, and so on: runs of few tokens, and wherever one prompt ends a product of its row alone with the whole
+    vocabulary. Chunks with targets stay as they are; so do all where the last tokens would be a run that costs more
+    than it saves.
+    """
+    ahead: dict[int, list[Chunk]] = {}
+    rows: list[Chunk] = []
+    has_row = False
+    for c in chunks:
+        tokens = c.tokens
+        if len(tokens) == 1 or c.targets:
+            rows.append(c)
+            has_row = True
+            continue
+        if c.has_output:
+            end = c.start + len(tokens) - 1
+            rows.append(Chunk(c.slot, end, tokens[-1:], has_output=True))
+            c = Chunk(c.slot, c.start, tokens[:-1], has_output=False)
+        ahead.setdefault(len(c.tokens), []).append(c)
+    if rows and not has_row and len(ahead) < N_GROUP:
+        return [chunks]
+    return [*ahead.values(), *([rows] if rows else [])]
+
+
 def _joined(
     chunks: Sequence[Chunk], groups: Sequence[Sequence[Chunk]], results: Sequence[StepResult]
 ) -> StepResult:
-    """Return the results of groups that were computed one after another as that of one step."""
+    """Return the results of groups that were computed one after another as that of one step.
+
+    Of a slot that is in two of them the later has the output.
+    """
     tokens: dict[Slot, list[int]] = {}
     reports: dict[Slot, Sequence[TokenLogprobs]] = {}
     scores: dict[Slot, Sequence[TokenLogprobs]] = {}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import llama_cpp
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.memory import most_long_context_prefills
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
@@ -31,9 +29,7 @@ from tests.backend.slots import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from cbatch.backend.llama.model import LlamaModel
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 
@@ -365,6 +361,8 @@ def test_failed_decode_says_what_is_kept(make: MakeBackend, kind: str, code: int
     chunks = (chunk(1, 0, PROMPT), chunk(2, len(OTHER), [7]))
     result = backend.run(StepPlan(chunks))
     n_kept = (0, 0) if kind == "recurrent" else (len(PROMPT) - 1, len(OTHER))
+    if kind == "partitioned":  # all of the prompt but its last token is computed first
+        n_kept = (len(PROMPT) - 2, len(OTHER))
     assert (result.code, result.n_steps, result.n_kept) == (code, 0, n_kept)
     assert held(backend) == [0, *n_kept]
     assert go_on(backend, 1, PROMPT[n_kept[0] :], 3) == expected
@@ -418,39 +416,3 @@ def test_first_step_takes_some_of_the_time_of_a_run(make: MakeBackend, is_exact:
     assert result.first_s == pytest.approx(result.decode_s + result.sample_s)
     result = backend.run(StepPlan((chunk(0, 20, [7]), chunk(1, 33, [7])), n_steps=4))
     assert 0 < result.first_s <= result.decode_s + result.sample_s
-
-
-# ---- prompts behind many cells are given a shape that attention computes fast ----
-
-
-@pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    """The model that ships inside, which has six heads."""
-    with closing(open_model(test_model)) as opened:
-        assert llama_cpp.llama_model_n_head(opened.pointer) == 6
-        yield opened
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
-        {"cache_type_k": "bf16", "cache_type_v": "bf16"},
-        {"cache_type_k": "f32", "cache_type_v": "f16"},
-        {"flash_attn": "off"},
-        {"exact": True},
-        {"n_ubatch": 255},
-    ],
-)
-def test_there_are_no_tiles_with(settings: dict[str, Any], model: LlamaModel) -> None:
-    assert most_long_context_prefills(model, EngineOptions(**settings), n_threads=2) == 0
-
-
-@pytest.mark.parametrize(
-    ("n_threads", "n_ubatch", "n_chunks"), [(1, 512, 4), (6, 512, 4), (9, 512, 6), (64, 320, 5)]
-)
-def test_chunks_of_a_step_give_each_thread_whole_tiles(
-    n_threads: int, n_ubatch: int, n_chunks: int, model: LlamaModel
-) -> None:
-    options = EngineOptions(n_ubatch=n_ubatch)
-    assert most_long_context_prefills(model, options, n_threads) == n_chunks

@@ -1,14 +1,15 @@
-"""Prompts that go on after many cells: `python -m cbatch.bench.long_context_prefill MODEL`.
+"""Prompts of several lengths: `python -m cbatch.bench.prompts_first MODEL`.
 
-Requests of unequal length begin with the same tokens, which were computed before. The engine computes a few of their
-prompts in a step, as it does by default, and in turn with that all of them at once.
+Requests of unequal length begin with the same tokens, which were computed before. The engine computes the prompts of a
+step by their lengths and then their last tokens beside the rows that decode, as it does by default in memory that slots
+have for themselves; and in turn with that it leaves to llama.cpp how all of them together are computed.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,18 +46,17 @@ class Job:
         ]
 
 
-def seconds(path: str, options: EngineOptions, job: Job, *, is_limited: bool) -> float:
+def seconds(path: str, options: EngineOptions, job: Job, *, is_first: bool) -> float:
     """Return what a fresh engine needs for the job once the beginning is computed."""
-    return in_model(path, partial(_seconds, options=options, job=job, is_limited=is_limited))
+    return in_model(path, partial(_seconds, options=options, job=job, is_first=is_first))
 
 
-def _seconds(model: LlamaModel, options: EngineOptions, job: Job, *, is_limited: bool) -> float:
+def _seconds(model: LlamaModel, options: EngineOptions, job: Job, *, is_first: bool) -> float:
     from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
 
     prompts = job.prompts(model.vocab.n_vocab, seed=1)
     backend = LlamaBackend(model, options, owns_model=False)
-    if not is_limited:
-        backend.memory = replace(backend.memory, n_long_context_prefills=0)
+    backend.has_prompts_apart = is_first
     with Engine(backend, options={"temperature": 0, "ignore_eos": True}) as engine:
         beginning = (prompts[0].tokens or ())[: job.n_common + 1]
         engine.submit(BatchPrompt(tokens=beginning), options={"max_tokens": 1}).result()
@@ -72,16 +72,20 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--common", type=int, default=1000, help="tokens that all begin with")
     asked.add_argument("--own", type=int, nargs=2, default=(65, 200), help="least and most")
     asked.add_argument("--output", type=int, nargs=2, default=(2, 16), help="least and most")
+    asked.add_argument("--flash-attn", choices=("auto", "on", "off"), default="auto")
     asked.add_argument("--slots", type=int, default=16, help="requests at once")
     a = asked.parse_args(words)
     job = Job(a.requests, a.common, tuple(a.own), tuple(a.output))
-    options = EngineOptions(parallel=a.slots, ctx_per_seq=a.common + a.own[1] + a.output[1])
-    ways = (partial(seconds, a.model, options, job, is_limited=limit) for limit in (True, False))
-    rounds = [(few, many) for few, many in take_turns(a.rounds, *ways)]
+    n_window = a.common + a.own[1] + a.output[1]
+    options = EngineOptions(parallel=a.slots, ctx_per_seq=n_window, flash_attn=a.flash_attn)
+    ways = (
+        partial(seconds, a.model, options, job, is_first=is_first) for is_first in (True, False)
+    )
+    rounds = [(first, together) for first, together in take_turns(a.rounds, *ways)]
     emit(
-        few_s=median(few for few, _ in rounds),
-        all_at_once_s=median(many for _, many in rounds),
-        **ratios((many, few) for few, many in rounds),
+        first_s=median(first for first, _ in rounds),
+        together_s=median(together for _, together in rounds),
+        **ratios((together, first) for first, together in rounds),
     )
 
 

@@ -1,4 +1,4 @@
-"""The script that tells what it brings to hold back prompts behind many cells."""
+"""The script that tells what it brings to compute prompts before the rows of a step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from cbatch.bench import long_context_prefill
-from cbatch.bench.long_context_prefill import Job
+from cbatch.bench import prompts_first
+from cbatch.bench.prompts_first import Job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,8 +29,8 @@ def test_script_prints_both_times_and_their_ratio(
 ) -> None:
     sizes = ["--requests", "4", "--common", "300", "--own", "70", "80", "--output", "1", "2"]
     sizes += ["--slots", "4", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["long_context_prefill", str(test_model), *sizes])
-    long_context_prefill.main()
+    monkeypatch.setattr(sys, "argv", ["prompts_first", str(test_model), *sizes])
+    prompts_first.main()
     found = json.loads(capsys.readouterr().out)
-    assert found["few_s"] > 0 < found["all_at_once_s"]
+    assert found["first_s"] > 0 < found["together_s"]
     assert found["ratio_min"] == found["ratio"] == found["ratio_max"]

@@ -1,0 +1,172 @@
+"""Prompts are computed before the rows of a step, by their lengths, where each slot has memory of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.options import GREEDY
+from tests.backend.slots import bind_all, chunk, failing, go_on, held, make_backends
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cbatch.backend.llama.llama_backend import LlamaBackend
+    from tests.backend.slots import MakeBackend
+    from tests.conftest import SynthFactory
+
+Call = list[tuple[int, int, int, bool]]
+"""Slot, start, tokens and output of each chunk."""
+
+
+class WatchedStepper(NativeStepper):
+    """Notes what it is asked to compute."""
+
+    def __init__(self, ctx: Any, calls: list[Call], **sizes: Any) -> None:
+        super().__init__(ctx, **sizes)
+        self._calls = calls
+
+    def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
+        """Do a run."""
+        self._calls.append([(c.slot, c.start, len(c.tokens), c.has_output) for c in chunks])
+        return super().run(chunks, *args, **given)
+
+
+@pytest.fixture
+def make(synth: SynthFactory) -> Iterator[MakeBackend]:
+    """Return a factory of backends by kind of memory."""
+    yield from make_backends(synth)
+
+
+def watched(make: MakeBackend, kind: str, **given: Any) -> tuple[LlamaBackend, list[Call]]:
+    calls: list[Call] = []
+    backend = make(kind, stepper=partial(WatchedStepper, calls=calls), **given)
+    bind_all(backend)
+    return backend, calls
+
+
+def text(slot: int, n: int) -> list[int]:
+    return [300 + 7 * i + 11 * slot for i in range(n)]
+
+
+def with_row(backend: LlamaBackend) -> Chunk:
+    """A row of slot 0, which holds 5 cells now."""
+    backend.run(StepPlan((chunk(0, 0, text(0, 5)),)))
+    return chunk(0, 5, [7])
+
+
+@pytest.mark.parametrize("kind", ["partitioned", "recurrent"])
+def test_last_tokens_are_rows_beside_those_that_decode(make: MakeBackend, kind: str) -> None:
+    backend, calls = watched(make, kind)
+    row = with_row(backend)
+    calls.clear()
+    result = backend.run(StepPlan((row, chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 12)))))
+    ends = [(0, 5, 1, True), (1, 8, 1, True), (2, 11, 1, True)]
+    assert calls == [[(1, 0, 8, False)], [(2, 0, 11, False)], ends]
+    assert (result.n_steps, [len(t) for t in result.tokens]) == (1, [1, 1, 1])
+    assert held(backend) == [6, 9, 12]
+
+
+def test_prompts_of_one_length_are_one_call(make: MakeBackend) -> None:
+    backend, calls = watched(make, "partitioned")
+    row = with_row(backend)
+    calls.clear()
+    backend.run(StepPlan((row, chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 9)))))
+    assert calls[0] == [(1, 0, 8, False), (2, 0, 8, False)]
+    assert len(calls) == 2
+
+
+def test_chunk_that_does_not_end_its_prompt_is_computed_whole(make: MakeBackend) -> None:
+    backend, calls = watched(make, "partitioned")
+    row = with_row(backend)
+    calls.clear()
+    result = backend.run(StepPlan((row, Chunk(Slot(1), 0, text(1, 9), has_output=False))))
+    assert calls == [[(1, 0, 9, False)], [(0, 5, 1, True)]]
+    assert [len(t) for t in result.tokens] == [1, 0]
+
+
+def test_few_prompts_without_rows_stay_together(make: MakeBackend) -> None:
+    backend, calls = watched(make, "partitioned")
+    result = backend.run(StepPlan((chunk(0, 0, text(0, 9)), chunk(1, 0, text(1, 12))), n_steps=3))
+    assert calls == [[(0, 0, 9, True), (1, 0, 12, True)]]
+    assert result.n_steps == 3
+
+
+def test_many_prompts_without_rows_end_together(make: MakeBackend) -> None:
+    backend, calls = watched(make, "partitioned", parallel=5)
+    backend.run(StepPlan(tuple(chunk(i, 0, text(i, 6 + i % 4)) for i in range(5))))
+    assert [len(call) for call in calls] == [2, 1, 1, 1, 5]
+    assert calls[0] == [(0, 0, 5, False), (4, 0, 5, False)]
+    assert all(n == 1 and is_output for _, _, n, is_output in calls[-1])
+    assert held(backend) == [6, 7, 8, 9, 6]
+
+
+def test_one_pool_computes_all_in_one_call(make: MakeBackend) -> None:
+    backend, calls = watched(make, "unified")
+    row = with_row(backend)
+    calls.clear()
+    backend.run(StepPlan((row, chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 12)))))
+    assert [len(call) for call in calls] == [3]
+
+
+@pytest.mark.parametrize("kind", ["partitioned", "recurrent"])
+def test_tokens_and_log_probabilities_are_those_of_each_prompt_alone(
+    make: MakeBackend, kind: str
+) -> None:
+    backend = make(kind)
+    slots = [Slot(i) for i in range(3)]
+    binds = tuple(Binding(slot, 0, GREEDY, (), n_logprobs=2) for slot in slots)
+    backend.run(StepPlan((), binds=binds))
+    texts = [text(0, 6), text(1, 9), text(2, 12)]
+    alone = [backend.run(StepPlan((chunk(i, 0, t),))) for i, t in enumerate(texts)]
+    backend.run(StepPlan((), clears=tuple(slots)))
+    backend.run(StepPlan((chunk(0, 0, texts[0][:-1]),)))
+    chunks = (chunk(0, 5, texts[0][-1:]), chunk(1, 0, texts[1]), chunk(2, 0, texts[2]))
+    found = backend.run(StepPlan(chunks))
+    for i, expected in enumerate(alone):
+        assert found.tokens[i] == expected.tokens[0]
+        (is_now,), (was,) = found.logprobs[i], expected.logprobs[0]
+        assert is_now.logprob == pytest.approx(was.logprob, abs=1e-3)
+    follow = [go_on(backend, i, found.tokens[i], 3) for i in range(3)]
+    for i, t in enumerate(texts):
+        backend.run(StepPlan((), clears=(Slot(i),)))
+        assert go_on(backend, i, t, 4)[1:] == follow[i]
+
+
+def test_chunks_with_targets_stay_beside_the_rows(make: MakeBackend) -> None:
+    backend, calls = watched(make, "partitioned")
+    row = with_row(backend)
+    scored = Chunk(Slot(1), 0, text(1, 4), has_output=True, targets=text(1, 4)[1:])
+    calls.clear()
+    result = backend.run(StepPlan((row, scored, chunk(2, 0, text(2, 12)))))
+    assert calls == [[(2, 0, 11, False)], [(0, 5, 1, True), (1, 0, 4, True), (2, 11, 1, True)]]
+    scores = result.scores[Slot(1)]
+    assert len(scores) == 3
+    assert all(np.isfinite(s.logprob) for s in scores)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "expected"),
+    [
+        ("partitioned", 1, (1, ())),
+        ("partitioned", 2, (2, (5, 0, 0))),
+        ("recurrent", 1, (1, ())),
+        ("recurrent", -3, (-3, (0, 0, 0))),
+    ],
+)
+def test_prompts_are_taken_back_where_the_rows_fail(
+    make: MakeBackend, kind: str, code: int, expected: tuple[int, tuple[int, ...]]
+) -> None:
+    backend, failures = failing(make, kind)
+    bind_all(backend)
+    row = with_row(backend)
+    failures += [None, None, (code, 0)]
+    plan = StepPlan((row, chunk(1, 0, text(1, 9)), chunk(2, 0, text(2, 12))))
+    result = backend.run(plan)
+    assert (result.code, result.n_kept) == expected
+    assert held(backend) == [0 if expected[1] == (0, 0, 0) else 5, 0, 0]
