@@ -6,6 +6,7 @@ import io
 import os
 import re
 import select
+import threading
 import zlib
 from contextlib import suppress
 from functools import cache
@@ -72,6 +73,9 @@ class Pipe(io.RawIOBase):
         """Read `ahead`, then from `fd`; closing this closes `fd` if `is_own`."""
         self._fd, self._ahead, self._is_own = fd, ahead, is_own
         self._is_stopped = False
+        self._closing = (
+            threading.RLock()
+        )  # `stop` writes to no descriptor that is closed, and another file's by now
         self._waked, self._waker = os.pipe()
         self._poll = select.poll()
         for waited in (fd, self._waked):
@@ -96,16 +100,19 @@ class Pipe(io.RawIOBase):
         return len(piece)
 
     def stop(self) -> None:
-        """End reading, also where another thread waits."""
+        """End reading, also where another thread waits, or has closed this."""
         self._is_stopped = True
-        os.write(self._waker, b"\0")
+        with self._closing:
+            if not self.closed:
+                os.write(self._waker, b"\0")
 
     def close(self) -> None:
         """Close the descriptors. Twice is harmless."""
-        if not self.closed:
-            for fd in (self._waked, self._waker, *([self._fd] if self._is_own else [])):
-                os.close(fd)
-        super().close()
+        with self._closing:
+            if not self.closed:
+                for fd in (self._waked, self._waker, *([self._fd] if self._is_own else [])):
+                    os.close(fd)
+            super().close()
 
 
 # ---- compression ----
