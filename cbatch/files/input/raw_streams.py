@@ -73,9 +73,8 @@ class Pipe(io.RawIOBase):
         """Read `ahead`, then from `fd`; closing this closes `fd` if `is_own`."""
         self._fd, self._ahead, self._is_own = fd, ahead, is_own
         self._is_stopped = False
-        self._closing = (
-            threading.RLock()
-        )  # `stop` writes to no descriptor that is closed, and another file's by now
+        self._closing = threading.RLock()
+        """Held where descriptors are closed: `stop` writes to none that another file may have by then."""
         self._waked, self._waker = os.pipe()
         self._poll = select.poll()
         for waited in (fd, self._waked):
