@@ -544,6 +544,22 @@ def test_request_pauses_after_as_many_tokens_as_the_resume_says(stepped: Engine)
     assert len(all_results(response)[0].token_ids) == len(whole[0].token_ids) == 12
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_reader_that_comes_late_gets_what_a_paused_request_has(make: MakeEngine, seed: int) -> None:
+    engine = make(max_tokens=20)
+    response = engine.run(["a"], options={"pause_every": 4, "ignore_eos": True, "seed": seed})
+    [id] = response.ids
+    all_results(engine.run(["b"]))  # meanwhile the first pauses
+    assert engine.stats().n_paused == 1
+    tokens: list[int] = []
+    for chunk in response:
+        tokens += chunk.token_ids
+        if len(tokens) % 4 == 0:
+            engine.resume(id)
+    assert len(tokens) == 20
+    assert tuple(tokens) == all_results(response)[0].token_ids
+
+
 @thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("n_tokens", [0, -1, True, 1.5, "3"])
 def test_resume_for_what_is_no_number_of_tokens_is_refused(stepped: Engine, n_tokens: Any) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from cbatch.core.driver import Status
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.interrupts import HeldBack
 from cbatch.runtime.choices import Choices, batch_of
@@ -293,8 +294,17 @@ class InFlight:
         return self._loop.call(compare)
 
     def watch(self, target: Target) -> None:
-        """End a run in flight after its current step: each delivery looks whether its batch `is_streamed`."""
-        self._loop.hurry()
+        """Deliver what paused requests have, after the current step; other deliveries look whether it `is_streamed`."""
+
+        def deliver() -> None:
+            paused = [d for d in self._batcher.in_flight.values() if d.status is Status.PAUSED]
+            routes = self.routes
+            self._loop.deliver(
+                [d for d in paused if batch_of(routes[d.request.id].target) is target]
+            )
+
+        with suppress(EngineClosedError):
+            self._loop.post(deliver)
 
     def cancel_batch(self, target: Target) -> int:
         """End a batch's requests in flight; else as `cancel`."""

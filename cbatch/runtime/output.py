@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from cbatch.chat.answers import Answer
+from cbatch.core.driver import Status
 from cbatch.errors import SequenceStateError
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, TokenLogprob, ToolCall, Usage
 from cbatch.tools import call_id
@@ -37,14 +38,17 @@ class Origin:
 def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutputChunk | None:
     """Return the output since the last call, or None where there is none; the last chunk has the finish reason.
 
-    Tokens wait until they are text, but not `by_token`: then a chunk may have tokens alone.
+    Tokens wait until they are text, but not `by_token`, nor where the sequence is paused, for whoever lets it go on
+    waits for them: then a chunk may have tokens alone.
     """
     reply = driver.reply
     reply.feed(driver.output)
     parts, n_tokens = reply.text.parts, reply.text.n_fed
     n_parts = len(parts)
     old_parts, old_tokens = reply.delivered or (0, 0)
-    is_new = old_tokens < n_tokens if by_token else old_parts < n_parts
+    is_new = old_parts < n_parts
+    if by_token or driver.status is Status.PAUSED:
+        is_new = old_tokens < n_tokens
     if not is_new and driver.finish_reason is None:
         return None
     is_first = reply.delivered is None

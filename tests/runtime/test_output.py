@@ -46,6 +46,17 @@ def test_chunk_for_each_token_does_not_wait_for_text() -> None:
     assert given[-1].finish_reason == "stop"
 
 
+def test_tokens_without_text_are_told_where_the_sequence_pauses() -> None:
+    driver = make_running(pause_every=2)
+    driver.accept(2, [A], 2.0)
+    assert take_chunk(driver) is not None
+    driver.accept(1, [HALF], 2.0)
+    chunk = take_chunk(driver)
+    assert chunk is not None
+    assert (chunk.token_ids, chunk.text) == ((HALF,), "")
+    assert take_chunk(driver) is None
+
+
 def test_log_probabilities_of_chunks_joined_are_those_of_the_result() -> None:
     driver = make_running(stop="cd", logprobs=1)
     chunks: list[BatchOutputChunk | None] = []

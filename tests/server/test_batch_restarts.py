@@ -183,7 +183,7 @@ from cbatch.server.batch_store import BATCH
 
 class Slow(FakeBackend):
     def run(self, plan):
-        time.sleep(0.002)
+        time.sleep(0.005)
         self.interrupt()
         return super().run(plan)
 
