@@ -59,6 +59,7 @@ class Size:
 
 
 SMALL, LARGE = Size(12, 150, 100, 5, 256), Size(48, 600, 530, 16, 1024)
+MIDDLE = Size(0, 0, 0, 4, 1024)
 
 
 def answers(results: Sequence[BatchResult]) -> list[tuple[object, object]]:
@@ -92,7 +93,28 @@ def test_answers_are_the_same_bits_alone_in_company_and_in_turns(
             assert answers(engine.run(asked).results()) == alone
 
 
-@pytest.mark.parametrize("name", [*CELLS, *STATES, *HYBRIDS])
+@pytest.mark.parametrize("name", [*WINDOWS, "lfm2", *STATES, *HYBRIDS])
+def test_beginnings_are_shared_to_the_bit_where_memory_cannot_be_cut(
+    zoo: Callable[[str], Path], name: str
+) -> None:
+    dice, common = random.Random(6), random.Random(5).choices(range(1, N_VOCAB), k=600)
+    asked = [
+        BatchPrompt(tokens=[*common[:n], *dice.choices(range(1, N_VOCAB), k=m)], options=ANSWER)
+        for n, m in ((600, 70), (600, 3), (570, 150), (330, 90), (70, 64), (600, 300))
+    ]
+    with load(zoo(name), MIDDLE, checkpoint_mib=0) as engine:
+        alone = answers([engine.submit(item).result() for item in asked])
+        assert engine.stats().n_checkpoints == 0
+    for turns in ({}, TURNS[0]):
+        with load(zoo(name), MIDDLE, **turns) as engine:
+            results = engine.run(asked).results()
+        assert answers(results) == alone
+        n_shared = [r.usage.cached_tokens for r in results]
+        assert sum(n_shared) >= 3 * 448
+        assert {n % 64 for n in n_shared} == {0}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_from_cells_on_disk_are_the_same_bits(
     zoo: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:

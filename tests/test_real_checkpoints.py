@@ -115,12 +115,25 @@ def test_turns_of_a_zoo_chat_compute_what_is_new(zoo: Callable[[str], Path], nam
 # ---- bits ----
 
 
-def test_exact_answers_are_to_the_bit_those_without_sharing(synth: SynthFactory) -> None:
-    """Not of sliding windows, which share nothing then: what is loaded stands in other places."""
+@pytest.mark.parametrize(
+    ("kind", "flash_attn"),
+    [
+        ("state", "auto"),
+        ("narrow window", "on"),
+        ("narrow window", "off"),
+        ("window", "on"),
+        ("window", "off"),
+        ("wide window", "on"),
+    ],
+)
+def test_exact_answers_are_to_the_bit_those_without_sharing(
+    synth: SynthFactory, kind: str, flash_attn: str
+) -> None:
+    settings: dict[str, Any] = {"exact": True, "flash_attn": flash_attn}
     options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 1}
     found = []
-    for settings in ({"checkpoint_mib": 0, "parallel": 1}, {"parallel": 4}):
-        with load(synth, "state", exact=True, **settings) as engine:
+    for slots in ({"checkpoint_mib": 0, "parallel": 1}, {"parallel": 4}):
+        with load(synth, kind, **settings, **slots) as engine:
             prompts = [prompt(i, n) for n in (600, 150) for i in range(6)]
             found.append(engine.run(prompts, options=options).results())
     alone, shared = found

@@ -34,14 +34,17 @@ class ContextMemory:
         n_window: int,
         is_on_device: bool,
         n_pad_cells: int = 0,
+        keeps_places: bool = False,
     ) -> None:
         """Take a `llama_context *` whose slots are empty, and what its options say.
 
-        Whether cells may be in the memory of a device, and the cells that pad rows take beyond a window.
+        Whether cells may be in the memory of a device, the cells that pad rows take beyond a window, and whether cells
+        are loaded into the places where they were computed.
         """
         self._found, self._n_slots, self._n_window = found, n_slots, n_window
         self._memory, self._is_on_device = found.capabilities, is_on_device
         self._n_wiped = n_window + n_pad_cells
+        self._keeps_places = keeps_places and found.has_window
         self._rules = PlanCheck(found.capabilities, n_slots, n_window)
         self.saved: dict[int, SavedState] = {}
         """States in host memory, by their keys."""
@@ -159,7 +162,16 @@ class ContextMemory:
 
     def _put(self, slot: Slot, state: SavedState) -> bool:
         """Load a state into a slot, unless bytes wait to be copied: what is loaded could be taken for them."""
-        return not self._uncopied and self._cells.load(slot, state)
+        return not self._uncopied and self._load_state(slot, state)
+
+    def _load_state(self, slot: Slot, state: SavedState) -> bool:
+        format = self._found.format
+        if self._keeps_places and format is not None:
+            try:
+                state = replace(state, data=format.placed(state.data))
+            except (ValueError, MemoryError):
+                return False
+        return self._cells.load(slot, state)
 
     def _wipe(self) -> None:
         """Overwrite the memory of empty slots that may hold a NaN or an infinity.
@@ -251,7 +263,7 @@ class ContextMemory:
         """
         state = self._aside.pop(slot, None)
         self._cells.trim(slot, self.n_held(slot) if state is None else 0)
-        if state is not None and not self._cells.load(slot, state):
+        if state is not None and not self._load_state(slot, state):
             raise EngineError(f"slot {slot} cannot have back what was put aside for a pad row")
 
     def add(self, chunks: Sequence[Chunk], n_steps: int, tokens: Sequence[Sequence[int]]) -> None:

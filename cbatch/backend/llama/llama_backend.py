@@ -141,12 +141,11 @@ class LlamaBackend:
         if options.exact and model.has_learned_positions:
             # pad rows stand after a slot's cells, and llama.cpp ends the process at positions that were not learned
             self.n_window = max(1, min(self.n_window, model.n_ctx_train - N_STEPS_MAX))
-        has_window = bool(llama_cpp.llama_model_n_swa(model.pointer))
-        self.can_pad = found.can_cut or (self.memory.can_save and not has_window)
+        # with windows, cells are loaded into the places that they had only where their layout is known
+        can_save = self.memory.can_save and not (found.has_window and found.format is None)
+        self.can_pad = found.can_cut or can_save
         """Whether pad rows leave what slots hold as it is."""
         if options.exact:  # without what is for pad rows
-            # cells that have left a window are not saved: what is loaded stands elsewhere, and long chunks differ then
-            can_save = self.memory.can_save and not has_window
             n_cells = self.n_slots * self.n_window
             self.memory = replace(self.memory, n_cells=n_cells, can_save=can_save)
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
@@ -163,6 +162,7 @@ class LlamaBackend:
             n_window=self.n_window,
             is_on_device=is_on_device,
             n_pad_cells=n_pad_cells(options),
+            keeps_places=options.exact,
         )
         self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
         pad_rows = PadRows(self.shape, self._cells, sequences_of(options))

@@ -139,6 +139,8 @@ class FoundMemory:
     """How the context writes a state; None where the layout is not known."""
     can_cut: bool
     """Whether the last tokens of a sequence can be taken back, as long as it only grows: with sliding windows too."""
+    has_window: bool
+    """Whether layers have a sliding window: cells that have left it are not saved."""
 
 
 def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMemory:
@@ -173,7 +175,7 @@ def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMem
     )
     # `swa_full`, llama.cpp's default, has cells outside of a window stay while a sequence grows at its end alone
     can_cut = trial.is_cut and not model.has_states
-    return FoundMemory(capabilities, trial.state, format, can_cut)
+    return FoundMemory(capabilities, trial.state, format, can_cut, trial.has_window)
 
 
 class _Trial:
@@ -208,8 +210,8 @@ class _Trial:
         self._decode(0, 2)
         self.saved, undisturbed = cells.save(0), self._decode(0, _N_KEPT)
         self.is_cut = cells.trim(0, _N_KEPT) and cells.count(0) == _N_KEPT
-        has_window = bool(llama_cpp.llama_model_n_swa(self._model.pointer))
-        self.can_trim = self.is_cut and not self._model.has_states and not has_window
+        self.has_window = bool(llama_cpp.llama_model_n_swa(self._model.pointer))
+        self.can_trim = self.is_cut and not self._model.has_states and not self.has_window
         self.can_copy = self.can_trim and last > 0 and self._copies(undisturbed)
         cells.trim(0, 0)
         if (n_first, cells.count(0)) != (1, 0):

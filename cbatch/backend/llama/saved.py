@@ -101,12 +101,44 @@ class SavedFormat:
             raise ValueError("have something after them")
         return data if is_same else np.concatenate(pieces)
 
+    def placed(self, data: Bytes) -> Bytes:
+        """Return a state with zeros for the first cells of sequences, where it lacks them.
+
+        Layers with a sliding window save no cells that have left it. Put in front, zeros have the others loaded into the
+        places that they had, and in these attention adds up products in the same order. Zeros are masked.
+
+        Args:
+            data: (n_bytes,) uint8, as this context wrote it.
+
+        Returns:
+            (n_bytes,) uint8; `data` itself where no cells lack.
+
+        Raises:
+            ValueError: the layout is another, or cells lack elsewhere.
+        """
+        cursor = _Cursor(data)
+        cursor.expect(self._magic)
+        pieces, is_same = [data[:4], cursor.take(4)], True
+        for part in self._parts:
+            _, n, n_behind = cursor.counts(has_slots=bool(part.n_slots))
+            cells = cursor.words(n * part.n_words).reshape(n, part.n_words)
+            n_past = int(cells[0, 0]) if part.n_slots else 0
+            if part.n_slots and (cells[:, 0] != np.arange(n_past, n_past + n)).any():
+                raise ValueError("are not in the order of their tokens")
+            cursor.expect(part.form)
+            read = [rows.read_behind(cursor, n_past, n) for rows in part.rows]
+            cursor.words(n_behind)
+            pieces += part.pieces(np.concatenate([_first_cells(n_past, part.n_words), cells]), read)
+            is_same = is_same and not n_past
+        if cursor.n_left:
+            raise ValueError("have something after them")
+        return data if is_same else np.concatenate(pieces)
+
     def zeros(self, n_cells: int) -> Bytes:
         """Return a state of zeros, (n_bytes,) uint8, as this context would write it of slot 0."""
         pieces = [_bytes(self._magic), _words(0)]
         for part in self._parts:
-            cells = np.zeros((n_cells, part.n_words), "<i4")
-            cells[:, 0], cells[:, 1] = np.arange(n_cells), 1
+            cells = _first_cells(n_cells, part.n_words)
             sizes = [rows.n_rows * n_cells * rows.n_bytes for rows in part.rows]
             pieces += part.pieces(cells, [np.zeros(n_bytes, np.uint8) for n_bytes in sizes])
         return np.concatenate(pieces)
@@ -130,6 +162,12 @@ class _Rows:
         if is_checked and not _are_finite(data, self.type):
             raise ValueError("hold NaN or infinite numbers")
         return data
+
+    def read_behind(self, cursor: _Cursor, n_zeros: int, n: int) -> Bytes:
+        """Return the data of `n` cells after so many cells of zeros."""
+        cursor.expect(self.head)
+        data = cursor.take(self.n_rows * n * self.n_bytes).reshape(self.n_rows, n, self.n_bytes)
+        return _flat(np.pad(data, ((0, 0), (n_zeros, 0), (0, 0)))) if n_zeros else _flat(data)
 
     @property
     def is_across(self) -> bool:
@@ -255,6 +293,13 @@ def _are_finite(data: Bytes, type: str) -> bool:
     # as words, the numbers below zero are the higher ones
     is_finite_below_zero = words.max(initial=0) < (1 << (bits - 1) | infinity)
     return bool(is_finite_below_zero and words.view(f"<i{bits // 8}").max(initial=0) < infinity)
+
+
+def _first_cells(n: int, n_words: int) -> NDArray[np.int32]:
+    """Return the entries of a sequence's first cells, a row for each."""
+    cells = np.zeros((n, n_words), "<i4")
+    cells[:, 0], cells[:, 1] = np.arange(n), 1
+    return cells
 
 
 def _words(*numbers: int) -> Bytes:

@@ -55,7 +55,7 @@ def probe(
 ) -> str:
     """Return `bitwise`, or `not guaranteed: reason`, for this model under these settings.
 
-    Works on a context of its own, so an engine on the same model is not disturbed. Computes about 4,000 tokens; ends
+    Works on a context of its own, so an engine on the same model is not disturbed. Computes about 5,000 tokens; ends
     once `is_stopped` is true. With `exact`, steps have the shape.
     """
     small = probed_options(model, options, min(options.n_slots, max(WIDTHS) + 1), _N_LONG + 16)
@@ -157,6 +157,10 @@ class Probe:
         if len(self._long) > len(self._tokens):
             alone = self._alone(self._long)
             yield "when long prompts share a step", alone, self._merged(self._long)
+            cuts, memory = self._backend.cuts, self._backend.memory
+            n_loaded = cuts.whole(len(self._long) - _N_DECODED - cuts.least) if cuts else 0
+            if n_loaded > 0 and memory.can_save and not memory.can_trim:
+                yield "when saved cells are loaded", alone, self._loaded(self._long, n_loaded)
 
     def _alone(self, tokens: Sequence[int], n_chunk: int = 0) -> list[Logits]:
         """Compute a sequence alone in slot 0, its prompt in chunks of `n_chunk` tokens if not 0."""
@@ -189,6 +193,17 @@ class Probe:
         if not is_whole:
             first = self.prefill(Slot(i_ours), prompt, start=n_first)
         return [first, *self._decode([*company, tokens], i_ours)]
+
+    def _loaded(self, tokens: Sequence[int], n_loaded: int) -> list[Logits]:
+        """Go on from the first tokens, computed in another slot, saved and loaded, where there are two slots."""
+        self.clear()
+        prompt, first = tokens[:-_N_DECODED], Slot(min(1, self._backend.n_slots - 1))
+        self.prefill(first, prompt[:n_loaded])
+        self._backend.run(StepPlan((), saves=((first, 0),)))
+        loads = ((Slot(0), 0, n_loaded),)
+        if self._backend.run(StepPlan((), clears=(Slot(0),), loads=loads, forgets=(0,))).lost:
+            raise EngineError("saved cells cannot be loaded")
+        return [self.prefill(Slot(0), prompt, start=n_loaded), *self._decode([tokens], 0)]
 
     def _again(self, tokens: Sequence[int]) -> list[Logits]:
         """Compute prompt and decoded tokens as one prompt, as after a preemption."""

@@ -129,6 +129,53 @@ def shuffle(data: NDArray[np.uint8], n: int) -> NDArray[np.uint8]:
     return shuffled
 
 
+WINDOW = {"n_window": 16}
+PLACED: dict[str, dict[str, Any]] = {
+    "rows": {"flash_attn": "on"},
+    "values across": {"flash_attn": "off"},
+    "blocks": {"flash_attn": "on", **KEYS_IN_BLOCKS, "shape": {**WIDE, **WINDOW}},
+}
+
+
+@pytest.mark.parametrize("setting", PLACED)
+def test_cells_of_a_window_come_back_behind_zeros_for_those_that_left_it(
+    make: MakeBackend, setting: str
+) -> None:
+    backend = make("partitioned", **{"shape": WINDOW, "exact": True, **PLACED[setting]})
+    format, tokens = backend._format, LONG[:100]
+    assert format is not None
+    data = saved(backend, tokens)
+    placed = format.placed(data)
+    assert len(data) < len(placed) == len(format.zeros(100))
+    assert format.placed(placed) is placed
+    put(backend, 0, data, 100)
+    assert held(backend) == [100, 0, 0]
+    backend.run(StepPlan((), saves=((Slot(0), 5),)))
+    again = backend.export_state(5)
+    assert again is not None
+    assert np.array_equal(again, data)
+
+
+@pytest.mark.parametrize("n_more", [-4, 4])
+def test_cells_of_a_window_that_are_cut_off_or_too_many_are_lost(
+    make: MakeBackend, n_more: int
+) -> None:
+    backend = make("partitioned", shape=WINDOW, exact=True)
+    data = saved(backend, LONG[:100])
+    backend.import_state(4, np.resize(data, len(data) + n_more), 100)
+    assert backend.run(StepPlan((), loads=((Slot(1), 4, 100),))).lost == (4,)
+    assert held(backend) == [0, 0, 0]
+
+
+def test_cells_in_another_order_than_their_tokens_are_not_placed() -> None:
+    found = read_format(np.frombuffer(b"ggsq\0\0\0\0" + cells_part(3), np.uint8))
+    assert found is not None
+    data = found.zeros(2)
+    data[16:40].view("<i4")[[0, 3]] = 1, 0
+    with pytest.raises(ValueError, match="order"):
+        found.placed(data)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_cells_are_handed_out_once(make: MakeBackend, kind: str) -> None:
     backend = make(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.pad_rows import CHUNK_ALIGNMENT, RowShape
+from cbatch.backend.llama.saved import SavedFormat
 from cbatch.backend.load import probe as probe_module
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.probe import probe
@@ -138,6 +141,18 @@ def test_last_bit_that_depends_on_company_or_chunks_is_found(
     replace_backend(monkeypatch, touch)
     # in one pool, where a step with several prompts is one call
     assert words in probe(model, options(exact=False, flash_attn="off", kv="unified"))
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_saved_cells_that_are_loaded_into_other_places_are_found(
+    zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, *, is_placed: bool
+) -> None:
+    if not is_placed:
+        monkeypatch.setattr(SavedFormat, "placed", lambda _, data: data)
+    with closing(open_model(zoo("gemma3"), EngineOptions(exact=True))) as window:
+        settings = options(parallel=4, flash_attn="on")
+        found = probe(window, settings, shape=RowShape(2, 1, CHUNK_ALIGNMENT))
+    assert (BITWISE if is_placed else "when saved cells are loaded") in found
 
 
 def silence(monkeypatch: pytest.MonkeyPatch) -> None:
