@@ -104,8 +104,8 @@ class SavedFormat:
     def placed(self, data: Bytes) -> Bytes:
         """Return a state with zeros for the first cells of sequences, where it lacks them.
 
-        Layers with a sliding window save no cells that have left it. Put in front, zeros have the others loaded into the
-        places that they had, and in these attention adds up products in the same order. Zeros are masked.
+        Layers with a sliding window save no cells that have left it. Behind zeros the others are loaded into the places
+        that they had, and in these attention adds up products in the same order. Zeros are masked.
 
         Args:
             data: (n_bytes,) uint8, as this context wrote it.

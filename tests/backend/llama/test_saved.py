@@ -142,9 +142,9 @@ def test_cells_of_a_window_come_back_behind_zeros_for_those_that_left_it(
     make: MakeBackend, setting: str
 ) -> None:
     backend = make("partitioned", **{"shape": WINDOW, "exact": True, **PLACED[setting]})
-    format, tokens = backend._format, LONG[:100]
+    format = read_format(saved(backend, LONG[:1]))
     assert format is not None
-    data = saved(backend, tokens)
+    data = saved(backend, LONG[:100])
     placed = format.placed(data)
     assert len(data) < len(placed) == len(format.zeros(100))
     assert format.placed(placed) is placed
