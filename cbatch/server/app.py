@@ -31,7 +31,7 @@ from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.responses_api import ResponsesCall, count_input
 from cbatch.server.server_settings import ServerSettings
-from cbatch.server.telemetry import begun_span, end_span
+from cbatch.server.telemetry import begun_span, end_span, find_tracer
 from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
 
@@ -68,8 +68,9 @@ def create_app(engine: Engine, **settings: Any) -> Starlette:
         settings: fields of `cbatch.server.server_settings.ServerSettings` by name, which explains them.
 
     Raises:
-        ConfigError: a wrong setting.
+        ConfigError: a wrong setting, also one of OpenTelemetry's.
     """
+    find_tracer()  # loads OpenTelemetry, before a client waits for it
     desk = Desk(engine, ServerSettings(**settings))
     app = Starlette(
         routes=_routes(desk),

@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import cbatch
+from cbatch.errors import ConfigError
 from cbatch.runtime.delivery import figures
 
 if TYPE_CHECKING:
@@ -27,11 +28,18 @@ _PARENT = (b"traceparent", b"tracestate")
 
 @cache
 def find_tracer() -> Tracer | None:
-    """Return what makes spans; None where OpenTelemetry is not installed."""
+    """Return what makes spans; None where OpenTelemetry is not installed. All that spans need is loaded then.
+
+    Raises:
+        ConfigError: the environment names a propagator that is not there.
+    """
     try:
+        import opentelemetry.propagate  # noqa: F401  # slow to load, and `begun_span` needs it
         from opentelemetry.trace import get_tracer
     except ImportError:
         return None
+    except ValueError as error:  # it looks at OTEL_PROPAGATORS
+        raise ConfigError(f"OTEL_PROPAGATORS: {error}") from None
     return get_tracer("cbatch.server", cbatch.__version__)
 
 

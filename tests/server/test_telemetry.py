@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.server import telemetry
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
+from cbatch.errors import ConfigError
+from cbatch.server import create_app, telemetry
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, fake_app
 
 if TYPE_CHECKING:
@@ -101,3 +105,38 @@ def test_nothing_is_recorded_where_nobody_asked_for_it() -> None:
     pytest.importorskip("opentelemetry")
     scope = {"method": "GET", "headers": []}
     assert telemetry.begun_span(scope, "a") is None
+
+
+FIRST_REQUESTS = f"""
+import sys
+from tests.server.clients import call, fake_app
+with fake_app() as app:
+    before = {{*sys.modules}}
+    for path, asked in {[(CHAT, ASKED), (COMPLETIONS, {"prompt": "a", "stream": True})]!r}:
+        assert call(app, path, asked, headers={PARENT!r}).status_code == 200
+    print(*(name for name in {{*sys.modules}} - before if name.startswith(("cbatch", "opentelemetry"))))
+"""
+
+
+@pytest.mark.real
+def test_first_requests_load_no_module() -> None:
+    pytest.importorskip("opentelemetry")
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_REQUESTS], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_propagator_that_is_not_there_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("opentelemetry")
+    monkeypatch.setenv("OTEL_PROPAGATORS", "nowhere")
+    monkeypatch.delitem(sys.modules, "opentelemetry.propagate", raising=False)
+    telemetry.find_tracer.cache_clear()
+    try:
+        with Engine(FakeBackend(1, 64)) as engine, pytest.raises(ConfigError, match="nowhere"):
+            create_app(engine)
+    finally:
+        monkeypatch.undo()
+        telemetry.find_tracer.cache_clear()
