@@ -24,7 +24,7 @@ ANSWER: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True,
 CELLS = ["llama-f16", "llama-q4_k_m", "llama-moe", "qwen3moe-q4_0", "deepseek2", "glm4moe", "phi3"]
 WINDOWS = ["gemma2", "gemma3", "gemma3-q8_0", "gpt-oss", "llama4", "granite_swa", "cohere2"]
 STATES = ["mamba", "mamba-q8_0", "mamba2", "rwkv6"]
-HYBRIDS = ["jamba", "falcon-h1", "granitehybrid", "qwen3next", "qwen3next-q8_0", "lfm2moe"]
+HYBRIDS = ["jamba", "falcon-h1", "granitehybrid", "qwen3next", "qwen3next-q8_0", "lfm2", "lfm2moe"]
 NAMES = [*CELLS, *WINDOWS, *STATES, *HYBRIDS]
 LONG = ["qwen3moe-q4_0", "gemma3", "mamba2", "qwen3next"]
 """Tried with more and longer prompts."""
@@ -93,7 +93,7 @@ def test_answers_are_the_same_bits_alone_in_company_and_in_turns(
             assert answers(engine.run(asked).results()) == alone
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, "lfm2", *STATES, *HYBRIDS])
+@pytest.mark.parametrize("name", [*WINDOWS, *STATES, *HYBRIDS])
 def test_beginnings_are_shared_to_the_bit_where_memory_cannot_be_cut(
     zoo: Callable[[str], Path], name: str
 ) -> None:
