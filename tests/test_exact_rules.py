@@ -28,7 +28,10 @@ KERNELS = Bits(of=lambda n: min(n, 8) if n < 8 else 8 + n % 4)
 PADDED = Bits(of=KERNELS.of, width=lambda n: max(8, -(-n // 4) * 4))
 TILED = Bits(of=lambda n: min(n, 8), width=lambda n: max(8, n))
 """Each number of rows below 8 has bits of its own."""
+OF_SEVEN = Bits(of=lambda n: min(n, 8), width=lambda _: 7)
+"""The same, in steps of seven rows, whose bits no long chunk has."""
 EVERY, FREE = PromptCuts.every(N_ALIGNED), PromptCuts(N_ALIGNED, 56, least=8)
+IN_ROWS = PromptCuts(N_ALIGNED, 56, least=9, ends_in_row=True)
 
 
 def backend(bits: Bits | None, cuts: PromptCuts, **memory: Any) -> FakeBackend:
@@ -41,11 +44,12 @@ def backend(bits: Bits | None, cuts: PromptCuts, **memory: Any) -> FakeBackend:
 
 
 def prompts() -> list[BatchPrompt]:
-    """Prompts of 1 to 90 tokens; half of them begin alike."""
+    """Prompts of 1 to 90 tokens; half of them begin alike, the first of these up to a place where chunks begin."""
     dice = random.Random(7)
     common = dice.choices(range(256), k=50)
     made = [dice.choices(range(256), k=1 + 4 * i) for i in range(23)]
     made[1::2] = [[*common, *tokens[: 25 - 2 * i]] for i, tokens in enumerate(made[1::2])]
+    made[1] = common[: 3 * N_ALIGNED]
     return [
         BatchPrompt(tokens=tokens, options={**ANSWER, "seed": i}) for i, tokens in enumerate(made)
     ]
@@ -71,7 +75,11 @@ SCHEDULES: Sequence[dict[str, Any]] = (
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("memory", [{}, {"can_copy": False, "can_trim": False}], ids=str)
-@pytest.mark.parametrize(("bits", "cuts"), [(PADDED, EVERY), (TILED, FREE)], ids=["every", "free"])
+@pytest.mark.parametrize(
+    ("bits", "cuts"),
+    [(PADDED, EVERY), (TILED, FREE), (OF_SEVEN, IN_ROWS)],
+    ids=["every", "free", "in rows"],
+)
 def test_padded_steps_give_the_same_tokens_alone_and_in_company(
     schedule: dict[str, Any], memory: dict[str, Any], bits: Bits, cuts: PromptCuts
 ) -> None:

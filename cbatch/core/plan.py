@@ -43,7 +43,10 @@ class PromptCuts:
     most: int = 0
     """Most tokens of a chunk."""
     least: int = 1
-    """Fewest tokens of a prompt's last chunk, unless it is the only one; at most `multiple`."""
+    """Fewest tokens of a prompt's last chunk, unless it is the only one."""
+    ends_in_row: bool = False
+    """Whether the last token of a prompt whose next token is sampled is computed as a row, beside those that decode,
+    unless the prompt ends at a multiple: cells before that are shared."""
 
     @classmethod
     def every(cls, n: int) -> PromptCuts:
@@ -76,6 +79,16 @@ class PromptCuts:
     def whole(self, n: int) -> int:
         """Return the last place up to `n` where a chunk may begin."""
         return n - n % self.multiple if self.multiple else n
+
+    def n_before_row(self, n_prompt: int) -> int:
+        """Return how many tokens of a prompt are computed in chunks: all, or all before the row in which it ends."""
+        return n_prompt - bool(self.ends_in_row and n_prompt % self.multiple)
+
+    def parts(self, chunk: Chunk) -> Sequence[Chunk]:
+        """Return a chunk as it is computed: without the row in which its prompt ends, and that row."""
+        end = chunk.start + len(chunk.tokens)
+        is_end = chunk.has_output and not chunk.targets and len(chunk.tokens) > 1
+        return chunk.split() if is_end and self.n_before_row(end) < end else (chunk,)
 
     def n_chunk(self, start: int, n_prompt: int, room: int) -> int:
         """Return how long a prompt's chunk from `start` is with room for so many tokens; 0 where none fits."""
@@ -133,6 +146,12 @@ class Chunk:
     targets: Sequence[int] = ()
     """The tokens that follow the chunk's first `len(targets)` tokens, whose log-probabilities are to be reported; none
     for a last token that has an output."""
+
+    def split(self) -> tuple[Chunk, Chunk]:
+        """Return the tokens before the last one, and the last one, which has the output; there are no targets."""
+        end = self.start + len(self.tokens) - 1
+        before = Chunk(self.slot, self.start, self.tokens[:-1], has_output=False)
+        return before, Chunk(self.slot, end, self.tokens[-1:], has_output=self.has_output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,10 +321,16 @@ class ContinuousBatchScheduler:
         return wanted
 
     def _n_chunk(self, driver: SequenceDriver, start: int, room: int) -> int:
-        """Return the tokens of a sequence's next chunk; output that is computed again goes one token at a time."""
+        """Return the tokens of a sequence's next chunk.
+
+        What was computed as rows, output and the end of the prompt, is computed again one token at a time.
+        """
+        cuts = driver.own_cuts(self._cuts)
         if start >= driver.n_prompt:
             return min(1, room)
-        return driver.own_cuts(self._cuts).n_chunk(start, driver.n_prompt, room)
+        n_before_row = cuts.n_before_row(driver.n_prompt)
+        is_again = driver.output and start < n_before_row
+        return cuts.n_chunk(start, n_before_row if is_again else driver.n_prompt, room)
 
     def _limit_targets(self, prefills: Sequence[_Prefill], wanted: list[int]) -> None:
         """Have no more to score than a step can, the oldest first; aligned chunks are whole or not at all."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.plan import ANYWHERE, N_TARGETS_MAX, PromptCuts
+from cbatch.core.plan import ANYWHERE, N_TARGETS_MAX, Chunk, PromptCuts, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EVERY, FREE = PromptCuts.every(4), PromptCuts(4, 12, least=3)
+IN_ROWS = PromptCuts(4, 12, least=3, ends_in_row=True)
 
 
 @pytest.mark.parametrize(("start", "n"), [(0, 4), (3, 1), (4, 2)])
@@ -42,7 +48,7 @@ def test_chunk_is_as_long_as_there_is_room_and_leaves_enough_for_the_last(
 
 @given(
     st.integers(1, 9).flatmap(
-        lambda n: st.builds(PromptCuts, st.just(n), st.integers(2 * n, 40), st.integers(1, n))
+        lambda n: st.builds(PromptCuts, st.just(n), st.integers(2 * n, 40), st.integers(1, n + 1))
     ),
     st.integers(1, 200),
     st.data(),
@@ -59,6 +65,30 @@ def test_prompt_is_computed_in_steps_that_have_room_for_one_chunk(
         assert start % cuts.multiple == 0
         start += n
     assert start == n_prompt
+
+
+@pytest.mark.parametrize(("n_prompt", "n"), [(1, 0), (2, 1), (4, 4), (7, 6), (8, 8)])
+def test_prompts_that_end_in_a_row_are_chunks_before_it_unless_they_end_at_a_multiple(
+    n_prompt: int, n: int
+) -> None:
+    assert IN_ROWS.n_before_row(n_prompt) == n
+    assert FREE.n_before_row(n_prompt) == EVERY.n_before_row(n_prompt) == n_prompt
+
+
+def test_end_of_a_prompt_is_split_where_it_is_a_row_that_is_sampled() -> None:
+    def chunk(n: int, *, has_output: bool = True, targets: Sequence[int] = ()) -> Chunk:
+        return Chunk(Slot(1), 4, [*range(n)], has_output, targets)
+
+    before, row = Chunk(Slot(1), 4, [0, 1], has_output=False), Chunk(Slot(1), 6, [2], True)
+    assert IN_ROWS.parts(chunk(3)) == (before, row)
+    for whole in (
+        chunk(1),
+        chunk(4),
+        chunk(3, has_output=False),
+        chunk(3, targets=[1]),
+    ):
+        assert IN_ROWS.parts(whole) == (whole,)
+    assert FREE.parts(chunk(3)) == EVERY.parts(chunk(3)) == ANYWHERE.parts(chunk(3)) == (chunk(3),)
 
 
 def test_scored_prompts_are_cut_as_their_targets_need_it() -> None:

@@ -294,7 +294,8 @@ class FakeBackend:
         self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
         if not code and self.memory.kind == "unified":
             code = int(self.n_used + n_tokens > self.memory.n_cells)
-        for chunk, n_together in zip(chunks, self._n_together(chunks), strict=True):
+        parts = chunks if code else [part for c in chunks for part in self.cuts.parts(c)]
+        for chunk, n_together in zip(parts, self._n_together(parts), strict=True):
             if bound := self._bound.get(chunk.slot):
                 bound.history.feed(chunk)
             bits = self.bits.of(n_together) << _BITS_SHIFT if self.bits else 0

@@ -313,7 +313,7 @@ class LlamaBackend:
         return self._runner.run(
             plan,
             self._cells.undo,
-            is_exact=self.options.exact,
+            cuts=self.cuts,
             is_apart=self.has_prompts_apart and not is_pooled,
         )
 

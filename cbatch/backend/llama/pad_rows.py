@@ -38,8 +38,8 @@ class RowShape:
     least: int = 1
     multiple: int = 1
     n_last: int = 0
-    """Fewest tokens of a prompt's last chunk with which prompts may be cut at any multiple of `CHUNK_ALIGNMENT`;
-    0: each chunk is as long as it can be."""
+    """Fewest tokens of a prompt's last chunk, before its last token, with which prompts may be cut at any multiple of
+    `CHUNK_ALIGNMENT`; 0: each chunk is as long as it can be."""
 
     def width(self, n_rows: int) -> int:
         """Return the rows of a step in which `n_rows` sequences decode."""
@@ -48,7 +48,7 @@ class RowShape:
     def cuts(self, n_most: int) -> PromptCuts:
         """Return where prompts are cut whose chunks may have up to `n_most` tokens."""
         if self.n_last and n_most >= N_CUT_LEAST:
-            return PromptCuts(CHUNK_ALIGNMENT, n_most, self.n_last)
+            return PromptCuts(CHUNK_ALIGNMENT, n_most, self.n_last + 1, ends_in_row=True)
         return PromptCuts.every(n_most)
 
     @property

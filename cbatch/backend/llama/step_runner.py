@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.grammar_matchers import GrammarMatchers
     from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.llama.pad_rows import PadRows
+    from cbatch.core.plan import PromptCuts
 
 _CELLS_UNKNOWN = -3
 """Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
@@ -57,7 +58,7 @@ class StepRunner:
         plan: StepPlan,
         undo: Callable[[Sequence[Chunk]], bool],
         *,
-        is_exact: bool,
+        cuts: PromptCuts,
         is_apart: bool = False,
     ) -> StepResult:
         """Compute and sample a plan's chunks; `follow` tells what grammars make of the result.
@@ -65,11 +66,12 @@ class StepRunner:
         Args:
             plan: its moves are done, its slots bound.
             undo: takes back the cells of chunks that were computed; False where that is impossible.
-            is_exact: the shape of a computation must not depend on company.
+            cuts: where prompts are cut; where there are rules, the shape of a computation must not depend on company.
             is_apart: llama.cpp computes prompts of several lengths in several runs of the graph anyway.
         """
+        is_exact = bool(cuts)
         if (is_exact or is_apart) and any(len(c.tokens) > 1 for c in plan.chunks):
-            groups = _each_alone(plan.chunks) if is_exact else _prompts_first(plan.chunks)
+            groups = _each_alone(plan.chunks, cuts) if is_exact else _prompts_first(plan.chunks)
             if is_exact or len(groups) > 1:
                 return self._run_groups(plan.chunks, groups, undo)
         pads = self._pad_rows.beside(plan.chunks) if is_exact else ()
@@ -148,10 +150,23 @@ class StepRunner:
         self._stepper.close()
 
 
-def _each_alone(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
-    """Return chunks of one token together and every longer chunk alone, so that no shape depends on company."""
-    rows = [c for c in chunks if len(c.tokens) == 1]
-    return [*([rows] if rows else []), *([c] for c in chunks if len(c.tokens) > 1)]
+def _each_alone(chunks: Sequence[Chunk], cuts: PromptCuts) -> Sequence[Sequence[Chunk]]:
+    """Return chunks of one token together and every longer chunk alone, so that no shape depends on company.
+
+    Prompts that end in a row are computed before the rows, all others after them: pad rows stand beside what was
+    counted of a slot.
+    """
+    lone: list[Chunk] = []
+    ahead: list[Chunk] = []
+    rows: list[Chunk] = []
+    after: list[Chunk] = []
+    for chunk in chunks:
+        *before, last = cuts.parts(chunk)
+        for part in before:
+            (ahead if len(part.tokens) > 1 else lone).append(part)
+        (after if len(last.tokens) > 1 else rows).append(last)
+    groups = [lone, *([c] for c in ahead), rows, *([c] for c in after)]
+    return [group for group in groups if group]
 
 
 def _prompts_first(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
@@ -172,9 +187,8 @@ def _prompts_first(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
             has_row = True
             continue
         if c.has_output:
-            end = c.start + len(tokens) - 1
-            rows.append(Chunk(c.slot, end, tokens[-1:], has_output=True))
-            c = Chunk(c.slot, c.start, tokens[:-1], has_output=False)
+            c, row = c.split()
+            rows.append(row)
         ahead.setdefault(len(c.tokens), []).append(c)
     if rows and not has_row and len(ahead) < N_GROUP:
         return [chunks]
