@@ -69,9 +69,7 @@ def test_prompt_is_computed_in_steps_that_have_room_for_one_chunk(
 
 
 @pytest.mark.parametrize(("n_prompt", "n"), [(1, 0), (2, 1), (4, 4), (7, 6), (8, 8)])
-def test_prompts_that_end_in_a_row_are_chunks_before_it_unless_they_end_at_a_multiple(
-    n_prompt: int, n: int
-) -> None:
+def test_prompt_ends_in_a_row_unless_it_ends_at_a_multiple(n_prompt: int, n: int) -> None:
     assert IN_ROWS.n_before_row(n_prompt) == n
     assert FREE.n_before_row(n_prompt) == EVERY.n_before_row(n_prompt) == n_prompt
 
