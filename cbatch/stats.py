@@ -102,7 +102,7 @@ class EngineStats:
     n_recomputed_tokens: int = 0
     """Tokens that were computed again after their cells were lost."""
     n_pad_rows: int = 0
-    """Rows of no sequence that were computed to give steps their shape, with `exact`; no tokens."""
+    """Rows of no sequence that were computed besides, with `exact` or where steps are faster with them; no tokens."""
     n_preempted: int = 0
     """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0

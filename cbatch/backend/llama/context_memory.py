@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cbatch.backend.llama.context import padded
 from cbatch.backend.llama.memory import LlamaCells, SavedState
 from cbatch.backend.plan_check import PlanCheck
 from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
@@ -239,6 +240,21 @@ class ContextMemory:
     def is_in_the_way(self, slot: Slot) -> bool:
         """Whether a slot holds what has to be put aside before a pad row may stand there."""
         return self.n_held(slot) > 0 and not self._found.can_cut
+
+    def has_pad_room(self, slot: Slot, n_steps: int, n_longest: int) -> bool:
+        """Whether pad rows fit behind what an idle slot holds, and attention looks at no more cells with them.
+
+        It looks at as many cells of each row as the longest has, rounded up. Source: src/llama-kv-cache.cpp, get_n_kv.
+
+        Args:
+            slot: has memory of its own, or there is no room.
+            n_steps: pad rows, one a step.
+            n_longest: cells that the longest row has before the steps.
+        """
+        if self._cells is not self._own or slot in self._maybe_nonfinite:
+            return False
+        n_after = self.n_cells[slot] + n_steps
+        return n_after <= self._n_window and padded(n_after) <= padded(n_longest + n_steps)
 
     def place_pad(self, slot: Slot) -> int:
         """Return the position of a pad row in a slot; what cannot be cut is put aside first.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.cheaper_widths import CheaperWidths
 from cbatch.backend.llama.context import (
     available_cores,
     make_context,
@@ -73,6 +74,7 @@ class LlamaBackend:
         stepper: Any = None,
         adapters: Adapters | None = None,
         shape: RowShape = ANY_SHAPE,
+        may_widen: bool = False,
     ) -> None:
         """Make a context for `options.parallel` sequences.
 
@@ -83,6 +85,8 @@ class LlamaBackend:
             stepper: what runs steps, called as `NativeStepper` is; None for that.
             adapters: what plans may compute with; closed with the backend.
             shape: rows of decoding steps with `exact`; others may have any.
+            may_widen: fill decoding steps with pad rows where that is found to be faster, in memory that allows it;
+                only for weights that have one kernel from two rows on.
 
         Raises:
             ModelLoadError: llama.cpp cannot make the context, for want of memory as a rule.
@@ -92,7 +96,7 @@ class LlamaBackend:
         handshake()
         self.model, self.options, self.owns_model = model, options, owns_model
         self._stepper_class: Callable[..., NativeStepper] = stepper or NativeStepper
-        self.shape = shape
+        self.shape, self._may_widen = shape, may_widen
         self.company = "together: not tried"
         """See `Engine.company`."""
         self._adapters = adapters
@@ -166,8 +170,20 @@ class LlamaBackend:
         )
         self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
         pad_rows = PadRows(self.shape, self._cells, sequences_of(options))
+        can_widen = self._may_widen and self.memory.kind == "partitioned" and found.can_cut
+        if options.exact or is_on_device or found.has_window or not found.is_pad_finite:
+            can_widen = False
+        n_most = int(llama_cpp.llama_n_ubatch(self.ctx))
         self._runner = StepRunner(
-            self._make_stepper, self._matchers, pad_rows, is_on_device=is_on_device
+            self._make_stepper,
+            self._matchers,
+            pad_rows,
+            is_on_device=is_on_device,
+            cheaper_widths=(
+                CheaperWidths(self._cells, n_slots=self.n_slots, n_most=n_most)
+                if can_widen
+                else None
+            ),
         )
 
     def _make_stepper(self) -> NativeStepper:

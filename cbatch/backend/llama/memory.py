@@ -141,6 +141,8 @@ class FoundMemory:
     """Whether the last tokens of a sequence can be taken back, as long as it only grows: with sliding windows too."""
     has_window: bool
     """Whether layers have a sliding window: cells that have left it are not saved."""
+    is_pad_finite: bool = False
+    """Whether the cell of token 0, which pad rows compute, is known to hold no NaN and no infinity."""
 
 
 def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMemory:
@@ -175,7 +177,16 @@ def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMem
     )
     # `swa_full`, llama.cpp's default, has cells outside of a window stay while a sequence grows at its end alone
     can_cut = trial.is_cut and not model.has_states
-    return FoundMemory(capabilities, trial.state, format, can_cut, trial.has_window)
+    is_pad_finite = bool(format and trial.sample and _is_finite(format, trial.sample))
+    return FoundMemory(capabilities, trial.state, format, can_cut, trial.has_window, is_pad_finite)
+
+
+def _is_finite(format: SavedFormat, state: SavedState) -> bool:
+    try:
+        format.cut(state.data)
+    except ValueError:
+        return False
+    return True
 
 
 class _Trial:

@@ -12,6 +12,7 @@ from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLo
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cbatch.backend.llama.cheaper_widths import CheaperWidths
     from cbatch.backend.llama.grammar_matchers import GrammarMatchers
     from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.llama.pad_rows import PadRows
@@ -31,9 +32,14 @@ class StepRunner:
         pad_rows: PadRows,
         *,
         is_on_device: bool,
+        cheaper_widths: CheaperWidths | None = None,
     ) -> None:
-        """Take what `renew` calls, what fills steps, and whether a device computes: then masks are made meanwhile."""
+        """Take what `renew` calls, what fills steps, and whether a device computes: then masks are made meanwhile.
+
+        Last, what fills steps that need no shape where that is faster; None where it must not.
+        """
         self._make_stepper, self._matchers, self._pad_rows = make_stepper, matchers, pad_rows
+        self._cheaper_widths = cheaper_widths
         self._is_on_device = is_on_device
         self.renew()
 
@@ -74,6 +80,8 @@ class StepRunner:
             groups = _each_alone(plan.chunks, cuts) if is_exact else _prompts_first(plan.chunks)
             if is_exact or len(groups) > 1:
                 return self._run_groups(plan.chunks, groups, undo)
+        if self._cheaper_widths is not None:
+            return self._cheaper_widths.run(plan, self._run_padded)
         pads = self._pad_rows.beside(plan.chunks) if is_exact else ()
         return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
 

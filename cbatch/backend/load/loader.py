@@ -25,6 +25,7 @@ from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import probe
 from cbatch.backend.load.row_shapes import width_classes
 from cbatch.backend.load.sizing import check_fits, find_room, settle
+from cbatch.backend.load.weight_kernels import has_plain_weights
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.checks import check_path, readable, reading
 from cbatch.engine_options import BITWISE
@@ -350,7 +351,15 @@ def _make_untried(
         ask, options, shape = partial(str, found.exactness), found.options, found.shape
     adapters = Adapters(loaded, options.adapters or {})
     try:
-        made = LlamaBackend(loaded, options, stepper=stepper, adapters=adapters, shape=shape)
+        is_apart = options.kv == "partitioned" and options.n_slots > 1 and not options.exact
+        made = LlamaBackend(
+            loaded,
+            options,
+            stepper=stepper,
+            adapters=adapters,
+            shape=shape,
+            may_widen=is_apart and has_plain_weights(loaded),
+        )
         return made, ask, proof
     except BaseException:
         adapters.close()
