@@ -728,7 +728,7 @@ def is_held(driver: SequenceDriver) -> bool:
 def _take_chunk(rig: Rig, driver: SequenceDriver) -> None:
     chunk = take_chunk(driver)
     if chunk is not None:
-        assert chunk.text
+        assert chunk.text or (driver.status is Status.PAUSED and chunk.token_ids)
         assert chunk.finish_reason is None
         rig.chunks[driver.request.id].append(chunk)
 
