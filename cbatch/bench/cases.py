@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 CASES = (
     *("static_batches", "staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
-    *("short_sequences", "narrow_steps", "prompt_lengths"),
+    *("short_sequences", "narrow_steps", "exact_price", "prompt_lengths"),
     *(
         "stall",
         "samplers",

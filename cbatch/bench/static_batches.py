@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="of a batch")
     asked.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     asked.add_argument("--output", type=int, default=64, help="tokens of each answer")
-    asked.add_argument("--requests", type=int, default=4, help="for each row")
+    asked.add_argument("--requests", type=int, default=16, help="for each row")
     asked.add_argument("--load", type=float, default=0.7, help="share of the rate that comes")
     a = asked.parse_args(words)
     sizes = Sizes(a.prompt, a.output, a.requests, a.load)
