@@ -72,7 +72,7 @@ class ScheduleOptions:
         max_queue: most requests that wait for a slot. Default: any number.
         when_full: at `max_queue`, "wait" in `run` until there is room, or "reject" with `QueueFullError`.
         prefill_budget: most prompt tokens in a step that also decodes. Default: as many as keep such a step within
-            twice the measured time of a step that only decodes, while a reader streams output.
+            four times the measured time of a step that only decodes, while a reader streams output.
         prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.

@@ -44,7 +44,7 @@ SHORT_RUN_S = 0.02
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
 
-MIXED_OVER_DECODE = 2.0
+MIXED_OVER_DECODE = 4.0
 """The longest time of a step with prompts while output is streamed, as a multiple of a step that only decodes; but
 `SHORT_RUN_S` is always allowed, for output does not come more often."""
 
