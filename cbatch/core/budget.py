@@ -47,7 +47,9 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}  # by width
-        self._token_s = 0.0
+        self._prompt_s = self._n_prompt = (
+            0.0  # of a step: what its prompt tokens add, and how many they are
+        )
         self._copy_s = 0.0
         self.n_at_no_cost = 0
         """The most prompt tokens of a step that was no longer than one that only decodes."""
@@ -66,7 +68,9 @@ class StepCosts:
         decode_s = self.decode_s(n_rows) if n_rows else 0.0
         if seconds > (decode_s or 0.0):
             if decode_s is not None:
-                self._token_s = _smooth(self._token_s, (seconds - decode_s) / n_prompt)
+                # apart, so that steps of many tokens count for more: a chunk of one costs as much as one of ten
+                self._prompt_s = _smooth(self._prompt_s, seconds - decode_s)
+                self._n_prompt = _smooth(self._n_prompt, n_prompt)
         else:
             self.n_at_no_cost = max(self.n_at_no_cost, n_prompt)
 
@@ -103,9 +107,9 @@ class StepCosts:
     def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:
         """Return how many prompt tokens fit into a step with `n_rows` decoding rows; None while too little is known."""
         decode_s = self.decode_s(n_rows)
-        if decode_s is None or not self._token_s:
+        if decode_s is None or not self._prompt_s:
             return None
-        return int((seconds - decode_s) / self._token_s)
+        return int((seconds - decode_s) * self._n_prompt / self._prompt_s)
 
 
 def _smooth(known: float, new: float) -> float:

@@ -66,6 +66,14 @@ def test_prompt_alone_tells_the_cost_of_its_tokens() -> None:
     assert costs.n_prompt_within(1, 2.05) == 10
 
 
+def test_prompt_of_one_token_says_little_of_what_many_cost() -> None:
+    """A pass over the weights takes as long for one token as for ten: an engine's first request may have one."""
+    costs = learned((1, 1.0))
+    costs.learn_mixed(0, 1, 1.0)
+    costs.learn_mixed(0, 2000, 20.0)
+    assert 70 <= (costs.n_prompt_within(1, 2.0) or 0) <= 100
+
+
 @pytest.mark.parametrize("seconds", [0.5, 1.0])
 def test_mixed_step_no_longer_than_its_rows_alone_teaches_nothing(seconds: float) -> None:
     costs = learned((2, 1.0), token_s=0.01)
