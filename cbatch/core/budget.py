@@ -47,9 +47,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._decode_s: dict[int, float] = {}  # by width
-        self._prompt_s = self._n_prompt = (
-            0.0  # of a step: what its prompt tokens add, and how many they are
-        )
+        self._prompt_s = self._n_prompt = 0.0  # prompt tokens of a step, and what they add to it
         self._copy_s = 0.0
         self.n_at_no_cost = 0
         """The most prompt tokens of a step that was no longer than one that only decodes."""
