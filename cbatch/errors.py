@@ -48,12 +48,18 @@ class RequestError(CBatchError):
 class PromptTooLongError(RequestError):
     """The prompt does not fit one slot's window; with `strict_max_tokens`, prompt and `max_tokens` together."""
 
-    def __init__(self, n_prompt: int, n_limit: int, n_output: int = 1) -> None:
-        """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output."""
+    def __init__(
+        self, n_prompt: int, n_limit: int, n_output: int = 1, *, is_least: bool = False
+    ) -> None:
+        """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output.
+
+        With `is_least` the prompt was not tokenized: its bytes alone are at least `n_prompt` tokens.
+        """
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
         lower = "lower max_tokens or leave strict_max_tokens out, " if n_output > 1 else ""
         super().__init__(
-            f"the prompt has {n_prompt} tokens and asks for {n_output} more, but one slot's window holds {n_limit}: "
+            f"the prompt has {'at least ' * is_least}{n_prompt} tokens and asks for {n_output} more, "
+            f"but one slot's window holds {n_limit}: "
             f"shorten it, {lower}raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
             "or in one pool (kv='unified')"
         )

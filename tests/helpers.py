@@ -36,7 +36,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.options import DryBreakers, RunOptions
 from cbatch.request import Request
 from cbatch.runtime.output import result_of, take_chunk
-from cbatch.runtime.sequences import PromptTokenizer
+from cbatch.runtime.prompts import PromptTokenizer
 from cbatch.stats import EngineStats
 from tests.oracle.fake_streams import stream_alone
 

@@ -56,6 +56,9 @@ class Vocab(Protocol):
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
 
+    def n_tokens_least(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, found without making them; 0 where that is not known."""
+
     def render_text(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
     ) -> str:

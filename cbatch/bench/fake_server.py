@@ -16,7 +16,7 @@ from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
 from cbatch.request import Request
-from cbatch.runtime.sequences import PromptTokenizer
+from cbatch.runtime.prompts import PromptTokenizer
 from cbatch.stats import EngineStats
 
 if TYPE_CHECKING:

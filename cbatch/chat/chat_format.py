@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.chat.answers import N_TAIL, AnswerReader
+from cbatch.chat.answers import AnswerReader
 from cbatch.chat.formats import AnswerFormat, answer_format
 from cbatch.chat.thinking_budget import budget_grammar
 from cbatch.chat.tool_grammar import call_grammar
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _N_GRAMMARS_MAX = 64
 
+_N_TAIL_TEXT = 256
+"""Characters at the end of a prompt that tell whether thinking has begun."""
+
 
 class _Vocab(Protocol):
     """What chats need of `cbatch.backend.Vocab`."""
@@ -34,9 +37,9 @@ class _Vocab(Protocol):
     def piece(self, token: int) -> bytes: ...
     def shown_piece(self, token: int) -> bytes: ...
     def named_token(self, mark: str) -> int | None: ...
-    def render(
+    def render_text(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
-    ) -> list[int]: ...
+    ) -> str: ...
 
 
 class ChatFormat:
@@ -117,14 +120,14 @@ class ChatFormat:
         """Return whether the answer has thinking, which the end of the prompt tells."""
         if self._format.thinking is None or prompt.messages is None:
             return "none"
-        opened, tail = _opened_text(prompt.messages), list[int]()
+        opened, tail = _opened_text(prompt.messages), ""
         if not opened:
             try:
-                tail = self._vocab.render(prompt.messages, options.template_variables)[-N_TAIL:]
+                text = self._vocab.render_text(prompt.messages, options.template_variables)
             except RequestFailedError:  # the request fails when it is tokenized
                 return "none"
-        shown = b"".join(map(self._vocab.shown_piece, tail)).decode(errors="replace")
-        return self._format.thinking_after(opened, shown)
+            tail = text[-_N_TAIL_TEXT:]
+        return self._format.thinking_after(opened, tail)
 
     @cached_property
     def _format(self) -> AnswerFormat:

@@ -21,6 +21,7 @@ from cbatch.core.waiting import (
     CacheRef,
     GrammarBuilds,
     PrefixWaiters,
+    PromptWaiters,
 )
 from cbatch.errors import CacheError, GrammarError
 
@@ -77,10 +78,22 @@ class MultiRequestBatcher:
     def __init__(
         self,
         ledger: KvLedger,
-        tokenize: Callable[[SequenceDriver], object],
+        tokenize: Callable[[SequenceDriver], bool],
         options: ScheduleOptions,
         cuts: PromptCuts = ANYWHERE,
+        *,
+        n_ahead: int = 0,
     ) -> None:
+        """Make one with nothing in flight.
+
+        Args:
+            ledger: slots and cells, all of them free.
+            tokenize: makes the prompt of a sequence tokens, at once or before it has `take_prompt` called; returns
+                whether that takes long.
+            options: how requests are scheduled.
+            cuts: where prompts may be cut.
+            n_ahead: prompts that become tokens before a slot is free for them.
+        """
         self.in_flight: dict[str, SequenceDriver] = {}
         prefixes = PrefixCache(
             ledger,
@@ -98,12 +111,15 @@ class MultiRequestBatcher:
             CacheReads(prefixes, saved, self._wants),
             KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve"),
             {},
+            n_ahead,
         )
         self._ledger, self._queue = ledger, self._state.queue
         self._cells, self._saved, self._reads = self._state.cells, saved, self._state.reads
         self._followers, self._storing = self._state.followers, self._state.storing
         self._builds = GrammarBuilds(self._wants)
-        self._waiters: dict[Wait, GrammarBuilds | PrefixWaiters | CacheReads] = {
+        self._untokenized = PromptWaiters()
+        self._waiters: dict[Wait, PromptWaiters | GrammarBuilds | PrefixWaiters | CacheReads] = {
+            Wait.PROMPT: self._untokenized,
             Wait.COMPILE: self._builds,
             Wait.LEADER: self._followers,
             Wait.CACHE: self._reads,
@@ -173,14 +189,29 @@ class MultiRequestBatcher:
             driver.number = next(self._numbers)
             self.in_flight[driver.request.id] = driver
             self._deadlines.add(driver)
-            if self._is_by_prompt or driver.request.prompt.tokens is not None:
-                self._tokenize(driver)
+            is_early = self._is_by_prompt or driver.is_early
+            takes_long = (is_early or driver.request.prompt.tokens is not None) and self._tokenize(
+                driver
+            )
             if driver.error is not None:
                 driver.finish("error", driver.clock.submitted_s, driver.error)
                 self.retire(driver)
+            elif takes_long or (self._is_by_prompt and not driver.is_tokenized):
+                driver.waits_for = Wait.PROMPT
+                self._untokenized.add(driver)
             elif not self._waits_to_compile(driver):
                 ready.append(driver)
         self._queue.add(ready)
+
+    def take_prompt(self, driver: SequenceDriver, now: float) -> None:
+        """Go on with a sequence in flight whose prompt has become tokens, or was refused."""
+        if self.in_flight.get(driver.request.id) is not driver:
+            return  # `submit` will see it
+        if driver.error is not None:
+            self.fail(driver, driver.error, now)
+        elif driver.waits_for is Wait.PROMPT:
+            self._untokenized.drop(driver)
+            self._go_on_compiled([driver])
 
     def begin_step(self, now: float, ending: Collection[SequenceDriver] = ()) -> None:
         """Do what comes before a plan: deadlines, ended waits, and the prompts whose turn may come.
@@ -195,17 +226,27 @@ class MultiRequestBatcher:
             self.retire(driver)
         for driver in self._followers.pop_ready():
             self._release(driver)
-        if self._queue and (n_open := self._ledger.n_slots - len(self._rows()) + len(ending)):
-            self._tokenize_prompts(n_open, ending, now)
+        n_open = self._ledger.n_slots - len(self._rows()) + len(ending)
+        if self._queue and (n_wanted := n_open + self._state.n_ahead):
+            self._tokenize_prompts(n_wanted, ending, now)
 
     def _tokenize_prompts(
         self, n_wanted: int, ending: Collection[SequenceDriver], now: float
     ) -> None:
-        """Make the first prompts tokens, and prompts that may pass them; a refused prompt ends and counts as none."""
+        """Make the first prompts tokens, and prompts that may pass them.
+
+        A refused prompt ends and counts as none, as does one that takes long: others pass it.
+        """
         refused: list[tuple[SequenceDriver, CBatchError]] = []
+        slow: list[SequenceDriver] = []
         n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_overcommitted else 0
+        n_slow_max = self._ledger.n_slots + self._state.n_ahead - len(self._untokenized)
         for driver in self._queue.candidates(self._ledger.holders, ending):
-            self._tokenize(driver)
+            if len(slow) == max(0, n_slow_max):
+                break
+            if self._tokenize(driver):
+                slow.append(driver)
+                continue
             n_ready += driver.error is None
             n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
             if driver.error is not None:
@@ -214,6 +255,9 @@ class MultiRequestBatcher:
                 break
         for driver, error in refused:
             self.fail(driver, error, now)
+        for driver in slow:
+            self._hold(driver, Wait.PROMPT)
+            self._untokenized.add(driver)
 
     # ---- what comes from outside ----
 

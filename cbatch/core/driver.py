@@ -76,6 +76,8 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
 class Wait(Enum):
     """What a waiting sequence is held for, outside the queue: others pass it meanwhile."""
 
+    PROMPT = "prompt"
+    """The tokens of its prompt, which is long; or of any prompt, where the queue is ordered by them."""
     COMPILE = "compile"
     """Its grammar, or what DRY needs of the vocabulary."""
     LEADER = "leader"
@@ -128,6 +130,8 @@ class SequenceDriver:
     """Sequences admitted before it while it waited for cells at the head of the queue."""
     scores: PromptScores | None = None
     window: MovingWindow | None = None
+    is_early: bool = False
+    """Whether its prompt becomes tokens as it is submitted, however many wait."""
     is_done_with_disk: bool = False
     """Whether its file is not to be asked for (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)

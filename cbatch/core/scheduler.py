@@ -430,7 +430,7 @@ class ContinuousBatchScheduler:
             PlanError: no sequence runs although one waits, or none that runs can be computed.
         """
         seen, n_running = self._batcher.occupancy(), len(slot_plan.running_then())
-        is_idle = seen.n_ended or slot_plan.n_held or seen.n_storing
+        is_idle = seen.n_ended or slot_plan.n_held or seen.n_storing or slot_plan.awaits_prompts
         if n_running or (seen.n_waiting and not is_idle):
             ledger = slot_plan.ledger
             raise PlanError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cbatch.core.driver import BY_AGE, Status, Wait
@@ -13,7 +13,7 @@ from cbatch.core.prefix import with_mark
 from cbatch.core.queue import is_to_be_had
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
     from cbatch.core.driver import SequenceDriver
@@ -51,6 +51,8 @@ class BatcherState:
     demand: KvDemandEstimator
     storing: dict[int, ToStore]
     """Ended sequences that wait for their cells to be on disk, by number."""
+    n_ahead: int = 0
+    """Waiting sequences whose prompts become tokens before a slot is free."""
 
 
 Reason = Literal["turn", "cells", "parked"]
@@ -239,11 +241,7 @@ class SlotPlan:
 
         Admission stops once the plan copies more than `n_copied_max` cells; the copy past the limit is still made.
         """
-        # a sequence whose prompt is refused ends before the next plan
-        waiting = takewhile(
-            lambda d: d.is_tokenized and d.error is None,
-            self.state.queue.candidates(self.ledger.holders),
-        )
+        waiting = self._tokenized()
         first = [*islice(waiting, N_LOOK)]
         demand = self._demand()
         while n_copied_max is None or sum(n for _, _, n in self.cells.copies) <= n_copied_max:
@@ -255,6 +253,26 @@ class SlotPlan:
             first += islice(waiting, 1)
             if len(self.leaves) > n_left:
                 demand = self._demand()
+
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether prompts of the first waiting sequences are being made tokens."""
+        first = islice(self.state.queue.candidates(self.ledger.holders), self.state.n_ahead)
+        return not all(driver.is_tokenized for driver in first)
+
+    def _tokenized(self) -> Iterator[SequenceDriver]:
+        """Yield in order the sequences that can begin; they pass those whose prompts are not tokens yet.
+
+        A sequence whose prompt is refused ends before the next plan.
+        """
+        n_passed = 0
+        for driver in self.state.queue.candidates(self.ledger.holders):
+            if driver.is_tokenized and driver.error is None:
+                yield driver
+            elif n_passed == self.state.n_ahead:
+                return
+            else:
+                n_passed += 1
 
     def _admit_next(
         self, waiting: Sequence[SequenceDriver], demand: Demand

@@ -70,6 +70,24 @@ class PrefixWaiters:
         self._followers.pop(driver.number, None)
 
 
+class PromptWaiters:
+    """Sequences outside the queue until their prompts are tokens."""
+
+    def __init__(self) -> None:
+        self._drivers: dict[int, SequenceDriver] = {}  # by number
+
+    def __len__(self) -> int:
+        return len(self._drivers)
+
+    def add(self, driver: SequenceDriver) -> None:
+        """Have a driver wait."""
+        self._drivers[driver.number] = driver
+
+    def drop(self, driver: SequenceDriver) -> None:
+        """Forget a sequence, if it waits here."""
+        self._drivers.pop(driver.number, None)
+
+
 class WantWaiters(Generic[C, V]):
     """Sequences that wait for a file or a grammar, which is asked for once; what was found lately is remembered."""
 

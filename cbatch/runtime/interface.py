@@ -64,7 +64,7 @@ class Submission:
     is_fed: bool = False
     """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
     is_checked: bool = False
-    """Whether prompts become tokens before they are queued, so that one which cannot run is refused at once."""
+    """Whether prompts become tokens at once, however many wait, so that one which cannot run ends soon."""
     is_awaited: bool = True
     """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
 

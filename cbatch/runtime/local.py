@@ -19,13 +19,8 @@ from cbatch.errors import ConfigError, GrammarError, QueueFullError
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
-from cbatch.runtime.sequences import (
-    PromptTokenizer,
-    SequenceMaker,
-    check_in_vocab,
-    extended,
-    tokenize,
-)
+from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
+from cbatch.runtime.sequences import UNNAMED, SequenceMaker, check_in_vocab, extended
 from cbatch.runtime.step_record import slot_states
 from cbatch.runtime.validation import check_adapters, check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
@@ -72,9 +67,15 @@ class LocalRuntime:
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
         self._stats = stats = EngineStats()
-        prompts = PromptTokenizer(partial(tokenize, backend.vocab), backend.n_window)
+        n_window = backend.n_window
+        self._prompts = PromptTokenizer(
+            partial(tokenize, backend.vocab, n_window=n_window), n_window
+        )
+        self._lanes = lanes = PromptLanes(self._prompts, backend.n_slots, is_threaded=is_threaded)
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
-        self.batcher = MultiRequestBatcher(ledger, prompts.tokenize, schedule, backend.cuts)
+        self.batcher = MultiRequestBatcher(
+            ledger, lanes.order, schedule, backend.cuts, n_ahead=lanes.n_ahead
+        )
         scheduler = ContinuousBatchScheduler(
             self.batcher,
             backend.n_batch,
@@ -87,10 +88,10 @@ class LocalRuntime:
         store = open_store(cache_dir, cache_mib * 2**20)
         clock = time.perf_counter
         self.loop = loop = Loop(
-            backend, self.batcher, scheduler, stats, clock, store, is_threaded=is_threaded
+            backend, self.batcher, scheduler, stats, clock, store, lanes, is_threaded=is_threaded
         )
         self.orders = InFlight(loop, self.batcher, clock)
-        self.sequences = SequenceMaker(backend, prompts, schedule)
+        self.sequences = SequenceMaker(backend, schedule)
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
         self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         if is_threaded:
@@ -180,7 +181,10 @@ class LocalRuntime:
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
         with self._submitting:
-            driver = self.sequences.checked(prompt, options)
+            driver, *_ = self.sequences.of_prompt(prompt, UNNAMED, options, 0.0, math.inf)
+        self._prompts.tokenize(driver)
+        if driver.error is not None:
+            raise driver.error
         for want in driver.lacks:
             if (wrong := self._wrong_with(want)) is not None:
                 raise GrammarError(*wrong)
@@ -231,11 +235,13 @@ class LocalRuntime:
                 self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
                 for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
             ]
-            if asked.is_checked:
-                for item in items:
-                    self.sequences.check(item)
             self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
-        return [driver for item in items for driver in item]
+        drivers = [driver for item in items for driver in item]
+        if asked.is_checked:
+            for driver in drivers:
+                driver.is_early = True
+        self._lanes.order_first(drivers, self.batcher.n_waiting)
+        return drivers
 
     def _queue(
         self, asked: Submission, routes: dict[str, Route], drivers: Sequence[SequenceDriver]

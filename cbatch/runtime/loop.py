@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cbatch.core.plan import StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
     from cbatch.runtime.in_flight import Route
+    from cbatch.runtime.prompts import PromptLanes
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord
     from cbatch.stats import EngineStats
@@ -62,6 +63,7 @@ class Loop:
         stats: EngineStats,
         clock: Callable[[], float],
         store: CacheStore | NoStore,
+        prompts: PromptLanes,
         *,
         is_threaded: bool,
     ) -> None:
@@ -79,6 +81,8 @@ class Loop:
         self.deliver = partial(deliver, self.routes, batcher, stats)
         self._commands = Commands()
         post = self._resolve
+        self._prompts = prompts
+        prompts.begin(self._resolve_prompts, self._take_prompt)
         self._cache_io = CacheIo(store, backend, batcher, clock, post, is_threaded=is_threaded)
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
@@ -206,6 +210,15 @@ class Loop:
         """Have what was compiled, read or written taken soon. From the threads of these works; also once closed."""
         self._commands.put(command)
         self.hurry()
+
+    def _resolve_prompts(self, command: Callable[[], object]) -> None:
+        """Have prompts taken that have become tokens: soon, where a slot is free for one."""
+        self._commands.put(command)
+        if self._batcher.occupancy().n_open_slots > 0:
+            self.hurry()
+
+    def _take_prompt(self, driver: SequenceDriver) -> None:
+        self._batcher.take_prompt(driver, self._clock())
 
     def hurry(self) -> None:
         """End a run in flight after its current step. From any thread."""
@@ -343,7 +356,7 @@ class Loop:
         if self._thread is threading.current_thread():  # the engine's last reference died here
             self._is_closed = True
             return
-        if self._cache_io.is_current_thread:  # or in the cache's thread
+        if self._cache_io.is_current_thread or self._prompts.is_current_thread:  # or in these
             self._commands.put(self._mark_closed)
             return
         with Postponed(), self._closing:
@@ -379,6 +392,7 @@ class Loop:
             self.on_end(None if self._error is None else self._failure(self._error))
         self._end_requests()
         self._save_last()
+        self._prompts.close()
         self._compiler.close()
         self._order_wants()
         self._cache_io.close()

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from cbatch.chat.chat_format import ChatFormat
 from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.prefix import n_common
-from cbatch.core.queue import BY_PROMPT
 from cbatch.errors import (
-    CBatchError,
     ConfigError,
     PromptError,
-    RequestFailedError,
     UnsupportedOptionError,
-    words_of,
 )
 from cbatch.options import MAX_SEED, RunOptions
 from cbatch.request import Request
@@ -27,7 +21,7 @@ from cbatch.runtime.choices import member_id
 from cbatch.runtime.validation import check_chat, check_fits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from cbatch.backend import Backend, Vocab
     from cbatch.engine_options import ScheduleOptions
@@ -37,46 +31,8 @@ if TYPE_CHECKING:
     from cbatch.runtime.output import Origin
 
 
-Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
-
 UNNAMED = "-"
 """The id of a request that is checked and not run, in errors."""
-
-
-class PromptTokenizer:
-    """Makes prompts tokens; changes nothing but their sequences. From any thread."""
-
-    def __init__(self, tokenize: Tokenize, n_window: int) -> None:
-        self._tokenize, self._n_window = tokenize, n_window
-
-    def tokenize(self, driver: SequenceDriver) -> None:
-        """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
-        if driver.is_tokenized:
-            return
-        try:
-            tokens = self._tokenize(driver.request.prompt, driver.request.options)
-            driver.set_prompt(tokens, self._n_window)
-            if driver.request.options.n_discard:
-                driver.keep_in_window(self._n_first_message(driver, tokens))
-        except CBatchError as error:
-            driver.error = error
-        except Exception as error:
-            # a template may raise anything: it is this request's own failure
-            driver.error = RequestFailedError(
-                f"the prompt could not be prepared: {words_of(error)}"
-            )
-            driver.error.__cause__ = error
-
-    def _n_first_message(self, driver: SequenceDriver, tokens: Sequence[int]) -> int:
-        """Return how many tokens the first message of a chat takes; 1 for a prompt that is no chat."""
-        prompt, options = driver.request.prompt, driver.request.options
-        if prompt.messages is None:
-            return 1
-        try:
-            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
-        except Exception:  # a template may refuse a lone message
-            return 1
-        return max(1, n_common([*first], [*tokens]))
 
 
 class OptionsMerger:
@@ -97,12 +53,10 @@ class OptionsMerger:
 class SequenceMaker:
     """Makes sequences from prompts, with merged and checked options; from one thread at a time."""
 
-    def __init__(
-        self, backend: Backend, prompts: PromptTokenizer, schedule: ScheduleOptions
-    ) -> None:
+    def __init__(self, backend: Backend, schedule: ScheduleOptions) -> None:
         self.owner = secrets.token_hex(8)
         """The mark of the engine, by which its results are known."""
-        self._backend, self._prompts, self._schedule = backend, prompts, schedule
+        self._backend, self._schedule = backend, schedule
         self._chats = ChatFormat(backend.vocab)
         self._settled = OptionsMerger()
 
@@ -154,23 +108,7 @@ class SequenceMaker:
         driver = SequenceDriver.of(request, piece, now, reader)
         driver.reply.is_watched = True  # a reader may come: the first delivery knows
         self._warn(driver)
-        if self._schedule.policy in BY_PROMPT:
-            # here, for the owner thread must not wait
-            self._prompts.tokenize(driver)
         return driver
-
-    def checked(self, item: BatchPrompt, run_options: RunOptions) -> SequenceDriver:
-        """Return the first sequence of a prompt, with its tokens. Raises as a run of the prompt would end."""
-        driver, *_ = self.of_prompt(item, UNNAMED, run_options, 0.0, math.inf)
-        self.check([driver])
-        return driver
-
-    def check(self, drivers: Sequence[SequenceDriver]) -> None:
-        """Make the prompt of sequences tokens. Raises as a run of the prompt would end."""
-        for driver in drivers:
-            self._prompts.tokenize(driver)
-            if driver.error is not None:
-                raise driver.error
 
     def _request(
         self,
@@ -249,17 +187,6 @@ def _with_prompt(request: Request, result: BatchResult) -> Request:
     if options.prompt_logprobs != options.n_prompt_logprobs:  # the echo has more alternatives
         found = (None, *(result.logprobs or ())[1 : len(found)])
     return replace(request, n_prompt_logprobs=None, prompt_logprobs=found)
-
-
-def tokenize(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
-    """Return a prompt's tokens; a `RequestFailedError` where the template refuses it or a token is unknown."""
-    if prompt.prompt is not None:
-        return vocab.tokenize(prompt.prompt)
-    if prompt.messages is not None:
-        return vocab.render(prompt.messages, options.template_variables)
-    tokens = prompt.tokens or ()
-    check_in_vocab(tokens, vocab)
-    return tokens
 
 
 def check_in_vocab(tokens: Sequence[int], vocab: Vocab) -> None:

@@ -382,18 +382,27 @@ class Host:
 
     def _count(self, message: Message) -> object:
         """Return how many tokens a prompt has."""
+        return self._about_prompt(self._runtime.n_tokens_of, message)
+
+    def _about_prompt(
+        self, ask: Callable[[BatchPrompt, RunOptions], object], message: Message
+    ) -> _Later:
+        """Return a question about a prompt, which may be long."""
         options = self._options.of(message.get("options"))
-        return self._runtime.n_tokens_of(prompt_of_json(message.get("item")), options)
+        prompt = prompt_of_json(message.get("item"))
+        self._check_later()
+        return _Later(partial(ask, prompt, options))
 
     def _tokens(self, message: Message) -> object:
         """Return a prompt's tokens."""
-        options = self._options.of(message.get("options"))
-        return [*self._runtime.tokens_of(prompt_of_json(message.get("item")), options)]
+        return self._about_prompt(self._listed_tokens, message)
+
+    def _listed_tokens(self, prompt: BatchPrompt, options: RunOptions) -> list[int]:
+        return [*self._runtime.tokens_of(prompt, options)]
 
     def _text(self, message: Message) -> object:
         """Return a chat as the model sees it."""
-        options = self._options.of(message.get("options"))
-        return self._runtime.text_of(prompt_of_json(message.get("item")), options)
+        return self._about_prompt(self._runtime.text_of, message)
 
     def _pieces(self, message: Message) -> object:
         """Return the bytes of tokens, each as Latin-1 text."""
@@ -405,10 +414,7 @@ class Host:
 
     def _check(self, message: Message) -> object:
         """Return how many tokens a prompt has; raise what it would end with before it runs."""
-        options = self._options.of(message.get("options"))
-        prompt = prompt_of_json(message.get("item"))
-        self._check_later()
-        return _Later(partial(self._runtime.checked, prompt, options))
+        return self._about_prompt(self._runtime.checked, message)
 
     def _check_options(self, message: Message) -> object:
         self._runtime.check_options(self._options.of(message.get("options")))

@@ -97,6 +97,7 @@ def written(name: str) -> tuple[str, str]:
     return prompt, call[: min(i for end in ENDS if (i := call.find(end)) >= 0)]
 
 
+@pytest.mark.real  # a template runs in a process of its own
 @pytest.mark.parametrize("name", [n for n in WITH_TOOLS if n != "openai-gpt-oss-120b"])
 def test_call_as_the_template_writes_it_is_taken_and_prose_is_not(name: str) -> None:
     prompt, call = written(name)
@@ -114,6 +115,7 @@ def test_answers_in_channels_are_refused_by_name() -> None:
     assert caught.value.option == "tool_choice"
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("name", call_runs.MARKS)
 def test_form_is_read_as_the_calls_that_it_writes(name: str) -> None:
     text = call_runs.template(name)

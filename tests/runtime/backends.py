@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import signal
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
 from cbatch.runtime.loop import Loop
+from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
 from cbatch.worker.client import Workers
 from tests.helpers import check_ledger
 from tests.worker.started import RUNTIMES
@@ -87,7 +89,11 @@ class GatedBackend(FakeBackend):
 def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:
     """Return a loop without files of cells; it has no thread before it is started."""
     store = NoStore("no folder")
-    return Loop(backend, rig.batcher, rig.scheduler, rig.stats, clock, store, is_threaded=False)
+    prompts = PromptTokenizer(partial(tokenize, backend.vocab), backend.n_window)
+    lanes = PromptLanes(prompts, 0, is_threaded=False)
+    return Loop(
+        backend, rig.batcher, rig.scheduler, rig.stats, clock, store, lanes, is_threaded=False
+    )
 
 
 class Cancelled:

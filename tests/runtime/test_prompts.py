@@ -10,7 +10,7 @@ import pytest
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.messages import BatchPrompt
-from cbatch.runtime.sequences import PromptTokenizer
+from cbatch.runtime.prompts import PromptTokenizer
 from tests.helpers import make_request
 
 if TYPE_CHECKING:

@@ -57,6 +57,10 @@ class FakeVocab:
         """Return the bytes of the text."""
         return list(text.encode("utf-8", "replace"))
 
+    def n_tokens_least(self, text: str) -> int:
+        """Return 0: the text has to be made tokens."""
+        return 0
+
     def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the bytes of each string."""
         return tuple(tuple(self.tokenize(text)) for text in strings)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_chat_format
-from cbatch.errors import ConfigError, PromptError, RequestFailedError, words_of
+from cbatch.backend.llama import template_job
+from cbatch.backend.llama.sandbox import Limits, NoAnswerError, Sandbox
+from cbatch.errors import ConfigError, PromptError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +24,12 @@ _NO_TEMPLATE = (
     "this model has no chat template: load it with chat_template='chatml' (or a Jinja string), "
     "or give plain string prompts"
 )
+
+_LIMITS = Limits(cpu_s=5, wall_s=60.0, n_bytes=2**30)
+"""For one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
+
+_N_PROCESSES = 2
+"""Chats that are rendered at once."""
 
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
 _ASKED = {"role": "user", "content": "Hi"}
@@ -67,8 +76,53 @@ def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
     return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
+class _Renderer:
+    """Has chats rendered in processes of their own; in this process where none can be started. From any thread."""
+
+    def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
+        self._settings = {"source": source, "bos_token": bos_text, "eos_token": eos_text}
+        self._free: list[Sandbox] = []
+        self._turns = threading.BoundedSemaphore(_N_PROCESSES)
+
+    def start(self) -> None:
+        """Have a process get ready for the first chat."""
+        sandbox = self._take()
+        sandbox.start()
+        self._free.append(sandbox)
+
+    def ask(
+        self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
+    ) -> dict[str, str]:
+        """Return what `template_job` answers."""
+        question = {"messages": messages, "variables": dict(variables or {})}
+        with self._turns:
+            sandbox = self._take()
+            try:
+                found: dict[str, str] = sandbox.ask(question)
+            except NoAnswerError:
+                if sandbox.problem:
+                    return template_job.begin(self._settings)(question)
+                return {
+                    "refused": f"it takes more than {_LIMITS.cpu_s} s of computing, or {_LIMITS.n_bytes >> 20} MiB"
+                }
+            finally:
+                self._free.append(sandbox)
+            return found
+
+    def _take(self) -> Sandbox:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Sandbox(template_job.__file__, self._settings, _LIMITS)
+
+    def close(self) -> None:
+        """End the processes that render nothing."""
+        while self._free:
+            self._free.pop().close()
+
+
 class ChatTemplate:
-    """A Jinja template, run by llama-cpp-python's formatter in an immutable sandbox."""
+    """A Jinja template. It is a program, so it runs in a process of its own, which can be given up."""
 
     def __init__(
         self,
@@ -83,7 +137,17 @@ class ChatTemplate:
         Error messages call the template `name`; the texts are the values of `bos_token` and `eos_token` in it.
         """
         self._source, self._name = source, name
-        self._bos_text, self._eos_text = bos_text, eos_text
+        self._renderer = None if source is None else _Renderer(source, bos_text, eos_text)
+
+    def start(self) -> None:
+        """Have a process get ready for the first chat."""
+        if self._renderer is not None:
+            self._renderer.start()
+
+    def close(self) -> None:
+        """End the processes that render nothing; later chats start new ones."""
+        if self._renderer is not None:
+            self._renderer.close()
 
     @cached_property
     def tool_refusal(self) -> str:
@@ -122,15 +186,20 @@ class ChatTemplate:
         return self._render(messages, variables)
 
     def _render(
-        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+        self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> str:
-        formatter = self._formatter
-        copies = [dict(message) for message in messages]
-        try:
-            return str(formatter(messages=copies, **(variables or {})).prompt)
-        except Exception as error:  # the template is a program: it may raise anything
-            problem = f"the chat template refuses these messages: {words_of(error)}"
-            raise PromptError(problem) from error
+        """Return the text of messages; of None the template is compiled only."""
+        if self._renderer is None:
+            raise PromptError(_NO_TEMPLATE)
+        found = self._renderer.ask(messages, variables)
+        if (words := found.get("broken")) is not None:
+            raise RequestFailedError(
+                f"the model's chat template does not compile ({words}): load it with "
+                "chat_template='chatml' (or a Jinja string), or give plain string prompts"
+            )
+        if (words := found.get("refused")) is not None:
+            raise PromptError(f"the chat template refuses these messages: {words}")
+        return found["text"]
 
     @cached_property
     def _shape(self) -> Callable[[Message], Message]:
@@ -150,18 +219,6 @@ class ChatTemplate:
             "write them into the message's content"
         )
 
-    @cached_property
-    def _formatter(self) -> Any:
-        if self._source is None:
-            raise PromptError(_NO_TEMPLATE)
-        try:
-            return _compile(self._source, self._bos_text, self._eos_text)
-        except Exception as error:
-            raise RequestFailedError(
-                f"the model's chat template does not compile ({words_of(error)}): load it with "
-                "chat_template='chatml' (or a Jinja string), or give plain string prompts"
-            ) from error
-
 
 def parse_override(chat_template: str) -> str:
     """Return the Jinja source of the caller's `chat_template`.
@@ -179,17 +236,12 @@ def parse_override(chat_template: str) -> str:
             f"chat_template={chat_template[:80]!r} is neither Jinja nor a known name: "
             f"known names are {', '.join(NAMED_TEMPLATES)}"
         )
-    try:
-        _compile(chat_template, "", "")
-    except Exception as error:  # besides syntax: too deep, or a number too large
-        raise ConfigError(f"chat_template does not compile: {words_of(error)}") from error
+    renderer = _Renderer(chat_template, "", "")
+    found = renderer.ask(None)
+    renderer.close()
+    if "text" not in found:
+        raise ConfigError(f"chat_template does not compile: {', '.join(found.values())}")
     return chat_template
-
-
-def _compile(source: str, bos_text: str, eos_text: str) -> Any:
-    return llama_chat_format.Jinja2ChatFormatter(
-        template=source, bos_token=bos_text, eos_token=eos_text, add_generation_prompt=True
-    )
 
 
 def _text_of(content: object) -> str:

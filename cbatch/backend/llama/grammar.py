@@ -6,13 +6,14 @@ import ctypes
 import json
 import re
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.grammar_matchers import Constraint, readable_problem
-from cbatch.backend.llama.grammar_sandbox import GrammarSandbox
+from cbatch.backend.llama.sandbox import Limits, NoAnswerError, Sandbox
 from cbatch.errors import GrammarError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class LlamaGrammars:
 
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
-        self._sandbox = GrammarSandbox(_LIMITS)
+        self._sandbox = grammar_sandbox()
         self._tokenizer: Any = None
 
     def compile(self, grammar: Grammar) -> Constraint:
@@ -66,13 +67,12 @@ class LlamaGrammars:
             )
         source = _source(grammar)
         self._sandbox.start()
-        with self._model.busy:  # so that it is not freed meanwhile
+        with self._model.in_use():
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(self._model)
         problem = self._find_problem(grammar, source)
         if not problem:
-            with self._model.busy:
-                self._model.check_open()
+            with self._model.in_use():
                 constraint = self._compile(source)
                 problem = _first_problem(constraint)
         if problem:
@@ -83,7 +83,7 @@ class LlamaGrammars:
         """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
         # a vocabulary of bytes has no named tokens
         tried = re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
-        problem = self._sandbox.find_problem(tried)
+        problem = find_problem(self._sandbox, tried)
         if self._sandbox.problem and is_suspicious(grammar):
             return (
                 "it must be tried in a process of its own first, which cannot be done here: "
@@ -103,6 +103,22 @@ class LlamaGrammars:
         """Drop the tokenizer, before the model is closed; nothing may be compiled or followed afterwards."""
         self._tokenizer = None
         self._sandbox.close()
+
+
+def grammar_sandbox() -> Sandbox:
+    """Return a process that tries grammars."""
+    job = Path(__file__).with_name("grammar_job.py")
+    return Sandbox(str(job), _LIMITS, Limits(cpu_s=3, wall_s=30.0, n_bytes=2 * 2**30))
+
+
+def find_problem(sandbox: Sandbox, source: str) -> str:
+    """Return what is wrong with a grammar; empty where some steps under it worked, or no process can be started."""
+    try:
+        return str(sandbox.ask(source))
+    except NoAnswerError:
+        if sandbox.problem:
+            return ""
+        return "it takes more time, memory or depth to compile than a grammar may have"
 
 
 def make_tokenizer(model: LlamaModel) -> Any:

@@ -6,7 +6,7 @@ import ctypes
 import re
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from cbatch.errors import EngineClosedError
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # Source: llama-model.cpp, llama_model_meta_key_str; ours are the names of `RunOptions`.
 _SAMPLING_KEYS = {
@@ -80,8 +80,8 @@ class LlamaModel:
         """Why the model is closed; empty while it is open."""
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         """The contexts that compute with the model."""
-        self.busy = threading.Lock()
-        """Held while something works on the model outside a context; `close` waits for the lock."""
+        self._uses, self._n_uses = threading.Condition(), 0
+        """What works on the model outside a context; `close` waits for it."""
         self.name = name
         self.metadata: Mapping[str, str] = read_metadata(pointer)
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
@@ -126,6 +126,19 @@ class LlamaModel:
         """
         if self._end:
             raise EngineClosedError(self._end)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the model from being freed for the block. From any thread; raises as `check_open`."""
+        with self._uses:
+            self.check_open()
+            self._n_uses += 1
+        try:
+            yield
+        finally:
+            with self._uses:
+                self._n_uses -= 1
+                self._uses.notify_all()
 
     @property
     def architecture(self) -> str:
@@ -185,9 +198,11 @@ class LlamaModel:
 
     def close(self) -> None:
         """Free the model, unless it is borrowed. Twice is harmless; no context may be using it."""
-        with self.busy:
-            pointer, self._pointer = self._pointer, None
+        with self._uses:
             self._end = self._end or f"{self.name} is closed"
+            self._uses.wait_for(lambda: not self._n_uses)
+            pointer, self._pointer = self._pointer, None
+            self.vocab.close()
             if pointer is not None and self._owner is None:
                 llama_cpp.llama_model_free(pointer)
             self._owner = None

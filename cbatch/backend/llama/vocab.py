@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
@@ -23,6 +25,9 @@ _HIDDEN = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOW
 _PIECE_BYTES = 64  # most pieces are shorter; a longer one is asked for twice
 _N_TAIL_MAX = 20
 """Most tokens of a sequence after its first. Source: llama_sampler_init_dry, MAX_SEQ_LEN."""
+
+_N_PART = 2**14
+"""Bytes of a text up to which llama.cpp's time for special tokens, which grows with their square, is nothing."""
 
 _N_BREAKERS_KEPT = 64
 """Most sets of strings whose sequences are kept."""
@@ -141,7 +146,23 @@ class LlamaVocab:
         data = _encode(text)
         has_bos = bool(self.bos_text) and text.startswith(self.bos_text)
         add_special = self._may_add_special and not has_bos
-        return self._tokenize(data, add_special=add_special, parse_special=True)
+        if add_special and len(data) > _N_PART and llama_cpp.llama_vocab_get_add_eos(self.pointer):
+            return self._tokenize(data, add_special=True, parse_special=True)
+        first, *others = self._parts(data)
+        tokens = self._tokenize(first, add_special=add_special, parse_special=True)
+        for part in others:
+            tokens += self._tokenize(part, add_special=False, parse_special=True)
+        return tokens
+
+    def _parts(self, data: bytes) -> list[bytes]:
+        """Return a text in parts whose tokens together are its tokens."""
+        if len(data) <= _N_PART or self._marks is None:
+            return [data]
+        cuts = [0]
+        for mark in self._marks.finditer(data):
+            if mark.start() - cuts[-1] >= _N_PART:
+                cuts.append(mark.start())
+        return [data[a:b] for a, b in pairwise([*cuts, len(data)])]
 
     def render_text(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
@@ -155,6 +176,63 @@ class LlamaVocab:
         """Return the tokens of a chat by the model's template; see `cbatch.backend.Vocab`."""
         return self.tokenize(self.render_text(messages, variables))
 
+    def start(self) -> None:
+        """Have the chat template's process get ready."""
+        self._chat.start()
+
+    def close(self) -> None:
+        """End what was started."""
+        self._chat.close()
+
+    def n_tokens_least(self, text: str) -> int:
+        """Return a number of tokens that a text has at least; see `cbatch.backend.Vocab`."""
+        n_bytes = len(text.encode(errors="replace"))
+        if n_bytes <= _N_PART or not self._keeps_bytes:
+            return 0
+        return n_bytes // self._n_piece_max
+
+    @cached_property
+    def _keeps_bytes(self) -> bool:
+        """Whether every byte of a text is in a token's text. Source: src/llama-vocab.cpp, tokenize."""
+        kind = llama_cpp.llama_vocab_type(self.pointer)
+        kinds = llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE
+        strips = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
+        return kind in kinds and not any(self._attributes(t) & strips for t in self._special)
+
+    @cached_property
+    def _n_piece_max(self) -> int:
+        """Bytes of the longest token's text, control tokens written out."""
+        return max(1, *(len(self.shown_piece(token)) for token in range(self.n_vocab)))
+
+    def _attributes(self, token: int) -> int:
+        return int(llama_cpp.llama_vocab_get_attr(self.pointer, token))
+
+    @cached_property
+    def _special(self) -> list[int]:
+        """The tokens that llama.cpp looks for in a text before all others."""
+        special = _HIDDEN | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        return [t for t in range(self.n_vocab) if self._attributes(t) & special]
+
+    @cached_property
+    def _marks(self) -> re.Pattern[bytes] | None:
+        """Finds special tokens before which a text can be divided; None where there are none.
+
+        They have nothing in common with another: each is a token wherever its text is, and no other one reaches over
+        its beginning.
+        """
+        texts = {t: llama_cpp.llama_vocab_get_text(self.pointer, t) for t in self._special}
+        known = b"\0".join(texts.values())
+        begins = {text[:i] for text in texts.values() for i in range(1, len(text))}
+        ends = {text[i:] for text in texts.values() for i in range(1, len(text))}
+        found = [
+            text
+            for token, text in texts.items()
+            if known.count(text) == 1
+            and not any(text[:i] in ends or text[i:] in begins for i in range(1, len(text)))
+            and not self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
+        ]
+        return re.compile(b"|".join(map(re.escape, found))) if found else None
+
     def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of tokens that DRY takes for these strings; the same object for the same strings."""
         if not self.has_pieces:
@@ -166,9 +244,10 @@ class LlamaVocab:
         n_room = len(data) + 8  # a byte is one token at most; a few more for BOS, EOS and spaces
         while True:
             tokens = (ctypes.c_int32 * n_room)()
-            n = llama_cpp.llama_tokenize(
-                self.pointer, data, len(data), tokens, n_room, add_special, parse_special
-            )
+            with self._model.in_use():
+                n = llama_cpp.llama_tokenize(
+                    self.pointer, data, len(data), tokens, n_room, add_special, parse_special
+                )
             if n >= 0:
                 return tokens[:n]
             if -n <= n_room:

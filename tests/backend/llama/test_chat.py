@@ -12,6 +12,8 @@ from cbatch.errors import ConfigError, RequestFailedError
 if TYPE_CHECKING:
     from cbatch.backend import Message
 
+pytestmark = pytest.mark.real  # a template runs in a process of its own
+
 USER: Message = {"role": "user", "content": "Hi"}
 CHATML = NAMED_TEMPLATES["chatml"]
 ECHO = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}"
@@ -61,9 +63,8 @@ def test_no_template_names_the_ways_out() -> None:
     ],
 )
 def test_template_that_raises_fails_the_request_in_its_words(source: str, words: str) -> None:
-    with pytest.raises(RequestFailedError, match=words) as caught:
+    with pytest.raises(RequestFailedError, match=words):
         ChatTemplate(source).render([USER])
-    assert caught.value.__cause__ is not None
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,24 @@ def test_override_by_name_and_by_source() -> None:
 def test_override_that_cannot_work_is_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="chat_template"):
         parse_override(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ ('%' ~ (9000000000 + messages | length) ~ 'd') % 5 }}",
+        "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x + s.x %}{% endfor %}",
+        "{{ 'a' * (10000000000 + messages | length) }}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    ],
+    ids=["loops", "widths", "doubling", "repeating", "recursion"],
+)
+def test_template_that_never_ends_fails_the_request_and_the_next_one_is_rendered(
+    source: str,
+) -> None:
+    wanted = "{% if messages | length == 2 %}ok{% else %}" + source + "{% endif %}"
+    template = ChatTemplate(wanted)
+    with pytest.raises(RequestFailedError, match="refuses"):
+        template.render([USER])
+    assert template.render([USER, USER]) == "ok"

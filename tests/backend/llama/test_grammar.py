@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cbatch.backend.llama.grammar import _LIMITS, LlamaGrammars
+from cbatch.backend.llama.grammar import LlamaGrammars, find_problem, grammar_sandbox
 from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
-from cbatch.backend.llama.grammar_sandbox import GrammarSandbox
 from cbatch.backend.load.open_model import open_model
 from cbatch.chat.thinking_budget import budget_grammar
 from cbatch.checks import MAX_INT
@@ -379,12 +378,12 @@ def test_grammar_that_ends_its_compiler_is_refused_the_next_compiles(
 def test_trial_alone_finds_what_ends_the_compiler(options: dict[str, Any]) -> None:
     from llguidance import LLMatcher
 
-    trial, structure = GrammarSandbox(_LIMITS), RunOptions(**options).structure
+    trial, structure = grammar_sandbox(), RunOptions(**options).structure
     assert structure is not None
     is_lark = structure.kind == "lark"
     make = LLMatcher.grammar_from_lark if is_lark else LLMatcher.grammar_from_json_schema
-    assert trial.find_problem(make(structure.text))
-    assert not trial.find_problem(LLMatcher.grammar_from_regex("a"))
+    assert find_problem(trial, make(structure.text))
+    assert not find_problem(trial, LLMatcher.grammar_from_regex("a"))
     trial.close()
 
 
@@ -469,12 +468,12 @@ def test_token_may_be_any_but_one_of_a_large_id(model: LlamaModel, grammars: Lla
 
 @pytest.mark.real
 def test_trial_that_was_closed_starts_again() -> None:
-    trial, source = GrammarSandbox(_LIMITS), '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
+    trial, source = grammar_sandbox(), '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
     for _ in range(2):
         trial.start()
         trial.close()
         trial.close()
-        assert not trial.find_problem(source)
+        assert not find_problem(trial, source)
     trial.close()
 
 

@@ -41,6 +41,8 @@ WEATHER = {
     "function": {"name": "get_weather", "description": "Tells the weather.", "parameters": TOOLS},
 }
 ARGUMENTS = {"city": 'Paris "2" é', "days": 3}
+pytestmark = pytest.mark.real  # a template runs in a process of its own
+
 USER: Message = {"role": "user", "content": "How is it?"}
 ASKS: Message = {
     "role": "assistant",

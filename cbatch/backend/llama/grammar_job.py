@@ -1,0 +1,44 @@
+"""Tries grammars, in a process of its own: some make the compiler overflow its stack, or never end."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_STACK_BYTES = 4 * 2**20
+"""Half of the usual stack of a thread, so that a grammar that passes here passes there too."""
+_N_STEPS = 30
+
+
+def begin(settings: dict[str, Any]) -> Callable[[str], str]:
+    """Return what says what is wrong with a grammar; `settings` are values of llguidance's `LLParserLimits`."""
+    import llguidance
+
+    tokenizer = llguidance.LLTokenizer("byte")
+    limits = llguidance.LLParserLimits(**settings)
+    threading.stack_size(_STACK_BYTES)
+
+    def find_problem(source: str) -> str:
+        with ThreadPoolExecutor(1) as thread:
+            walked = thread.submit(_walk, tokenizer, source, limits)
+        error = walked.exception()  # a panic of the compiler is no Exception
+        return f"it could not be compiled: {error}" if error else walked.result()
+
+    return find_problem
+
+
+def _walk(tokenizer: Any, source: str, limits: Any) -> str:
+    """Compile and take some steps, each with the lowest byte that is allowed; return what is wrong."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    for _ in range(_N_STEPS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        lowest = (mask & -mask).bit_length() - 1
+        if lowest < 0 or matcher.is_stopped() or not matcher.consume_token(lowest):
+            break
+    return str(matcher.get_error())

@@ -1,0 +1,222 @@
+"""A process for work that may never end, or take all memory: it ends alone then.
+
+`Sandbox` starts this very file as a script, which imports nothing of cbatch but the file of its job: the process
+stays for the next question, as starting it takes about 0.1 s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_N_BYTES_KEPT = 2**28
+"""A process that has grown beyond this ends after its answer, so that the next question has memory too."""
+_READY = b"ready\n"
+_LAST = b"last "
+"""Stands before an answer after which the process ends."""
+_N_PART = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one question may take."""
+
+    cpu_s: int
+    wall_s: float
+    n_bytes: int
+    """Memory of the process."""
+
+
+class NoAnswerError(Exception):
+    """The process ended, or was ended, without an answer."""
+
+
+class Sandbox:
+    """Puts questions to a process of its own. One thread at a time."""
+
+    def __init__(self, job: str, settings: object, limits: Limits) -> None:
+        """Make one; `start` or the first question starts the process.
+
+        Args:
+            job: path of a file that imports nothing of cbatch and has `begin(settings)`, which returns the function
+                that answers questions.
+            settings: for `begin`; as JSON, like questions and answers.
+            limits: what one question may take.
+        """
+        self._job, self._settings, self._limits = job, settings, limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] | None = None
+        self._is_ready = False
+        self.problem = ""
+        """Why no process can be started here; empty where one runs, or none was needed yet."""
+
+    def start(self) -> None:
+        """Start the process unless it runs; it gets ready while the caller goes on."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        if self.problem:
+            return
+        if getattr(sys, "frozen", False) or not sys.executable:
+            self.problem = "there is no Python interpreter to start"
+            return
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    __file__,
+                    self._job,
+                    json.dumps([self._settings, asdict(self._limits)]),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                start_new_session=True,  # Ctrl-C in a terminal is not meant for the process
+            )
+        except OSError as error:
+            self.problem = str(error)
+            return
+        self._end = weakref.finalize(self, _end, self._process)
+        self._is_ready = False
+
+    def ask(self, question: object) -> Any:
+        """Return the answer.
+
+        Raises:
+            NoAnswerError: there is none: it took more than the limits, or no process can be started (`problem`).
+        """
+        self.start()
+        process = self._process
+        if process is None:
+            raise NoAnswerError
+        until_s = time.monotonic() + self._limits.wall_s
+        if not self._is_ready:
+            self._is_ready = _exchange(process, b"", until_s) == _READY
+            if not self._is_ready:
+                self.problem = f"the process for {os.path.basename(self._job)} does not start"
+        line = json.dumps(question).encode() + b"\n"
+        answer = _exchange(process, line, until_s) if self._is_ready else b""
+        if not answer or answer.startswith(_LAST):
+            self.close()
+        if not answer:
+            raise NoAnswerError
+        return json.loads(answer.removeprefix(_LAST))
+
+    def close(self) -> None:
+        """End the process. Twice is harmless; from any thread it ends a question under way."""
+        end, self._process, self._end = self._end, None, None
+        if end is not None:
+            end()
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes, until_s: float) -> bytes:
+    """Write a line and return the one that comes; nothing where the process ended, or the time is over."""
+    if process.stdin is None or process.stdout is None:
+        return b""
+    out, back = process.stdin.fileno(), process.stdout.fileno()
+    os.set_blocking(out, False)
+    poll, found, n_sent = select.poll(), bytearray(), 0
+    poll.register(back, select.POLLIN)
+    if line:
+        poll.register(out, select.POLLOUT)
+    with suppress(OSError):
+        while (left_s := until_s - time.monotonic()) > 0:
+            for file, _ in poll.poll(math.ceil(left_s * 1000)):
+                if file == back:
+                    if not (part := os.read(back, _N_PART)):
+                        return b""
+                    found += part
+                    if part.endswith(b"\n"):
+                        return bytes(found)
+                else:
+                    n_sent += os.write(out, line[n_sent : n_sent + _N_PART])
+                    if n_sent == len(line):
+                        poll.unregister(out)
+    return b""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(OSError):  # bytes that were not written any more
+        process.communicate()
+
+
+# ---- the process itself ----
+
+
+def _limit_memory(n_bytes: int) -> None:
+    # Windows has no such limits: the time by the clock holds all the same
+    with suppress(ImportError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_time(cpu_s: int) -> None:
+    """Give the process so many seconds more."""
+    with suppress(ImportError):
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+
+
+def _has_grown() -> bool:
+    with suppress(ImportError):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit > _N_BYTES_KEPT
+    return False
+
+
+def _answerer(job: str, settings: object) -> Callable[[Any], object]:
+    spec = importlib.util.spec_from_file_location("job", job)
+    if spec is None or spec.loader is None:
+        raise ImportError(job)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[Any], object] = module.begin(settings)
+    return found
+
+
+def main() -> None:
+    """Answer questions from stdin, one a line, by lines on stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    job, (settings, limits) = sys.argv[1], json.loads(sys.argv[2])
+    _limit_memory(limits["n_bytes"])
+    answer, out = _answerer(job, settings), sys.stdout.buffer
+    out.write(_READY)
+    out.flush()
+    for line in sys.stdin.buffer:
+        _limit_time(limits["cpu_s"])
+        said = json.dumps(answer(json.loads(line))).encode()
+        is_last = _has_grown()
+        out.write((_LAST if is_last else b"") + said + b"\n")
+        out.flush()
+        if is_last:
+            break
+
+
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.abspath(__file__))
+    # modules of this folder are not meant for `import`
+    sys.path[:] = [p for p in sys.path if p != here]
+    main()

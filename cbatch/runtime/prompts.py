@@ -1,0 +1,230 @@
+"""Prompts become tokens ahead of their turn, in threads of their own: the owner thread never waits for one."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, TypeAlias
+
+from cbatch.core.prefix import n_common
+from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
+from cbatch.runtime.sequences import check_in_vocab
+from cbatch.runtime.work_thread import WorkThread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from cbatch.backend import Vocab
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+    from cbatch.request import Request
+    from cbatch.runtime.cache_io import Post
+
+Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
+
+_N_LONG = 2**15
+"""Characters or tokens from which on a prompt is long: it takes some milliseconds."""
+
+_GATHER_S = 0.004
+"""Prompts that become tokens within this time of the first are told together, so that they can share a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrompt:
+    """The tokens of a prompt."""
+
+    tokens: Sequence[int]
+    n_first: int = 0
+    """Tokens of the first message of a chat, where its window moves; 1 for a prompt that is no chat."""
+
+
+class PromptTokenizer:
+    """Makes prompts tokens. From any thread."""
+
+    def __init__(self, tokenize: Tokenize, n_window: int) -> None:
+        self._tokenize, self._n_window = tokenize, n_window
+
+    def tokenize(self, driver: SequenceDriver) -> bool:
+        """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done.
+
+        Return False: when it returns nothing is left to wait for.
+        """
+        if not driver.is_tokenized:
+            self.give(driver, self.find(driver.request))
+        return False
+
+    def find(self, request: Request) -> FoundPrompt | CBatchError:
+        """Return the tokens of a request's prompt, or why there are none."""
+        try:
+            tokens = self._tokenize(request.prompt, request.options)
+            return FoundPrompt(tokens, self._n_first(request, tokens))
+        except CBatchError as error:
+            return error
+        except Exception as error:
+            failure = RequestFailedError(f"the prompt could not be prepared: {words_of(error)}")
+            failure.__cause__ = error
+            return failure
+
+    def give(self, driver: SequenceDriver, found: FoundPrompt | CBatchError) -> None:
+        """Give a sequence what was found for it; a prompt that does not fit becomes its error."""
+        if isinstance(found, CBatchError):
+            driver.error = found
+            return
+        try:
+            driver.set_prompt(found.tokens, self._n_window)
+            if driver.request.options.n_discard:
+                driver.keep_in_window(found.n_first)
+        except CBatchError as error:
+            driver.error = error
+
+    def _n_first(self, request: Request, tokens: Sequence[int]) -> int:
+        prompt, options = request.prompt, request.options
+        if not options.n_discard:
+            return 0
+        if prompt.messages is None:
+            return 1
+        try:
+            first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
+        except Exception:  # a template may refuse a lone message
+            return 1
+        return max(1, n_common([*first], [*tokens]))
+
+
+class PromptLanes:
+    """Has the prompts of sequences made tokens: short ones in one thread, long ones in another, each in order.
+
+    Without threads it is done at once, by the thread that orders it.
+    """
+
+    def __init__(self, prompts: PromptTokenizer, n_ahead: int, *, is_threaded: bool) -> None:
+        """Make lanes that order nothing before `begin`; `n_ahead` prompts are made tokens before a slot is free."""
+        self.n_ahead = n_ahead if is_threaded else 0
+        self._prompts, self._is_threaded = prompts, is_threaded
+        self._ordered: set[SequenceDriver] = set()
+        self._post: Post = _nowhere
+        self._take: Callable[[SequenceDriver], object] = bool
+        names = "cbatch-prompts", "cbatch-long-prompts"
+        self._short, self._long = (_Lane(name, self._find) for name in names)
+
+    def begin(self, post: Post, take: Callable[[SequenceDriver], object]) -> None:
+        """Have `take` called for each sequence whose prompt was made tokens or refused, by `post`: owner thread."""
+        self._post, self._take = post, take
+
+    def order(self, driver: SequenceDriver) -> bool:
+        """Have a sequence's prompt made tokens, unless that was done or is under way; return whether it takes long.
+
+        From any thread.
+        """
+        if driver.is_tokenized:
+            return False
+        if not self._is_threaded:
+            return self._prompts.tokenize(driver)
+        is_long = _is_long(driver.request.prompt)
+        if driver not in self._ordered:
+            self._ordered.add(driver)
+            (self._long if is_long else self._short).put(driver)
+        return is_long
+
+    def order_first(self, drivers: Iterable[SequenceDriver], n_waiting: int) -> None:
+        """Order the prompts of newcomers, behind `n_waiting` others, that may soon have a slot. From any thread."""
+        for driver in drivers if self._is_threaded else ():
+            if driver.is_early or n_waiting + len(self._ordered) < self.n_ahead:
+                self.order(driver)
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller's thread is one of these."""
+        return self._short.is_current or self._long.is_current
+
+    def close(self) -> None:
+        """Return when the prompts under way are done; no others are begun."""
+        self._short.close()
+        self._long.close()
+
+    def _find(self, drivers: Callable[[], SequenceDriver | None]) -> None:
+        """Find the tokens of what `drivers` gives, for a few milliseconds, and have them taken."""
+        found: list[tuple[SequenceDriver, FoundPrompt | CBatchError]] = []
+        until_s = monotonic() + _GATHER_S
+        while monotonic() < until_s and (driver := drivers()) is not None:
+            if driver.finish_reason is None:
+                found.append((driver, self._prompts.find(driver.request)))
+            else:
+                self._ordered.discard(driver)
+        if found:
+            self._post(partial(self._give, found))
+
+    def _give(self, found: Sequence[tuple[SequenceDriver, FoundPrompt | CBatchError]]) -> None:
+        for driver, prompt in found:
+            self._ordered.discard(driver)
+            if driver.finish_reason is None and not driver.is_tokenized:
+                self._prompts.give(driver, prompt)
+                self._take(driver)
+
+
+class _Lane:
+    """Sequences whose prompts one thread makes tokens, in order."""
+
+    def __init__(
+        self, name: str, find: Callable[[Callable[[], SequenceDriver | None]], object]
+    ) -> None:
+        self._thread = WorkThread(name, is_threaded=True)
+        self._todo: deque[SequenceDriver] = deque()
+        self._find, self._is_closed = find, False
+
+    @property
+    def is_current(self) -> bool:
+        return self._thread.is_current
+
+    def put(self, driver: SequenceDriver) -> None:
+        self._todo.append(driver)
+        self._thread.do(self._work)  # finds nothing where earlier work has done it too
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.close()
+
+    def _work(self) -> None:
+        if self._todo:
+            self._find(self._next)
+
+    def _next(self) -> SequenceDriver | None:
+        return self._todo.popleft() if self._todo and not self._is_closed else None
+
+
+def _nowhere(command: Callable[[], object]) -> None:
+    raise RuntimeError("the lanes have not begun")
+
+
+def _is_long(prompt: BatchPrompt) -> bool:
+    """Whether a prompt takes long to become tokens, or may: of a chat, its messages' texts."""
+    if prompt.messages is not None:
+        return sum(len(str(m.get("content", ""))) + _A_MESSAGE for m in prompt.messages) > _N_LONG
+    return len(prompt.prompt or prompt.tokens or ()) > _N_LONG
+
+
+_A_MESSAGE = 64
+"""Characters that a message counts for, besides its text."""
+
+
+def tokenize(
+    vocab: Vocab, prompt: BatchPrompt, options: RunOptions, n_window: int | None = None
+) -> Sequence[int]:
+    """Return a prompt's tokens; computes nothing.
+
+    Raises:
+        RequestFailedError: the template refuses it, or a token is unknown.
+        PromptTooLongError: its bytes alone are more than `n_window` tokens; it was not tokenized.
+    """
+    if prompt.tokens is not None:
+        check_in_vocab(prompt.tokens, vocab)
+        return prompt.tokens
+    if prompt.messages is not None:
+        text = vocab.render_text(prompt.messages, options.template_variables)
+    else:
+        text = prompt.prompt or ""
+    if n_window is not None and (n_least := vocab.n_tokens_least(text)) > n_window:
+        raise PromptTooLongError(n_least, n_window, is_least=True)
+    return vocab.tokenize(text)
