@@ -15,7 +15,7 @@ _LAST = 1_000
 
 
 class WorkThread:
-    """A thread that starts with the first work it is given; lower ranks are done first.
+    """A thread that starts with the first work it is given; lower ranks are done first. Work comes from any thread.
 
     Without a thread, and where none can be started, work is done at once by the thread that gives it.
     """
@@ -25,6 +25,7 @@ class WorkThread:
         self._work: PriorityQueue[tuple[int, int, Callable[[], object] | None]] = PriorityQueue()
         self._numbers = count()
         self._thread: threading.Thread | None = None
+        self._starting = threading.RLock()  # a handler of a signal may give work, too
 
     @property
     def is_current(self) -> bool:
@@ -34,7 +35,9 @@ class WorkThread:
     def do(self, work: Callable[[], object], rank: int = 0) -> None:
         """Have work done; what it raises is lost where there is a thread."""
         if self._is_threaded and self._thread is None:
-            self._start()
+            with self._starting:
+                if self._thread is None:
+                    self._start()
         if self._is_threaded:
             self._work.put((rank, next(self._numbers), work))
         else:
