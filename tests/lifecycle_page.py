@@ -15,9 +15,8 @@ STATUSES: dict[Status, str] = {
     Status.WAITING: (
         "queued, or back without a slot. The policy says whose turn it is; the slot that holds most of the "
         "prompt is given or copied from, else one that is empty or unused for longest, in partitioned memory one "
-        "beside those in use; a sequence whose cells were saved takes any. A prompt becomes tokens at its turn "
-        "(with `shortest` when it comes), so one that "
-        "cannot run fails then; token ids are checked at once."
+        "beside those in use; a sequence whose cells were saved takes any. Other threads make prompts tokens: "
+        "those of the first in the queue, and with `shortest` each as it comes. A prompt that cannot run fails then."
     ),
     Status.RUNNING: (
         "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing "
@@ -52,6 +51,11 @@ EVENTS: dict[Event, str] = {
 }
 
 WAITS: dict[Wait, tuple[str, str, str]] = {
+    Wait.PROMPT: (
+        "its prompt, which is long, to become tokens; with `shortest` any prompt",
+        "the tokens are there, or the prompt is refused",
+        "every one",
+    ),
     Wait.COMPILE: (
         "its grammar, or what DRY needs of the vocabulary",
         "it is compiled; where it cannot be, the request ends",

@@ -118,9 +118,7 @@ def test_override_that_cannot_work_is_refused(wrong: str) -> None:
     ],
     ids=["loops", "widths", "doubling", "repeating", "recursion"],
 )
-def test_template_that_never_ends_fails_the_request_and_the_next_one_is_rendered(
-    source: str,
-) -> None:
+def test_template_that_never_ends_costs_its_own_request_alone(source: str) -> None:
     wanted = "{% if messages | length == 2 %}ok{% else %}" + source + "{% endif %}"
     template = ChatTemplate(wanted)
     with pytest.raises(RequestFailedError, match="refuses"):
