@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from cbatch.runtime.interface import Submission, Target
     from cbatch.runtime.step_record import SlotState, StepRecord
 
+_N_AHEAD = 16
+"""Least number of prompts that become tokens before a slot is free, so that none waits for them."""
+
 _N_CHECKED = 64
 """Structures for which the outcome of compiling is kept."""
 
@@ -71,7 +74,9 @@ class LocalRuntime:
         self._prompts = PromptTokenizer(
             partial(tokenize, backend.vocab, n_window=n_window), n_window
         )
-        self._lanes = lanes = PromptLanes(self._prompts, backend.n_slots, is_threaded=is_threaded)
+        self._lanes = lanes = PromptLanes(
+            self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
+        )
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
         self.batcher = MultiRequestBatcher(
             ledger, lanes.order, schedule, backend.cuts, n_ahead=lanes.n_ahead

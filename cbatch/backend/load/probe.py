@@ -60,7 +60,7 @@ def probe(
     """
     small = probed_options(model, options, min(options.n_slots, max(WIDTHS) + 1), _N_LONG + 16)
     try:
-        with model.busy:
+        with model.in_use():
             finding = _first_finding(model, small, is_stopped, shape)
     except CBatchError as error:
         return f"{COULD_NOT_RUN}: {error}"

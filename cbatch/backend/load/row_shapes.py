@@ -95,7 +95,7 @@ def width_classes(
     """Return the numbers of rows up to `parallel` that give the same bits, in groups, that of the widest first."""
     n_probed = min(options.n_slots, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
-    with model.busy, closing(LlamaBackend(model, small, owns_model=False)) as backend:
+    with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
         return _Rows(backend, is_stopped).classes(n_probed)
 
 
@@ -108,7 +108,7 @@ def _find(
     if experts := tiled_experts(model, options):
         return ExactSettings(f"not guaranteed: {experts}", options)
     try:
-        with model.busy, closing(LlamaBackend(model, small, owns_model=False)) as backend:
+        with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
             tried = [s for s in possible if s.least <= backend.n_slots and backend.can_pad]
             found = _Rows(backend, is_stopped).find(
                 tried or [ANY_SHAPE], n_probed, is_free=may_cut_anywhere(model, options)
