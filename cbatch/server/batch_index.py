@@ -61,6 +61,9 @@ _SHOWN = """
 _ENDINGS = ("", "-wal", "-shm", "-journal")
 """Of the names of SQLite's files."""
 
+_DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError, IsADirectoryError)
+"""What a file raises that is no index; the second where SQLite quotes it."""
+
 _NOT_DAMAGED = ("locked", "full", "I/O", "unable to open")
 """Words of SQLite's errors that say nothing of what a file holds."""
 
@@ -252,9 +255,9 @@ def _rows(db: sqlite3.Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
 def is_index(path: Path) -> bool:
     """Whether a file is an index, of this version or another. Does not change it."""
     try:
-        with closing(_connected(f"{path.absolute().as_uri()}?mode=ro")) as db:
+        with closing(_read_only(path)) as db:
             return all(set(_COLUMNS[table]) <= _form(db)[table].keys() for table in _COLUMNS)
-    except sqlite3.DatabaseError as error:
+    except _DAMAGE as error:
         if _is_damage(error):
             return False
         raise
@@ -272,7 +275,7 @@ def open_index(folder: FilesFolder) -> sqlite3.Connection:
         new.rename(path)
     try:
         return _opened(path)
-    except (sqlite3.DatabaseError, IsADirectoryError) as error:
+    except _DAMAGE as error:
         if not _is_damage(error):
             raise
         why = str(error)
@@ -302,6 +305,10 @@ def _connected(path: Path | str) -> sqlite3.Connection:
     )
     db.text_factory = lambda data: data.decode(errors="replace")
     return db
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    return _connected(f"{path.absolute().as_uri()}?mode=ro")
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -355,11 +362,13 @@ def _write_anew(new: Path, old: Path) -> int:
 
 def _salvaged(path: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """Yield the rows of an index that can be read, from both ends of each table: table, columns, values."""
-    with suppress(sqlite3.Error), closing(_connected(path)) as db:
+    if not path.is_file() or not path.stat().st_size:
+        return  # SQLite would remove a log beside it
+    with suppress(*_DAMAGE), closing(_read_only(path)) as db:
         for table, columns in _COLUMNS.items():
             seen = set[Any]()
             for order in ("ASC", "DESC"):
-                with suppress(sqlite3.Error):
+                with suppress(*_DAMAGE):
                     names = ", ".join(name for name in columns if name in _form(db)[table])
                     for row in db.execute(f"SELECT {names} FROM {table} ORDER BY place {order}"):
                         if row[0] in seen:

@@ -6,7 +6,6 @@ one, for the index may be older than it, or new.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from cbatch.errors import ConfigError, OutputError
+from cbatch.errors import ConfigError
 from cbatch.folders import sync_folder
 from cbatch.server.batch_index import (
     BATCH,
@@ -35,7 +34,7 @@ from cbatch.server.batch_index import (
     is_index,
     open_index,
 )
-from cbatch.server.files_folder import FilesFolder
+from cbatch.server.files_folder import FilesFolder, is_full
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError
 
 if TYPE_CHECKING:
@@ -433,15 +432,6 @@ def no_room(message: str) -> HttpProblemError:
 def disk_full() -> HttpProblemError:
     """Return the problem of a disk that is full."""
     return no_room("the server's disk is full: delete files")
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, is that of a disk that is full."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    if isinstance(error, sqlite3.OperationalError):
-        return "full" in str(error)
-    return isinstance(error, OutputError) and is_full(error.__cause__)
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
 from cbatch.logs import Log
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
-from cbatch.server.batch_store import is_full, new_file_id
+from cbatch.server.batch_store import new_file_id
+from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 
 if TYPE_CHECKING:
@@ -254,10 +255,11 @@ class Batches:
             _log.fail(f"batch {job.batch.id} has failed")
             with suppress(Exception):  # what is there is not lost
                 self._publish(job.batch)
-            code = "storage_changed" if isinstance(error, ConfigError) else "internal_error"
-            words = str(error) if isinstance(error, ConfigError) else "an internal error"
+            problem = _problem("internal_error", "an internal error")
+            if isinstance(error, ConfigError):  # it names places that are the server's alone
+                problem = _problem("storage_changed", "its files were changed or removed here")
             with suppress(OSError, sqlite3.Error):  # then the next server finds out
-                self._fail(job, [_problem(code, words)])
+                self._fail(job, [problem])
         finally:
             if job.batch.has_ended:
                 with self._changed:

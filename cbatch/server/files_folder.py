@@ -6,15 +6,17 @@ is, or is moved to a folder below this one.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import sqlite3
 import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, OutputError
 from cbatch.folders import sync_folder
 from cbatch.logs import Log
 
@@ -53,6 +55,15 @@ def is_file_id(id: object) -> bool:
 def is_batch_id(id: object) -> bool:
     """Whether an id has the form of a batch's."""
     return isinstance(id, str) and _BATCH.fullmatch(id) is not None
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, is that of a disk that is full."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, sqlite3.OperationalError):
+        return "full" in str(error)
+    return isinstance(error, OutputError) and is_full(error.__cause__)
 
 
 class FilesFolder:
@@ -130,24 +141,30 @@ class FilesFolder:
     # ---- the reserve ----
 
     def take_reserve(self) -> bool:
-        """Keep some bytes of the disk back; return whether there were so many."""
+        """Keep some bytes of the disk back; return whether it is not full."""
         with self._reserving:
-            if not self._has_reserve:
-                try:
-                    with open(self._reserve, "xb", opener=_private) as file:
-                        file.write(os.urandom(_N_RESERVE))  # which no file system makes smaller
-                        file.flush()
-                        os.fsync(file.fileno())
-                    self._has_reserve = True
-                except OSError:
-                    self._reserve.unlink(missing_ok=True)
-            return self._has_reserve
+            if self._has_reserve:
+                return True
+            try:
+                with open(self._reserve, "xb", opener=_private) as file:
+                    file.write(os.urandom(_N_RESERVE))  # which no file system makes smaller
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                self._drop_reserve()
+                return not is_full(error)
+            self._has_reserve = True
+            return True
 
     def give_reserve(self) -> None:
         """Let changes of the index have what was kept back."""
         with self._reserving:
-            self._reserve.unlink(missing_ok=True)
-            self._has_reserve = False
+            self._drop_reserve()
+
+    def _drop_reserve(self) -> None:
+        self._has_reserve = False
+        with suppress(OSError):
+            self._reserve.unlink()
 
     # ---- what is in it ----
 
