@@ -209,10 +209,8 @@ def batch_of(row: tuple[Any, ...]) -> Batch:
 def _check_kinds(value: StoredFile | Batch) -> None:
     for each in fields(value):
         found = getattr(value, each.name)
-        is_number = isinstance(found, int)
-        if not isinstance(found, _KINDS[str(each.type)]) or (
-            is_number and (isinstance(found, bool) or not 0 <= found <= _LAST_S)
-        ):
+        is_kind = isinstance(found, _KINDS[str(each.type)]) and not isinstance(found, bool)
+        if not is_kind or (isinstance(found, int) and not 0 <= found <= _LAST_S):
             raise ValueError(f"{each.name} is not {each.type}")
 
 

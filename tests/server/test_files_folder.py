@@ -327,9 +327,15 @@ def test_batch_without_its_folder_fails_and_says_so(folder: Path) -> None:
     assert str(folder) not in problem["message"]
 
 
+def becomes_a_folder(index: Path) -> None:
+    index.unlink()
+    index.mkdir()
+    (index / "a").touch()
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no database": lambda index: index.write_bytes(b"what is this?" * 999),
-    "a folder": lambda index: (index.unlink(), index.mkdir(), (index / "a").touch()),
+    "a folder": becomes_a_folder,
     "cut off": lambda index: os.truncate(index, index.stat().st_size - 5000),
     "its log alone": lambda index: index.rename(index.with_name(f"{INDEX}-wal")),
 }
@@ -393,7 +399,7 @@ def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     disk = {"is_full": False, "has_none": False}
 
     class Connection(sqlite3.Connection):
-        def execute(self, query: str, *values: Any) -> sqlite3.Cursor:  # type: ignore[override]
+        def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
             is_write = query.split()[0] in ("INSERT", "UPDATE", "DELETE")
             has_room = not (disk["has_none"] or (folder / RESERVE).exists())
             if is_write and " INTO hidden_" not in query and disk["is_full"] and not has_room:
@@ -493,9 +499,9 @@ def test_any_damage_costs_only_what_is_damaged(folder: Path, seed: int) -> None:
     contents = {file.id: store.path_of(file).read_bytes() for file in files}
     index = (folder / INDEX).read_bytes()
     for _ in range(random.randint(1, 3)):
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        some = [path for path in files if path.name.startswith(INDEX)] or files
-        random.choice(DAMAGE)(random.choice(random.choice((files, some))), random)
+        places = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        some = [path for path in places if path.name.startswith(INDEX)] or places
+        random.choice(DAMAGE)(random.choice(random.choice((places, some))), random)
     index_at, marker = folder / INDEX, folder / MARKER
     is_whole = index_at.is_file() and index_at.read_bytes() == index
     before = {name: data for name, data in tree(folder).items() if name not in OWN}
