@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,12 +79,12 @@ class BatchStore:
         self._n_arriving, self._counting = 0, threading.Lock()
         try:
             self._folder = FilesFolder(folder, is_index)
-            try:
+            with ExitStack() as opened:
+                opened.callback(self._folder.close)
                 self._db = open_index(self._folder)
+                opened.callback(self._db.close)
                 self._tidy()
-            except BaseException:
-                self._folder.close()
-                raise
+                opened.pop_all()
         except sqlite3.OperationalError as error:
             why = "another server uses it" if "locked" in str(error) else f"cannot be used: {error}"
             raise ConfigError(f"files_dir={folder}: {why}") from error
@@ -113,14 +113,12 @@ class BatchStore:
         self._sweep()
         batches = {id for (id,) in self._rows("SELECT id FROM batches")}
         ended = {id for (id,) in self._rows("SELECT id FROM shown_batches WHERE is_ended")}
-        for id in self._folder.worked_on():
-            if id in ended:
-                self._folder.remove_work(id)
-            elif id not in batches:
-                with self._told(f"work/{id} stays there"):
-                    self._folder.set_aside(
-                        "a batch that the index does not know", self._folder.work / id
-                    )
+        found = self._folder.worked_on()
+        for id in found & ended:
+            self._folder.remove_work(id)
+        if lost := [self._folder.work / id for id in found - batches]:
+            with self._told("some batches that the index does not know stay in work"):
+                self._folder.set_aside("batches that the index does not know", *lost)
 
     def _enter(self, contents: Mapping[str, os.stat_result]) -> None:
         """Give contents a row, the oldest first."""

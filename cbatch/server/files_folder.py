@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import sqlite3
 import threading
 import time
@@ -107,12 +108,11 @@ class FilesFolder:
         if not marker.exists():
             is_ours = self.index.is_file() and is_index(self.index)
             if not is_ours and not _NOBODYS.issuperset(os.listdir(self.path)):
-                message = (
-                    f"files_dir={self.path}: the folder is not empty, and not one of cbatch serve, which have a file "
-                    f"{_MARKER}: give a new or an empty folder; if this one is cbatch's and has lost that file, make "
-                    f"it again: touch {marker}"
+                raise ConfigError(
+                    f"files_dir={self.path}: the folder is not empty and has no file {_MARKER}, which marks folders of "
+                    "cbatch serve: give a new or empty folder; if cbatch serve has made this one, mark it: touch "
+                    + shlex.quote(str(marker))
                 )
-                raise ConfigError(message)
         self._marker = open(marker, "ab", 0, opener=_private)  # noqa: SIM115  # until `close`
         with suppress(OSError):  # the file's name is enough
             if not self._marker.tell():
