@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -15,13 +15,13 @@ import typer
 
 import cbatch
 from cbatch.checks import check_text
-from cbatch.cli.main import LogLevel, show_log
+from cbatch.cli.main import LogLevel, LogLines, show_log
 from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
 from cbatch.cli.terminal import say, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import best_replicas, check_replicas
-from cbatch.worker.listening import socket_at
+from cbatch.worker.listening import remove_socket, socket_at
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -234,7 +234,10 @@ def serve(
             tls=tls,
             limits=limits,
             on_ready=lambda: _say_ready(
-                ctx, f"serving {app.state.desk.model_name} at {where}, {slots}", why_no_files
+                ctx,
+                f"serving {app.state.desk.model_name} at {where}, {slots}",
+                why_no_files,
+                *_notes(app),
             ),
         )
 
@@ -242,12 +245,16 @@ def serve(
 @contextmanager
 def _opened(path: Path | None, bound: Callable[[], socket.socket]) -> Iterator[socket.socket]:
     """Open the socket of a path, or else of an address, for the block."""
-    with bound() if path is None else socket_at(path) as opened:
+    if path is None:
+        with bound() as opened:
+            yield opened
+        return
+    with socket_at(path) as opened:
+        name = path.lstat()
         try:
             yield opened
         finally:
-            if path is not None:
-                path.unlink(missing_ok=True)
+            remove_socket(path, name)
 
 
 def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> int:
@@ -266,6 +273,14 @@ def _with_files(
         if folder is not None:
             raise
         return create(), f"no files and batches here: {error}: name another folder with --files-dir"
+
+
+def _notes(app: "Starlette") -> Sequence[str]:
+    """Return what was wrong with the folder of files, where no log says so."""
+    handlers = logging.getLogger("cbatch").handlers
+    is_logged = any(isinstance(handler, LogLines) for handler in handlers)
+    batches = app.state.desk.batches
+    return () if is_logged or batches is None else batches.store.notes
 
 
 def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:

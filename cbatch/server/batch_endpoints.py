@@ -9,8 +9,9 @@ from urllib.parse import parse_qs, quote
 
 from cbatch.checks import shown
 from cbatch.plain import int_of
+from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_questions import CALLS
-from cbatch.server.batch_store import BATCH, disk_problems
+from cbatch.server.batch_store import disk_problems
 from cbatch.server.http_errors import HttpProblemError, bad_request, draining, refused, too_large
 from cbatch.server.multipart_upload import FILE, Upload
 from cbatch.server.request_fields import ignored_header

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.errors import CBatchError
 from cbatch.files.served_batch import Reply
 from cbatch.server.anthropic_messages import MessagesCall
-from cbatch.server.batch_store import MESSAGES
+from cbatch.server.batch_index import MESSAGES
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall

@@ -25,6 +25,7 @@ from cbatch.logs import Log
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
+from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
+    from cbatch.server.batch_index import Batch, Kind, StoredFile
     from cbatch.server.batch_room import BatchRoom
-    from cbatch.server.batch_store import Batch, BatchStore, Kind, StoredFile
+    from cbatch.server.batch_store import BatchStore
     from cbatch.server.server_settings import ServerSettings
 
 _log = Log("cbatch.server")
@@ -53,6 +55,12 @@ _CLOSE_S = 20.0
 
 _AGAIN_S = 15.0
 """Seconds until a run is tried again that a full disk, or `cancel_all`, has ended."""
+
+_FULL = "the server's disk is full: the batch goes on when there is room"
+_OTHER_ENGINE = (
+    "it was begun with another model or other options, and goes on when these are served"
+)
+"""Why batches wait."""
 
 _NEVER_RAN = {
     "expired": (
@@ -74,6 +82,8 @@ class _Job:
     thread: threading.Thread | None = None
     is_checked: bool = False
     """Whether it may run when its turn comes."""
+    wait: dict[str, Any] | None = None
+    """Why it does not go on now, as one of a batch's errors."""
 
     def stop(self) -> None:
         """Begin no more lines."""
@@ -193,6 +203,8 @@ class Batches:
             batch = job.batch
             if job.run is not None:
                 batch.n_completed, batch.n_failed = job.run.n_done, job.run.n_failed
+            if job.wait is not None:
+                return replace(batch, errors=[job.wait])
         return replace(batch)
 
     # ---- the end ----
@@ -233,6 +245,7 @@ class Batches:
             while not self._is_through(job):
                 with self._changed:
                     self._changed.wait_for(lambda: self.is_closed, _AGAIN_S)
+                    job.wait = None
         except _StoppedError:
             pass
         except EngineError as error:
@@ -242,10 +255,11 @@ class Batches:
             _log.fail(f"batch {job.batch.id} has failed")
             with suppress(Exception):  # what is there is not lost
                 self._publish(job.batch)
-            code = "storage_changed" if isinstance(error, ConfigError) else "internal_error"
-            words = str(error) if isinstance(error, ConfigError) else "an internal error"
+            problem = _problem("internal_error", "an internal error")
+            if isinstance(error, ConfigError):  # it names places that are the server's alone
+                problem = _problem("storage_changed", "its files were changed or removed here")
             with suppress(OSError, sqlite3.Error):  # then the next server finds out
-                self._fail(job, [_problem(code, words)])
+                self._fail(job, [problem])
         finally:
             if job.batch.has_ended:
                 with self._changed:
@@ -264,6 +278,8 @@ class Batches:
         except (OutputError, OSError, RequestCancelledError, sqlite3.OperationalError) as error:
             self._check_open()
             _log.warn("batch %s is tried again in %d s: %s", job.batch.id, int(_AGAIN_S), error)
+            if is_full(error):
+                job.wait = _problem("insufficient_storage", _FULL)
             return False
         return True
 
@@ -350,16 +366,15 @@ class Batches:
                 self.store.save(batch)
             if batch.kept_engine == now:
                 return True
-            _log.warn(
-                "batch %s waits: it was begun with another model or other options, and goes on when these are served",
-                batch.id,
-            )
+            _log.warn("batch %s waits: %s", batch.id, _OTHER_ENGINE)
+            job.wait = _problem("engine_changed", _OTHER_ENGINE)
             job.is_checked = False  # others may have its turn
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: self.is_closed or batch.status != "in_progress",
                 max(0.0, batch.expires_at - self._clock()),
             )
+            job.wait = None
         self._check_open()
         return False
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cbatch.checks import shown
 from cbatch.server.batch_endpoints import Query, batches_of, id_in
-from cbatch.server.batch_store import MESSAGES, disk_problems
+from cbatch.server.batch_index import MESSAGES
+from cbatch.server.batch_store import disk_problems
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, draining, told, too_large
 from cbatch.server.request_fields import ignored_header
@@ -21,7 +22,7 @@ from cbatch.server.small_endpoints import body_of, rfc3339
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.server.batch_store import Batch, Kind
+    from cbatch.server.batch_index import Batch, Kind
     from cbatch.server.batches import Batches
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange

@@ -14,7 +14,7 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.files.output import durable
 from cbatch.server import batches
-from cbatch.server.batch_store import Batch, BatchStore
+from cbatch.server.batch_store import BatchStore
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
 from tests.server.kept import (
@@ -35,6 +35,8 @@ from tests.worker.links import Launches, MortalBackend
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from cbatch.server.batch_index import Batch
 
 RESPONSES = "/v1/responses"
 

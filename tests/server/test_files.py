@@ -275,15 +275,6 @@ def test_folder_is_private_and_has_one_server(tmp_path: Path) -> None:
         assert len(call(app, "/v1/files").json()["data"]) == 1
 
 
-def test_upload_that_a_kill_broke_off_is_removed(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        kept = upload(app, b"x").json()["id"]
-    folder = tmp_path / "kept" / "content"
-    (folder / "file-torn").write_bytes(b"to")
-    with kept_app(tmp_path):
-        assert os.listdir(folder) == [kept]
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"files_dir": 3}, {"max_file_mib": 0}, {"max_stored_mib": "x"}, {"files_dir": "/dev/null/x"}],
