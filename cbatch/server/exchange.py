@@ -50,6 +50,11 @@ class Exchange:
         """The request's id, as the header `x-request-id` has it."""
         return self.record.id
 
+    @property
+    def owner(self) -> str:
+        """What stands for the request's key; empty without one."""
+        return self.record.owner
+
     # ---- the request ----
 
     async def body(self, limit: SizeLimit, seconds: float) -> bytes:
