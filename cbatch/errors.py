@@ -99,10 +99,16 @@ class QueueFullError(RequestError):
 class CacheError(RequestError):
     """Cells kept on disk could not be used, written or found."""
 
-    def __init__(self, key: str, reason: str, *, is_missing: bool = False) -> None:
-        """Keep the cache key, the reason, and whether nothing at all is kept under that key."""
+    def __init__(
+        self, key: str, reason: str, *, is_missing: bool = False, where: Path | None = None
+    ) -> None:
+        """Keep the cache key, the reason, whether nothing at all is kept under that key, and the folder or file.
+
+        The reason is without the path: it may be told to clients of a server.
+        """
         self.key, self.reason, self.is_missing = key, reason, is_missing
-        super().__init__(f"cache {key!r}: {reason}")
+        self.where = None if where is None else str(where)
+        super().__init__(f"cache {key!r}: {reason}" + (f" ({where})" if where else ""))
 
 
 class UnsupportedOptionError(RequestError, ConfigError):

@@ -380,7 +380,7 @@ class SequenceDriver:
         if options.cache_required:
             self.error = error
         elif not (error.is_missing and options.save_cache):
-            self.warnings.append(str(error))
+            self.warnings.append(f"cache_key: {error.reason}")
 
     # ---- a step ----
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cbatch.files.served_batch import Ask
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
+    from cbatch.server.batch_index import Batch
     from cbatch.server.call import Call
     from cbatch.server.server_settings import ServerSettings
 
@@ -60,21 +61,23 @@ class LineQuestion:
         return _refusal(problem_of(error, call.prompt_field), self._endpoint)
 
 
-def asker(endpoint: str, settings: ServerSettings, model: str, engine: Engine) -> Ask:
-    """Return what reads the bodies of an endpoint.
+def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
+    """Return what reads the bodies of a batch.
 
     Args:
-        endpoint: one of `CALLS`, or that of messages.
+        batch: whose endpoint is one of `CALLS`, or that of messages.
         settings: of the server.
         model: what answers call the model where a line names none.
         engine: what answers; names of its adapters select one.
     """
-    call_of, facts = _OF_ALL[endpoint], engine.model_facts
+    endpoint, facts = batch.endpoint, engine.model_facts
+    call_of = _OF_ALL[endpoint]
 
     def ask(body: dict[str, Any]) -> LineQuestion | Reply:
         try:
             call = call_of(body, is_strict=settings.strict_fields)
             _check(call, settings)
+            call.see_client(batch.kept_owner, settings)
             call.see_facts(facts)
             call.see_defaults(engine.options, facts.sampling)
             return LineQuestion(call, call.asked.model or model, endpoint)

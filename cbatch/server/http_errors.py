@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import (
+    CacheError,
     CBatchError,
     DeadlineError,
     EngineClosedError,
@@ -157,6 +158,8 @@ def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpPro
         return error
     if isinstance(error, PromptTooLongError):
         return _too_long(error, prompt_field)
+    if isinstance(error, CacheError):
+        return bad_request(f"cache_key: {error.reason}", "cache_key", "cache_unusable")
     if not isinstance(error, CBatchError):
         return HttpProblemError(500, "an internal error", "internal_error", headers=NO_RETRY)
     if isinstance(error, WorkerDiedError):

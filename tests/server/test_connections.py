@@ -121,14 +121,14 @@ def test_answer_that_takes_longer_than_a_header_may_is_given() -> None:
 BROKEN = {
     "no HTTP": (b"nonsense\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), 400),
-    "bad length": (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n", 400),
+    "bad length": (b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n", 400),
     "two lengths": (
-        b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
         400,
     ),
-    "bad header": (b"GET / HTTP/1.1\r\nhost: a\r\nauthorization : secret\r\n\r\n", 400),
+    "bad header": (b"GET / HTTP/1.1\r\nhost: localhost\r\nauthorization : secret\r\n\r\n", 400),
     "bad chunk": (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\nxyz\r\n",
         400,
     ),
