@@ -144,10 +144,14 @@ class WorkerDiedError(RequestError):
     def __init__(self, cause: str, n_alone: int = 0) -> None:
         """Keep how the worker ended, with its last words, and in how many workers the request was computed alone."""
         self.cause, self.n_alone = cause, n_alone
-        guilt = (
-            f"each of {n_alone} workers that computed this request alone died" if n_alone else ""
-        )
-        super().__init__(f"{guilt or 'the worker that computed the request died'}: {cause}")
+        super().__init__(f"{self.what}: {cause}")
+
+    @property
+    def what(self) -> str:
+        """What happened, without the last words of the process."""
+        if self.n_alone:
+            return f"each of {self.n_alone} workers that computed this request alone died"
+        return "the worker that computed the request died"
 
 
 class OutputError(CBatchError):

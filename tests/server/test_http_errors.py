@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -44,6 +45,40 @@ def test_error_has_its_status(
     assert problem.headers.get("x-should-retry") == retry
     assert ("retry-after" in problem.headers) is (status in (429, 503))
     assert "secret" not in problem.message
+
+
+SECRET = "/srv/secret/model.gguf"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.CacheError("k", "nothing is kept", where=Path(SECRET)),
+        errors.WorkerDiedError(f"signal 6: {SECRET}: abort", 2),
+        errors.EngineClosedError(f"the engine stopped: {SECRET} is gone"),
+        errors.ModelLoadError(f"{SECRET}: not a model"),
+        errors.EngineError(f"no worker can be started: {SECRET}"),
+        OSError(2, "not there", SECRET),
+    ],
+)
+def test_no_error_tells_a_path_of_the_server(error: Exception) -> None:
+    caused = errors.RequestFailedError(f"a bug of cbatch: {error}")
+    caused.__cause__ = error
+    for each in (error, caused):
+        assert SECRET not in json.dumps(problem_of(each).as_openai())
+
+
+def test_health_tells_no_path_of_the_server() -> None:
+    with fake_app() as app:
+        pulse = app.state.desk.pulse
+
+        def gone() -> None:
+            raise errors.EngineClosedError(f"the engine stopped: {SECRET}")
+
+        pulse._ask = gone
+        answer = call(app, "/health")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the engine has ended"
 
 
 def test_prompt_that_is_too_long_says_how_long_it_may_be() -> None:
