@@ -138,6 +138,10 @@ class PromptError(RequestFailedError):
     """The prompt cannot be tokenized: it would fail again anywhere."""
 
 
+class BannedTokensError(RequestFailedError):
+    """No token is left to sample: the request's `logit_bias` bans every one that could follow."""
+
+
 class WorkerDiedError(RequestError):
     """The worker process that computed the request has ended; another one takes its place."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import (
+    BannedTokensError,
     CacheError,
     CBatchError,
     DeadlineError,
@@ -196,6 +197,8 @@ def words_for_clients(error: CBatchError) -> str:
 def _param_of(error: CBatchError) -> str | None:
     if isinstance(error, UnsupportedOptionError):
         return error.option
+    if isinstance(error, BannedTokensError):
+        return "logit_bias"
     return error.kind if isinstance(error, GrammarError) else None
 
 
@@ -216,6 +219,7 @@ _STATUS: tuple[tuple[type[CBatchError], int, str | None, Mapping[str, str]], ...
     (UnsupportedOptionError, 400, "unsupported_parameter", {}),
     (GrammarError, 400, "invalid_grammar", {}),
     (PromptError, 400, "invalid_prompt", {}),
+    (BannedTokensError, 400, "no_token_left", {}),
     (WorkerDiedError, 500, "worker_died", NO_RETRY),
     (RequestFailedError, 500, "request_failed", NO_RETRY),
     (EngineClosedError, 503, "engine_closed", SOON),

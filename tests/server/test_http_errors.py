@@ -25,6 +25,7 @@ ASKED = {"messages": USER, "max_tokens": 2}
         (errors.UnsupportedOptionError("x"), 400, "unsupported_parameter", None),
         (errors.GrammarError("regex", "bad"), 400, "invalid_grammar", None),
         (errors.PromptError("bad"), 400, "invalid_prompt", None),
+        (errors.BannedTokensError("all"), 400, "no_token_left", None),
         (errors.ConfigError("bad"), 400, None, None),
         (errors.QueueFullError(3, 3), 429, "rate_limit_exceeded", None),
         (errors.WorkerDiedError("killed"), 500, "worker_died", None),
