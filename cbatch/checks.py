@@ -312,14 +312,15 @@ def refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite(digits: str) -> float:
+def finite(digits: str) -> float:
+    """Refuse a number that no float holds, for `json.loads(…, parse_float=…)`."""
     number = float(digits)
     if math.isinf(number):
         raise ValueError(f"the number {digits[:20]} is too large")
     return number
 
 
-read_json = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite).decode
+read_json = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).decode
 """Reads JSON text of others: `ValueError` also for `NaN`, `Infinity` and 1e999, which could not be written as JSON."""
 
 

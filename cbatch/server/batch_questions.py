@@ -11,6 +11,7 @@ from cbatch.errors import CBatchError
 from cbatch.files.served_batch import Reply
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.batch_index import MESSAGES
+from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
@@ -75,6 +76,7 @@ def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) ->
 
     def ask(body: dict[str, Any]) -> LineQuestion | Reply:
         try:
+            _check_numbers(body)
             call = call_of(body, is_strict=settings.strict_fields)
             _check(call, settings)
             call.see_client(batch.kept_owner, settings)
@@ -110,6 +112,15 @@ def usage_of(answers: Path) -> dict[str, Any]:
     if not n["untold"]:  # thinking is not always counted
         found["output_tokens_details"] = {"reasoning_tokens": n["reasoning"]}
     return found
+
+
+def _check_numbers(body: dict[str, Any]) -> None:
+    """Refuse numbers that JSON does not have, which files may: an answer could not repeat them."""
+    try:
+        dumps(body)
+    except ValueError:
+        words = "the body has NaN, Infinity, or a number that is too large"
+        raise bad_request(words, code="invalid_json") from None
 
 
 def _check(call: Call, settings: ServerSettings) -> None:
