@@ -13,6 +13,7 @@ from starlette.routing import Mount
 
 from cbatch import errors
 from cbatch.server.http_errors import problem_of
+from cbatch.server.pulse import Pulse
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app
 
 ASKED = {"messages": USER, "max_tokens": 2}
@@ -70,16 +71,14 @@ def test_no_error_tells_a_path_of_the_server(error: Exception) -> None:
 
 
 def test_health_tells_no_path_of_the_server() -> None:
-    with fake_app() as app:
-        pulse = app.state.desk.pulse
-
-        def gone() -> None:
+    class Ended:
+        def stats(self) -> None:
             raise errors.EngineClosedError(f"the engine stopped: {SECRET}")
 
-        pulse._ask = gone
-        answer = call(app, "/health")
-        assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == "the engine has ended"
+    ended: Any = Ended()
+    pulse = Pulse(ended, float)
+    anyio.run(pulse.ask)
+    assert pulse.problem == "the engine has ended"
 
 
 def test_prompt_that_is_too_long_says_how_long_it_may_be() -> None:

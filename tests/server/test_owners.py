@@ -14,7 +14,16 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import CacheStore
 from cbatch.server.gate import owner_of
 from tests.places import can_all
-from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, call, error_of, fake_app, wait_until
+from tests.server.clients import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    USER,
+    call,
+    error_of,
+    fake_app,
+    wait_until,
+)
 from tests.server.kept import SHORT, kept_app, line, lines
 
 if TYPE_CHECKING:
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
     import httpx
     from starlette.applications import Starlette
 
-KEYS = {"api_keys": ["key-of-ada", "key-of-bob"]}
+KEYS: dict[str, Any] = {"api_keys": ["key-of-ada", "key-of-bob"]}
 ADA, BOB = ({"x-api-key": key} for key in KEYS["api_keys"])
 SAVED = {"prompt": "x" * 40, "max_tokens": 2, "cache_key": "k", "save_cache": True}
 REQUIRED = {"prompt": "x" * 40 + "y", "max_tokens": 2, "cache_key": "k", "cache_required": True}
@@ -108,7 +117,7 @@ def test_files_and_batches_of_a_key_are_not_there_for_another(tmp_path: Path) ->
         assert ids(app, f"{MESSAGES}/batches", ADA) == [messages]
 
 
-def test_owner_of_a_file_is_known_to_the_next_server_and_its_key_is_not_on_disk(
+def test_next_server_knows_the_owner_and_no_key_is_on_disk(
     tmp_path: Path,
 ) -> None:
     with kept_app(tmp_path, **KEYS) as app:
@@ -121,7 +130,7 @@ def test_owner_of_a_file_is_known_to_the_next_server_and_its_key_is_not_on_disk(
     assert b"key-of-ada" not in kept
 
 
-def test_files_of_a_version_without_owners_are_those_of_a_server_without_keys(
+def test_files_without_owners_are_those_of_a_server_without_keys(
     tmp_path: Path,
 ) -> None:
     with kept_app(tmp_path) as app:
@@ -146,9 +155,11 @@ def test_files_of_a_version_without_owners_are_those_of_a_server_without_keys(
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", MESSAGES])
 @pytest.mark.parametrize("name", ["cache_key", "save_cache", "cache_required"])
 def test_cells_on_disk_are_refused_unless_the_server_allows_them(path: str, name: str) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    body = {COMPLETIONS: {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path, body)
-    said = {name: "k" if name == "cache_key" else True}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    body: dict[str, Any] = {COMPLETIONS: {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(
+        path, chat
+    )
+    said: dict[str, Any] = {name: "k" if name == "cache_key" else True}
     with fake_app() as app:
         answer = call(app, path, {**body, **said})
         assert answer.status_code == 400
@@ -160,7 +171,7 @@ def test_cells_on_disk_are_refused_unless_the_server_allows_them(path: str, name
 
 
 def test_line_of_a_batch_cannot_keep_cells_either(tmp_path: Path) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **SHORT}
+    body: dict[str, Any] = {"model": "m", "messages": USER, **SHORT}
     with kept_app(tmp_path) as app:
         data = lines(line("a", **body, cache_key="k", save_cache=True))
         form: dict[str, Any] = {"files": {"file": ("a", data)}, "data": {"purpose": "batch"}}
@@ -171,7 +182,7 @@ def test_line_of_a_batch_cannot_keep_cells_either(tmp_path: Path) -> None:
         assert "--allow-cache-keys" in call(app, f"/v1/files/{errors}/content").text
 
 
-def test_cells_of_a_key_are_neither_read_nor_known_nor_replaced_by_another(
+def test_cells_of_a_key_are_not_read_known_or_replaced_by_another(
     tmp_path: Path,
 ) -> None:
     engine = Engine(FakeBackend(memory=can_all(1024)), cache_dir=tmp_path / "cells")
@@ -195,7 +206,7 @@ def test_cells_of_a_key_are_neither_read_nor_known_nor_replaced_by_another(
     assert keys == sorted(f"{owner_of(key.encode())}/k" for key in KEYS["api_keys"])
 
 
-def test_cells_need_a_key_of_the_request_that_has_room_for_its_namespace() -> None:
+def test_cells_need_a_key_of_the_request_with_room_for_its_space() -> None:
     options = RunOptions(cache_key="of-the-operator")
     with fake_app(
         engine=Engine(FakeBackend(4, 256), options=options), allow_cache_keys=True

@@ -154,7 +154,7 @@ def test_stream_in_silence_has_its_status_and_comments() -> None:
     assert text.endswith("data: [DONE]\n\n")
 
 
-def test_silence_behind_early_text_has_comments_long_before_a_status_would_be_sent() -> None:
+def test_silence_behind_early_text_has_comments() -> None:
     backend = GatedBackend(2, 256, hold_at=4)
     engine = Engine(backend)
     with engine, fake_app(engine=engine, status_after_s=1e6, keep_alive_s=0.01) as app:
