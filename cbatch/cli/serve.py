@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,6 +131,32 @@ def serve(
             panel=HTTP,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-host",
+            help="A name, beside IP addresses and localhost, by which a server without keys may be called, * for all; "
+            "may be given again.",
+            default="none",
+            panel=HTTP,
+        ),
+    ] = None,
+    no_auth: Annotated[
+        bool,
+        option(
+            "--no-auth",
+            help="Serve without keys also where other machines may call.",
+            panel=HTTP,
+        ),
+    ] = False,
+    allow_cache_keys: Annotated[
+        bool,
+        option(
+            "--allow-cache-keys",
+            help="Let clients keep cells on disk (cache_key), each API key its own.",
+            panel=HTTP,
+        ),
+    ] = False,
     grace_s: Annotated[
         float,
         option("--grace-s", help="Seconds for calls in flight at the end.", panel=HTTP, min=0),
@@ -193,19 +220,21 @@ def serve(
     from cbatch.server import create_app  # needs the extra
     from cbatch.server.batch_store import default_folder
     from cbatch.server.server_settings import ServerSettings
-    from cbatch.server.serving import Tls, bound_socket, limits_for
+    from cbatch.server.serving import Tls, limits_for
     from cbatch.server.serving import serve as serve_app
 
     if log_format is not None:
         _show_requests(ctx, log_format)
     options, engine_settings = given.run_options(), given.engine_settings()
     settings: dict[str, Any] = {
-        "api_keys": _keys(api_key_file),
+        "api_keys": _keys(api_key_file, no_auth=no_auth),
         "model_name": model_name,
         "max_queue": max_queue,
         "max_queue_tokens": max_queue_tokens,
         "max_body_mib": max_body_mib,
         "cors_origins": cors_origin or (),
+        "allowed_hosts": allowed_host or (),
+        "allow_cache_keys": allow_cache_keys,
         "strict_fields": strict_fields,
         "max_file_mib": max_file_mib,
         "max_stored_mib": max_stored_mib,
@@ -213,10 +242,13 @@ def serve(
         "model_required": model_required,
     }
     ServerSettings(**settings)  # checked before the model is loaded
+    if no_auth and settings["api_keys"]:
+        raise ConfigError("--no-auth is for a server without keys: leave it, or the keys, out")
+    is_guarded = no_auth or bool(settings["api_keys"])
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
     tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
     with (
-        _opened(uds, partial(bound_socket, host, port)) as address,
+        _opened(uds, partial(_bound, host, port, is_guarded=is_guarded)) as address,
         cbatch.load(
             given["model"], options=options, replicas=n_replicas, **engine_settings
         ) as engine,
@@ -255,6 +287,21 @@ def _opened(path: Path | None, bound: Callable[[], socket.socket]) -> Iterator[s
             yield opened
         finally:
             remove_socket(path, name)
+
+
+def _bound(host: str, port: int, *, is_guarded: bool) -> socket.socket:
+    """Return the socket of an address; one that other machines reach must be guarded."""
+    from cbatch.server.serving import bound_socket  # needs the extra
+
+    opened = bound_socket(host, port)
+    number = ip_address(opened.getsockname()[0].partition("%")[0])
+    if not is_guarded and not number.is_loopback:
+        opened.close()
+        raise ConfigError(
+            f"--host {host}: other machines may call, and there are no keys: give --api-key-file (or {KEY_VARIABLE}), "
+            "or --no-auth to serve everybody"
+        )
+    return opened
 
 
 def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> int:
@@ -310,11 +357,13 @@ def _check_installed() -> None:
             )
 
 
-def _keys(file: Path | None) -> list[str]:
+def _keys(file: Path | None, *, no_auth: bool) -> list[str]:
     """Return the keys of a file, one a line, or the one in the environment."""
     if file is None:
-        key = os.environ.get(KEY_VARIABLE, "").strip()
-        return [key] if key else []
+        key = os.environ.get(KEY_VARIABLE)
+        if key is not None and not key.strip() and not no_auth:
+            raise ConfigError(f"{KEY_VARIABLE} is blank: give a key, unset it, or say --no-auth")
+        return [key] if key and key.strip() else []
     keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     keys = [key for key in keys if key]
     if not keys:

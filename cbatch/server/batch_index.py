@@ -35,13 +35,15 @@ _SCHEMA = """
         purpose TEXT NOT NULL,
         bytes INTEGER NOT NULL,
         created_at INTEGER NOT NULL,
-        expires_at INTEGER
+        expires_at INTEGER,
+        owner TEXT NOT NULL DEFAULT ''            -- who alone sees it: '' without a key
     );
     CREATE TABLE IF NOT EXISTS batches (
         place INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT UNIQUE NOT NULL,
         is_ended INTEGER NOT NULL,
-        fields TEXT NOT NULL                      -- of `Batch`, as JSON
+        fields TEXT NOT NULL,                     -- of `Batch`, as JSON
+        owner TEXT NOT NULL DEFAULT ''
     );
     CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
 """
@@ -49,6 +51,9 @@ _COLUMNS = {
     "files": ("place", "id", "name", "purpose", "bytes", "created_at", "expires_at"),
     "batches": ("place", "id", "is_ended", "fields"),
 }
+
+_OWNER = "owner"
+"""A column that indexes of an older version lack."""
 
 _SHOWN = """
     PRAGMA temp_store = MEMORY;
@@ -143,6 +148,8 @@ class Batch:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    kept_owner: str = ""
+    """What stands for the key that made it; empty without one."""
     kept_ending: str = ""
     """The status that a batch will have whose files are being made."""
     kept_seconds: int | None = None
@@ -322,6 +329,9 @@ def _opened(path: Path) -> sqlite3.Connection:
         db.execute("BEGIN EXCLUSIVE")
         db.execute("COMMIT")
         db.executescript(_SCHEMA)
+        for table in _COLUMNS:
+            if _OWNER not in _form(db)[table]:
+                db.execute(f"ALTER TABLE {table} ADD COLUMN {_OWNER} TEXT NOT NULL DEFAULT ''")
         [[found]] = db.execute("PRAGMA integrity_check(1)")
         if found != "ok":
             raise sqlite3.DatabaseError(found.strip().replace("\n", " "))
@@ -367,7 +377,8 @@ def _salvaged(path: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             seen = set[Any]()
             for order in ("ASC", "DESC"):
                 with suppress(*_DAMAGE):
-                    names = ", ".join(name for name in columns if name in _form(db)[table])
+                    there = _form(db)[table]
+                    names = ", ".join(name for name in (*columns, _OWNER) if name in there)
                     for row in db.execute(f"SELECT {names} FROM {table} ORDER BY place {order}"):
                         if row[0] in seen:
                             break

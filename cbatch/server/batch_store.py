@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 _FILE = "id, name, purpose, bytes, created_at, expires_at"
 _BATCH = "id, is_ended, fields"
 
+_IS_SEEN = "(? IS NULL OR owner = ?)"
+"""What a viewer sees, by two values that are alike: what is the viewer's own; None sees all."""
+
 _ANSWER = b'{"id": "batch_req_'
 """What files of answers begin with."""
 
@@ -131,7 +134,7 @@ class BatchStore:
                     is_output = file.read(len(_ANSWER)) == _ANSWER
                 purpose = BATCH_OUTPUT if is_output else BATCH
                 at = max(0, int(found.st_mtime))
-                self._insert_file(id, f"{id}.jsonl", purpose, found.st_size, at, None)
+                self._insert_file(id, f"{id}.jsonl", purpose, found.st_size, at, None, "")
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -147,25 +150,32 @@ class BatchStore:
         """Return the place of a file's content."""
         return self._folder.content / file.id
 
-    def file(self, id: str) -> StoredFile:
-        """Return a file. Raises a `HttpProblemError` where there is none."""
-        row = self._row(f"SELECT {_FILE} FROM shown_files WHERE id = ?", id)
+    def file(self, id: str, viewer: str | None) -> StoredFile:
+        """Return a file. Raises a `HttpProblemError` where the viewer has none of this id."""
+        query = f"SELECT {_FILE} FROM shown_files WHERE id = ? AND {_IS_SEEN}"
+        row = self._row(query, id, viewer, viewer)
         if row is None or self._has_expired(found := StoredFile(*row)):
             raise not_there("File", id)
         return found
 
     def files(
-        self, after: str | None, limit: int, *, is_newest_first: bool, purpose: str | None
+        self,
+        viewer: str,
+        after: str | None,
+        limit: int,
+        *,
+        is_newest_first: bool,
+        purpose: str | None,
     ) -> tuple[list[StoredFile], bool]:
-        """Return files behind the one with the id `after`, and whether there are more."""
-        place = self._place("files", "File", after)
+        """Return a viewer's files behind the one with the id `after`, and whether there are more."""
+        place = self._place("files", "File", after, viewer)
         order, compare = ("DESC", "<") if is_newest_first else ("ASC", ">")
         now = int(self._clock())
         rows = self._rows(
             f"SELECT {_FILE} FROM shown_files WHERE (expires_at IS NULL OR expires_at > ?) "
-            f"AND (? IS NULL OR purpose = ?) AND (? IS NULL OR place {compare} ?) "
+            f"AND (? IS NULL OR purpose = ?) AND (? IS NULL OR place {compare} ?) AND {_IS_SEEN} "
             f"ORDER BY place {order} LIMIT ?",
-            *(now, purpose, purpose, place, place, limit + 1),
+            *(now, purpose, purpose, place, place, viewer, viewer, limit + 1),
         )
         found = [StoredFile(*row) for row in rows]
         return found[:limit], len(found) > limit
@@ -197,29 +207,32 @@ class BatchStore:
             self._n_arriving -= n_bytes
 
     def put_file(
-        self, id: str, name: str, purpose: str, n_bytes: int, seconds: int | None
+        self, id: str, name: str, purpose: str, n_bytes: int, seconds: int | None, owner: str
     ) -> StoredFile:
         """Enter a file whose content is there; one that is entered already is returned as it is."""
         now = int(self._clock())
         expires_at = None if seconds is None else now + seconds
-        self._insert_file(id, name, purpose, n_bytes, now, expires_at)
-        return self.file(id)
+        self._insert_file(id, name, purpose, n_bytes, now, expires_at, owner)
+        return self.file(id, owner)
 
     def _insert_file(self, *row: object) -> None:
-        self._write(f"INSERT OR IGNORE INTO files ({_FILE}) VALUES (?, ?, ?, ?, ?, ?)", *row)
+        query = f"INSERT OR IGNORE INTO files ({_FILE}, owner) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        self._write(query, *row)
 
-    def adopt_file(self, source: Path, name: str, seconds: int | None, id: str) -> StoredFile:
+    def adopt_file(
+        self, source: Path, name: str, seconds: int | None, id: str, owner: str
+    ) -> StoredFile:
         """Enter the answers of a batch as a file of this id; the same call again changes nothing."""
         place = self._folder.content / id
         if self._row("SELECT id FROM files WHERE id = ?", id) is None:
             place.unlink(missing_ok=True)  # a copy that was made before there were more answers
         _link(source, place)
         sync_folder(self._folder.content)
-        return self.put_file(id, name, BATCH_OUTPUT, place.stat().st_size, seconds)
+        return self.put_file(id, name, BATCH_OUTPUT, place.stat().st_size, seconds, owner)
 
-    def delete_file(self, id: str) -> None:
-        """Remove a file, also where the disk is full. Raises a `HttpProblemError` where there is none."""
-        self._remove(self.file(id))
+    def delete_file(self, id: str, viewer: str | None) -> None:
+        """Remove a file, also where the disk is full. Raises a `HttpProblemError` where the viewer has none."""
+        self._remove(self.file(id, viewer))
         self._folder.take_reserve()
 
     def _remove(self, file: StoredFile) -> None:
@@ -244,7 +257,9 @@ class BatchStore:
         """Enter a batch over a file, whose content stays for it though the file be deleted."""
         return self._entered("batch", self.path_of(file), window_s, input_file_id=file.id, **fields)
 
-    def new_message_batch(self, requests: Path, n_total: int, window: str, window_s: int) -> Batch:
+    def new_message_batch(
+        self, requests: Path, n_total: int, window: str, window_s: int, owner: str
+    ) -> Batch:
         """Enter a batch of messages whose requests were checked; their file may be removed then."""
         return self._entered(
             "msgbatch",
@@ -256,6 +271,7 @@ class BatchStore:
             status="in_progress",
             in_progress_at=int(self._clock()),
             n_total=n_total,
+            kept_owner=owner,
         )
 
     def _entered(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> Batch:
@@ -268,8 +284,8 @@ class BatchStore:
             _link(requests, folder / "requests.jsonl")
             for place in (folder, self._folder.work):
                 sync_folder(place)
-            query = "INSERT INTO batches (id, is_ended, fields) VALUES (?, 0, ?)"
-            self._write(query, batch.id, _as_text(batch))
+            query = "INSERT INTO batches (id, is_ended, fields, owner) VALUES (?, 0, ?, ?)"
+            self._write(query, batch.id, _as_text(batch), batch.kept_owner)
         except BaseException:
             self._folder.remove_work(batch.id)
             raise
@@ -287,31 +303,38 @@ class BatchStore:
             self._folder.remove_work(batch.id)
             self._folder.take_reserve()
 
-    def batch(self, id: str, kind: Kind = "batch") -> Batch:
-        """Return a batch. Raises a `HttpProblemError` where there is none of this kind."""
-        row = self._row(f"SELECT {_BATCH} FROM shown_batches WHERE id = ?", id)
+    def batch(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
+        """Return a batch. Raises a `HttpProblemError` where the viewer has none of this kind."""
+        query = f"SELECT {_BATCH} FROM shown_batches WHERE id = ? AND {_IS_SEEN}"
+        row = self._row(query, id, viewer, viewer)
         if row is None or not id.startswith(f"{kind}_"):
             raise not_there("Batch", id)
         return batch_of(row)
 
     def batches(
-        self, after: str | None, limit: int, kind: Kind = "batch", before: str | None = None
+        self,
+        viewer: str,
+        after: str | None,
+        limit: int,
+        kind: Kind = "batch",
+        before: str | None = None,
     ) -> tuple[list[Batch], bool]:
-        """Return batches, the newest first, and whether there are more.
+        """Return a viewer's batches, the newest first, and whether there are more.
 
         Args:
+            viewer: who sees no others.
             after: the id of the one that they follow.
             limit: most batches.
             kind: of batches.
             before: the id of the one that they precede; those next to it are returned.
         """
-        older, newer = (self._place("batches", "Batch", id) for id in (after, before))
+        older, newer = (self._place("batches", "Batch", id, viewer) for id in (after, before))
         order = "DESC" if newer is None else "ASC"
         rows = self._rows(
             f"SELECT {_BATCH} FROM shown_batches WHERE (? IS NULL OR place < ?) "
             "AND (? IS NULL OR place > ?) "
-            f"AND id GLOB ? ORDER BY place {order} LIMIT ?",
-            *(older, older, newer, newer, f"{kind}_*", limit + 1),
+            f"AND id GLOB ? AND {_IS_SEEN} ORDER BY place {order} LIMIT ?",
+            *(older, older, newer, newer, f"{kind}_*", viewer, viewer, limit + 1),
         )
         found = [batch_of(row) for row in rows[:limit]]
         return found if newer is None else found[::-1], len(rows) > limit
@@ -320,7 +343,7 @@ class BatchStore:
         """Remove a batch that has ended, and the files of its answers."""
         for id in filter(None, (batch.output_file_id, batch.error_file_id)):
             with suppress(HttpProblemError):  # a client has deleted it
-                self.delete_file(id)
+                self.delete_file(id, None)
         self._drop("batches", batch.id)
 
     def unfinished(self) -> list[Batch]:
@@ -364,11 +387,12 @@ class BatchStore:
                 )
                 self._db.execute(query, (id,))
 
-    def _place(self, table: str, what: str, id: str | None) -> int | None:
-        """Return where the row with an id is; None for None."""
+    def _place(self, table: str, what: str, id: str | None, viewer: str) -> int | None:
+        """Return where the row with an id is; None for None. Raises where the viewer has none of it."""
         if id is None:
             return None
-        row = self._row(f"SELECT place FROM shown_{table} WHERE id = ?", id)
+        query = f"SELECT place FROM shown_{table} WHERE id = ? AND {_IS_SEEN}"
+        row = self._row(query, id, viewer, viewer)
         if row is None:
             raise not_there(what, id)
         return int(row[0])
@@ -393,13 +417,14 @@ class Arriving:
             while left:
                 left = left[os.write(self._fd, left) :]
 
-    def keep(self, name: str, purpose: str, seconds: int | None) -> StoredFile:
+    def keep(self, name: str, purpose: str, seconds: int | None, owner: str) -> StoredFile:
         """Enter the file, which is whole."""
         with disk_problems():
             os.fsync(self._fd)
             self._path = self._path.rename(self._whole)
             sync_folder(self._path.parent)
-            file = self._store.put_file(self._path.name, name, purpose, self.n_bytes, seconds)
+            id = self._path.name
+            file = self._store.put_file(id, name, purpose, self.n_bytes, seconds, owner)
         self._is_kept = True
         return file
 

@@ -134,9 +134,13 @@ class Batches:
         """
         return self._created(lambda: self.store.new_batch(file, window_s, **fields))
 
-    def create_of_messages(self, requests: Path, n: int, window: str, window_s: int) -> Batch:
+    def create_of_messages(
+        self, requests: Path, n: int, window: str, window_s: int, owner: str
+    ) -> Batch:
         """Begin a batch of `n` messages, whose requests were checked. Raises as `create`."""
-        return self._created(lambda: self.store.new_message_batch(requests, n, window, window_s))
+        return self._created(
+            lambda: self.store.new_message_batch(requests, n, window, window_s, owner)
+        )
 
     def _created(self, entered: Callable[[], Batch]) -> Batch:
         with self._changed:
@@ -150,27 +154,32 @@ class Batches:
             self._begin(batch)
         return told
 
-    def get(self, id: str, kind: Kind = "batch") -> Batch:
-        """Return a copy of a batch. Raises a `HttpProblemError` where there is none of this kind."""
+    def get(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
+        """Return a copy of a batch. Raises a `HttpProblemError` where the viewer sees none of this kind."""
         with self._changed:
-            return self._told(self.store.batch(id, kind))
+            return self._told(self.store.batch(id, viewer, kind))
 
     def newest(
-        self, after: str | None, limit: int, kind: Kind = "batch", before: str | None = None
+        self,
+        viewer: str,
+        after: str | None,
+        limit: int,
+        kind: Kind = "batch",
+        before: str | None = None,
     ) -> tuple[list[Batch], bool]:
         """Return copies of batches as `BatchStore.batches` does, and whether there are more."""
         with self._changed:
-            found, has_more = self.store.batches(after, limit, kind, before)
+            found, has_more = self.store.batches(viewer, after, limit, kind, before)
             return [self._told(batch) for batch in found], has_more
 
-    def cancel(self, id: str, kind: Kind = "batch") -> Batch:
+    def cancel(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
         """Begin no more lines of a batch; those that run are finished.
 
         Raises:
             HttpProblemError: there is none, or it has ended otherwise.
         """
         with self._changed:
-            batch = self.store.batch(id, kind)
+            batch = self.store.batch(id, viewer, kind)
             job = self._jobs.get(id)
             batch = batch if job is None else job.batch
             if batch.status in ("cancelling", "cancelled"):
@@ -183,14 +192,14 @@ class Batches:
             self._changed.notify_all()
             return self._told(batch)
 
-    def delete(self, id: str, kind: Kind) -> None:
+    def delete(self, id: str, viewer: str, kind: Kind) -> None:
         """Remove a batch and its answers.
 
         Raises:
             HttpProblemError: there is none, or it has not ended.
         """
         with self._changed:
-            batch = self._told(self.store.batch(id, kind))
+            batch = self._told(self.store.batch(id, viewer, kind))
             if not batch.has_ended:
                 message = "a batch that has not ended cannot be deleted: cancel it first"
                 raise HttpProblemError(409, message, None, headers=NO_RETRY)
@@ -383,7 +392,7 @@ class Batches:
             self._engine,
             self._places(batch),
             batch.endpoint,
-            asker(batch.endpoint, self._settings, self._model, self._engine),
+            asker(batch, self._settings, self._model, self._engine),
             gate,
             f"{batch.id}-",
             self._settings.body_limit.n_bytes,
@@ -442,7 +451,7 @@ class Batches:
         for kind, n, path in made:
             if n:
                 name, id = f"{batch.id}_{kind}.jsonl", getattr(batch, f"{kind}_file_id")
-                self.store.adopt_file(path, name, batch.kept_seconds, id)
+                self.store.adopt_file(path, name, batch.kept_seconds, id, batch.kept_owner)
 
     def _fail(self, job: _Job, errors: list[dict[str, Any]]) -> None:
         with self._changed:

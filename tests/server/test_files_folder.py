@@ -359,12 +359,12 @@ def test_rows_that_can_be_read_of_a_damaged_index_are_served(tmp_path: Path) -> 
         for i in range(n):
             with store.arriving() as arriving:
                 arriving.write(b"x" * i)
-                arriving.keep(f"name of {i}", BATCH, None)
+                arriving.keep(f"name of {i}", BATCH, None, "")
     with (folder / INDEX).open("r+b") as file:  # one leaf of the table
         file.seek(file.read().index(b"name of 150") // 4096 * 4096)
         file.write(b"\xff" * 4096)
     with closing(BatchStore(folder, 10**6)) as store:
-        files, _ = store.files(None, 999, is_newest_first=False, purpose=None)
+        files, _ = store.files("", None, 999, is_newest_first=False, purpose=None)
         assert {file.bytes for file in files} == {*range(n)}
         named = [file.name for file in files if file.name.startswith("name of")]
         assert 200 < len(named) < n
@@ -494,8 +494,8 @@ DAMAGE = (cut, flip, flip, replace, remove, add, swap, make_folder)
 def test_any_damage_costs_only_what_is_damaged(folder: Path, seed: int) -> None:
     random = Random(seed)
     with closing(BatchStore(folder, 10**6)) as store:
-        files, _ = store.files(None, 99, is_newest_first=False, purpose=None)
-        batches = [*store.batches(None, 99)[0], *store.batches(None, 99, "msgbatch")[0]]
+        files, _ = store.files("", None, 99, is_newest_first=False, purpose=None)
+        batches = [*store.batches("", None, 99)[0], *store.batches("", None, 99, "msgbatch")[0]]
     contents = {file.id: store.path_of(file).read_bytes() for file in files}
     index = (folder / INDEX).read_bytes()
     for _ in range(random.randint(1, 3)):
@@ -515,18 +515,18 @@ def test_any_damage_costs_only_what_is_damaged(folder: Path, seed: int) -> None:
         for data in before.values():
             assert data in after
             after.remove(data)
-        shown, _ = store.files(None, 99, is_newest_first=False, purpose=None)
+        shown, _ = store.files("", None, 99, is_newest_first=False, purpose=None)
         said, ids = " ".join(store.notes), {file.id for file in shown}
         for id, data in contents.items():
             place = folder / "content" / id
             if place.is_file() and place.read_bytes() == data:
                 assert id in ids or (id in said and not is_whole)
-        found = [*store.batches(None, 99)[0], *store.batches(None, 99, "msgbatch")[0]]
+        found = [*store.batches("", None, 99)[0], *store.batches("", None, 99, "msgbatch")[0]]
         if is_whole:
             assert found == batches
         assert len(found) == len(batches) or "index" in said
         assert all(store.path_of(file).stat().st_size == file.bytes for file in shown)
         for id in ids:
-            store.delete_file(id)
+            store.delete_file(id, "")
         left = tree(folder).values()
         assert all(data in left for name, data in before.items() if "/mine" in name)
