@@ -7,32 +7,26 @@ processes of a machine compute alike.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from cbatch.backend.llama.context import available_cores, sequences_of
-from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.pad_rows import LAST_CHUNKS, RowShape, n_sequences
 from cbatch.backend.load import notes
+from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.probe import COULD_NOT_RUN
 from cbatch.backend.load.row_shapes import ExactSettings, confirm, find_exact
-from cbatch.engine_options import BITWISE, EngineOptions, ScheduleOptions
+from cbatch.engine_options import BITWISE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
 
 _NAME = "exact"
 _CONFIRMED = "exact-threads"
-_DIVIDED = {
-    *(field.name for field in fields(ScheduleOptions)),
-    *("parallel", "exact_slots", "n_ctx", "ctx_per_seq", "memory_mib", "n_threads", "cache_dir"),
-    *("cache_mib", "use_mmap", "use_mlock", "chat_template"),
-}
-"""Options that change no bits, or that replicas have a share of."""
-
 _WINDOW = 1024
 """Longer windows of slots change nothing: the probe's own are shorter."""
 
@@ -120,17 +114,10 @@ def _n_threads(options: EngineOptions) -> int:
 
 def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
     """Return what a finding depends on; empty where that is not known."""
-    parts = model_parts(model.name)
-    if model.is_borrowed or options.rpc_servers or not parts:
-        return ()
-    try:
-        digest = file_digest(parts)
-    except OSError:
+    if model.is_borrowed:
         return ()
     window = options.ctx_per_seq or (options.n_ctx or _WINDOW) // options.n_slots
-    names = [field.name for field in fields(options) if field.name not in _DIVIDED]
-    sizes = f"slots={options.n_exact_slots}", f"window={min(window, _WINDOW)}"
-    return digest, *sizes, *(f"{name}={getattr(options, name)!r}" for name in names)
+    return note_parts(model, options, slots=options.n_exact_slots, window=min(window, _WINDOW))
 
 
 def _written(found: ExactFinding) -> str:
