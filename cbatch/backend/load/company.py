@@ -114,8 +114,9 @@ def _parts(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
 
 def _remembered(model: LlamaModel, options: EngineOptions) -> Company | None:
     parts = _parts(model, options)
+    said = notes.read(_NOTE, *parts) if parts else None
     try:
-        match json.loads((parts and notes.read(_NOTE, *parts)) or "null"):
+        match json.loads(said or "null"):
             case [str(text), int(n_slots), int(n_ubatch), bool(is_sound)] if (
                 1 <= n_slots <= options.n_slots and 1 <= n_ubatch <= options.n_ubatch
             ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import closing
 from itertools import count
@@ -12,7 +13,6 @@ import pytest
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.load import survival
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.survival import endure, find_surviving, survives
 from cbatch.engine_options import EngineOptions
@@ -48,7 +48,7 @@ def processes(
         asked: list[dict[str, Any]] = []
 
         def command_of(module: str, path: str, said: str) -> list[str]:
-            asked.append(survival.json.loads(said))
+            asked.append(json.loads(said))
             return [sys.executable, "-c", code]
 
         monkeypatch.setattr("cbatch.processes.command_of", command_of)
@@ -112,7 +112,7 @@ def test_file_of_a_borrowed_model_is_tried(
         assert "n_ubatch=510" in engine.company
 
 
-def test_steps_have_every_number_of_rows_at_both_ends_and_prompts_beside_rows(
+def test_steps_have_every_number_of_rows_and_prompts_beside_rows(
     test_model: Path,
 ) -> None:
     seen: list[list[tuple[int, int]]] = []
