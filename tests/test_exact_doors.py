@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
+from cbatch.errors import EngineError
 from cbatch.messages import BatchPrompt
+from cbatch.worker.pool import Pool
 from tests.test_exactness import TYPES
 
 if TYPE_CHECKING:
@@ -60,3 +62,18 @@ def test_replicas_of_few_slots_compute_as_one_engine_of_all(
 ) -> None:
     path = synth("exact", type="q4_k_m")
     assert answers(path, parallel, replicas=replicas) == answers(path, parallel)
+
+
+def test_replicas_that_compute_differently_are_refused(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_all(pool: Pool, op: str, *given: Any) -> list[Any]:
+        found = real(pool, op, *given)
+        return [(c, {**said, "exact": f"by {i}"}) for i, (c, said) in enumerate(found)]
+
+    real = Pool.ask_all
+    monkeypatch.setattr(Pool, "ask_all", ask_all)
+    sizes: dict[str, Any] = {"parallel": 4, "ctx_per_seq": 256, "exact": True}
+    with pytest.raises(EngineError, match=r"compute differently: by 0 \| by 1: leave replicas out"):
+        cbatch.load(test_model, replicas=2, **sizes)
+    cbatch.load(test_model, replicas=1, **sizes).close()

@@ -118,7 +118,11 @@ def _for_process(model: LlamaModel, options: EngineOptions) -> dict[str, object]
 
 
 def main() -> None:
-    """Compute steps with the model and options that the arguments name."""
+    """Compute steps with the model and options that the arguments name.
+
+    Raises:
+        SystemExit: it cannot be tried, for want of memory as a rule, which is no crash.
+    """
     path, said = sys.argv[1:]
     options = EngineOptions.of(json.loads(said))
     llama_log().install()
@@ -126,8 +130,8 @@ def main() -> None:
         model = open_model(Path(path), options, may_repack=False)
         with closing(LlamaBackend(model, options)) as backend:
             endure(backend)
-    except CBatchError as error:  # no crash, so loading tells
-        sys.stderr.write(f"{error}\n")
+    except CBatchError as error:
+        raise SystemExit(str(error)) from error
 
 
 def endure(backend: LlamaBackend, seconds: Callable[[], float] = perf_counter) -> None:

@@ -13,9 +13,12 @@ import pytest
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.load import survival
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.survival import endure, find_surviving, survives
 from cbatch.engine_options import EngineOptions
+from cbatch.processes import run_apart
+from tests.zoo import ZOO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,3 +145,13 @@ def test_small_steps_and_windows_are_tried_too(test_model: Path, given: dict[str
     with closing(LlamaBackend(open_model(test_model), options)) as backend:
         endure(backend)
         assert sum(backend.n_cells) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "none"])
+def test_process_that_cannot_try_a_model_exits_with_1(
+    zoo: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    path = zoo(name) if name in ZOO else tmp_path / name
+    done = run_apart(survival.__name__, str(path), json.dumps({"parallel": 2}), wall_s=600)
+    assert done is not None
+    assert done.returncode == (name == "none"), done.stderr
