@@ -4,6 +4,7 @@ import logging
 
 from cbatch.engine import Engine
 from cbatch.errors import (
+    BannedTokensError,
     CacheError,
     CBatchError,
     ConfigError,
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 logging.getLogger("cbatch").addHandler(logging.NullHandler())
 
 __all__ = [
+    "BannedTokensError",
     "BatchError",
     "BatchOutputChunk",
     "BatchPrompt",

@@ -270,7 +270,7 @@ def json_object(name: str, value: object) -> str:
 @lru_cache(maxsize=64)  # a batch's options are merged anew for each of its items
 def _json_object_of_text(name: str, text: str) -> str:
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        value = read_json(text)
     except RecursionError:
         raise ConfigError(TOO_DEEP.format(name)) from None
     except ValueError as error:
@@ -310,6 +310,18 @@ def _read_integer(digits: str) -> int:
 def refuse_constant(name: str) -> NoReturn:
     """Refuse `NaN` and `Infinity`, for `json.loads(…, parse_constant=…)`."""
     raise ValueError(f"{name} is not a JSON number")
+
+
+def finite(digits: str) -> float:
+    """Refuse a number that no float holds, for `json.loads(…, parse_float=…)`."""
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"the number {digits[:20]} is too large")
+    return number
+
+
+read_json = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).decode
+"""Reads JSON text of others: `ValueError` also for `NaN`, `Infinity` and 1e999, which could not be written as JSON."""
 
 
 def json_text(name: str, value: Mapping[str, Any]) -> str:

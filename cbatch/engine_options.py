@@ -189,6 +189,8 @@ class EngineOptions(ScheduleOptions):
         cache_type_k: how keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
         cache_type_v: how values are stored.
         exact: promise that tokens do not depend on other requests: proven by a probe, else refused.
+        exact_slots: with `exact`, slots of all engines whose bits are to be the same; default: `parallel`, and with
+            replicas that of all together.
         flash_attn: "on" or "off"; "auto": what is faster on this processor, and llama.cpp's choice on devices.
         n_batch: most tokens in a step.
         n_ubatch: most tokens in one run of the compute graph.
@@ -216,6 +218,7 @@ class EngineOptions(ScheduleOptions):
     cache_type_k: CellType = checked(check_choice, *get_args(CellType), default="f16")
     cache_type_v: CellType = checked(check_choice, *get_args(CellType), default="f16")
     exact: bool = checked(check_flag, default=False)
+    exact_slots: int | None = checked(check_int, 1, MAX_PARALLEL * MAX_PARALLEL)
     flash_attn: Literal["auto", "on", "off"] = checked(
         check_choice, "auto", "on", "off", default="auto"
     )
@@ -276,6 +279,11 @@ class EngineOptions(ScheduleOptions):
         return self.parallel or DEFAULT_PARALLEL
 
     @property
+    def n_exact_slots(self) -> int:
+        """Slots of all engines that give the same bits under `exact`."""
+        return self.exact_slots or self.n_slots
+
+    @property
     def has_quantised_values(self) -> bool:
         """Whether values are stored in blocks, which llama.cpp reads only with flash attention."""
         return is_quantised(self.cache_type_v)
@@ -329,6 +337,12 @@ class EngineOptions(ScheduleOptions):
             )
 
     def _check_exact(self) -> None:
+        if self.exact_slots is not None and not self.exact:
+            raise ConfigError(f"exact_slots={self.exact_slots} needs exact=True")
+        if self.n_exact_slots < self.n_slots:
+            raise ConfigError(
+                f"exact_slots={self.exact_slots} is less than parallel={self.n_slots}: raise it, or leave it out"
+            )
         if self.exact and self.kv == "unified":
             raise ConfigError(
                 "exact=True cannot hold with kv='unified': the position of a cell changes the rounding; "

@@ -105,10 +105,16 @@ class QueueFullError(RequestError):
 class CacheError(RequestError):
     """Cells kept on disk could not be used, written or found."""
 
-    def __init__(self, key: str, reason: str, *, is_missing: bool = False) -> None:
-        """Keep the cache key, the reason, and whether nothing at all is kept under that key."""
+    def __init__(
+        self, key: str, reason: str, *, is_missing: bool = False, where: Path | None = None
+    ) -> None:
+        """Keep the cache key, the reason, whether nothing at all is kept under that key, and the folder or file.
+
+        The reason is without the path: it may be told to clients of a server.
+        """
         self.key, self.reason, self.is_missing = key, reason, is_missing
-        super().__init__(f"cache {key!r}: {reason}")
+        self.where = None if where is None else str(where)
+        super().__init__(f"cache {key!r}: {reason}" + (f" ({where})" if where else ""))
 
 
 class UnsupportedOptionError(RequestError, ConfigError):
@@ -138,16 +144,24 @@ class PromptError(RequestFailedError):
     """The prompt cannot be tokenized: it would fail again anywhere."""
 
 
+class BannedTokensError(RequestFailedError):
+    """No token is left to sample: the request's `logit_bias` bans every one that could follow."""
+
+
 class WorkerDiedError(RequestError):
     """The worker process that computed the request has ended; another one takes its place."""
 
     def __init__(self, cause: str, n_alone: int = 0) -> None:
         """Keep how the worker ended, with its last words, and in how many workers the request was computed alone."""
         self.cause, self.n_alone = cause, n_alone
-        guilt = (
-            f"each of {n_alone} workers that computed this request alone died" if n_alone else ""
-        )
-        super().__init__(f"{guilt or 'the worker that computed the request died'}: {cause}")
+        super().__init__(f"{self.what}: {cause}")
+
+    @property
+    def what(self) -> str:
+        """What happened, without the last words of the process."""
+        if self.n_alone:
+            return f"each of {self.n_alone} workers that computed this request alone died"
+        return "the worker that computed the request died"
 
 
 class OutputError(CBatchError):

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+from time import monotonic
+from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_GLANCE_S = 0.2
+_CRASHES = {
+    -getattr(signal, name)
+    for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
+    if hasattr(signal, name)
+}
 _CODE = "import sys; sys.path[:] = {path}; from {module} import main; main()"
 
 
@@ -28,3 +41,46 @@ def command_of(module: str, *words: str) -> list[str]:
 def environment() -> dict[str, str]:
     """Return this process's environment, but ggml's abort starts no debugger, which takes seconds and holds pipes."""
     return {**os.environ, "GGML_NO_BACKTRACE": "1"}
+
+
+def run_apart(
+    module: str, *words: str, wall_s: float, is_stopped: Callable[[], bool] = bool
+) -> subprocess.CompletedProcess[bytes] | None:
+    """Run a module's `main` to its end in a process of its own, with its output captured.
+
+    Args:
+        module: whose `main` runs.
+        words: its arguments.
+        wall_s: seconds after which it is killed.
+        is_stopped: called now and then; once it is true, the process is killed.
+
+    Returns:
+        how it ended; None where it was killed.
+
+    Raises:
+        ConfigError: no process can be started.
+    """
+    end_s, command = monotonic() + wall_s, command_of(module, *words)
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment()
+        )
+    except OSError as error:
+        raise ConfigError(f"no process can be started: {error}") from error
+    with process:
+        try:
+            while monotonic() < end_s and not is_stopped():
+                try:
+                    said, errors = process.communicate(timeout=_GLANCE_S)
+                except subprocess.TimeoutExpired:
+                    continue
+                return subprocess.CompletedProcess(command, process.returncode, said, errors)
+        finally:
+            process.kill()
+    return None
+
+
+def has_crashed(code: int) -> bool:
+    """Whether this exit status is of a process that ended itself by a signal, as llama.cpp's assertions do."""
+    return code in _CRASHES

@@ -12,7 +12,7 @@ import string
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from cbatch.checks import TOO_DEEP, check_depth, shown, why_unread
+from cbatch.checks import TOO_DEEP, check_depth, read_json, shown, why_unread
 from cbatch.errors import ConfigError
 from cbatch.plain import list_of, plain, plain_for_json, text_of
 
@@ -144,7 +144,7 @@ def _arguments(place: str, value: object) -> dict[str, Any]:
     if isinstance(value, str):
         text = value
         try:
-            value = json.loads(text)
+            value = read_json(text)
         except RecursionError:
             raise ConfigError(TOO_DEEP.format(place)) from None
         except ValueError as error:

@@ -988,7 +988,7 @@ def test_file_that_has_a_first_token_in_common_alone_is_none(any_way: Place) -> 
     )
     assert isinstance(failed.error, CacheError)
     assert "does not begin" in failed.error.reason
-    assert warned.warnings == (str(failed.error),)
+    assert warned.warnings == (f"cache_key: {failed.error.reason}",)
     assert (warned.token_ids, warned.usage.cached_tokens) == (expected(other), 0)
 
 
@@ -1478,7 +1478,7 @@ def test_file_of_another_model_is_told_apart(any_way: Place) -> None:
     )
     assert isinstance(failed.error, CacheError)
     assert failed.error.reason == "seed is 5, was saved with 0"
-    assert warned.warnings == (str(failed.error),)
+    assert warned.warnings == (f"cache_key: {failed.error.reason}",)
     assert warned.usage.cached_tokens == 0
     assert warned.token_ids != expected(text_of(60))
 
@@ -1524,7 +1524,7 @@ def test_whatever_reading_raises_is_the_requests_own_error(
     assert isinstance(failed.error, CacheError)
     assert failed.error.__cause__ is error
     assert failed.error.reason == f"it cannot be read: {words}"
-    assert warned.warnings == (str(failed.error),)
+    assert warned.warnings == (f"cache_key: {failed.error.reason}",)
     assert warned.token_ids == expected(text_of(60))
 
 

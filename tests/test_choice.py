@@ -256,7 +256,8 @@ def test_grammar_and_bans_that_leave_no_token_are_named_as_the_reason(
         results = engine.run(prompts, options={"max_tokens": 4}).results(return_errors=True)
     said = [str(r.error) for r in results]
     assert said[0].startswith("regex: no token is left to go on with: logit_bias")
-    assert said[1].startswith("no token is left to sample: logit_bias")
+    assert said[1].startswith("logit_bias bans every token that could follow")
+    assert isinstance(results[1].error, cbatch.BannedTokensError)
     assert results[2].error is None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import cbatch
 from cbatch.errors import ConfigError
-from cbatch.processes import command_of, environment
+from cbatch.processes import command_of, environment, has_crashed, run_apart
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,3 +49,44 @@ def test_unknown_program_of_python_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.executable", "")
     with pytest.raises(ConfigError, match="no process can be started: Python does not know its"):
         command_of("probe")
+
+
+def asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes that are started wait for their end."""
+    code = "import threading; threading.Event().wait()"
+    monkeypatch.setattr("cbatch.processes.command_of", lambda *_: [sys.executable, "-c", code])
+
+
+@pytest.mark.real
+def test_process_is_killed_once_it_took_too_long_or_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asleep(monkeypatch)
+    assert run_apart("probe", wall_s=0) is None
+    assert run_apart("probe", wall_s=600, is_stopped=iter((False, True)).__next__) is None
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("code", "is_crash"),
+    [
+        ("import os; os.abort()", True),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False),
+        ("raise SystemExit(1)", False),
+        ("", False),
+    ],
+)
+def test_process_that_ends_itself_has_crashed(
+    monkeypatch: pytest.MonkeyPatch, code: str, is_crash: bool
+) -> None:
+    monkeypatch.setattr("cbatch.processes.command_of", lambda *_: [sys.executable, "-c", code])
+    done = run_apart("probe", wall_s=600)
+    assert done is not None
+    assert has_crashed(done.returncode) is is_crash
+
+
+@pytest.mark.real
+def test_program_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.processes.command_of", lambda *_: ["/there/is/none"])
+    with pytest.raises(ConfigError, match="no process can be started"):
+        run_apart("probe", wall_s=600)

@@ -96,7 +96,7 @@ class CacheStore:
             self._sweep()
             self._replace(file_name(key, fingerprint), parts)
         except OSError as error:
-            raise CacheError(key, _unwritten(self._folder, error)) from error
+            raise CacheError(key, _unwritten(error), where=self._folder) from error
 
     def read(self, key: str, fingerprint: Fingerprint) -> CachedCells:
         """Return the cells kept under this key, and mark the file as used now.
@@ -115,7 +115,7 @@ class CacheStore:
         except FileNotFoundError:
             raise self._missing(key, fingerprint) from None
         except BadFileError as error:
-            raise CacheError(key, f"{path} {error}") from error
+            raise CacheError(key, f"its file {error}", where=path) from error
         return CachedCells(tokens, header.n_prompt, data, header.n_checkpoint, checkpoint)
 
     def files(self, key: str | None = None) -> list[CacheFile]:
@@ -245,8 +245,8 @@ class CacheStore:
             if file.problem is None and (differing := _differences(fingerprint, file.fingerprint))
         ]
         if not differences:
-            what = f"nothing is kept under this key in {self._folder}"
-            return CacheError(key, what, is_missing=True)
+            what = "nothing is kept under this key"
+            return CacheError(key, what, is_missing=True, where=self._folder)
         nearest = min(differences, key=len)
         return CacheError(key, "; ".join(nearest))
 
@@ -347,8 +347,8 @@ def _is_gone(path: Path) -> bool:
     return error is None
 
 
-def _unwritten(folder: Path, error: OSError) -> str:
-    words = f"cannot be written to {folder}: {error.strerror}"
+def _unwritten(error: OSError) -> str:
+    words = f"cannot be written: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"{words}: make room there, remove files with `cbatch cache rm`, or give another folder (cache_dir)"
     return words

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.marks import Marks
-from cbatch.checks import refuse_constant
+from cbatch.checks import finite, refuse_constant
 
 if TYPE_CHECKING:
     from cbatch.chat.formats import CallFormat
@@ -334,7 +334,7 @@ def _read_json(text: str, at: int) -> tuple[Any, int]:
 
 def _decode(text: str, at: int = 0) -> tuple[Any, int]:
     """Return the JSON value after any space, and its end; a string may have line breaks, as models write them."""
-    decoder = json.JSONDecoder(strict=False, parse_constant=refuse_constant)
+    decoder = json.JSONDecoder(strict=False, parse_constant=refuse_constant, parse_float=finite)
     value, end = decoder.raw_decode(text, _end(_SPACE, text, at))
     return value, end
 

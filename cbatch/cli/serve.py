@@ -3,11 +3,12 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +16,13 @@ import typer
 
 import cbatch
 from cbatch.checks import check_text
-from cbatch.cli.main import LogLevel, show_log
+from cbatch.cli.main import LogLevel, LogLines, show_log
 from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
 from cbatch.cli.terminal import say, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import best_replicas, check_replicas
-from cbatch.worker.listening import socket_at
+from cbatch.worker.listening import remove_socket, socket_at
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -130,6 +131,32 @@ def serve(
             panel=HTTP,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        option(
+            "--allowed-host",
+            help="A name, beside IP addresses and localhost, by which a server without keys may be called, * for all; "
+            "may be given again.",
+            default="none",
+            panel=HTTP,
+        ),
+    ] = None,
+    no_auth: Annotated[
+        bool,
+        option(
+            "--no-auth",
+            help="Serve without keys also where other machines may call.",
+            panel=HTTP,
+        ),
+    ] = False,
+    allow_cache_keys: Annotated[
+        bool,
+        option(
+            "--allow-cache-keys",
+            help="Let clients keep cells on disk (cache_key), each API key its own.",
+            panel=HTTP,
+        ),
+    ] = False,
     grace_s: Annotated[
         float,
         option("--grace-s", help="Seconds for calls in flight at the end.", panel=HTTP, min=0),
@@ -193,19 +220,21 @@ def serve(
     from cbatch.server import create_app  # needs the extra
     from cbatch.server.batch_store import default_folder
     from cbatch.server.server_settings import ServerSettings
-    from cbatch.server.serving import Tls, bound_socket, limits_for
+    from cbatch.server.serving import Tls, limits_for
     from cbatch.server.serving import serve as serve_app
 
     if log_format is not None:
         _show_requests(ctx, log_format)
     options, engine_settings = given.run_options(), given.engine_settings()
     settings: dict[str, Any] = {
-        "api_keys": _keys(api_key_file),
+        "api_keys": _keys(api_key_file, no_auth=no_auth),
         "model_name": model_name,
         "max_queue": max_queue,
         "max_queue_tokens": max_queue_tokens,
         "max_body_mib": max_body_mib,
         "cors_origins": cors_origin or (),
+        "allowed_hosts": allowed_host or (),
+        "allow_cache_keys": allow_cache_keys,
         "strict_fields": strict_fields,
         "max_file_mib": max_file_mib,
         "max_stored_mib": max_stored_mib,
@@ -213,10 +242,13 @@ def serve(
         "model_required": model_required,
     }
     ServerSettings(**settings)  # checked before the model is loaded
+    if no_auth and settings["api_keys"]:
+        raise ConfigError("--no-auth is for a server without keys: leave it, or the keys, out")
+    is_guarded = no_auth or bool(settings["api_keys"])
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
     tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
     with (
-        _opened(uds, partial(bound_socket, host, port)) as address,
+        _opened(uds, partial(_bound, host, port, is_guarded=is_guarded)) as address,
         cbatch.load(
             given["model"], options=options, replicas=n_replicas, **engine_settings
         ) as engine,
@@ -234,7 +266,10 @@ def serve(
             tls=tls,
             limits=limits,
             on_ready=lambda: _say_ready(
-                ctx, f"serving {app.state.desk.model_name} at {where}, {slots}", why_no_files
+                ctx,
+                f"serving {app.state.desk.model_name} at {where}, {slots}",
+                why_no_files,
+                *_notes(app),
             ),
         )
 
@@ -242,12 +277,31 @@ def serve(
 @contextmanager
 def _opened(path: Path | None, bound: Callable[[], socket.socket]) -> Iterator[socket.socket]:
     """Open the socket of a path, or else of an address, for the block."""
-    with bound() if path is None else socket_at(path) as opened:
+    if path is None:
+        with bound() as opened:
+            yield opened
+        return
+    with socket_at(path) as opened:
+        name = path.lstat()
         try:
             yield opened
         finally:
-            if path is not None:
-                path.unlink(missing_ok=True)
+            remove_socket(path, name)
+
+
+def _bound(host: str, port: int, *, is_guarded: bool) -> socket.socket:
+    """Return the socket of an address; one that other machines reach must be guarded."""
+    from cbatch.server.serving import bound_socket  # needs the extra
+
+    opened = bound_socket(host, port)
+    number = ip_address(opened.getsockname()[0].partition("%")[0])
+    if not is_guarded and not number.is_loopback:
+        opened.close()
+        raise ConfigError(
+            f"--host {host}: other machines may call, and there are no keys: give --api-key-file (or {KEY_VARIABLE}), "
+            "or --no-auth to serve everybody"
+        )
+    return opened
 
 
 def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> int:
@@ -266,6 +320,14 @@ def _with_files(
         if folder is not None:
             raise
         return create(), f"no files and batches here: {error}: name another folder with --files-dir"
+
+
+def _notes(app: "Starlette") -> Sequence[str]:
+    """Return what was wrong with the folder of files, where no log says so."""
+    handlers = logging.getLogger("cbatch").handlers
+    is_logged = any(isinstance(handler, LogLines) for handler in handlers)
+    batches = app.state.desk.batches
+    return () if is_logged or batches is None else batches.store.notes
 
 
 def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:
@@ -295,11 +357,13 @@ def _check_installed() -> None:
             )
 
 
-def _keys(file: Path | None) -> list[str]:
+def _keys(file: Path | None, *, no_auth: bool) -> list[str]:
     """Return the keys of a file, one a line, or the one in the environment."""
     if file is None:
-        key = os.environ.get(KEY_VARIABLE, "").strip()
-        return [key] if key else []
+        key = os.environ.get(KEY_VARIABLE)
+        if key is not None and not key.strip() and not no_auth:
+            raise ConfigError(f"{KEY_VARIABLE} is blank: give a key, unset it, or say --no-auth")
+        return [key] if key and key.strip() else []
     keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     keys = [key for key in keys if key]
     if not keys:

@@ -48,6 +48,7 @@ def verify(
     Example: cbatch verify model.gguf --parallel 16
     """
     if archs is None and model is not None:
+        _check_page(html)
         _prove(model, parallel, count, html, as_json=json)
     elif archs is None or model is not None:
         raise ConfigError("give a model or a folder of models: MODEL or --archs DIR")
@@ -55,6 +56,14 @@ def verify(
         raise ConfigError("--html is for MODEL, not for --archs")
     else:
         _try_all(archs, parallel, timeout_s, as_json=json)
+
+
+def _check_page(html: Path | None) -> None:
+    """Raise ConfigError where a page would replace what is none."""
+    from cbatch.files.report.page import is_report
+
+    if html is not None and html.is_file() and not is_report(html):
+        raise ConfigError(f"{html}: exists and is no page of cbatch: give another file")
 
 
 def _prove(model: Path, parallel: int, count: int, html: Path | None, *, as_json: bool) -> None:

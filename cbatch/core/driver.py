@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
@@ -11,6 +12,7 @@ from cbatch.chat.reply import Reply
 from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, Binding, Chunk, Slot
 from cbatch.errors import (
+    BannedTokensError,
     DeadlineError,
     GrammarError,
     RequestCancelledError,
@@ -384,7 +386,7 @@ class SequenceDriver:
         if options.cache_required:
             self.error = error
         elif not (error.is_missing and options.save_cache):
-            self.warnings.append(str(error))
+            self.warnings.append(f"cache_key: {error.reason}")
 
     # ---- a step ----
 
@@ -509,11 +511,16 @@ class SequenceDriver:
 
     def _fail_row(self, now: float, stands_for: int) -> None:
         """End a sequence whose row brought no token, by the number that stands in the token's place."""
+        bias = self.request.options.logit_bias or {}
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"
         elif self.request.grammar is not None:
             bans = "logit_bias, the model's file or its logits rule out all that it allows"
             self._fail_grammar(f"no token is left to go on with: {bans}", now)
+            return
+        elif -math.inf in bias.values():
+            reason = "logit_bias bans every token that could follow: ban fewer"
+            self.finish("error", now, BannedTokensError(reason))
             return
         else:
             reason = "no token is left to sample: logit_bias, the model's file or its logits rule out every one"

@@ -91,7 +91,7 @@ class CacheIo:
         except CacheError as error:
             read = error, None
         except Exception as error:
-            failure = CacheError(ref.key, f"it cannot be read: {words_of(error)}")
+            failure = CacheError(ref.key, f"it cannot be read: {_words_of(error)}")
             failure.__cause__ = error
             read = failure, None
         finally:
@@ -126,7 +126,7 @@ class CacheIo:
             self._store.write(ref.key, cells, self._backend.fingerprint(ref.adapters))
             found = CacheEntry(tokens, n_prompt, n_checkpoint)
         except Exception as error:
-            found = f"the cells were not saved: {words_of(error)}"
+            found = f"the cells were not saved: {_words_of(error)}"
         finally:
             self._post(partial(self._resolve, want, found))
 
@@ -152,3 +152,11 @@ class CacheIo:
                 else:
                     refusal = CacheError(want.ref.key, what)
                     self._batcher.refuse_cells(driver, refusal, self._clock())
+
+
+def _words_of(error: Exception) -> str:
+    """Return an error's words without a path."""
+    if isinstance(error, CacheError):
+        return error.reason
+    words = error.strerror if isinstance(error, OSError) else None
+    return words or words_of(error)

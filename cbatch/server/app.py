@@ -1,9 +1,7 @@
-"""The application: routes, keys, and errors that no endpoint has made."""
+"""The application: routes, and errors that no endpoint has made."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,47 +15,36 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cbatch.errors import CBatchError
-from cbatch.logs import Log
 from cbatch.server import batch_endpoints as kept
 from cbatch.server import message_batches
 from cbatch.server import small_endpoints as small
 from cbatch.server.anthropic_messages import MessagesCall, count_tokens
 from cbatch.server.call import Answering
-from cbatch.server.call_record import CallRecord
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
-from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded, problem_of, told
+from cbatch.server.gate import Gate
+from cbatch.server.http_errors import HttpProblemError, problem_of, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.responses_api import ResponsesCall, count_input
 from cbatch.server.server_settings import ServerSettings
-from cbatch.server.telemetry import begun_span, end_span, find_tracer
+from cbatch.server.telemetry import find_tracer
 from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from cbatch.engine import Engine
     from cbatch.server.call import Call
-    from cbatch.server.meters import Meters
 
     Handle = Callable[[Desk, Exchange], Awaitable[None]]
 
-_log = Log("cbatch.server")
-
 CLIENT_GONE = 499
 """The log's status of a call whose client has left. Source: nginx."""
-
-_POLL, _POLLED = b"x-cbatch-poll", ("/slots", "/metrics")
-"""The header of the page's questions of each second, and their routes: they are no request that somebody made."""
-
-_OPEN_PATHS = ("/health", "/v1/health")
-"""What needs no key, and is answered over any connection."""
 
 
 def create_app(engine: Engine, **settings: Any) -> Starlette:
@@ -173,7 +160,7 @@ class Endpoint:
 def _middleware(desk: Desk) -> list[Middleware]:
     settings = desk.settings
     keyless = {file.path for file in page_files()} if settings.page else set()
-    gate = Middleware(Gate, keys=settings.api_keys, keyless=keyless, meters=desk.meters)
+    gate = Middleware(Gate, settings=settings, keyless=keyless, meters=desk.meters)
     if not settings.cors_origins:
         return [gate]
     cors = Middleware(
@@ -184,106 +171,6 @@ def _middleware(desk: Desk) -> list[Middleware]:
         expose_headers=["x-request-id", "request-id", "x-ignored-fields"],
     )
     return [cors, gate]  # CORS outermost: a refusal has its headers too
-
-
-class Gate:
-    """Gives each request its id, logs and counts it, and lets none in without a key, where keys are set."""
-
-    def __init__(
-        self, app: ASGIApp, keys: Sequence[str], keyless: AbstractSet[str], meters: Meters
-    ) -> None:
-        self._app, self._keyless, self._meters = app, keyless, meters
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it before its body is read."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        record = CallRecord()
-        record.span = begun_span(scope, record.id)
-        mine = {"request_id": record.id, "record": record}
-        scope["state"] = {**scope.get("state", {}), **mine}
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                named = [(name, record.id.encode()) for name in (b"x-request-id", b"request-id")]
-                message["headers"] = [*message["headers"], *named]
-            await send(message)
-
-        try:
-            await self._pass(scope, receive, send_with_id)
-        finally:
-            self._note(scope, record)
-
-    def _note(self, scope: Scope, record: CallRecord) -> None:
-        """Log and count a request that has ended; an error without an answer is a 500, sent further out.
-
-        A poll of the page is not counted, and logged where the level is DEBUG.
-        """
-        status = record.status or 500
-        is_poll = record.route in _POLLED and any(name == _POLL for name, _ in scope["headers"])
-        if not is_poll:
-            self._meters.n_http[record.route, status] += 1
-            if record.span is not None:
-                end_span(record.span, scope["method"], record.route, status)
-        if _log.has_debug if is_poll else _log.has_info:
-            _log.tell(
-                "http",
-                request_id=record.id,
-                method=scope["method"],
-                path=scope["path"],
-                status=status,
-                latency_ms=record.latency_ms,
-            )
-
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = None if self._is_open(scope) else self._refusal(scope)
-        if problem is None:
-            await self._app(scope, receive, send)
-        else:
-            await Exchange(scope, receive, send).respond_problem(problem)
-
-    @staticmethod
-    def _is_open(scope: Scope) -> bool:
-        return scope["method"] == "OPTIONS" or _path_in(scope) in _OPEN_PATHS
-
-    def _refusal(self, scope: Scope) -> HttpProblemError | None:
-        if CROWDED in scope["state"]:
-            return crowded()
-        if self._digests and _path_in(scope) not in self._keyless and not self._has_key(scope):
-            headers = {"www-authenticate": "Bearer"}
-            message = "a valid API key is needed"
-            return HttpProblemError(401, message, "invalid_api_key", headers=headers)
-        return None
-
-    def _has_key(self, scope: Scope) -> bool:
-        given = [_digest(key) for key in _keys_in(scope)]
-        # every pair is compared, so that time says nothing
-        same = [hmac.compare_digest(a, b) for a in given for b in self._digests]
-        return any(same)
-
-
-def _path_in(scope: Scope) -> str:
-    """Return the path as this application knows it: it may be mounted in another one."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
-def _keys_in(scope: Scope) -> list[bytes]:
-    """Return the keys that a request gives, by any of the headers that clients use."""
-    found = []
-    for name, value in scope["headers"]:
-        if name in (b"x-api-key", b"api-key"):
-            found.append(value.strip())
-        elif name == b"authorization" and value[:7].lower() == b"bearer ":
-            found.append(value[7:].strip())
-    return found
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:

@@ -9,8 +9,9 @@ from urllib.parse import parse_qs, quote
 
 from cbatch.checks import shown
 from cbatch.plain import int_of
+from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_questions import CALLS
-from cbatch.server.batch_store import BATCH, disk_problems
+from cbatch.server.batch_store import disk_problems
 from cbatch.server.http_errors import HttpProblemError, bad_request, draining, refused, too_large
 from cbatch.server.multipart_upload import FILE, Upload
 from cbatch.server.request_fields import ignored_header
@@ -82,7 +83,9 @@ async def create_file(desk: Desk, exchange: Exchange) -> None:
         if not arriving.n_bytes:
             raise bad_request("the file is empty", FILE, "empty_file")
         seconds = _check_form(upload.fields)
-        file = await desk.in_thread(arriving.keep, upload.name[:255], BATCH, seconds)
+        file = await desk.in_thread(
+            arriving.keep, upload.name[:255], BATCH, seconds, exchange.owner
+        )
     await exchange.respond_json(file.as_json())
 
 
@@ -116,6 +119,7 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
     order, purpose = asked.choice("order", ("asc", "desc")), asked.text("purpose")
     found, has_more = await desk.in_thread(
         batches_of(desk).store.files,
+        exchange.owner,
         asked.text("after"),
         asked.limit(_N_FILES, _N_FILES),
         is_newest_first=order != "asc",
@@ -126,7 +130,7 @@ async def list_files(desk: Desk, exchange: Exchange) -> None:
 
 async def get_file(desk: Desk, exchange: Exchange) -> None:
     """Tell what a file is."""
-    file = await desk.in_thread(batches_of(desk).store.file, id_in(exchange))
+    file = await desk.in_thread(batches_of(desk).store.file, id_in(exchange), exchange.owner)
     await exchange.respond_json(file.as_json())
 
 
@@ -134,14 +138,14 @@ async def delete_file(desk: Desk, exchange: Exchange) -> None:
     """Remove a file; a batch over it goes on."""
     id = id_in(exchange)
     with disk_problems():
-        await desk.in_thread(batches_of(desk).store.delete_file, id)
+        await desk.in_thread(batches_of(desk).store.delete_file, id, exchange.owner)
     await exchange.respond_json({"id": id, "object": "file", "deleted": True})
 
 
 async def file_content(desk: Desk, exchange: Exchange) -> None:
     """Send what a file holds."""
     store = batches_of(desk).store
-    file = await desk.in_thread(store.file, id_in(exchange))
+    file = await desk.in_thread(store.file, id_in(exchange), exchange.owner)
     try:
         content: BinaryIO = await desk.in_thread(store.path_of(file).open, "rb")
     except FileNotFoundError:  # removed meanwhile
@@ -179,7 +183,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     id = body.get("input_file_id")
     if not isinstance(id, str):
         raise bad_request(f"input_file_id must be a file's id, not {shown(id)}", "input_file_id")
-    file = await desk.in_thread(batches.store.file, id)
+    file = await desk.in_thread(batches.store.file, id, exchange.owner)
     if file.purpose != BATCH:
         message = f"the purpose of {file.id} is {file.purpose}: it must be {BATCH}"
         raise bad_request(message, "input_file_id")
@@ -192,6 +196,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
             completion_window=body["completion_window"],
             metadata=metadata,
             kept_seconds=seconds,
+            kept_owner=exchange.owner,
         )
     await exchange.respond_json(batch.as_json(), headers=ignored_header(ignored))
 
@@ -235,21 +240,23 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     """List batches, the newest first."""
     asked = Query(exchange)
     limit = asked.limit(_N_BATCHES_USUAL, _N_BATCHES)
-    found, has_more = await desk.in_thread(batches_of(desk).newest, asked.text("after"), limit)
+    found, has_more = await desk.in_thread(
+        batches_of(desk).newest, exchange.owner, asked.text("after"), limit
+    )
     told = [batch.as_json() for batch in found]
     await exchange.respond_json(_listed(told, has_more=has_more))
 
 
 async def get_batch(desk: Desk, exchange: Exchange) -> None:
     """Tell how far a batch is."""
-    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange))
+    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange), exchange.owner)
     await exchange.respond_json(batch.as_json())
 
 
 async def cancel_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin no more lines of a batch."""
     with disk_problems():
-        batch = await desk.in_thread(batches_of(desk).cancel, id_in(exchange))
+        batch = await desk.in_thread(batches_of(desk).cancel, id_in(exchange), exchange.owner)
     await exchange.respond_json(batch.as_json())
 
 

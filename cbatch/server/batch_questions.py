@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.errors import CBatchError
 from cbatch.files.served_batch import Reply
 from cbatch.server.anthropic_messages import MessagesCall
-from cbatch.server.batch_store import MESSAGES
+from cbatch.server.batch_index import MESSAGES
+from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused, told
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cbatch.files.served_batch import Ask
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
+    from cbatch.server.batch_index import Batch
     from cbatch.server.call import Call
     from cbatch.server.server_settings import ServerSettings
 
@@ -60,21 +62,24 @@ class LineQuestion:
         return _refusal(problem_of(error, call.prompt_field), self._endpoint)
 
 
-def asker(endpoint: str, settings: ServerSettings, model: str, engine: Engine) -> Ask:
-    """Return what reads the bodies of an endpoint.
+def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
+    """Return what reads the bodies of a batch.
 
     Args:
-        endpoint: one of `CALLS`, or that of messages.
+        batch: whose endpoint is one of `CALLS`, or that of messages.
         settings: of the server.
         model: what answers call the model where a line names none.
         engine: what answers; names of its adapters select one.
     """
-    call_of, facts = _OF_ALL[endpoint], engine.model_facts
+    endpoint, facts = batch.endpoint, engine.model_facts
+    call_of = _OF_ALL[endpoint]
 
     def ask(body: dict[str, Any]) -> LineQuestion | Reply:
         try:
+            _check_numbers(body)
             call = call_of(body, is_strict=settings.strict_fields)
             _check(call, settings)
+            call.see_client(batch.kept_owner, settings)
             call.see_facts(facts)
             call.see_defaults(engine.options, facts.sampling)
             return LineQuestion(call, call.asked.model or model, endpoint)
@@ -107,6 +112,15 @@ def usage_of(answers: Path) -> dict[str, Any]:
     if not n["untold"]:  # thinking is not always counted
         found["output_tokens_details"] = {"reasoning_tokens": n["reasoning"]}
     return found
+
+
+def _check_numbers(body: dict[str, Any]) -> None:
+    """Refuse numbers that JSON does not have, which files may: an answer could not repeat them."""
+    try:
+        dumps(body)
+    except ValueError:
+        words = "the body has NaN, Infinity, or a number that is too large"
+        raise bad_request(words, code="invalid_json") from None
 
 
 def _check(call: Call, settings: ServerSettings) -> None:

@@ -1,11 +1,11 @@
 """Files and batches on disk: a folder with an index in SQLite, and the content of each file beside it.
 
-Ids come from here and are looked up in the index: no text of a client becomes a path.
+Ids come from here and are looked up in the index: no text of a client becomes a path. A content without a row is given
+one, for the index may be older than it, or new.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -14,134 +14,42 @@ import shutil
 import sqlite3
 import threading
 import time
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
 from cbatch.errors import ConfigError
 from cbatch.folders import sync_folder
+from cbatch.server.batch_index import (
+    BATCH,
+    BATCH_OUTPUT,
+    MESSAGES,
+    Batch,
+    StoredFile,
+    batch_of,
+    hide_bad_rows,
+    is_index,
+    open_index,
+)
+from cbatch.server.files_folder import FilesFolder, is_full
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-Kind = Literal["batch", "msgbatch"]
-"""What ids of batches begin with: those over a file, in OpenAI's format, and those of messages, in Anthropic's."""
+    from cbatch.server.batch_index import Kind
 
-MESSAGES = "/v1/messages"
-"""The endpoint of batches of messages."""
-
-_PRIVATE = 0o700
-_SCHEMA = """
-    CREATE TABLE IF NOT EXISTS files (
-        place INTEGER PRIMARY KEY AUTOINCREMENT,  -- 1, 2, … in order of arrival
-        id TEXT UNIQUE NOT NULL,
-        name TEXT NOT NULL,
-        purpose TEXT NOT NULL,
-        bytes INTEGER NOT NULL,
-        created_at INTEGER NOT NULL,
-        expires_at INTEGER
-    );
-    CREATE TABLE IF NOT EXISTS batches (
-        place INTEGER PRIMARY KEY AUTOINCREMENT,
-        id TEXT UNIQUE NOT NULL,
-        is_ended INTEGER NOT NULL,
-        fields TEXT NOT NULL                      -- of `Batch`, as JSON
-    );
-    CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
-"""
 _FILE = "id, name, purpose, bytes, created_at, expires_at"
+_BATCH = "id, is_ended, fields"
 
-BATCH, BATCH_OUTPUT = "batch", "batch_output"
-"""Purposes of files."""
+_IS_SEEN = "(? IS NULL OR owner = ?)"
+"""What a viewer sees, by two values that are alike: what is the viewer's own; None sees all."""
 
-ENDED = ("completed", "failed", "expired", "cancelled")
-"""Statuses of batches that change no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file, by the names of OpenAI's API."""
-
-    id: str
-    name: str
-    purpose: str
-    bytes: int
-    created_at: int
-    expires_at: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the file object."""
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.bytes,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            "filename": self.name,
-            "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
-        }
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch, by the names of OpenAI's API; what begins with `kept_` is the server's own."""
-
-    id: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    created_at: int
-    expires_at: int
-    metadata: dict[str, str] | None = None
-    status: str = "validating"
-    model: str | None = None
-    errors: list[dict[str, Any]] = field(default_factory=list)
-    usage: dict[str, Any] | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    n_total: int = 0
-    n_completed: int = 0
-    n_failed: int = 0
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    kept_ending: str = ""
-    """The status that a batch will have whose files are being made."""
-    kept_seconds: int | None = None
-    """Seconds after which its files expire."""
-    kept_engine: str = ""
-    """What its answers depend on besides their requests, once there may be some."""
-    kept_n_never_ran: int = 0
-    """Requests among the failed that never ran, once the batch has ended."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing will change any more."""
-        return self.status in ENDED
-
-    @property
-    def is_of_messages(self) -> bool:
-        """Whether it was asked for, and is told, in Anthropic's format."""
-        return self.endpoint == MESSAGES
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the batch object."""
-        fields = {
-            name: value for name, value in asdict(self).items() if not name.startswith("kept_")
-        }
-        counts = {name: fields.pop(f"n_{name}") for name in ("total", "completed", "failed")}
-        fields["errors"] = {"object": "list", "data": self.errors} if self.errors else None
-        return {**fields, "object": "batch", "request_counts": counts}
+_ANSWER = b'{"id": "batch_req_'
+"""What files of answers begin with."""
 
 
 def default_folder(port: int, socket_path: Path | None) -> Path:
@@ -167,88 +75,107 @@ class BatchStore:
             clock: seconds since 1970.
 
         Raises:
-            ConfigError: another server has it open, or it cannot be written.
+            ConfigError: another server has it open, it is somebody else's, or it cannot be written.
         """
-        self._folder, self._n_bytes_max, self._clock = folder, n_bytes_max, clock
+        self._n_bytes_max, self._clock = n_bytes_max, clock
         self._lock = threading.RLock()
         self._n_arriving, self._counting = 0, threading.Lock()
         try:
-            for place in (folder, self._files, self._work):
-                place.mkdir(_PRIVATE, parents=True, exist_ok=True)
-            self._db = self._opened()
-            self._clean()
+            self._folder = FilesFolder(folder, is_index)
+            with ExitStack() as opened:
+                opened.callback(self._folder.close)
+                self._db = open_index(self._folder)
+                opened.callback(self._db.close)
+                self._tidy()
+                opened.pop_all()
         except sqlite3.OperationalError as error:
             why = "another server uses it" if "locked" in str(error) else f"cannot be used: {error}"
             raise ConfigError(f"files_dir={folder}: {why}") from error
         except (OSError, sqlite3.DatabaseError) as error:
             raise ConfigError(f"files_dir={folder}: cannot be used: {error}") from error
 
-    def _opened(self) -> sqlite3.Connection:
-        path = self._folder / "index.sqlite3"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-        try:
-            db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            db.execute("PRAGMA synchronous = FULL")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("BEGIN EXCLUSIVE")
-            db.execute("COMMIT")
-            db.executescript(_SCHEMA)
-        except BaseException:
-            db.close()
-            raise
-        return db
-
     def close(self) -> None:
         """Let other servers in. Twice is harmless."""
         with self._lock:
             self._db.close()
+            self._folder.close()
 
     @property
-    def _files(self) -> Path:
-        return self._folder / "content"
+    def notes(self) -> Sequence[str]:
+        """What was wrong with the folder when it was opened."""
+        return self._folder.notes
 
-    @property
-    def _work(self) -> Path:
-        return self._folder / "work"
-
-    def _clean(self) -> None:
-        """Remove files that have expired, contents without a file, and working folders of batches that have ended."""
+    def _tidy(self) -> None:
+        """Enter contents without a row, and remove what has expired or ended, once it is known what can be served."""
+        contents = self._folder.contents()
+        hide_bad_rows(self._db, self._folder, {id: s.st_size for id, s in contents.items()})
+        unfinished = self.unfinished()
+        known = {id for (id,) in self._rows("SELECT id FROM files")}
+        known.update(str(id) for b in unfinished for id in (b.output_file_id, b.error_file_id))
+        self._enter({id: s for id, s in contents.items() if id not in known})
         self._sweep()
-        known = {id for (id,) in self._db.execute("SELECT id FROM files")}
-        for path in self._files.iterdir():
-            if path.name not in known:
-                path.unlink()
-        unfinished = {batch.id for batch in self.unfinished()}
-        for path in self._work.iterdir():
-            if path.name not in unfinished:
-                shutil.rmtree(path)
+        batches = {id for (id,) in self._rows("SELECT id FROM batches")}
+        ended = {id for (id,) in self._rows("SELECT id FROM shown_batches WHERE is_ended")}
+        found = self._folder.worked_on()
+        for id in found & ended:
+            self._folder.remove_work(id)
+        if lost := [self._folder.work / id for id in found - batches]:
+            with self._told("some batches that the index does not know stay in work"):
+                self._folder.set_aside("batches that the index does not know", *lost)
+
+    def _enter(self, contents: Mapping[str, os.stat_result]) -> None:
+        """Give contents a row, the oldest first."""
+        if not contents:
+            return
+        self._folder.note("files that the index did not know are entered by their ids", contents)
+        with self._told("some of them are not shown"):
+            for id, found in sorted(contents.items(), key=lambda each: each[1].st_mtime):
+                with (self._folder.content / id).open("rb") as file:
+                    is_output = file.read(len(_ANSWER)) == _ANSWER
+                purpose = BATCH_OUTPUT if is_output else BATCH
+                at = max(0, int(found.st_mtime))
+                self._insert_file(id, f"{id}.jsonl", purpose, found.st_size, at, None, "")
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Note that something could not be done as the server starts."""
+        try:
+            yield
+        except (OSError, sqlite3.OperationalError) as error:
+            self._folder.note(f"{what}: {error}")
 
     # ---- files ----
 
     def path_of(self, file: StoredFile) -> Path:
         """Return the place of a file's content."""
-        return self._files / file.id
+        return self._folder.content / file.id
 
-    def file(self, id: str) -> StoredFile:
-        """Return a file. Raises a `HttpProblemError` where there is none."""
-        row = self._row(f"SELECT {_FILE} FROM files WHERE id = ?", id)
+    def file(self, id: str, viewer: str | None) -> StoredFile:
+        """Return a file. Raises a `HttpProblemError` where the viewer has none of this id."""
+        query = f"SELECT {_FILE} FROM shown_files WHERE id = ? AND {_IS_SEEN}"
+        row = self._row(query, id, viewer, viewer)
         if row is None or self._has_expired(found := StoredFile(*row)):
             raise not_there("File", id)
         return found
 
     def files(
-        self, after: str | None, limit: int, *, is_newest_first: bool, purpose: str | None
+        self,
+        viewer: str,
+        after: str | None,
+        limit: int,
+        *,
+        is_newest_first: bool,
+        purpose: str | None,
     ) -> tuple[list[StoredFile], bool]:
-        """Return files behind the one with the id `after`, and whether there are more."""
-        place = self._place("files", "File", after)
+        """Return a viewer's files behind the one with the id `after`, and whether there are more."""
+        place = self._place("files", "File", after, viewer)
         order, compare = ("DESC", "<") if is_newest_first else ("ASC", ">")
         now = int(self._clock())
         rows = self._rows(
-            f"SELECT {_FILE} FROM files WHERE (expires_at IS NULL OR expires_at > ?) "
-            f"AND (? IS NULL OR purpose = ?) AND (? IS NULL OR place {compare} ?) "
+            f"SELECT {_FILE} FROM shown_files WHERE (expires_at IS NULL OR expires_at > ?) "
+            f"AND (? IS NULL OR purpose = ?) AND (? IS NULL OR place {compare} ?) AND {_IS_SEEN} "
             f"ORDER BY place {order} LIMIT ?",
-            *(now, purpose, purpose, place, place, limit + 1),
+            *(now, purpose, purpose, place, place, viewer, viewer, limit + 1),
         )
         found = [StoredFile(*row) for row in rows]
         return found[:limit], len(found) > limit
@@ -256,7 +183,9 @@ class BatchStore:
     @contextmanager
     def arriving(self) -> Iterator[Arriving]:
         """Lend a place for a file that is being written; unless it is kept, it is removed."""
-        arriving = Arriving(self, self._files / _new_id("file"))
+        if not self._folder.take_reserve():
+            raise disk_full()
+        arriving = Arriving(self, self._folder.content / _new_id("file"))
         try:
             yield arriving
         finally:
@@ -266,7 +195,7 @@ class BatchStore:
         """Count bytes that are about to be written. Raises a `HttpProblemError` where there is no room."""
         with self._lock:
             self._sweep()
-            (used,) = self._row("SELECT coalesce(sum(bytes), 0) FROM files") or (0,)
+            (used,) = self._row("SELECT coalesce(sum(bytes), 0) FROM shown_files") or (0,)
             if used + self._n_arriving + n_bytes > self._n_bytes_max:
                 message = f"the files here have {used:,} bytes, of at most {self._n_bytes_max:,}"
                 raise no_room(f"{message}: delete some")
@@ -278,42 +207,49 @@ class BatchStore:
             self._n_arriving -= n_bytes
 
     def put_file(
-        self, id: str, name: str, purpose: str, n_bytes: int, seconds: int | None
+        self, id: str, name: str, purpose: str, n_bytes: int, seconds: int | None, owner: str
     ) -> StoredFile:
         """Enter a file whose content is there; one that is entered already is returned as it is."""
         now = int(self._clock())
         expires_at = None if seconds is None else now + seconds
-        with self._lock:
-            self._db.execute(
-                f"INSERT OR IGNORE INTO files ({_FILE}) VALUES (?, ?, ?, ?, ?, ?)",
-                (id, name, purpose, n_bytes, now, expires_at),
-            )
-        return self.file(id)
+        self._insert_file(id, name, purpose, n_bytes, now, expires_at, owner)
+        return self.file(id, owner)
 
-    def adopt_file(self, source: Path, name: str, seconds: int | None, id: str) -> StoredFile:
+    def _insert_file(self, *row: object) -> None:
+        query = f"INSERT OR IGNORE INTO files ({_FILE}, owner) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        self._write(query, *row)
+
+    def adopt_file(
+        self, source: Path, name: str, seconds: int | None, id: str, owner: str
+    ) -> StoredFile:
         """Enter the answers of a batch as a file of this id; the same call again changes nothing."""
-        place = self._files / id
+        place = self._folder.content / id
+        if self._row("SELECT id FROM files WHERE id = ?", id) is None:
+            place.unlink(missing_ok=True)  # a copy that was made before there were more answers
         _link(source, place)
-        sync_folder(self._files)
-        return self.put_file(id, name, BATCH_OUTPUT, place.stat().st_size, seconds)
+        sync_folder(self._folder.content)
+        return self.put_file(id, name, BATCH_OUTPUT, place.stat().st_size, seconds, owner)
 
-    def delete_file(self, id: str) -> None:
-        """Remove a file. Raises a `HttpProblemError` where there is none."""
-        file = self.file(id)
-        with self._lock:
-            self._db.execute("DELETE FROM files WHERE id = ?", (id,))
+    def delete_file(self, id: str, viewer: str | None) -> None:
+        """Remove a file, also where the disk is full. Raises a `HttpProblemError` where the viewer has none."""
+        self._remove(self.file(id, viewer))
+        self._folder.take_reserve()
+
+    def _remove(self, file: StoredFile) -> None:
+        """Remove a content, and then its row: a full disk has room for that then, and a kill leaves no content."""
         self.path_of(file).unlink(missing_ok=True)
+        with suppress(OSError):  # not every file system can
+            sync_folder(self._folder.content)
+        self._drop("files", file.id)
 
     def _has_expired(self, file: StoredFile) -> bool:
         return file.expires_at is not None and file.expires_at <= self._clock()
 
     def _sweep(self) -> None:
         """Remove files that have expired."""
-        query = f"SELECT {_FILE} FROM files WHERE expires_at <= ?"
+        query = f"SELECT {_FILE} FROM shown_files WHERE expires_at <= ?"
         for row in self._rows(query, int(self._clock())):
-            file = StoredFile(*row)
-            self._db.execute("DELETE FROM files WHERE id = ?", (file.id,))
-            self.path_of(file).unlink(missing_ok=True)
+            self._remove(StoredFile(*row))
 
     # ---- batches ----
 
@@ -321,7 +257,9 @@ class BatchStore:
         """Enter a batch over a file, whose content stays for it though the file be deleted."""
         return self._entered("batch", self.path_of(file), window_s, input_file_id=file.id, **fields)
 
-    def new_message_batch(self, requests: Path, n_total: int, window: str, window_s: int) -> Batch:
+    def new_message_batch(
+        self, requests: Path, n_total: int, window: str, window_s: int, owner: str
+    ) -> Batch:
         """Enter a batch of messages whose requests were checked; their file may be removed then."""
         return self._entered(
             "msgbatch",
@@ -333,6 +271,7 @@ class BatchStore:
             status="in_progress",
             in_progress_at=int(self._clock()),
             n_total=n_total,
+            kept_owner=owner,
         )
 
     def _entered(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> Batch:
@@ -340,71 +279,77 @@ class BatchStore:
         id = _new_id(kind, "_")
         batch = Batch(id=id, created_at=now, expires_at=now + window_s, **fields)
         folder = self.folder_of(batch)
-        folder.mkdir(_PRIVATE)
+        folder.mkdir(0o700)
         try:
             _link(requests, folder / "requests.jsonl")
-            for place in (folder, self._work):
+            for place in (folder, self._folder.work):
                 sync_folder(place)
-            with self._lock:
-                query = "INSERT INTO batches (id, is_ended, fields) VALUES (?, 0, ?)"
-                self._db.execute(query, (batch.id, _as_text(batch)))
+            query = "INSERT INTO batches (id, is_ended, fields, owner) VALUES (?, 0, ?, ?)"
+            self._write(query, batch.id, _as_text(batch), batch.kept_owner)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._folder.remove_work(batch.id)
             raise
         return batch
 
     def folder_of(self, batch: Batch) -> Path:
         """Return the place where a batch that has not ended is worked on."""
-        return self._work / batch.id
+        return self._folder.work / batch.id
 
     def save(self, batch: Batch) -> None:
         """Write what has changed of a batch; the working folder of one that has ended is removed."""
-        with self._lock:
-            query = "UPDATE batches SET is_ended = ?, fields = ? WHERE id = ?"
-            self._db.execute(query, (batch.has_ended, _as_text(batch), batch.id))
+        query = "UPDATE batches SET is_ended = ?, fields = ? WHERE id = ?"
+        self._write(query, batch.has_ended, _as_text(batch), batch.id)
         if batch.has_ended:
-            shutil.rmtree(self.folder_of(batch), ignore_errors=True)
+            self._folder.remove_work(batch.id)
+            self._folder.take_reserve()
 
-    def batch(self, id: str, kind: Kind = "batch") -> Batch:
-        """Return a batch. Raises a `HttpProblemError` where there is none of this kind."""
-        row = self._row("SELECT fields FROM batches WHERE id = ?", id)
+    def batch(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
+        """Return a batch. Raises a `HttpProblemError` where the viewer has none of this kind."""
+        query = f"SELECT {_BATCH} FROM shown_batches WHERE id = ? AND {_IS_SEEN}"
+        row = self._row(query, id, viewer, viewer)
         if row is None or not id.startswith(f"{kind}_"):
             raise not_there("Batch", id)
-        return Batch(**json.loads(row[0]))
+        return batch_of(row)
 
     def batches(
-        self, after: str | None, limit: int, kind: Kind = "batch", before: str | None = None
+        self,
+        viewer: str,
+        after: str | None,
+        limit: int,
+        kind: Kind = "batch",
+        before: str | None = None,
     ) -> tuple[list[Batch], bool]:
-        """Return batches, the newest first, and whether there are more.
+        """Return a viewer's batches, the newest first, and whether there are more.
 
         Args:
+            viewer: who sees no others.
             after: the id of the one that they follow.
             limit: most batches.
             kind: of batches.
             before: the id of the one that they precede; those next to it are returned.
         """
-        older, newer = (self._place("batches", "Batch", id) for id in (after, before))
+        older, newer = (self._place("batches", "Batch", id, viewer) for id in (after, before))
         order = "DESC" if newer is None else "ASC"
         rows = self._rows(
-            "SELECT fields FROM batches WHERE (? IS NULL OR place < ?) AND (? IS NULL OR place > ?) "
-            f"AND id GLOB ? ORDER BY place {order} LIMIT ?",
-            *(older, older, newer, newer, f"{kind}_*", limit + 1),
+            f"SELECT {_BATCH} FROM shown_batches WHERE (? IS NULL OR place < ?) "
+            "AND (? IS NULL OR place > ?) "
+            f"AND id GLOB ? AND {_IS_SEEN} ORDER BY place {order} LIMIT ?",
+            *(older, older, newer, newer, f"{kind}_*", viewer, viewer, limit + 1),
         )
-        found = [Batch(**json.loads(fields)) for (fields,) in rows[:limit]]
+        found = [batch_of(row) for row in rows[:limit]]
         return found if newer is None else found[::-1], len(rows) > limit
 
     def delete_batch(self, batch: Batch) -> None:
         """Remove a batch that has ended, and the files of its answers."""
         for id in filter(None, (batch.output_file_id, batch.error_file_id)):
             with suppress(HttpProblemError):  # a client has deleted it
-                self.delete_file(id)
-        with self._lock:
-            self._db.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+                self.delete_file(id, None)
+        self._drop("batches", batch.id)
 
     def unfinished(self) -> list[Batch]:
         """Return the batches that have not ended, the oldest first."""
-        rows = self._rows("SELECT fields FROM batches WHERE NOT is_ended ORDER BY place")
-        return [Batch(**json.loads(fields)) for (fields,) in rows]
+        query = f"SELECT {_BATCH} FROM shown_batches WHERE NOT is_ended ORDER BY place"
+        return [batch_of(row) for row in self._rows(query)]
 
     # ---- the index ----
 
@@ -416,22 +361,50 @@ class BatchStore:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
-    def _place(self, table: str, what: str, id: str | None) -> int | None:
-        """Return where the row with an id is; None for None."""
+    def _write(self, query: str, *values: object) -> None:
+        """Change the index; on a full disk with the reserve, and the room that the index's own log takes."""
+        with self._lock:
+            try:
+                self._db.execute(query, values)
+            except sqlite3.OperationalError as error:
+                if not is_full(error):
+                    raise
+                self._folder.give_reserve()
+                with suppress(sqlite3.OperationalError):
+                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._db.execute(query, values)
+
+    def _drop(self, table: str, id: str) -> None:
+        """Remove a row; where there is no room even for that, hide it until the next start."""
+        try:
+            self._write(f"DELETE FROM {table} WHERE id = ?", id)
+        except sqlite3.OperationalError as error:
+            if not is_full(error):
+                raise
+            with self._lock:
+                query = (
+                    f"INSERT OR IGNORE INTO hidden_{table} SELECT place FROM {table} WHERE id = ?"
+                )
+                self._db.execute(query, (id,))
+
+    def _place(self, table: str, what: str, id: str | None, viewer: str) -> int | None:
+        """Return where the row with an id is; None for None. Raises where the viewer has none of it."""
         if id is None:
             return None
-        row = self._row(f"SELECT place FROM {table} WHERE id = ?", id)
+        query = f"SELECT place FROM shown_{table} WHERE id = ? AND {_IS_SEEN}"
+        row = self._row(query, id, viewer, viewer)
         if row is None:
             raise not_there(what, id)
         return int(row[0])
 
 
 class Arriving:
-    """A file that is being written."""
+    """A file that is being written, under a name that tells it from one that is whole."""
 
     def __init__(self, store: BatchStore, path: Path) -> None:
-        self._store, self._path = store, path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._store, self._whole = store, path
+        self._path = path.with_name(f"{path.name}.part")
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self.n_bytes = 0
         self._is_kept = False
 
@@ -444,12 +417,14 @@ class Arriving:
             while left:
                 left = left[os.write(self._fd, left) :]
 
-    def keep(self, name: str, purpose: str, seconds: int | None) -> StoredFile:
+    def keep(self, name: str, purpose: str, seconds: int | None, owner: str) -> StoredFile:
         """Enter the file, which is whole."""
         with disk_problems():
             os.fsync(self._fd)
+            self._path = self._path.rename(self._whole)
             sync_folder(self._path.parent)
-            file = self._store.put_file(self._path.name, name, purpose, self.n_bytes, seconds)
+            id = self._path.name
+            file = self._store.put_file(id, name, purpose, self.n_bytes, seconds, owner)
         self._is_kept = True
         return file
 
@@ -477,19 +452,20 @@ def no_room(message: str) -> HttpProblemError:
     return HttpProblemError(507, message, "insufficient_storage", headers=NO_RETRY)
 
 
+def disk_full() -> HttpProblemError:
+    """Return the problem of a disk that is full."""
+    return no_room("the server's disk is full: delete files")
+
+
 @contextmanager
 def disk_problems() -> Iterator[None]:
     """Tell a client of a disk that is full."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except (OSError, sqlite3.OperationalError) as error:
+        if not is_full(error):
             raise
-        raise no_room("the server's disk is full") from error
-    except sqlite3.OperationalError as error:
-        if "full" not in str(error):
-            raise
-        raise no_room("the server's disk is full") from error
+        raise disk_full() from error
 
 
 def _new_id(prefix: str, dash: str = "-") -> str:

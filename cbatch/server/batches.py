@@ -25,6 +25,7 @@ from cbatch.logs import Log
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
+from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
+    from cbatch.server.batch_index import Batch, Kind, StoredFile
     from cbatch.server.batch_room import BatchRoom
-    from cbatch.server.batch_store import Batch, BatchStore, Kind, StoredFile
+    from cbatch.server.batch_store import BatchStore
     from cbatch.server.server_settings import ServerSettings
 
 _log = Log("cbatch.server")
@@ -53,6 +55,12 @@ _CLOSE_S = 20.0
 
 _AGAIN_S = 15.0
 """Seconds until a run is tried again that a full disk, or `cancel_all`, has ended."""
+
+_FULL = "the server's disk is full: the batch goes on when there is room"
+_OTHER_ENGINE = (
+    "it was begun with another model or other options, and goes on when these are served"
+)
+"""Why batches wait."""
 
 _NEVER_RAN = {
     "expired": (
@@ -74,6 +82,8 @@ class _Job:
     thread: threading.Thread | None = None
     is_checked: bool = False
     """Whether it may run when its turn comes."""
+    wait: dict[str, Any] | None = None
+    """Why it does not go on now, as one of a batch's errors."""
 
     def stop(self) -> None:
         """Begin no more lines."""
@@ -124,9 +134,13 @@ class Batches:
         """
         return self._created(lambda: self.store.new_batch(file, window_s, **fields))
 
-    def create_of_messages(self, requests: Path, n: int, window: str, window_s: int) -> Batch:
+    def create_of_messages(
+        self, requests: Path, n: int, window: str, window_s: int, owner: str
+    ) -> Batch:
         """Begin a batch of `n` messages, whose requests were checked. Raises as `create`."""
-        return self._created(lambda: self.store.new_message_batch(requests, n, window, window_s))
+        return self._created(
+            lambda: self.store.new_message_batch(requests, n, window, window_s, owner)
+        )
 
     def _created(self, entered: Callable[[], Batch]) -> Batch:
         with self._changed:
@@ -140,27 +154,32 @@ class Batches:
             self._begin(batch)
         return told
 
-    def get(self, id: str, kind: Kind = "batch") -> Batch:
-        """Return a copy of a batch. Raises a `HttpProblemError` where there is none of this kind."""
+    def get(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
+        """Return a copy of a batch. Raises a `HttpProblemError` where the viewer sees none of this kind."""
         with self._changed:
-            return self._told(self.store.batch(id, kind))
+            return self._told(self.store.batch(id, viewer, kind))
 
     def newest(
-        self, after: str | None, limit: int, kind: Kind = "batch", before: str | None = None
+        self,
+        viewer: str,
+        after: str | None,
+        limit: int,
+        kind: Kind = "batch",
+        before: str | None = None,
     ) -> tuple[list[Batch], bool]:
         """Return copies of batches as `BatchStore.batches` does, and whether there are more."""
         with self._changed:
-            found, has_more = self.store.batches(after, limit, kind, before)
+            found, has_more = self.store.batches(viewer, after, limit, kind, before)
             return [self._told(batch) for batch in found], has_more
 
-    def cancel(self, id: str, kind: Kind = "batch") -> Batch:
+    def cancel(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
         """Begin no more lines of a batch; those that run are finished.
 
         Raises:
             HttpProblemError: there is none, or it has ended otherwise.
         """
         with self._changed:
-            batch = self.store.batch(id, kind)
+            batch = self.store.batch(id, viewer, kind)
             job = self._jobs.get(id)
             batch = batch if job is None else job.batch
             if batch.status in ("cancelling", "cancelled"):
@@ -173,14 +192,14 @@ class Batches:
             self._changed.notify_all()
             return self._told(batch)
 
-    def delete(self, id: str, kind: Kind) -> None:
+    def delete(self, id: str, viewer: str, kind: Kind) -> None:
         """Remove a batch and its answers.
 
         Raises:
             HttpProblemError: there is none, or it has not ended.
         """
         with self._changed:
-            batch = self._told(self.store.batch(id, kind))
+            batch = self._told(self.store.batch(id, viewer, kind))
             if not batch.has_ended:
                 message = "a batch that has not ended cannot be deleted: cancel it first"
                 raise HttpProblemError(409, message, None, headers=NO_RETRY)
@@ -193,6 +212,8 @@ class Batches:
             batch = job.batch
             if job.run is not None:
                 batch.n_completed, batch.n_failed = job.run.n_done, job.run.n_failed
+            if job.wait is not None:
+                return replace(batch, errors=[job.wait])
         return replace(batch)
 
     # ---- the end ----
@@ -233,6 +254,7 @@ class Batches:
             while not self._is_through(job):
                 with self._changed:
                     self._changed.wait_for(lambda: self.is_closed, _AGAIN_S)
+                    job.wait = None
         except _StoppedError:
             pass
         except EngineError as error:
@@ -242,10 +264,11 @@ class Batches:
             _log.fail(f"batch {job.batch.id} has failed")
             with suppress(Exception):  # what is there is not lost
                 self._publish(job.batch)
-            code = "storage_changed" if isinstance(error, ConfigError) else "internal_error"
-            words = str(error) if isinstance(error, ConfigError) else "an internal error"
+            problem = _problem("internal_error", "an internal error")
+            if isinstance(error, ConfigError):  # it names places that are the server's alone
+                problem = _problem("storage_changed", "its files were changed or removed here")
             with suppress(OSError, sqlite3.Error):  # then the next server finds out
-                self._fail(job, [_problem(code, words)])
+                self._fail(job, [problem])
         finally:
             if job.batch.has_ended:
                 with self._changed:
@@ -264,6 +287,8 @@ class Batches:
         except (OutputError, OSError, RequestCancelledError, sqlite3.OperationalError) as error:
             self._check_open()
             _log.warn("batch %s is tried again in %d s: %s", job.batch.id, int(_AGAIN_S), error)
+            if is_full(error):
+                job.wait = _problem("insufficient_storage", _FULL)
             return False
         return True
 
@@ -350,16 +375,15 @@ class Batches:
                 self.store.save(batch)
             if batch.kept_engine == now:
                 return True
-            _log.warn(
-                "batch %s waits: it was begun with another model or other options, and goes on when these are served",
-                batch.id,
-            )
+            _log.warn("batch %s waits: %s", batch.id, _OTHER_ENGINE)
+            job.wait = _problem("engine_changed", _OTHER_ENGINE)
             job.is_checked = False  # others may have its turn
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: self.is_closed or batch.status != "in_progress",
                 max(0.0, batch.expires_at - self._clock()),
             )
+            job.wait = None
         self._check_open()
         return False
 
@@ -368,7 +392,7 @@ class Batches:
             self._engine,
             self._places(batch),
             batch.endpoint,
-            asker(batch.endpoint, self._settings, self._model, self._engine),
+            asker(batch, self._settings, self._model, self._engine),
             gate,
             f"{batch.id}-",
             self._settings.body_limit.n_bytes,
@@ -427,7 +451,7 @@ class Batches:
         for kind, n, path in made:
             if n:
                 name, id = f"{batch.id}_{kind}.jsonl", getattr(batch, f"{kind}_file_id")
-                self.store.adopt_file(path, name, batch.kept_seconds, id)
+                self.store.adopt_file(path, name, batch.kept_seconds, id, batch.kept_owner)
 
     def _fail(self, job: _Job, errors: list[dict[str, Any]]) -> None:
         with self._changed:

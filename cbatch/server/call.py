@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import anyio
 
+from cbatch.checks import MAX_KEY_LENGTH, shown
 from cbatch.engine import checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError
 from cbatch.logs import Log
 from cbatch.options import NO_OPTIONS, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError
-from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of
+from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
 from cbatch.server.request_fields import ignored_header, with_param
 from cbatch.server.sse import EventStream
@@ -34,8 +35,12 @@ if TYPE_CHECKING:
     from cbatch.server.desk import Desk, Visit
     from cbatch.server.exchange import Exchange
     from cbatch.server.request_fields import Asked
+    from cbatch.server.server_settings import ServerSettings
 
 _log = Log("cbatch.server")
+
+_OF_CELLS = ("cache_key", "save_cache", "cache_required")
+"""Options of cells on disk."""
 
 
 class StreamEncoder(Protocol):
@@ -65,6 +70,27 @@ class Call(ABC):
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
         self._defaults: tuple[RunOptions, Mapping[str, float]] = NO_OPTIONS, {}
+
+    def see_client(self, owner: str, settings: ServerSettings) -> None:
+        """See who asks, before anything runs: cells on disk have keys in a namespace of the client's own.
+
+        Raises:
+            HttpProblemError: the server lets no client keep cells, or the key is missing or too long.
+        """
+        options = self.asked.options
+        named = [name for name in _OF_CELLS if getattr(options, name)]
+        if not named:
+            return
+        if not settings.allow_cache_keys:
+            raise refused(named[0], "the server keeps cells with --allow-cache-keys alone")
+        space, key = f"{owner or 'keyless'}/", options.cache_key
+        if key is None:
+            raise bad_request(f"{named[0]} needs a cache_key in the same request", named[0])
+        n_most = MAX_KEY_LENGTH - len(space)
+        if len(key) > n_most:
+            words = f"cache_key must be a string of 1 … {n_most} characters, not {shown(key)}"
+            raise bad_request(words, "cache_key")
+        self.asked.options = replace(options, cache_key=space + key)
 
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is, before anything runs: an adapter that is named as the model is taken."""
@@ -124,6 +150,7 @@ class Answering:
         """
         desk, call = self._desk, self._call
         sizes = await desk.sizes()
+        call.see_client(self._exchange.owner, desk.settings)
         call.see_facts(sizes.facts)
         if call.asked.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")

@@ -30,6 +30,9 @@ _N_TOLD = 64
 _SURPLUS_S = 1.0
 """Seconds for a header over a connection above the limit, so that a question for health finds room. Our choice."""
 
+_N_FRAMING_PER_BYTE = 8
+"""Most bytes beside a body for each of its bytes, above those of a header: chunks of one byte have five."""
+
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
     HTTPStatus.NOT_IMPLEMENTED: "its transfer-encoding is not supported",
@@ -68,6 +71,8 @@ class GuardedProtocol(_Parser):
         self._limits = limits
         self._header_s = limits.header_timeout_s
         self._n_header_bytes = self._n_unsent = 0
+        self._n_framing = 0
+        """Bytes of the newest request that are no body, less those that its body allows."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -114,13 +119,28 @@ class GuardedProtocol(_Parser):
             self._read(data)
 
     def _read(self, data: bytes) -> None:
+        before = self.cycle
+        n_body = 0 if before is None else len(before.body)
         super().data_received(data)
+        if (cycle := self.cycle) is not None:
+            if cycle is not before:
+                n_body = self._n_framing = 0
+            n_new = len(cycle.body) - n_body
+            self._n_framing += len(data) - n_new - _N_FRAMING_PER_BYTE * n_new
+            if self._n_framing > 2 * self._limits.n_header_bytes and not self._is_between:
+                self._refuse(HTTPStatus.BAD_REQUEST, "it has too much beside its body")
+                return
         if not self._is_between:
             self._forget_header()
             return
         self._await_header()
         if not self._is_left_over:
             self._n_header_bytes += len(data)
+
+    def on_headers_complete(self) -> None:
+        """Begin a request; httptools calls this, and gives trailers as further headers, which are dropped."""
+        super().on_headers_complete()  # type: ignore[misc]
+        self.headers = []
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; uvicorn calls this while it handles its parser's error, which may show a key."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from cbatch.checks import MAX_DEPTH, is_too_deep, refuse_constant, why_unread
+from cbatch.checks import MAX_DEPTH, is_too_deep, read_json, why_unread
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class Exchange:
     def id(self) -> str:
         """The request's id, as the header `x-request-id` has it."""
         return self.record.id
+
+    @property
+    def owner(self) -> str:
+        """What stands for the request's key; empty without one."""
+        return self.record.owner
 
     # ---- the request ----
 
@@ -177,7 +182,7 @@ def object_of(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _no_json(f"not UTF-8: {error.reason} at byte {error.start}") from None
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        value = read_json(text)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:

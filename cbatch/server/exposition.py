@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from cbatch.server.batch_store import ENDED
+from cbatch.server.batch_index import ENDED
 from cbatch.server.meters import ITL_S, Histogram, Meters
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import (
+    BannedTokensError,
+    CacheError,
     CBatchError,
     DeadlineError,
     EngineClosedError,
@@ -23,11 +25,14 @@ from cbatch.errors import (
     UnsupportedOptionError,
     WorkerDiedError,
 )
+from cbatch.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cbatch.server.server_settings import SizeLimit
+
+_log = Log("cbatch.server")
 
 NO_RETRY = {"x-should-retry": "false"}
 """Clients of OpenAI repeat a status of 500 and more, unless this header says no."""
@@ -157,21 +162,43 @@ def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpPro
         return error
     if isinstance(error, PromptTooLongError):
         return _too_long(error, prompt_field)
+    if isinstance(error, CacheError):
+        return bad_request(f"cache_key: {error.reason}", "cache_key", "cache_unusable")
     if not isinstance(error, CBatchError):
         return HttpProblemError(500, "an internal error", "internal_error", headers=NO_RETRY)
-    if isinstance(error, WorkerDiedError):
-        again = NO_RETRY if error.n_alone else {}
-        return HttpProblemError(500, str(error), "worker_died", headers=again)
     param = prompt_field if isinstance(error, PromptError) else _param_of(error)
     for kind, status, code, headers in _STATUS:
         if isinstance(error, kind):
-            return HttpProblemError(status, str(error), code, param, headers)
+            if isinstance(error, WorkerDiedError) and not error.n_alone:
+                headers = {}
+            return HttpProblemError(status, words_for_clients(error), code, param, headers)
     return bad_request(str(error), param)
+
+
+def words_for_clients(error: CBatchError) -> str:
+    """Return what clients read of an error: words of the system, or of another program, may tell paths of the server.
+
+    What is left out goes to the log.
+    """
+    if isinstance(error, WorkerDiedError):
+        words = error.what
+    elif isinstance(error, EngineClosedError):
+        words = "the engine has ended"
+    elif isinstance(error, EngineError):
+        words = "the engine failed"
+    elif type(error) is RequestFailedError and error.__cause__ is not None:
+        words = "the request could not be computed"
+    else:
+        return str(error)
+    _log.warn("a client is told %r of: %s", words, error)
+    return words
 
 
 def _param_of(error: CBatchError) -> str | None:
     if isinstance(error, UnsupportedOptionError):
         return error.option
+    if isinstance(error, BannedTokensError):
+        return "logit_bias"
     return error.kind if isinstance(error, GrammarError) else None
 
 
@@ -192,6 +219,8 @@ _STATUS: tuple[tuple[type[CBatchError], int, str | None, Mapping[str, str]], ...
     (UnsupportedOptionError, 400, "unsupported_parameter", {}),
     (GrammarError, 400, "invalid_grammar", {}),
     (PromptError, 400, "invalid_prompt", {}),
+    (BannedTokensError, 400, "no_token_left", {}),
+    (WorkerDiedError, 500, "worker_died", NO_RETRY),
     (RequestFailedError, 500, "request_failed", NO_RETRY),
     (EngineClosedError, 503, "engine_closed", SOON),
     (EngineError, 500, "engine_error", NO_RETRY),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cbatch.checks import shown
 from cbatch.server.batch_endpoints import Query, batches_of, id_in
-from cbatch.server.batch_store import MESSAGES, disk_problems
+from cbatch.server.batch_index import MESSAGES
+from cbatch.server.batch_store import disk_problems
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, draining, told, too_large
 from cbatch.server.request_fields import ignored_header
@@ -21,7 +22,7 @@ from cbatch.server.small_endpoints import body_of, rfc3339
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.server.batch_store import Batch, Kind
+    from cbatch.server.batch_index import Batch, Kind
     from cbatch.server.batches import Batches
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
@@ -55,16 +56,16 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     if ignored and desk.settings.strict_fields:
         raise bad_request(f"unknown field {shown(ignored[0])}", ignored[0], "unknown_parameter")
     limit = desk.settings.body_limit
-    batch = await desk.in_thread(_created, batches, body.get("requests"), limit)
+    batch = await desk.in_thread(_created, batches, body.get("requests"), limit, exchange.owner)
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
 
 
-def _created(batches: Batches, requests: Any, limit: SizeLimit) -> Batch:
+def _created(batches: Batches, requests: Any, limit: SizeLimit, owner: str) -> Batch:
     """Begin a batch of checked requests, each line of at most `limit`."""
     lines = _lines_of(requests, limit)
     with disk_problems(), batches.store.arriving() as arriving:
         arriving.write(b"".join(lines))
-        return batches.create_of_messages(arriving.written(), len(lines), _WINDOW, _WINDOW_S)
+        return batches.create_of_messages(arriving.written(), len(lines), _WINDOW, _WINDOW_S, owner)
 
 
 def _lines_of(requests: Any, limit: SizeLimit) -> list[bytes]:
@@ -109,7 +110,9 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     if after is not None and before is not None:
         raise bad_request("after_id and before_id exclude each other", "before_id")
     batches = batches_of(desk)
-    found, has_more = await desk.in_thread(batches.newest, after, limit, _KIND, before)
+    found, has_more = await desk.in_thread(
+        batches.newest, exchange.owner, after, limit, _KIND, before
+    )
     data = [_as_json(batch) for batch in found]
     ends = {
         "first_id": data[0]["id"] if data else None,
@@ -120,14 +123,16 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
 
 async def get_batch(desk: Desk, exchange: Exchange) -> None:
     """Tell how far a batch is."""
-    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange), _KIND)
+    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange), exchange.owner, _KIND)
     await exchange.respond_json(_as_json(batch))
 
 
 async def cancel_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin no more requests of a batch."""
     with disk_problems():
-        batch = await desk.in_thread(batches_of(desk).cancel, id_in(exchange), _KIND)
+        batch = await desk.in_thread(
+            batches_of(desk).cancel, id_in(exchange), exchange.owner, _KIND
+        )
     await exchange.respond_json(_as_json(batch))
 
 
@@ -135,7 +140,7 @@ async def delete_batch(desk: Desk, exchange: Exchange) -> None:
     """Remove a batch that has ended, with its results."""
     id = id_in(exchange)
     with disk_problems():
-        await desk.in_thread(batches_of(desk).delete, id, _KIND)
+        await desk.in_thread(batches_of(desk).delete, id, exchange.owner, _KIND)
     await exchange.respond_json({"id": id, "type": "message_batch_deleted"})
 
 
@@ -177,7 +182,7 @@ def _time(seconds: int | None) -> str | None:
 async def batch_results(desk: Desk, exchange: Exchange) -> None:
     """Send the results of a batch that has ended, a line for each request."""
     batches = batches_of(desk)
-    batch = await desk.in_thread(batches.get, id_in(exchange), _KIND)
+    batch = await desk.in_thread(batches.get, id_in(exchange), exchange.owner, _KIND)
     if not batch.has_ended:
         raise HttpProblemError(404, "the batch has not ended: it has no results yet", None, "id")
     with ExitStack() as opened:
@@ -194,7 +199,7 @@ def _opened(opened: ExitStack, batches: Batches, batch: Batch) -> list[BinaryIO]
     store, found = batches.store, list[BinaryIO]()
     for id in filter(None, (batch.output_file_id, batch.error_file_id)):
         try:
-            file = store.path_of(store.file(id)).open("rb")
+            file = store.path_of(store.file(id, batch.kept_owner)).open("rb")
         except (HttpProblemError, FileNotFoundError):
             raise HttpProblemError(404, f"the file {id} was deleted", None, "id") from None
         found.append(opened.enter_context(file))

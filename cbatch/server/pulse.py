@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import anyio
 
 from cbatch.errors import CBatchError
+from cbatch.server.http_errors import words_for_clients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,7 @@ class Question(Generic[T]):
             self.take(answer)
             self.answer, self.problem = answer, None
         except CBatchError as error:
-            self.problem = str(error)
+            self.problem = words_for_clients(error)
         finally:
             self._asking.release()
 

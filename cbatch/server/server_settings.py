@@ -19,7 +19,8 @@ from cbatch.checks import (
     checked,
     strings_of,
 )
-from cbatch.errors import UnsupportedOptionError
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.plain import list_of, text_of
 
 if TYPE_CHECKING:
     import os
@@ -35,6 +36,14 @@ class SizeLimit(NamedTuple):
     option: str
 
 
+def _keys_of(name: str, value: object) -> tuple[str, ...]:
+    """Return keys as clients send them, without white space around; a blank one would be no key, or let all in."""
+    given = list_of(value) if (text := text_of(value)) is None else [text]
+    if any(key is not None and not key.strip() for key in map(text_of, given or ())):
+        raise ConfigError(f"{name} has a blank key: leave it out, or give a key")
+    return tuple(key.strip() for key in strings_of(name, value))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """How a server treats its clients.
@@ -43,6 +52,8 @@ class ServerSettings:
         model_name: what answers call the model. Default: the engine's name.
         api_keys: clients must give one of these; without any, everybody is served.
         cors_origins: web pages from these origins may call, "*" for all. Default: none.
+        allowed_hosts: names by which the server is called beside IP addresses and localhost, "*" for all; a request
+            that names another one is refused. With keys, any name will do.
         max_queue: most requests, each choice counted, that wait beside those that run; further ones get status 429.
         max_queue_tokens: most tokens of the prompts that wait; a request that has to wait and has more gets status 429.
         max_body_mib: most mebibytes of a request's body.
@@ -54,6 +65,7 @@ class ServerSettings:
         stall_s: seconds without progress of the engine, while requests are in flight, after which `/health` says so.
         strict_fields: refuse requests with unknown fields. Default: ignore these, and name them in a header.
         model_required: refuse requests that name no model.
+        allow_cache_keys: let clients keep cells on disk (`cache_key`), each key in a namespace of its own.
         files_dir: folder of uploaded files and batches, made where it is new; one server at a time uses it. Default:
             neither files nor batches.
         max_file_mib: most mebibytes of an uploaded file.
@@ -67,9 +79,10 @@ class ServerSettings:
 
     model_name: str | None = checked(check_text, MAX_KEY_LENGTH)
     api_keys: Sequence[str] = field(
-        default=(), repr=False, metadata={"check": strings_of, "limits": ()}
+        default=(), repr=False, metadata={"check": _keys_of, "limits": ()}
     )
     cors_origins: Sequence[str] = checked(strings_of, default=())
+    allowed_hosts: Sequence[str] = checked(strings_of, default=())
     max_queue: int | None = checked(check_int, 0, MAX_INT)
     max_queue_tokens: int | None = checked(check_int, 0, MAX_INT)
     max_body_mib: int = checked(check_int, 1, 1024, default=32)
@@ -80,6 +93,7 @@ class ServerSettings:
     stall_s: float = checked(check_seconds, default=60.0)
     strict_fields: bool = checked(check_flag, default=False)
     model_required: bool = checked(check_flag, default=False)
+    allow_cache_keys: bool = checked(check_flag, default=False)
     files_dir: str | os.PathLike[str] | None = checked(check_path)
     max_file_mib: int = checked(check_int, 1, MAX_INT, default=512)
     max_stored_mib: int = checked(check_int, 1, MAX_INT, default=10_240)

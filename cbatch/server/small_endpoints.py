@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cbatch
@@ -102,7 +103,7 @@ async def props(desk: Desk, exchange: Exchange) -> None:
             },
             "total_slots": sizes.n_slots,
             "model_alias": desk.model_name,
-            "model_path": facts.path,
+            "model_path": Path(facts.path).name,
             "modalities": {"vision": False, "audio": False},
             "chat_template": facts.chat_template,
             "bos_token": facts.bos_token,

@@ -63,14 +63,17 @@ class EventStream:
     async def keep_alive(
         self, status_after_s: float, silence_s: float, idle: Callable[[], bytes]
     ) -> None:
-        """Send the status after so many seconds, and from then on `idle` after each silence, until cancelled."""
-        await anyio.sleep(status_after_s)
+        """Send `idle` after each silence, until cancelled; the first, with the status, after `status_after_s`.
+
+        A stream that has begun earlier is looked for as often: its silences count from then on.
+        """
         while True:
-            left_s = silence_s - (self._clock() - self._last_s)
+            after_s = silence_s if self.has_begun else status_after_s
+            left_s = after_s - (self._clock() - self._last_s)
             if left_s <= 0 and not self._sending.statistics().locked:
                 await self.send(idle())
                 left_s = silence_s
-            await anyio.sleep(max(left_s, silence_s / 10))
+            await anyio.sleep(min(max(left_s, silence_s / 10), silence_s))
 
     async def finish(self, data: bytes = b"") -> None:
         """Send the last events and end the answer."""

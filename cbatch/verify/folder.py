@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-from cbatch.processes import command_of, environment
+from cbatch.processes import run_apart
 from cbatch.verify.findings import Finding
 
 if TYPE_CHECKING:
@@ -46,23 +45,14 @@ def verify_all(models: Sequence[Path], n_slots: int, timeout_s: float) -> Iterat
 
 def verify_apart(path: Path, n_slots: int, timeout_s: float) -> Finding:
     """Try a model in a process of its own, which is killed after `timeout_s`."""
-    try:
-        done = subprocess.run(
-            command_of("cbatch.verify.one_model", os.fspath(path), str(n_slots)),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            env=environment(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    words = os.fspath(path), str(n_slots)
+    done = run_apart("cbatch.verify.one_model", *words, wall_s=timeout_s)
+    if done is None:
         return Finding(path.name, end=f"not done after {timeout_s:g} s")
-    except OSError as error:
-        raise ConfigError(f"no process can be started: {error}") from error
     if done.returncode == 0:
         return Finding(**json.loads(done.stdout))
-    words = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    return Finding(path.name, end=f"{_how(done.returncode)}: {words[-1] if words else ''}")
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return Finding(path.name, end=f"{_how(done.returncode)}: {lines[-1] if lines else ''}")
 
 
 def _how(code: int) -> str:

@@ -51,6 +51,7 @@ class Listener:
         self._busy = busy
         self._path = None if isinstance(place, int) else place
         self._socket = _at_port(place) if isinstance(place, int) else socket_at(place)
+        self._name = None if isinstance(place, int) else place.lstat()
         self._clients: SimpleQueue[socket.socket | OSError] = SimpleQueue()
         self._is_serving = threading.Lock()
         self._is_closed = False
@@ -92,9 +93,8 @@ class Listener:
             client = self._clients.get()
             if not isinstance(client, OSError):
                 hang_up(client)
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink()
+        if self._path is not None and self._name is not None:
+            remove_socket(self._path, self._name)
 
     def _accept(self) -> None:
         while True:
@@ -164,6 +164,13 @@ def socket_at(path: Path) -> socket.socket:
         opened.close()
         raise
     return opened
+
+
+def remove_socket(path: Path, name: os.stat_result) -> None:
+    """Remove a socket's name where it is still what it was, not another server's or a file."""
+    with suppress(OSError):
+        if os.path.samestat(path.lstat(), name):
+            path.unlink()
 
 
 def _bind(opened: socket.socket, path: Path) -> None:

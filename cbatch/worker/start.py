@@ -19,7 +19,7 @@ from cbatch.worker.line_sender import LineSender
 from cbatch.worker.placement import divide, divide_cores, my_cores, nodes_of
 from cbatch.worker.process import ProcessLink
 from cbatch.worker.service import hello_of
-from cbatch.worker.wire import VERSION, dumps
+from cbatch.worker.wire import VERSION, dumps, words_of_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +61,21 @@ def open_workers(
         )
         for settings, cores in zip(settings_of(options, n), cores_of(options, n), strict=True)
     ]
-    return Workers(launches, can_replace=True, is_stopped=is_stopped)
+    workers = Workers(launches, can_replace=True, is_stopped=is_stopped)
+    if options.exact:
+        _check_alike(workers)
+    return workers
+
+
+def _check_alike(workers: Workers) -> None:
+    """Close workers that compute exactly, but not alike, and raise an `EngineError`."""
+    found = {said["exact"] for _, said in workers.pool.ask_all("fingerprint", words_of_json)}
+    if len(found) > 1:
+        workers.close()
+        raise EngineError(
+            f"exact=True cannot hold over {len(workers.ready)} replicas, which compute differently: "
+            f"{' | '.join(sorted(found))}: leave replicas out"
+        )
 
 
 def path_of(model: Any) -> str | None:
@@ -99,6 +113,8 @@ def settings_of(options: EngineOptions, n: int) -> list[dict[str, Any]]:
     for name, value in shared.items():
         if value is not None and 0 < value < n:
             raise ConfigError(f"{name}={value} cannot be divided among {n} replicas: raise it")
+    if options.exact:
+        given["exact_slots"] = options.exact_slots or shared["parallel"]
     shares = {name: divide(value, n) for name, value in shared.items()}
     return [
         {**given, **{name: part[i] for name, part in shares.items() if part[i] is not None}}

@@ -118,6 +118,8 @@ def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
         (["--max-queue-tokens", "-1"], "max_queue_tokens must be 0 …"),
         (["--max-body-mib", "0"], "max_body_mib must be 1 … 1024"),
         (["--policy", "worst"], "policy must be one of"),
+        (["--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: other machines may call"),
+        (["--host", "::", "--port", "0"], "or --no-auth to serve everybody"),
     ],
 )
 def test_wrong_option_is_refused_before_the_model_is_loaded(
@@ -126,6 +128,23 @@ def test_wrong_option_is_refused_before_the_model_is_loaded(
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+@pytest.mark.parametrize("key", ["", " \t"])
+def test_blank_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("CBATCH_API_KEY", key)
+    result = CliRunner().invoke(app, ["serve"])
+    assert result.exit_code == 2
+    assert "CBATCH_API_KEY is blank: give a key, unset it, or say --no-auth" in result.stderr
+    result = CliRunner().invoke(app, ["serve", "--no-auth", "--policy", "worst"])
+    assert "policy must be one of" in result.stderr
+
+
+def test_key_beside_no_auth_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CBATCH_API_KEY", "k")
+    result = CliRunner().invoke(app, ["serve", "--no-auth"])
+    assert result.exit_code == 2
+    assert "--no-auth is for a server without keys" in result.stderr
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

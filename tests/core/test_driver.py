@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, replace
 from itertools import product
@@ -239,6 +240,8 @@ def test_broken_row_ends_with_an_error_and_keeps_the_text_before() -> None:
     [
         (BROKEN_ROW, {}, "^the model's logits are not numbers"),
         (EMPTY_ROW, {}, "^no token is left to sample: logit_bias"),
+        (EMPTY_ROW, {"logit_bias": {5: -1}}, "^no token is left to sample: logit_bias"),
+        (EMPTY_ROW, {"logit_bias": {5: -math.inf}}, "^logit_bias bans every token that could"),
         (BROKEN_ROW, {"regex": "a"}, "^the model's logits are not numbers"),
         (EMPTY_ROW, {"regex": "a"}, "^regex: no token is left to go on with: logit_bias"),
     ],

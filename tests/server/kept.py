@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.server import create_app
-from cbatch.server.batch_store import ENDED
+from cbatch.server.batch_index import ENDED
 from tests.server.clients import CHAT, USER, call, wait_until
 
 if TYPE_CHECKING:

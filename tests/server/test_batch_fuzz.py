@@ -207,7 +207,7 @@ def test_any_form_is_a_file_or_refused(app: Starlette, data: st.DataObject) -> N
     else:
         check_refusal("/v1/files", answer)
     store, settings = app.state.desk.batches.store, app.state.desk.settings
-    listed, _ = store.files(None, 10_000, is_newest_first=True, purpose=None)
+    listed, _ = store.files("", None, 10_000, is_newest_first=True, purpose=None)
     found = {path.name for path in (Path(settings.files_dir) / "content").iterdir()}
     assert found == {file.id for file in listed}
 

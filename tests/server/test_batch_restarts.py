@@ -179,7 +179,7 @@ from pathlib import Path
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.server import create_app
-from cbatch.server.batch_store import BATCH
+from cbatch.server.batch_index import BATCH
 
 class Slow(FakeBackend):
     def run(self, plan):

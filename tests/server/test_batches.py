@@ -14,7 +14,7 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.files.output import durable
 from cbatch.server import batches
-from cbatch.server.batch_store import Batch, BatchStore
+from cbatch.server.batch_store import BatchStore
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
 from tests.server.kept import (
@@ -36,11 +36,29 @@ from tests.worker.links import Launches, MortalBackend
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cbatch.server.batch_index import Batch
+
 RESPONSES = "/v1/responses"
 
 
 def many(n: int) -> bytes:
     return lines(*(line(f"r{i}") for i in range(n)))
+
+
+def test_line_with_numbers_that_json_lacks_is_refused_alone(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        url = "/v1/responses"
+        good = line("a", url, model="m", input="Hi", max_output_tokens=2)
+        odd = [line(f"{n}", url, model="m", input="Hi", metadata={"a": n}) for n in (1, 2)]
+        data = lines(good, *odd).replace(b'{"a": 1}', b'{"a": 1e999}')
+        batch = ended(app, begun(app, data.replace(b'{"a": 2}', b'{"a": NaN}'), url))
+        found = answers(app, batch)
+    assert {id: found[id]["response"]["status_code"] for id in found} == {
+        "a": 200,
+        "1": 400,
+        "2": 400,
+    }
+    assert found["1"]["response"]["body"]["error"]["code"] == "invalid_json"
 
 
 def test_batch_has_an_answer_for_each_line(tmp_path: Path) -> None:

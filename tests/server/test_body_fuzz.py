@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from copy import deepcopy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,11 @@ from cbatch.options import RunOptions
 from cbatch.server import anthropic_fields, request_fields, responses_fields
 from tests.profiles import examples
 from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, USER, fake_app
+from tests.server.kept import kept_app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from starlette.applications import Starlette
 
@@ -28,7 +31,8 @@ COUNT_INPUT = f"{RESPONSES}/input_tokens"
 
 OPTIONS = {f.name: f.metadata.get("limits", ()) for f in fields(RunOptions)}
 """The limits of each option, as they are declared."""
-for name in ("cache_key", "save_cache", "cache_required"):
+CELLS = ("cache_key", "save_cache", "cache_required")
+for name in CELLS:
     del OPTIONS[name]  # a folder is needed
 
 OF_ALL = {
@@ -312,6 +316,84 @@ def test_any_bytes_are_answered_or_refused(path: str) -> None:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         read: Any = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return dict(read) if isinstance(read, dict) else {}
+
+
+ODD = (
+    *("1e999", "-1e999", "[1e999]", '{"a": 1e999}', '{"5": -1e999}', "NaN", "-Infinity"),
+    *("-0", "-0.0", "1e-999", "1.0", "1.5", "-1", "1" + "0" * 400, "1" + "0" * 5000, "1e308"),
+    *(
+        '"\\ud800"',
+        '{"\\ud800": 1}',
+        '"\\u0000"',
+        '"a\\u0000b"',
+        '""',
+        '" "',
+        '"1"',
+        '"' + "x" * 9000 + '"',
+    ),
+    *("[" * 99 + "]" * 99, "[" * 300 + "]" * 300, '{"a":' * 99 + "1" + "}" * 99, "[" * 90_000),
+    *(
+        "true",
+        "false",
+        "[]",
+        "{}",
+        "[null]",
+        "[[]]",
+        "[{}]",
+        '{"": null}',
+        '{"type": null}',
+        '[""]',
+    ),
+    *(
+        '{"type": {}}',
+        '{"type": []}',
+        '[{"type": 1}]',
+        '{"type": "function"}',
+        '[{"type": "function"}]',
+    ),
+    *('{"type": "json_schema"}', '{"format": {"type": 1}}', '{"effort": 1}', "[1, 2]", '["a", 1]'),
+)
+"""Values as JSON writes them, and what is none: the sender chooses the text."""
+
+N_ODD = 900
+"""Cases of each path that are tried, chosen anew where the fields change."""
+
+BATCHES = {
+    "/v1/batches": (
+        "input_file_id",
+        "endpoint",
+        "completion_window",
+        "metadata",
+        "output_expires_after",
+    ),
+    "/v1/messages/batches": ("requests",),
+}
+
+
+def with_field(body: dict[str, Any], name: str, raw: str, *, is_twice: bool = False) -> bytes:
+    """A body whose field `name` has a value as it is written; with `is_twice`, after one of another value."""
+    rest = {key: value for key, value in body.items() if key != name}
+    twice = f"{json.dumps(name)}: null, " if is_twice else ""
+    return f"{json.dumps(rest)[:-1]}, {twice}{json.dumps(name)}: {raw}}}".encode()
+
+
+@pytest.mark.parametrize("path", [*GOOD, *BATCHES])
+def test_any_field_with_any_json_is_answered_or_refused(path: str, tmp_path: Path) -> None:
+    good = GOOD.get(
+        path, [{"completion_window": "24h", "endpoint": CHAT, "input_file_id": "file-1"}]
+    )
+    names = NAMES.get(path) or [*BATCHES[path], "unknown"]
+    cases = [(name, raw) for name in [*names, *CELLS] for raw in ODD]
+    cases = random.Random(path).sample(cases, min(len(cases), examples(N_ODD)))
+    with kept_app(tmp_path, max_choices=64) as app:
+        engine = app.state.desk.engine
+        for name, raw in cases:
+            body = with_field(good[0], name, raw, is_twice=len(raw) % 2 == 1)
+            (answer,) = anyio.run(ask_all, app, [(path, body)])
+            assert answer.status_code in (200, 400, 404, 504), (name, raw[:50], answer.text)
+            if answer.status_code != 200 and path not in BATCHES:
+                check_error(path, answer, _object(body))
+        assert engine.stats().n_running == 0

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -121,14 +122,14 @@ def test_answer_that_takes_longer_than_a_header_may_is_given() -> None:
 BROKEN = {
     "no HTTP": (b"nonsense\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)), 400),
-    "bad length": (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n", 400),
+    "bad length": (b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: x\r\n\r\n", 400),
     "two lengths": (
-        b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
         400,
     ),
-    "bad header": (b"GET / HTTP/1.1\r\nhost: a\r\nauthorization : secret\r\n\r\n", 400),
+    "bad header": (b"GET / HTTP/1.1\r\nhost: localhost\r\nauthorization : secret\r\n\r\n", 400),
     "bad chunk": (
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\nxyz\r\n",
         400,
     ),
@@ -152,6 +153,68 @@ def test_broken_http_is_told_in_json_and_disturbs_nobody(
     assert error_in(got)["code"] == "invalid_http"
     assert "secret" not in caplog.text
     assert b"secret" not in got.data
+
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n"
+)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"\r\n1;" + b"a" * 2**20,
+        HEAD + b"\r\n" + (b"1;" + b"a" * 1000 + b"\r\n \r\n") * 1000,
+        HEAD + b"\r\n2\r\n{}\r\n0\r\n" + b"x-a: b\r\n" * 2**17,
+    ],
+    ids=["one extension", "extensions", "trailers"],
+)
+def test_body_that_is_mostly_framing_is_refused(data: bytes) -> None:
+    with fake_app() as app, running(app) as server, connected(server) as connection:
+        with suppress(OSError):  # it is closed before all is sent
+            connection.sendall(data)
+        with suppress(ConnectionResetError):
+            assert error_in(rest_of(connection))["code"] == "invalid_http"
+        wait_until(lambda: not server.server.server_state.connections)
+
+
+@pytest.mark.real
+def test_body_in_small_chunks_is_read() -> None:
+    body = json.dumps({"prompt": "a" * 2**15, "max_tokens": 1}).encode()
+    chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in body)
+    with fake_app(2, 2**16) as app, running(app) as server, connected(server) as connection:
+        connection.sendall(HEAD + b"connection: close\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert rest_of(connection).status == 200
+
+
+@pytest.mark.real
+def test_trailer_is_no_header() -> None:
+    data = HEAD + b"connection: close\r\n\r\n2\r\n{}\r\n0\r\nx-api-key: k\r\n\r\n"
+    with (
+        fake_app(api_keys="k") as app,
+        running(app) as server,
+        connected(server, data) as connection,
+    ):
+        assert rest_of(connection).status == 401
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "more",
+    [
+        b"transfer-encoding: chunked\r\n",
+        b"transfer-encoding: identity\r\n",
+        b"content-length: 2\r\n",
+    ],
+)
+def test_length_that_is_told_twice_is_refused(more: bytes) -> None:
+    data = HEAD + more + b"\r\n2\r\n{}\r\n0\r\n\r\n"
+    with fake_app() as app, running(app) as server, connected(server, data) as connection:
+        got = rest_of(connection)
+    assert got.status in (400, 501)  # as the parser has it
+    assert error_in(got)["code"] == "invalid_http"
 
 
 @pytest.mark.real

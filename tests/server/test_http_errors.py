@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,6 +13,7 @@ from starlette.routing import Mount
 
 from cbatch import errors
 from cbatch.server.http_errors import problem_of
+from cbatch.server.pulse import Pulse
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app
 
 ASKED = {"messages": USER, "max_tokens": 2}
@@ -24,6 +26,7 @@ ASKED = {"messages": USER, "max_tokens": 2}
         (errors.UnsupportedOptionError("x"), 400, "unsupported_parameter", None),
         (errors.GrammarError("regex", "bad"), 400, "invalid_grammar", None),
         (errors.PromptError("bad"), 400, "invalid_prompt", None),
+        (errors.BannedTokensError("all"), 400, "no_token_left", None),
         (errors.ConfigError("bad"), 400, None, None),
         (errors.QueueFullError(3, 3), 429, "rate_limit_exceeded", None),
         (errors.WorkerDiedError("killed"), 500, "worker_died", None),
@@ -44,6 +47,38 @@ def test_error_has_its_status(
     assert problem.headers.get("x-should-retry") == retry
     assert ("retry-after" in problem.headers) is (status in (429, 503))
     assert "secret" not in problem.message
+
+
+SECRET = "/srv/secret/model.gguf"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.CacheError("k", "nothing is kept", where=Path(SECRET)),
+        errors.WorkerDiedError(f"signal 6: {SECRET}: abort", 2),
+        errors.EngineClosedError(f"the engine stopped: {SECRET} is gone"),
+        errors.ModelLoadError(f"{SECRET}: not a model"),
+        errors.EngineError(f"no worker can be started: {SECRET}"),
+        OSError(2, "not there", SECRET),
+    ],
+)
+def test_no_error_tells_a_path_of_the_server(error: Exception) -> None:
+    caused = errors.RequestFailedError(f"a bug of cbatch: {error}")
+    caused.__cause__ = error
+    for each in (error, caused):
+        assert SECRET not in json.dumps(problem_of(each).as_openai())
+
+
+def test_health_tells_no_path_of_the_server() -> None:
+    class Ended:
+        def stats(self) -> None:
+            raise errors.EngineClosedError(f"the engine stopped: {SECRET}")
+
+    ended: Any = Ended()
+    pulse = Pulse(ended, float)
+    anyio.run(pulse.ask)
+    assert pulse.problem == "the engine has ended"
 
 
 def test_prompt_that_is_too_long_says_how_long_it_may_be() -> None:

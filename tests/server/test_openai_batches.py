@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from cbatch.server.batch_store import ENDED
+from cbatch.server.batch_index import ENDED
 from tests.server.clients import wait_until
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ def gated(
 
 def request_bytes(path: str, body: Any) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -151,6 +151,15 @@ def test_stream_in_silence_has_its_status_and_comments() -> None:
     with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
         text = _first_text(app, {**SHORT, "stream": True}, backend, n_comments=3)
     assert text.startswith(":\n\n:\n\n:\n\n")
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_silence_behind_early_text_has_comments() -> None:
+    backend = GatedBackend(2, 256, hold_at=4)
+    engine = Engine(backend)
+    with engine, fake_app(engine=engine, status_after_s=1e6, keep_alive_s=0.01) as app:
+        text = _first_text(app, {**SHORT, "stream": True}, backend, n_comments=3)
+    assert "content" in text.partition(":\n\n")[0]
     assert text.endswith("data: [DONE]\n\n")
 
 

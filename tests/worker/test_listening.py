@@ -93,3 +93,11 @@ def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_only_the_same_user_may_open_the_socket(tmp_path: Path) -> None:
     with closing(Listener(tmp_path / "s", busy)):
         assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+
+
+def test_file_in_place_of_the_socket_stays_when_listening_ends(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with closing(Listener(path, busy)):
+        path.unlink()
+        path.write_text("mine")
+    assert path.read_text() == "mine"

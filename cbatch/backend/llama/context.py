@@ -72,7 +72,7 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     # with more outputs llama.cpp ends the process; the graph's memory is reserved for this many
     params.n_outputs_max = n_sequences + N_TARGETS_MAX
     params.n_ctx = context_cells(model, options)
-    params.n_batch = max(options.n_batch, n_sequences)
+    params.n_batch = exact_batch(options) if options.exact else options.n_batch
     params.n_ubatch = min(options.n_ubatch, options.n_batch)
     if options.exact:  # a step's rows are one run of the graph
         params.n_ubatch = max(params.n_ubatch, n_sequences)
@@ -92,16 +92,20 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
 def sequences_of(options: EngineOptions, n_slots: int | None = None) -> int:
     """Return the sequences of a context of `n_slots` slots, the options' by default.
 
-    They are the slots, and with `exact` up to three more for pad rows.
+    They are the slots, and with `exact` more for pad rows; see `n_sequences`.
     """
     n_slots = options.n_slots if n_slots is None else n_slots
-    return n_sequences(n_slots) if options.exact else n_slots
+    return n_sequences(n_slots, options.exact_slots or 1) if options.exact else n_slots
+
+
+def exact_batch(options: EngineOptions) -> int:
+    """Return the most tokens of a step under `exact`: the same for all engines that give the same bits."""
+    return max(options.n_batch, n_sequences(options.n_exact_slots))
 
 
 def n_pad_cells(options: EngineOptions, n_slots: int | None = None) -> int:
     """Return the cells of each sequence that pad rows need beyond its window, rounded up as llama.cpp does."""
-    n_slots = options.n_slots if n_slots is None else n_slots
-    return padded(N_STEPS_MAX) if options.exact and n_slots > 1 else 0
+    return padded(N_STEPS_MAX) if options.exact and sequences_of(options, n_slots) > 1 else 0
 
 
 def cells_of_slots(options: EngineOptions, n_slots: int, n_window: int) -> int:

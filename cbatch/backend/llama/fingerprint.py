@@ -36,6 +36,10 @@ _SETTINGS = (*_OF_CELLS, "exact", "rope_scaling", *ROPE_VALUES)
 """Engine options that change the cells. Source: src/llama-kv-cache.cpp, state_read, and what it does not check."""
 
 
+_N_CELLS_UNDIVIDED = 256
+"""Cells up to which they are not divided. Source: ggml/src/ggml-cpu/ops.cpp, use_split_kv_path."""
+
+
 def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
     """Return what the cells of a context depend on, by name. Reads some 32 MiB of a model's file, the first time.
 
@@ -71,7 +75,10 @@ def answer_settings(
 def _exactly(options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window: int) -> str:
     if cuts.is_every and cuts.most >= n_window:  # every prompt is one chunk, as with `n_ubatch`
         cuts = PromptCuts.every(max(cuts.most, options.n_ubatch))
-    devices = _said(options, ("flash_attn", *_DEVICES))
+    # flash attention divides the cells of a lone row among threads
+    is_by_threads = options.flash_attn != "off" and (cuts.is_every or not shape.has_pads)
+    threads = ("n_threads",) if is_by_threads and n_window > _N_CELLS_UNDIVIDED else ()
+    devices = _said(options, ("flash_attn", *threads, *_DEVICES))
     places = f", {devices}" if devices else ""
     version = f"llama-cpp-python {llama_cpp.__version__}"
     return f"True (pieces of {cuts}, {shape}, {version}{places})"

@@ -154,7 +154,7 @@ class LlamaBackend:
             self.memory = replace(self.memory, n_cells=n_cells, can_save=can_save)
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
         # exact: a chunk is one run of the graph, with room for one row of every other slot
-        n_alone = min(options.n_ubatch, self.n_batch - self.n_slots + 1)
+        n_alone = min(options.n_ubatch, max(1, self.n_batch - options.n_exact_slots + 1))
         self.cuts = self.shape.cuts(n_alone) if options.exact else ANYWHERE
         self.has_prompts_apart = self.memory.kind != "unified" and not is_on_device
         """Whether llama.cpp computes prompts of several lengths in several runs of the graph."""
@@ -407,7 +407,9 @@ class LlamaBackend:
     @property
     def answer_settings(self) -> Mapping[str, str]:
         """Settings that answers depend on; see `Backend.answer_settings`."""
-        said = answer_settings(self.options, self.shape, self.cuts, self.n_window)
+        said = answer_settings(
+            replace(self.options, n_threads=self.n_threads), self.shape, self.cuts, self.n_window
+        )
         return {**said, "rope factors": self._rope_factors}
 
     @property

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 PAD_TOKEN = 0
 """What a pad row computes: any token does."""
 
+N_TILED = 8
+"""Rows from which products in tiles are taken. Source: ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_min_batch."""
+
 N_GROUP = 4
 """Rows that llama.cpp's kernels for repacked weights take together, those that are left over one by one.
 Source: ggml/src/ggml-cpu/repack.cpp, forward_mul_mat_one_chunk."""
@@ -26,9 +29,8 @@ Source: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q; ggml-cpu/ops.cpp, use_tiled.
 N_CUT_LEAST = 4 * CHUNK_ALIGNMENT
 """Where chunks cannot have as many tokens, every chunk is as long as it can be."""
 
-LAST_CHUNKS = (8, CHUNK_ALIGNMENT)
-"""Fewest tokens of a last chunk that are tried: products in tiles begin at 8 rows.
-Source: ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_min_batch."""
+LAST_CHUNKS = (N_TILED, CHUNK_ALIGNMENT)
+"""Fewest tokens of a last chunk that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,19 @@ def shapes(n_slots: int, *, is_plain: bool) -> Sequence[RowShape]:
         return [ANY_SHAPE]
     n_most = n_sequences(n_slots)
     tried = [*((2, 1),) * is_plain, (4, 4), (8, 4), (n_most, n_most)]
-    least = 2 if is_plain else min(8, n_most)
+    least = 2 if is_plain else min(N_TILED, n_most)
     return [RowShape(*shape) for shape in tried if least <= shape[0] <= n_most]
 
 
-def n_sequences(n_slots: int) -> int:
-    """Return the sequences of a context in which the rows of every step can be padded: its slots, and up to 3 more."""
+def n_sequences(n_slots: int, n_exact_slots: int = 1) -> int:
+    """Return the sequences of a context in which the rows of every step can be padded: its slots, and up to 3 more.
+
+    One of several that share `n_exact_slots` has at least as many as the kernels of all of them need.
+    """
+    return max(_in_groups(n_slots), min(N_TILED, _in_groups(n_exact_slots)))
+
+
+def _in_groups(n_slots: int) -> int:
     return n_slots if n_slots == 1 else -(-n_slots // N_GROUP) * N_GROUP
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import notes
+from cbatch.errors import ConfigError
+from cbatch.processes import has_crashed, run_apart
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,12 +27,6 @@ AMX_ADVICE = (
 )
 _WALL_S = 60.0
 _SOUND = "sound"
-SCRIPT = f"""
-import sys
-sys.path[:] = filter(None, sys.path)  # another cbatch may be where the process was started
-from {__name__} import compute
-compute(sys.argv[1])
-"""
 
 
 @functools.cache
@@ -44,38 +39,23 @@ def has_sound_amx(model: Path) -> bool:
         return True
     if notes.read("amx") == _SOUND:
         return True
-    code = _code_of_step(model)
-    if code == 0:
-        notes.write(_SOUND, "amx")
-    return code is None or code >= 0
-
-
-def _code_of_step(model: Path) -> int | None:
-    """Return the exit status of a process that computes a step, negative where a signal ended it; None: unknown."""
-    paths = os.pathsep.join(p for p in sys.path if p)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, model],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=_WALL_S,
-            env={**os.environ, "PYTHONPATH": paths},
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.returncode
+        done = run_apart(__name__, os.fspath(model), wall_s=_WALL_S)
+    except ConfigError:
+        return True
+    if done is not None and done.returncode == 0:
+        notes.write(_SOUND, "amx")
+    return done is None or not has_crashed(done.returncode)
 
 
-def compute(model: str) -> None:
-    """Compute two tokens; for a process of its own.
+def main() -> None:
+    """Compute two tokens with the model that the arguments name; for a process of its own.
 
     Raises:
         SystemExit: there is no room for the model, which says nothing of AMX.
     """
     params = llama_cpp.llama_model_default_params()
-    loaded = llama_cpp.llama_model_load_from_file(os.fsencode(model), params)
+    loaded = llama_cpp.llama_model_load_from_file(os.fsencode(sys.argv[1]), params)
     if loaded is None:
         raise SystemExit("the model of the trial cannot be loaded")
     sizes = llama_cpp.llama_context_default_params()

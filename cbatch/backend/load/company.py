@@ -1,10 +1,12 @@
 """Whether llama.cpp computes several sequences together as it computes each alone, tried when a model is loaded.
 
-Where it does not, an engine computes one sequence at a time: slower, and right.
+Where it does not, an engine computes one sequence at a time: slower, and right. Where it ends the process, that is
+found in another one, and an engine has the slots with which it does not; see `survival`.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,12 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.context import context_cells
+from cbatch.backend.load import notes
+from cbatch.backend.load.note_parts import note_parts
+from cbatch.backend.load.survival import find_surviving
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.errors import EngineError
 from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,18 +43,11 @@ in company, and at most 2,000 times as much. Where it is wrong: 0.01 to 2.6."""
 BY_EXACT = "together: exact=True holds"
 """What is said where a proof makes a trial needless."""
 
-_ENDING = {
-    "plamo2": "0.3.36",
-}
-"""Architectures whose computation of several sequences ends the process or is wrong, and the version of
-llama-cpp-python in which it was seen last, by `cbatch verify --archs`.
-
-plamo2: src/models/plamo2.cpp writes states at `kv_head * n_seqs` where they belong at `kv_head`."""
-
 _KNOWN = frozenset(("gemma", "granite", "llama", "mistral3", "olmo", "qwen2", "qwen3", "smollm3"))
 """Dense transformers with cells of one kind, whose graphs are the first that llama.cpp had: these are not tried.
 Source: `cbatch verify --archs` on the models of tests/zoo."""
 
+_NOTE = "company"
 _N_PROMPTS, _N_DECODED = (4, 2, 3), 3
 _N_TRIALS = 2
 """Trials with other tokens that have to fail: where rounding changes the choice of an expert, one may."""
@@ -65,15 +64,74 @@ class Company:
     """Whether the options are the given ones, which are right."""
 
 
+def tried_options(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
+) -> tuple[EngineOptions, Company | None]:
+    """Return options with which llama.cpp survives, and what is known of company without another trial."""
+    if found := find_known(model, options) or _remembered(model, options):
+        return found.options, found
+    return find_surviving(model, options, is_stopped), None
+
+
+def try_company(
+    backend: LlamaBackend, asked: EngineOptions, is_stopped: Callable[[], bool] = bool
+) -> Company:
+    """Return what a new backend with the options of `tried_options` shows, and remember it."""
+    found = _compared(find_company(backend, is_stopped), asked, backend.model.architecture)
+    if parts := _parts(backend.model, asked):
+        options = found.options
+        said = [found.text, options.n_slots, options.n_ubatch, found.is_sound]
+        notes.write(json.dumps(said), _NOTE, *parts)
+    return found
+
+
+def _compared(found: Company, asked: EngineOptions, architecture: str) -> Company:
+    """Tell how the options with which llama.cpp survives differ from those that were asked for."""
+    options = found.options
+    if not found.is_sound or (options.n_slots, options.n_ubatch) == (asked.n_slots, asked.n_ubatch):
+        return found
+    if options.n_slots == 1:
+        why = f"llama.cpp ends the process at several sequences of a {architecture} model"
+        return replace(found, text=_alone(why), is_sound=False)
+    sizes = {
+        "parallel": (options.n_slots, asked.n_slots),
+        "n_ubatch": (options.n_ubatch, asked.n_ubatch),
+    }
+    changed = {name: pair for name, pair in sizes.items() if pair[0] != pair[1]}
+    now = " and ".join(f"{name}={pair[0]}" for name, pair in changed.items())
+    before = " and ".join(f"{name}={pair[1]}" for name, pair in changed.items())
+    why = f"{now}, because llama.cpp ends the process with {before}"
+    return replace(found, text=f"{found.text}; {why}", is_sound=False)
+
+
+def _parts(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
+    """Return what a finding depends on; empty where that is not known, or it takes no trial."""
+    if model.is_borrowed or (options.exact and options.n_slots > 1):
+        return ()
+    n_graph = min(options.n_ubatch, context_cells(model, options))
+    return note_parts(model, options, slots=options.n_slots, n_graph=n_graph)
+
+
+def _remembered(model: LlamaModel, options: EngineOptions) -> Company | None:
+    parts = _parts(model, options)
+    said = notes.read(_NOTE, *parts) if parts else None
+    try:
+        match json.loads(said or "null"):
+            case [str(text), int(n_slots), int(n_ubatch), bool(is_sound)] if (
+                1 <= n_slots <= options.n_slots and 1 <= n_ubatch <= options.n_ubatch
+            ):
+                # `parallel` stays None only where nothing was changed
+                changed = (
+                    options if is_sound else replace(options, parallel=n_slots, n_ubatch=n_ubatch)
+                )
+                return Company(text, changed, is_sound=is_sound)
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
 def find_known(model: LlamaModel, options: EngineOptions) -> Company | None:
     """Return what is known without a trial; None where a trial has to tell."""
-    version = _ENDING.get(model.architecture)
-    if version and options.n_slots > 1:
-        why = (
-            f"llama.cpp computes several sequences of a {model.architecture} model wrongly, or ends the process "
-            f"(seen with llama-cpp-python {version}, this is {llama_cpp.__version__})"
-        )
-        return Company(_alone(why), replace(options, parallel=1), is_sound=False)
     is_plain = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
     if is_plain and model.architecture in _KNOWN and not _has_experts(model):
         return Company(
@@ -83,7 +141,7 @@ def find_known(model: LlamaModel, options: EngineOptions) -> Company | None:
 
 
 def find_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -> Company:
-    """Try it on a new backend, in some 25 small steps; every slot is empty afterwards."""
+    """Try it on a new backend, in some 50 small steps; every slot is empty afterwards."""
     options = backend.options
     if options.exact and backend.n_slots > 1:
         return Company(BY_EXACT, options)
@@ -109,11 +167,11 @@ def _has_experts(model: LlamaModel) -> bool:
 
 
 class _Trial:
-    """Computes up to three sequences in the first slots: alone, token by token, and together."""
+    """Computes a sequence in each slot, of three texts: each text alone, token by token, and all together."""
 
     def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool], seed: int) -> None:
         self._backend, self._is_stopped = backend, is_stopped
-        self._n_prompts = _N_PROMPTS[: backend.n_slots]
+        self._n_prompts = [n for n, _ in zip(_N_PROMPTS, range(backend.n_slots), strict=False)]
         dice, n_vocab = random.Random(seed), backend.vocab.n_vocab
         # [0, n) prompt   [n, n + _N_DECODED) fed one by one
         self._texts = [dice.choices(range(n_vocab), k=n + _N_DECODED) for n in self._n_prompts]
@@ -126,7 +184,7 @@ class _Trial:
             rounding = max(map(_difference, alone, whole))
             if rounding > ROUNDING_MOST:
                 return "llama.cpp computes a prompt otherwise than its tokens one by one", True
-            together = self._together()
+            found = [pair for slots in self._companies() for pair in self._together(slots)]
         except EngineError as error:
             if self._is_stopped():
                 raise
@@ -134,11 +192,18 @@ class _Trial:
         finally:
             self._clear()
         limit = min(max(ROUNDING_GAIN * rounding, ROUNDING_LEAST), ROUNDING_MOST)
-        for place, a, b in zip(("first", "second", "third"), alone, together, strict=False):
-            if _difference(a, b) > limit:
-                why = f"llama.cpp computes the {place} of several sequences otherwise than alone"
-                return why, False
+        for place, n, slot, logits in found:
+            if _difference(alone[slot % len(alone)], logits) > limit:
+                of_all = f"sequence {place} of {n}"
+                return f"llama.cpp computes {of_all} otherwise than alone", False
         return "", False
+
+    def _companies(self) -> Iterator[range]:
+        """Yield slots to compute together: all of them, and fewer at either end."""
+        n = self._backend.n_slots
+        yield range(n)
+        for i, width in enumerate(sorted({*range(3, n, max(1, n // 4)), *range(n - 1, 2, -n)})):
+            yield range(width) if i % 2 else range(n - width, n)
 
     def _token_by_token(self, i: int) -> list[Logits]:
         """Compute a sequence alone; return the logits after its prompt and after each token that follows."""
@@ -154,27 +219,28 @@ class _Trial:
         prompt = self._texts[i][: self._n_prompts[i]]
         return self._run([Chunk(Slot(i), 0, prompt, has_output=True)])
 
-    def _together(self) -> list[list[Logits]]:
-        """Compute all: prompts together, one beside rows of one token, rows without the first sequence, rows of all.
+    def _together(self, slots: range) -> Iterator[tuple[int, int, int, list[Logits]]]:
+        """Compute these slots: prompts together, some beside rows of one token, rows without the first, rows of all.
 
-        Returns:
-            the logits of each after its prompt and after the tokens that follow, as many as were computed.
+        Yields:
+            the place of each, from 1 on, of how many, its slot, and the logits after its prompt and the tokens that
+            follow, as many as were computed.
         """
         self._clear()
-        n = len(self._texts)
-        n_done = [0] * n
-        found: list[list[Logits]] = [[] for _ in range(n)]
-        every = range(n)
-        for which in (every[:2], every, every[1:], every):
+        n_done = dict.fromkeys(slots, 0)
+        found: dict[int, list[Logits]] = {slot: [] for slot in slots}
+        for which in (slots[:2], slots, slots[1:], slots):
             chunks = []
-            for i in which:
-                start = n_done[i]
-                n_done[i] = start + 1 if start else self._n_prompts[i]
-                tokens = self._texts[i][start : n_done[i]]
-                chunks.append(Chunk(Slot(i), start, tokens, has_output=True))
-            for i, logits in zip(which, self._run(chunks), strict=True):
-                found[i].append(logits)
-        return found
+            for slot in which:
+                i_text = slot % len(self._texts)
+                start = n_done[slot]
+                n_done[slot] = start + 1 if start else self._n_prompts[i_text]
+                tokens = self._texts[i_text][start : n_done[slot]]
+                chunks.append(Chunk(Slot(slot), start, tokens, has_output=True))
+            for slot, logits in zip(which, self._run(chunks), strict=True):
+                found[slot].append(logits)
+        for place, slot in enumerate(slots, 1):
+            yield place, len(slots), slot, found[slot]
 
     def _run(self, chunks: Sequence[Chunk]) -> list[Logits]:
         """Run one step; return the logits of each chunk."""
@@ -188,7 +254,7 @@ class _Trial:
         return [self._backend.logits(chunk.slot) for chunk in chunks]
 
     def _clear(self) -> None:
-        slots = [Slot(i) for i in range(len(self._texts))]
+        slots = [Slot(i) for i in range(self._backend.n_slots)]
         binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
         self._backend.run(StepPlan((), clears=tuple(slots), binds=binds))
 

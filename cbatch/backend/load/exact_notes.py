@@ -1,18 +1,23 @@
-"""What makes a model exact is found once: a note of it serves later loads with the same settings on this machine."""
+"""What makes a model exact is found once: a note of it serves later loads with the same settings on this machine.
+
+The note does not depend on how an engine is divided: threads, slots and memory of one of several replicas. So all
+processes of a machine compute alike.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.context import available_cores
-from cbatch.backend.llama.fingerprint import file_digest, model_parts
+from cbatch.backend.llama.context import available_cores, sequences_of
 from cbatch.backend.llama.pad_rows import LAST_CHUNKS, RowShape, n_sequences
 from cbatch.backend.load import notes
+from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.probe import COULD_NOT_RUN
-from cbatch.backend.load.row_shapes import ExactSettings, find_exact
+from cbatch.backend.load.row_shapes import ExactSettings, confirm, find_exact
+from cbatch.engine_options import BITWISE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from cbatch.engine_options import EngineOptions
 
 _NAME = "exact"
+_CONFIRMED = "exact-threads"
 _WINDOW = 1024
 """Longer windows of slots change nothing: the probe's own are shorter."""
 
@@ -42,32 +48,76 @@ def exact_finding(
     """Return what `find_exact` finds, or found when this model was loaded with these settings on this machine.
 
     Nothing is kept of a model that is borrowed, whose weights may not be its file's; nor with RPC servers, which may be
-    other machines the next time.
+    other machines the next time. What was found with another number of threads is tried with this one.
     """
     depends = _depends(model, options)
-    if depends and (said := notes.read(_NAME, *depends)) and (known := _read(said, options)):
-        return known
     start_s = perf_counter()
-    settings = find_exact(model, options, is_stopped)
-    found = ExactFinding(settings, round(perf_counter() - start_s, 3))
-    if depends and not settings.exactness.startswith(COULD_NOT_RUN):
-        notes.write(_written(found), _NAME, *depends)
-    return found
+    found = _known(depends, options)
+    if found is None:
+        settings = find_exact(model, options, is_stopped)
+        found = ExactFinding(settings, round(perf_counter() - start_s, 3))
+        is_found = depends and not settings.exactness.startswith(COULD_NOT_RUN)
+        if is_found and (known := _known(depends, options)):  # by another process, meanwhile
+            found = known
+        elif is_found:
+            notes.write(_written(found), _NAME, *depends)
+            _tell_confirmed(found, depends, options)
+    if found.settings.shape.least > sequences_of(options):
+        why = (
+            f"not guaranteed: only steps of {found.settings.shape.least} rows give the same bits, and an engine of "
+            f"{options.n_slots} slots has fewer: leave replicas and exact_slots out"
+        )
+        return replace(found, settings=ExactSettings(why, options))
+    return _confirmed(model, found, depends, is_stopped)
+
+
+def _known(depends: Sequence[str], options: EngineOptions) -> ExactFinding | None:
+    said = notes.read(_NAME, *depends) if depends else None
+    return _read(said, options) if said else None
+
+
+def _confirmed(
+    model: LlamaModel,
+    found: ExactFinding,
+    depends: Sequence[str],
+    is_stopped: Callable[[], bool],
+) -> ExactFinding:
+    """Return a finding of another process, tried with this number of threads, once for each number."""
+    options = found.settings.options
+    is_own = not found.is_remembered or found.settings.exactness != BITWISE
+    if is_own or notes.read(_CONFIRMED, *_by_threads(found, depends, options)):
+        return found
+    start_s = perf_counter()
+    exactness = confirm(model, found.settings, is_stopped)
+    probe_s = round(perf_counter() - start_s, 3)
+    if exactness == BITWISE:
+        _tell_confirmed(found, depends, options)
+        return replace(found, probe_s=probe_s, is_remembered=False)
+    why = f"{exactness} (with n_threads={_n_threads(options)}, not with that of another process)"
+    return ExactFinding(ExactSettings(why, options), probe_s)
+
+
+def _tell_confirmed(found: ExactFinding, depends: Sequence[str], options: EngineOptions) -> None:
+    notes.write(BITWISE, _CONFIRMED, *_by_threads(found, depends, options))
+
+
+def _by_threads(
+    found: ExactFinding, depends: Sequence[str], options: EngineOptions
+) -> Sequence[str]:
+    shape, flash_attn = found.settings.shape, found.settings.options.flash_attn
+    return *depends, f"{flash_attn} {shape!r}", f"n_threads={_n_threads(options)}"
+
+
+def _n_threads(options: EngineOptions) -> int:
+    return options.n_threads or available_cores()
 
 
 def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
     """Return what a finding depends on; empty where that is not known."""
-    parts = model_parts(model.name)
-    if model.is_borrowed or options.rpc_servers or not parts:
-        return ()
-    try:
-        digest = file_digest(parts)
-    except OSError:
+    if model.is_borrowed:
         return ()
     window = options.ctx_per_seq or (options.n_ctx or _WINDOW) // options.n_slots
-    n_threads = options.n_threads or available_cores()
-    same = replace(options, n_ctx=None, ctx_per_seq=min(window, _WINDOW), n_threads=n_threads)
-    return digest, *(f"{field.name}={getattr(same, field.name)!r}" for field in fields(same))
+    return note_parts(model, options, slots=options.n_exact_slots, window=min(window, _WINDOW))
 
 
 def _written(found: ExactFinding) -> str:
@@ -94,7 +144,7 @@ def _read(said: str, options: EngineOptions) -> ExactFinding | None:
                 "multiple": int(multiple),
                 "n_last": int(n_last),
                 "probe_s": float(probe_s),
-            } if 1 <= multiple <= least <= n_sequences(options.n_slots) and n_last in (
+            } if 1 <= multiple <= least <= n_sequences(options.n_exact_slots) and n_last in (
                 0,
                 *LAST_CHUNKS,
             ):

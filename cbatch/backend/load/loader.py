@@ -18,7 +18,7 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.checkpoint_budget import described_mib
-from cbatch.backend.load.company import BY_EXACT, find_company, find_known
+from cbatch.backend.load.company import BY_EXACT, find_known, tried_options, try_company
 from cbatch.backend.load.devices import free_on_devices
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
@@ -148,11 +148,13 @@ def _describe(
         n_unloaded = 0 if has_weights else loaded.n_bytes
         room = find_room(loaded, options, n_unloaded=n_unloaded)
         settled = settle(loaded, options, room)
-        company = find_known(loaded, settled)
+        company, asked = find_known(loaded, settled), settled
+        if has_weights:
+            settled, company = tried_options(loaded, settled, is_stopped)
         has_proof = options.exact and settled.n_slots > 1
         if company is None and has_weights and not has_proof:
             with closing(LlamaBackend(loaded, settled, owns_model=False)) as backend:
-                company = find_company(backend, is_stopped)
+                company = try_company(backend, asked, is_stopped)
         settled = company.options if company else settled
         proof = exact_finding(loaded, settled, is_stopped) if asks_probe and options.exact else None
         exactness = proof and proof.settings.exactness
@@ -312,16 +314,16 @@ def _make_backend(
     is_stopped: Callable[[], bool],
     stepper: Callable[..., NativeStepper] | None,
 ) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
-    """Make a backend, and another that computes one sequence at a time where several are computed wrongly."""
-    found = find_known(loaded, options)
-    made = _make_untried(loaded, found.options if found else options, is_stopped, stepper)
+    """Make a backend with which llama.cpp survives, and another where several sequences are computed wrongly."""
+    tried, found = tried_options(loaded, options, is_stopped)
+    made = _make_untried(loaded, tried, is_stopped, stepper)
     if found is None:
         try:
-            found = find_company(made[0], is_stopped)
+            found = try_company(made[0], options, is_stopped)
         except BaseException:
             _discard(made[0])
             raise
-        if not found.is_sound:
+        if found.options != made[0].options:
             _discard(made[0])
             made = _make_untried(loaded, found.options, is_stopped, stepper)
     made[0].company = found.text

@@ -56,6 +56,7 @@ def open_model(
     options: EngineOptions = _DEFAULTS,
     *,
     has_weights: bool = True,
+    may_repack: bool = True,
     is_stopped: Callable[[], bool] = bool,
 ) -> LlamaModel:
     """Load a GGUF file, or borrow the model of a `llama_cpp.Llama`.
@@ -64,6 +65,7 @@ def open_model(
         model: the file (of a split model, the first one), or the `Llama`, taken as it was loaded.
         options: where the weights are put, and the chat template.
         has_weights: read the weights; nothing can be computed without.
+        may_repack: have llama.cpp lay weights out anew for this processor, which takes as much memory again.
         is_stopped: called for each tensor; once it is true, loading ends.
 
     Raises:
@@ -81,7 +83,9 @@ def open_model(
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
     if has_weights:
         params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
-        if not has_sound_amx(shipped_model()):
+        if not may_repack:
+            params.use_extra_bufts = False
+        elif not has_sound_amx(shipped_model()):
             _log.warn("%s", AMX_ADVICE)
             params.use_extra_bufts = False
     place(params, options)

@@ -58,7 +58,8 @@ def probe(
     Works on a context of its own, so an engine on the same model is not disturbed. Computes about 5,000 tokens; ends
     once `is_stopped` is true. With `exact`, steps have the shape.
     """
-    small = probed_options(model, options, min(options.n_slots, max(WIDTHS) + 1), _N_LONG + 16)
+    n_slots = min(options.n_exact_slots, max(WIDTHS) + 1)
+    small = probed_options(model, options, n_slots, _N_LONG + 16)
     try:
         with model.in_use():
             finding = _first_finding(model, small, is_stopped, shape)
@@ -78,7 +79,8 @@ def probed_options(
     wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
     n_window = max(_N_LEAST, min(wanted, model.n_ctx_train or wanted, n_window))
     n_batch = max(options.n_batch, n_slots)
-    return replace(options, parallel=n_slots, n_batch=n_batch, n_ctx=None, ctx_per_seq=n_window)
+    small = replace(options, parallel=n_slots, exact_slots=None, n_batch=n_batch)
+    return replace(small, n_ctx=None, ctx_per_seq=n_window)
 
 
 def difference(a: Logits, b: Logits) -> float:

@@ -21,7 +21,6 @@ from cbatch.backend.llama.pad_rows import (
     n_sequences,
     shapes,
 )
-from cbatch.backend.load.attention import is_better_off
 from cbatch.backend.load.probe import (
     COULD_NOT_RUN,
     Probe,
@@ -74,19 +73,26 @@ def find_exact(
     """Return how a model is computed so that no logits depend on company, or why it cannot be.
 
     Works on contexts of its own. The rows of a step are padded as the model's kernels need it. Where `flash_attn` is
-    "auto", the faster of on and off is tried first, and then the other.
+    "auto", it is turned off only where nothing holds with it: the order is fixed, and no time is measured, for all
+    processes that load this model must find the same.
     """
+    first = _find(model, options, is_stopped)
     can_go_without = not options.has_quantised_values and options.split_mode != "tensor"
-    if options.flash_attn != "auto" or not can_go_without:
-        return _find(model, options, is_stopped)
-    tried = [options, replace(options, flash_attn="off")]
-    if is_better_off(model, options):
-        tried.reverse()
-    first = _find(model, tried[0], is_stopped)
-    if first.exactness == BITWISE:
+    if first.exactness == BITWISE or options.flash_attn != "auto" or not can_go_without:
         return first
-    second = _find(model, tried[1], is_stopped)
-    return second if second.exactness == BITWISE else replace(first, options=options)
+    second = _find(model, replace(options, flash_attn="off"), is_stopped)
+    return second if second.exactness == BITWISE else first
+
+
+def confirm(
+    model: LlamaModel, settings: ExactSettings, is_stopped: Callable[[], bool] = bool
+) -> str:
+    """Return `bitwise`, or why settings that another process found do not hold in this one."""
+    shape = settings.shape
+    found = _find(model, settings.options, is_stopped, [shape])
+    if found.exactness == BITWISE and found.shape != shape:
+        return f"not guaranteed: prompts cannot be cut as other processes cut them ({shape})"
+    return found.exactness
 
 
 def width_classes(
@@ -100,11 +106,16 @@ def width_classes(
 
 
 def _find(
-    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+    model: LlamaModel,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    possible: Sequence[RowShape] = (),
 ) -> ExactSettings:
-    n_probed = min(options.n_slots, N_ROWS_MAX)
+    """Try shapes, all by default, with as many rows as the engines have together that are to give the same bits."""
+    n_rows = options.n_exact_slots
+    n_probed = min(n_rows, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
-    possible = shapes(options.n_slots, is_plain=has_plain_weights(model))
+    possible = possible or shapes(n_rows, is_plain=has_plain_weights(model))
     if experts := tiled_experts(model, options):
         return ExactSettings(f"not guaranteed: {experts}", options)
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.fingerprint import model_parts, tensor_types
-from cbatch.backend.llama.pad_rows import N_GROUP, n_sequences
+from cbatch.backend.llama.pad_rows import N_GROUP, N_TILED, n_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,9 +25,6 @@ _TILED = {
 }  # fmt: skip
 """Types that have another kernel for 8 rows and more, and no repacked form."""
 
-_N_TILED = 8
-"""Rows from which that kernel is taken. Source: ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_min_batch."""
-
 
 def has_plain_weights(model: LlamaModel) -> bool:
     """Whether llama.cpp computes all of a model's weights alike in steps of two rows and more."""
@@ -37,11 +34,11 @@ def has_plain_weights(model: LlamaModel) -> bool:
 
 def tiled_experts(model: LlamaModel, options: EngineOptions) -> str:
     """Return why experts depend on company: their kernel changes at 8 rows that choose the same one; else nothing."""
-    if n_sequences(options.n_slots) < _N_TILED or _is_on_device(options):
+    if n_sequences(options.n_exact_slots) < N_TILED or _is_on_device(options):
         return ""
     for name, type in _tiled_experts(model):
         return (
-            f"experts in {_TILED[type]} ({name}) have another kernel where {_N_TILED} rows of a step choose "
+            f"experts in {_TILED[type]} ({name}) have another kernel where {N_TILED} rows of a step choose "
             "the same one, so logits depend on company: set GGML_CPU_TILED_MM=0 before the program starts, use "
             f"parallel={N_GROUP} or less, or a file with experts in q8_0, q4_0, f16 or bf16"
         )

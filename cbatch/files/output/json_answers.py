@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import (
+    BannedTokensError,
     CBatchError,
     DeadlineError,
     EngineError,
@@ -195,6 +196,7 @@ _ERRORS: tuple[tuple[type[CBatchError], str, int | None], ...] = (
     (PromptTooLongError, "context_length_exceeded", 400),
     (UnsupportedOptionError, "unsupported_parameter", 400),
     (PromptError, "invalid_request", 400),
+    (BannedTokensError, "invalid_request", 400),
     (RequestFailedError, "server_error", 500),
     (EngineError, "server_error", 500),
     (CBatchError, "invalid_request", 400),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.load.open_model import open_model
 from cbatch.errors import CBatchError, ConfigError
+from cbatch.folders import part_beside
 from cbatch.models import CHAT_MODEL, DEMO_CHATS, DRAFT_MODEL
 from cbatch.models.recipe.export import (
     CHAT,
@@ -129,13 +130,10 @@ def _train(pieces: Sequence[str], args: argparse.Namespace) -> tuple[Weights, We
 
 def _write(path: Path, shape: Shape, pieces: Sequence[str], weights: Weights, name: str) -> None:
     """Write a model whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with part_beside(path) as part:
         arrays = {key: weight.numpy() for key, weight in weights.items()}
         write_gguf(part, shape, pieces, arrays, name=name)
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _say(line: str) -> None:

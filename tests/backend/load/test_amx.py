@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cbatch import processes
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import amx
 from cbatch.backend.load.open_model import open_model
@@ -26,17 +26,16 @@ def built_with_amx(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[str], list[str]]]:
     """Return a function that has trials run `code`, and returns a list that grows with each trial."""
-    real = subprocess.run
 
     def prepare(code: str) -> list[str]:
         runs: list[str] = []
 
-        def run(words: list[str], **options: object) -> object:
-            runs.append(" ".join(map(str, words)))
-            return real([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
+        def command_of(*words: str) -> list[str]:
+            runs.append(" ".join(words))
+            return [sys.executable, "-c", code]
 
         amx.has_sound_amx.cache_clear()
-        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(processes, "command_of", command_of)
         return runs
 
     monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: b"AVX2 = 1 | AMX_INT8 = 1 | ")
@@ -88,13 +87,13 @@ def test_what_a_failed_trial_found_is_not_kept(
 
 
 def test_trial_computes_with_the_model(test_model: Path) -> None:
-    words = [sys.executable, "-c", amx.SCRIPT, str(test_model)]
-    done = subprocess.run(words, check=False, stderr=subprocess.PIPE)
+    done = processes.run_apart(amx.__name__, str(test_model), wall_s=60)
+    assert done is not None
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.real
 def test_trial_that_cannot_load_its_model_is_no_crash(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", amx.SCRIPT, str(tmp_path / "none.gguf")]
-    done = subprocess.run(words, check=False, stderr=subprocess.PIPE)
+    done = processes.run_apart(amx.__name__, str(tmp_path / "none.gguf"), wall_s=60)
+    assert done is not None
     assert done.returncode == 1, done.stderr

@@ -66,16 +66,16 @@ def backend(test_model: Path) -> Iterator[Wrong]:
         yield backend
 
 
-@pytest.mark.parametrize(("place", "name"), [(0, "first"), (1, "second"), (2, "third")])
-@pytest.mark.parametrize("n_least", [2, 3])
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("n_least", [2, 3, 4])
 def test_wrong_row_of_a_step_is_found_in_each_place(
-    backend: Wrong, place: int, name: str, n_least: int
+    backend: Wrong, place: int, n_least: int
 ) -> None:
     backend.place, backend.n_least = place, n_least
     found = find_company(backend)
     assert not found.is_sound
     assert found.text.startswith("one at a time: ")
-    assert name in found.text
+    assert f"sequence {place + 1} of 4" in found.text
     assert (found.options.parallel, found.options.n_ubatch) == (1, 512)
 
 
@@ -112,6 +112,23 @@ def answers(engine: cbatch.Engine) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
+def test_models_that_end_the_process_are_computed_with_other_settings(
+    zoo: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = zoo("kimi-linear")
+    with cbatch.load(path, parallel=1, n_ubatch=1, ctx_per_seq=256) as engine:
+        expected = answers(engine)
+    for n_slots, n_ubatch in ((3, 510), (5, 510), (12, 504)):
+        caplog.clear()
+        with cbatch.load(path, parallel=n_slots, ctx_per_seq=256) as engine:
+            assert engine.parallel == n_slots
+            assert engine.company.startswith("together: ")
+            assert f"n_ubatch={n_ubatch}, because llama.cpp ends the process" in engine.company
+            assert answers(engine) == expected
+        [warning] = [r.getMessage() for r in caplog.records if "ends the process" in r.getMessage()]
+        assert str(path) in warning
+
+
 @pytest.mark.parametrize("name", ["arwkv7", "cogvlm", "plamo2"])
 def test_model_that_is_wrong_in_company_is_right_one_at_a_time(
     name: str, zoo: Callable[[str], Path], caplog: pytest.LogCaptureFixture
@@ -138,12 +155,12 @@ def test_one_slot_is_tried_too(parallel: int, zoo: Callable[[str], Path]) -> Non
 def test_adapters_and_a_borrowed_model_outlive_the_backend_that_was_tried(
     zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find_unsound(backend: LlamaBackend, is_stopped: object) -> Company:
+    def find_unsound(backend: LlamaBackend, *_: object) -> Company:
         return Company(
             "one at a time: made up", replace(backend.options, parallel=1), is_sound=False
         )
 
-    monkeypatch.setattr("cbatch.backend.load.loader.find_company", find_unsound)
+    monkeypatch.setattr("cbatch.backend.load.loader.try_company", find_unsound)
     architecture = {"general.architecture": "stablelm"}
     llama = llama_cpp.Llama(str(zoo("stablelm")), n_ctx=256, verbose=False)
     with closing(llama):
@@ -170,7 +187,7 @@ def test_description_is_what_an_engine_finds(
     for asked in ({"asks_probe": True}, {"asks_probe": False, "asks_company": True}):
         found = describe_model(zoo(name), options, **asked)
         assert (found["company"], found["parallel"]) == (company, n_slots)
-    is_known = name == "llama" or (name == "plamo2" and parallel > 1)
+    is_known = name == "llama"
     found = describe_model(zoo(name), options, asks_probe=False)
     assert found["company"] == (company if is_known else None)
 
@@ -211,3 +228,19 @@ def test_exact_engine_needs_no_trial(zoo: Callable[[str], Path]) -> None:
 def test_workers_tell_their_company(zoo: Callable[[str], Path]) -> None:
     with cbatch.load(zoo("cogvlm"), parallel=4, replicas=1) as engine:
         assert engine.company.startswith("one at a time: ")
+
+
+def test_company_is_tried_once_for_a_machine(
+    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("cogvlm", "qwen35"):
+        said = []
+        for _ in range(2):
+            with cbatch.load(zoo(name), parallel=3) as engine:
+                said.append((engine.company, engine.parallel))
+            monkeypatch.setattr("cbatch.backend.load.company._Trial", None)
+            monkeypatch.setattr("cbatch.backend.load.survival.run_apart", None)
+        assert said[0] == said[1]
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

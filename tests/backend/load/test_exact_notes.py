@@ -36,11 +36,14 @@ class Search:
 
     exactness = BITWISE
     flash_attn: Any = "off"
+    shape = SHAPE
     n_asked = 0
 
     def __call__(self, model: object, options: EngineOptions, is_stopped: object) -> ExactSettings:
         self.n_asked += 1
-        return ExactSettings(self.exactness, replace(options, flash_attn=self.flash_attn), SHAPE)
+        return ExactSettings(
+            self.exactness, replace(options, flash_attn=self.flash_attn), self.shape
+        )
 
 
 @pytest.fixture
@@ -76,7 +79,7 @@ def test_finding_is_remembered(model: LlamaModel, search: Search, exactness: str
         {"flash_attn": "on"},
         {"cache_type_k": "q8_0"},
         {"n_ubatch": 64},
-        {"n_threads": 2},
+        {"exact_slots": 8},
         {"ctx_per_seq": 512},
         {"rope_freq_base": 9000.0},
     ],
@@ -88,6 +91,73 @@ def test_finding_for_other_settings_is_not_used(
     exact_finding(model, OPTIONS)
     assert not exact_finding(model, replace(OPTIONS, **given)).is_remembered
     assert search.n_asked == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"parallel": 2, "exact_slots": 4},
+        {"swap_mib": 7, "checkpoint_mib": 7, "memory_mib": 7, "max_queue": 7},
+        {"cache_dir": "folder", "use_mmap": False, "policy": "shortest"},
+    ],
+    ids=str,
+)
+def test_finding_serves_a_replica_and_whatever_changes_no_bits(
+    model: LlamaModel, search: Search, given: dict[str, Any]
+) -> None:
+    whole = exact_finding(model, OPTIONS).settings
+    part = exact_finding(model, replace(OPTIONS, **given))
+    assert part.is_remembered
+    assert (part.settings.shape, part.settings.options.flash_attn) == (whole.shape, "off")
+    assert search.n_asked == 1
+
+
+@pytest.mark.parametrize("confirmed", [BITWISE, "not guaranteed: so"])
+def test_finding_is_tried_once_with_another_number_of_threads(
+    model: LlamaModel, search: Search, monkeypatch: pytest.MonkeyPatch, confirmed: str
+) -> None:
+    asked: list[ExactSettings] = []
+
+    def confirm(model: object, settings: ExactSettings, is_stopped: object) -> str:
+        asked.append(settings)
+        return confirmed
+
+    monkeypatch.setattr(exact_notes, "confirm", confirm)
+    exact_finding(model, OPTIONS)
+    for _ in range(2):
+        found = exact_finding(model, replace(OPTIONS, n_threads=2)).settings
+        assert found.exactness.startswith(confirmed)
+    assert (search.n_asked, len(asked)) == (1, 1 if confirmed == BITWISE else 2)
+    assert asked[0] == ExactSettings(
+        BITWISE, replace(OPTIONS, n_threads=2, flash_attn="off"), SHAPE
+    )
+    if confirmed != BITWISE:
+        assert "n_threads=2" in found.exactness
+    assert exact_finding(model, OPTIONS).is_remembered
+
+
+def test_settings_of_another_process_are_tried_for_real(
+    test_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    opened = open_model(test_model, OPTIONS)
+    first = exact_finding(opened, OPTIONS)
+    again = exact_finding(opened, replace(OPTIONS, n_threads=2))
+    assert (again.settings.exactness, again.is_remembered) == (BITWISE, False)
+    assert again.settings.shape == first.settings.shape
+    assert exact_finding(opened, replace(OPTIONS, n_threads=2)).is_remembered
+    opened.close()
+
+
+def test_one_width_that_a_replica_cannot_have_is_refused(
+    model: LlamaModel, search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = replace(OPTIONS, parallel=16)
+    monkeypatch.setattr(Search, "shape", RowShape(16, 16, 8))
+    assert exact_finding(model, whole).settings.exactness == BITWISE
+    part = exact_finding(model, replace(OPTIONS, parallel=8, exact_slots=16))
+    assert "only steps of 16 rows" in part.settings.exactness
+    assert search.n_asked == 1
 
 
 def test_finding_serves_longer_windows_than_the_probe_has(

@@ -46,12 +46,6 @@ WHOLE = RowShape(20, 20, N_LAST)
 """One width alone, of 17 slots."""
 
 
-@pytest.fixture(autouse=True)
-def with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Play a processor that is as fast with flash attention."""
-    monkeypatch.setattr(row_shapes, "is_better_off", lambda model, options: False)
-
-
 @pytest.fixture(scope="module")
 def model(test_model: Path) -> Iterator[LlamaModel]:
     yield from opened(test_model)
@@ -347,19 +341,27 @@ def test_flash_attention_that_does_no_harm_stays(
         assert (found.exactness, found.options.flash_attn) == (BITWISE, said)
 
 
-@pytest.mark.parametrize(
-    ("differs_without", "flash_attn"), [(False, "off"), (True, "auto")], ids=str
-)
-def test_flash_attention_is_off_first_where_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, differs_without: bool, flash_attn: str
+@pytest.mark.parametrize(("parallel", "exact_slots"), [(1, 2), (2, 4), (4, 8), (9, 17), (8, 17)])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_replica_finds_what_an_engine_of_all_slots_finds(
+    monkeypatch: pytest.MonkeyPatch,
+    model: LlamaModel,
+    parallel: int,
+    exact_slots: int,
+    is_plain: bool,
 ) -> None:
-    def touch(backend: LlamaBackend, slot: Slot) -> float:
-        is_off = backend.options.flash_attn == "off"
-        return is_first_row(backend, slot) * (is_off and differs_without)
-
-    monkeypatch.setattr(row_shapes, "is_better_off", lambda model, options: True)
-    found = find(monkeypatch, model, touch)
-    assert (found.exactness, found.options.flash_attn) == (BITWISE, flash_attn)
+    for touch in (nothing, is_narrow, is_left_over):
+        whole = find(monkeypatch, model, touch, is_plain=is_plain, parallel=exact_slots)
+        part = find(
+            monkeypatch,
+            model,
+            touch,
+            is_plain=is_plain,
+            parallel=parallel,
+            exact_slots=exact_slots,
+        )
+        assert part.shape == whole.shape
+        assert part.shape.least <= n_sequences(parallel, exact_slots)
 
 
 # ---- memory that cannot be cut ----

@@ -1,0 +1,37 @@
+"""What findings about a model depend on: its file and the settings that change how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from cbatch.backend.llama.fingerprint import file_digest, model_parts
+from cbatch.engine_options import EngineOptions, ScheduleOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+
+_SIZES = ("parallel", "exact_slots", "n_ctx", "ctx_per_seq", "memory_mib", "n_threads")
+_NO_MATTER = ("cache_dir", "cache_mib", "use_mmap", "use_mlock", "chat_template")
+_LEFT_OUT = {f.name for f in fields(ScheduleOptions)}.union(_SIZES, _NO_MATTER)
+
+
+def note_parts(model: LlamaModel, options: EngineOptions, **sizes: object) -> Sequence[str]:
+    """Return what a finding depends on, for `notes`; empty where the model's file is not there, or servers compute.
+
+    Args:
+        model: the model.
+        options: those that change no bits, and sizes, are left out.
+        sizes: what the finding depends on of these.
+    """
+    parts = model_parts(model.name)
+    if options.rpc_servers or not parts:
+        return ()
+    try:
+        digest = file_digest(parts)
+    except OSError:
+        return ()
+    said = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _LEFT_OUT}
+    return digest, *(f"{name}={value!r}" for name, value in {**said, **sizes}.items())

@@ -1,0 +1,168 @@
+"""Whether llama.cpp survives steps of several sequences: some of its models end the process instead.
+
+They do so by what a model's graph asserts, when a context is made or at a step of some number of sequences. So this is
+tried in a process of its own, which has the weights from the same pages of memory, and is remembered.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from cbatch.backend.llama.context import context_cells, exact_batch, sequences_of
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.load import notes
+from cbatch.backend.load.note_parts import note_parts
+from cbatch.backend.load.open_model import open_model
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import CBatchError, ConfigError
+from cbatch.options import GREEDY
+from cbatch.processes import has_crashed, run_apart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from cbatch.backend.llama.model import LlamaModel
+
+_NOTE = "survival"
+_SURVIVED, _ENDED = "survived", "ended"
+
+_WALL_S = 300.0
+_ENOUGH_S = 20.0
+"""Seconds of steps after which the process has tried enough; what is likely comes first. Our choice."""
+
+_N_WINDOW = 256
+_N_ALL = 32  # rows up to which every number of them is tried
+_SIZES = (3, 5, 2)  # of prompts that share a step
+_N_LONG = 70  # above 64: some layers work in chunks of that many tokens
+
+_KEPT = (
+    *("kv", "flash_attn", "cache_type_k", "cache_type_v", "rope_scaling", "rope_freq_base"),
+    *("rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_orig_ctx", "n_threads"),
+)
+
+
+def find_surviving(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
+) -> EngineOptions:
+    """Return the options with which llama.cpp survives: the given ones, another `n_ubatch`, or fewer slots.
+
+    Where it cannot be tried (no file, no process), those are the given ones.
+    """
+    for tried in _candidates(options):
+        if tried.n_slots == 1 or survives(model, tried, is_stopped):
+            break
+    return tried
+
+
+def survives(
+    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
+) -> bool:
+    """Whether a process of its own survived steps of all numbers of sequences; tried once for a machine."""
+    said = _for_process(model, options)
+    depends = note_parts(model, options, **{n: said[n] for n in ("parallel", "ctx_per_seq")})
+    if not depends:
+        return True
+    if known := notes.read(_NOTE, *depends):
+        return known != _ENDED
+    try:
+        words = model.name, json.dumps(said)
+        done = run_apart(__name__, *words, wall_s=_WALL_S, is_stopped=is_stopped)
+    except ConfigError:
+        return True
+    has_ended = done is not None and has_crashed(done.returncode)
+    if has_ended or (done is not None and done.returncode == 0):
+        notes.write(_ENDED if has_ended else _SURVIVED, _NOTE, *depends)
+    return not has_ended
+
+
+def _candidates(options: EngineOptions) -> Iterator[EngineOptions]:
+    """Yield the options, then with `n_ubatch` a multiple of the sequences, then with fewer and fewer slots.
+
+    A graph of `n_ubatch` tokens that sequences do not divide is what some models assert against, such as kimi-linear.
+    """
+    yield options
+    fewer = (2**i for i in range(options.n_slots.bit_length(), -1, -1) if 2**i < options.n_slots)
+    for n_slots in (options.n_slots, *fewer):
+        tried = replace(options, parallel=n_slots)
+        n_seqs, n_ubatch = sequences_of(tried), min(options.n_ubatch, options.n_batch)
+        if n_ubatch > n_seqs:
+            tried = replace(tried, n_ubatch=n_ubatch - n_ubatch % n_seqs)
+        if tried != options:
+            yield tried
+
+
+def _for_process(model: LlamaModel, options: EngineOptions) -> dict[str, object]:
+    """Return the options of an engine with the same sequences and graphs, and few cells."""
+    n_seqs, n_ubatch = sequences_of(options), min(options.n_ubatch, options.n_batch)
+    n_cells = min(context_cells(model, options), max(n_ubatch, n_seqs * _N_WINDOW))
+    return {
+        "parallel": n_seqs,
+        "n_batch": exact_batch(options) if options.exact else options.n_batch,
+        "n_ubatch": max(n_ubatch, n_seqs) if options.exact else n_ubatch,
+        "ctx_per_seq": max(1, n_cells // n_seqs),
+        "n_gpu_layers": 0,  # what is asserted does not depend on where it is computed
+        **{name: getattr(options, name) for name in _KEPT},
+    }
+
+
+# ---- the process itself ----
+
+
+def main() -> None:
+    """Compute steps with the model and options that the arguments name.
+
+    Raises:
+        SystemExit: it cannot be tried, for want of memory as a rule, which is no crash.
+    """
+    path, said = sys.argv[1:]
+    options = EngineOptions.of(json.loads(said))
+    llama_log().install()
+    try:
+        model = open_model(Path(path), options, may_repack=False)
+        with closing(LlamaBackend(model, options)) as backend:
+            endure(backend)
+    except CBatchError as error:
+        raise SystemExit(str(error)) from error
+
+
+def endure(backend: LlamaBackend, seconds: Callable[[], float] = perf_counter) -> None:
+    """Compute steps until they are done, one fails, or it is enough."""
+    end_s, n_cells = seconds() + _ENOUGH_S, [0] * backend.n_slots
+    n_vocab = backend.vocab.n_vocab
+    for step in _steps(backend.n_slots, backend.n_batch, backend.n_window):
+        anew = [slot for slot, n in step if n > 1 or not 0 < n_cells[slot] < backend.n_window]
+        for slot in anew:
+            n_cells[slot] = 0
+        plan = StepPlan(
+            tuple(Chunk(Slot(i), n_cells[i], (i % n_vocab,) * n, has_output=True) for i, n in step),
+            clears=tuple(map(Slot, anew)),
+            binds=tuple(Binding(Slot(slot), 0, GREEDY, ()) for slot in anew),
+        )
+        if backend.run(plan).code or seconds() > end_s:
+            return
+        for slot, n in step:
+            n_cells[slot] += n
+
+
+def _steps(n: int, n_batch: int, n_window: int) -> Iterator[Sequence[tuple[int, int]]]:
+    """Yield steps, as slots and their numbers of tokens: prompts together and beside rows, rows of every number."""
+    n_most = min(n_batch // n, n_window)
+    yield [(slot, min(n_most, _SIZES[slot % len(_SIZES)])) for slot in range(n)]
+    rows = [(slot, 1) for slot in range(n)]
+    yield rows
+    n_long = max(1, min(_N_LONG, n_batch - n, n_window // 2))
+    yield [(0, n_long), *rows[1:]]
+    yield [*rows[:-1], (n - 1, n_long)]
+    widths = [n - 1, 2, *range(3, min(n, _N_ALL + 1)), *range(_N_ALL, n, _N_ALL)]
+    for width in dict.fromkeys(widths):
+        yield rows[:width]
+        yield rows[-width:]

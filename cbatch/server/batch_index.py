@@ -1,0 +1,386 @@
+"""The index of a server's files and batches, in SQLite: opened, mended where it is damaged, and read row by row.
+
+A row that cannot be read, such as one of a later version, stays where it is and is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field, fields
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal
+
+from cbatch.server.files_folder import is_batch_id, is_file_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from cbatch.server.files_folder import FilesFolder
+
+Kind = Literal["batch", "msgbatch"]
+"""What ids of batches begin with: those over a file, in OpenAI's format, and those of messages, in Anthropic's."""
+
+MESSAGES = "/v1/messages"
+"""The endpoint of batches of messages."""
+
+_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS files (
+        place INTEGER PRIMARY KEY AUTOINCREMENT,  -- 1, 2, … in order of arrival
+        id TEXT UNIQUE NOT NULL,
+        name TEXT NOT NULL,
+        purpose TEXT NOT NULL,
+        bytes INTEGER NOT NULL,
+        created_at INTEGER NOT NULL,
+        expires_at INTEGER,
+        owner TEXT NOT NULL DEFAULT ''            -- who alone sees it: '' without a key
+    );
+    CREATE TABLE IF NOT EXISTS batches (
+        place INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT UNIQUE NOT NULL,
+        is_ended INTEGER NOT NULL,
+        fields TEXT NOT NULL,                     -- of `Batch`, as JSON
+        owner TEXT NOT NULL DEFAULT ''
+    );
+    CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
+"""
+_COLUMNS = {
+    "files": ("place", "id", "name", "purpose", "bytes", "created_at", "expires_at"),
+    "batches": ("place", "id", "is_ended", "fields"),
+}
+
+_OWNER = "owner"
+"""A column that indexes of an older version lack."""
+
+_SHOWN = """
+    PRAGMA temp_store = MEMORY;
+    CREATE TEMP TABLE hidden_files (place INTEGER PRIMARY KEY);
+    CREATE TEMP TABLE hidden_batches (place INTEGER PRIMARY KEY);
+    CREATE TEMP VIEW shown_files AS SELECT * FROM files WHERE place NOT IN hidden_files;
+    CREATE TEMP VIEW shown_batches AS SELECT * FROM batches WHERE place NOT IN hidden_batches;
+"""
+
+_ENDINGS = ("", "-wal", "-shm", "-journal")
+"""Of the names of SQLite's files."""
+
+_DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError, IsADirectoryError)
+"""What a file raises that is no index; the second where SQLite quotes it."""
+
+_NOT_DAMAGED = ("locked", "full", "I/O", "unable to open")
+"""Words of SQLite's errors that say nothing of what a file holds."""
+
+BATCH, BATCH_OUTPUT = "batch", "batch_output"
+"""Purposes of files."""
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+"""Statuses of batches that change no more."""
+
+_STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *ENDED)
+
+_LAST_S = 253_402_300_799
+"""The end of the year 9999, the last one that a time in an answer can have."""
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "str | None": (str, NoneType),
+    "int | None": (int, NoneType),
+    "dict[str, str] | None": (dict, NoneType),
+    "dict[str, Any] | None": (dict, NoneType),
+    "list[dict[str, Any]]": (list,),
+}
+"""What a field may be, by its type in a class below."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file, by the names of OpenAI's API."""
+
+    id: str
+    name: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.name,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch, by the names of OpenAI's API; what begins with `kept_` is the server's own."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    status: str = "validating"
+    model: str | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    n_total: int = 0
+    n_completed: int = 0
+    n_failed: int = 0
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    kept_owner: str = ""
+    """What stands for the key that made it; empty without one."""
+    kept_ending: str = ""
+    """The status that a batch will have whose files are being made."""
+    kept_seconds: int | None = None
+    """Seconds after which its files expire."""
+    kept_engine: str = ""
+    """What its answers depend on besides their requests, once there may be some."""
+    kept_n_never_ran: int = 0
+    """Requests among the failed that never ran, once the batch has ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.status in ENDED
+
+    @property
+    def is_of_messages(self) -> bool:
+        """Whether it was asked for, and is told, in Anthropic's format."""
+        return self.endpoint == MESSAGES
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the batch object."""
+        fields = {
+            name: value for name, value in asdict(self).items() if not name.startswith("kept_")
+        }
+        counts = {name: fields.pop(f"n_{name}") for name in ("total", "completed", "failed")}
+        fields["errors"] = {"object": "list", "data": self.errors} if self.errors else None
+        return {**fields, "object": "batch", "request_counts": counts}
+
+
+# ---- rows ----
+
+
+def file_of(row: tuple[Any, ...]) -> StoredFile:
+    """Return a file by its row, without the place. Raises a `ValueError` where it is none."""
+    file = StoredFile(*row)
+    _check_kinds(file)
+    if not is_file_id(file.id):
+        raise ValueError("not a file's id")
+    return file
+
+
+def batch_of(row: tuple[Any, ...]) -> Batch:
+    """Return a batch by id, `is_ended` and fields of its row. Raises a `ValueError` where it is none."""
+    id, is_ended, text = row
+    try:
+        batch = Batch(**json.loads(text))
+        json.dumps(asdict(batch), allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    _check_kinds(batch)
+    files = (batch.output_file_id, batch.error_file_id)
+    if (
+        batch.id != id
+        or not is_batch_id(id)
+        or not all(file is None or is_file_id(file) for file in files)
+        or batch.status not in _STATUSES
+        or batch.kept_ending not in ("", *ENDED)
+        or is_ended != batch.has_ended
+    ):
+        raise ValueError("fields that do not fit together")
+    return batch
+
+
+def _check_kinds(value: StoredFile | Batch) -> None:
+    for each in fields(value):
+        found = getattr(value, each.name)
+        is_kind = isinstance(found, _KINDS[str(each.type)]) and not isinstance(found, bool)
+        if not is_kind or (isinstance(found, int) and not 0 <= found <= _LAST_S):
+            raise ValueError(f"{each.name} is not {each.type}")
+
+
+def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[str, int]) -> None:
+    """Make `shown_files` and `shown_batches`, of the rows that can be served; note the others.
+
+    Args:
+        db: of an index.
+        folder: takes the notes.
+        sizes: of contents, by a file's id.
+    """
+    db.executescript(_SHOWN)
+    bad: dict[str, list[str]] = {}
+    for table, (place, id, *row) in _rows(db):
+        try:
+            if table == "batches":
+                batch_of((id, *row))
+                continue
+            file = file_of((id, *row))
+            if (size := sizes.get(file.id)) == file.bytes:
+                continue
+            why = "no content" if size is None else "a content of another size"
+        except ValueError:
+            why = "a row of the index that cannot be read"
+        db.execute(f"INSERT INTO hidden_{table} VALUES (?)", (place,))
+        bad.setdefault(why, []).append(str(id))
+    for why, ids in bad.items():
+        folder.note(f"not shown, for they have {why}", ids)
+
+
+def _rows(db: sqlite3.Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for table, columns in _COLUMNS.items():
+        for row in db.execute(f"SELECT {', '.join(columns)} FROM {table}"):
+            yield table, row
+
+
+# ---- the file of the index ----
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is an index, of this version or another. Does not change it."""
+    try:
+        with closing(_read_only(path)) as db:
+            return all(set(_COLUMNS[table]) <= _form(db)[table].keys() for table in _COLUMNS)
+    except _DAMAGE as error:
+        if _is_damage(error):
+            return False
+        raise
+
+
+def open_index(folder: FilesFolder) -> sqlite3.Connection:
+    """Open a folder's index, or make it; one that is damaged, or of another version, is set aside for a new one.
+
+    Raises:
+        sqlite3.Error, OSError: another server has it open, or there is no room for a new one.
+    """
+    path = folder.index
+    new = path.with_name(f"{path.name}.new")
+    if new.exists() and not path.exists():  # a kill came just before this
+        new.rename(path)
+    try:
+        return _opened(path)
+    except _DAMAGE as error:
+        if not _is_damage(error):
+            raise
+        why = str(error)
+    folder.give_reserve()
+    n_rows = _write_anew(new, path)
+    folder.set_aside(
+        f"the index could not be used ({why}), {n_rows:,} rows of it could be read",
+        *(place for ending in _ENDINGS if (place := path.with_name(path.name + ending)).exists()),
+    )
+    new.rename(path)
+    folder.take_reserve()
+    return _opened(path)
+
+
+def _is_damage(error: Exception) -> bool:
+    is_other = isinstance(error, sqlite3.OperationalError)
+    return not (is_other and any(word in str(error) for word in _NOT_DAMAGED))
+
+
+def _connected(path: Path | str) -> sqlite3.Connection:
+    db = sqlite3.connect(
+        path,
+        timeout=0,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=str(path).startswith("file:"),
+    )
+    db.text_factory = lambda data: data.decode(errors="replace")
+    return db
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    return _connected(f"{path.absolute().as_uri()}?mode=ro")
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    log = path.with_name(f"{path.name}-wal")
+    if log.exists() and log.stat().st_size and not (path.exists() and path.stat().st_size):
+        raise sqlite3.DatabaseError("it is gone, its log is there")
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    db = _connected(path)
+    try:
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("BEGIN EXCLUSIVE")
+        db.execute("COMMIT")
+        db.executescript(_SCHEMA)
+        for table in _COLUMNS:
+            if _OWNER not in _form(db)[table]:
+                db.execute(f"ALTER TABLE {table} ADD COLUMN {_OWNER} TEXT NOT NULL DEFAULT ''")
+        [[found]] = db.execute("PRAGMA integrity_check(1)")
+        if found != "ok":
+            raise sqlite3.DatabaseError(found.strip().replace("\n", " "))
+        with closing(_connected(":memory:")) as usual:
+            usual.executescript(_SCHEMA)
+            if _form(db) != _form(usual):
+                raise sqlite3.DatabaseError("it is of another version of cbatch")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _form(db: sqlite3.Connection) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Return the columns of each table by name."""
+    return {
+        table: {name: tuple(more) for _, name, *more in db.execute(f"PRAGMA table_info({table})")}
+        for table in _COLUMNS
+    }
+
+
+def _write_anew(new: Path, old: Path) -> int:
+    """Make an index of the rows of another that can be read; return how many these are."""
+    new.unlink(missing_ok=True)
+    os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    n_rows = 0
+    with closing(_connected(new)) as db:
+        db.executescript(_SCHEMA)
+        db.execute("BEGIN")
+        for table, names, row in _salvaged(old):
+            query = f"INSERT OR IGNORE INTO {table} ({names}) VALUES ({', '.join('?' * len(row))})"
+            n_rows += db.execute(query, row).rowcount
+        db.execute("COMMIT")
+    return n_rows
+
+
+def _salvaged(path: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Yield the rows of an index that can be read, from both ends of each table: table, columns, values."""
+    if not path.is_file() or not path.stat().st_size:
+        return  # SQLite would remove a log beside it
+    with suppress(*_DAMAGE), closing(_read_only(path)) as db:
+        for table, columns in _COLUMNS.items():
+            seen = set[Any]()
+            for order in ("ASC", "DESC"):
+                with suppress(*_DAMAGE):
+                    there = _form(db)[table]
+                    names = ", ".join(name for name in (*columns, _OWNER) if name in there)
+                    for row in db.execute(f"SELECT {names} FROM {table} ORDER BY place {order}"):
+                        if row[0] in seen:
+                            break
+                        seen.add(row[0])
+                        yield table, names, row

@@ -1,0 +1,228 @@
+"""The folder of a server's files and batches: whose it is, and which names in it are the server's.
+
+Only files with these names are removed, and only where what they are is known beyond the index. All else stays where it
+is, or is moved to a folder below this one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shlex
+import sqlite3
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from cbatch.errors import ConfigError, OutputError
+from cbatch.folders import sync_folder
+from cbatch.logs import Log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+_log = Log("cbatch.server")
+
+_MARKER = "CBATCH_FILES"
+_ABOUT = b"cbatch serve keeps files and batches in this folder. Without this file it refuses the folder.\n"
+
+_NOBODYS = frozenset({"lost+found"})
+"""What a folder may hold and still be empty: a new file system has it."""
+
+_FILE = re.compile(r"file-[0-9a-f]{24}")
+_BATCH = re.compile(r"(batch|msgbatch)_[0-9a-f]{24}")
+_PART = re.compile(rf"{_FILE.pattern}\.part")
+_OF_BATCH = re.compile(
+    r"\.?(requests|answers|errors)\.jsonl(\.\w+)*(-(wal|shm|journal))?", re.ASCII
+)
+"""The files of a batch that runs: requests, answers, errors, their manifests, and parts of all of these."""
+
+_PRIVATE = 0o700
+_N_RESERVE = 2**20
+"""Bytes kept back for changes of the index on a full disk: our choice; removing a file writes some 20 KiB."""
+_N_NAMED = 5
+"""Most names in a warning: our choice."""
+
+
+def is_file_id(id: object) -> bool:
+    """Whether an id has the form of a file's."""
+    return isinstance(id, str) and _FILE.fullmatch(id) is not None
+
+
+def is_batch_id(id: object) -> bool:
+    """Whether an id has the form of a batch's."""
+    return isinstance(id, str) and _BATCH.fullmatch(id) is not None
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, is that of a disk that is full."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, sqlite3.OperationalError):
+        return "full" in str(error)
+    return isinstance(error, OutputError) and is_full(error.__cause__)
+
+
+class FilesFolder:
+    """One folder, which one server at a time has open."""
+
+    def __init__(self, path: Path, is_index: Callable[[Path], bool]) -> None:
+        """Open the folder, or make it.
+
+        Args:
+            path: private to the user where it is new; so are all folders below it.
+            is_index: tells whether a file is an index; that of an earlier version has no marker beside it.
+
+        Raises:
+            ConfigError: another server has it open, or it holds what no server has put there.
+            OSError: it cannot be written.
+        """
+        self.path = path
+        self.notes: list[str] = []
+        """What was found to be wrong, for who runs the server."""
+        self.index, self.content, self.work = (
+            path / name for name in ("index.sqlite3", "content", "work")
+        )
+        self._reserve = path / ".cbatch-reserve"
+        self._has_reserve, self._reserving = self._reserve.is_file(), threading.Lock()
+        path.mkdir(_PRIVATE, parents=True, exist_ok=True)
+        self._claim(is_index)
+        try:
+            self._lock()
+            for place in (self.content, self.work):
+                if place.is_file():
+                    self.set_aside("a file where a folder should be", place)
+                place.mkdir(_PRIVATE, exist_ok=True)
+            self.take_reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    def _claim(self, is_index: Callable[[Path], bool]) -> None:
+        """Mark an empty folder, and one of an earlier version; refuse others that have no marker."""
+        marker = self.path / _MARKER
+        if not marker.exists():
+            is_ours = self.index.is_file() and is_index(self.index)
+            if not is_ours and not _NOBODYS.issuperset(os.listdir(self.path)):
+                raise ConfigError(
+                    f"files_dir={self.path}: the folder is not empty and has no file {_MARKER}, which marks folders of "
+                    "cbatch serve: give a new or empty folder; if cbatch serve has made this one, mark it: touch "
+                    + shlex.quote(str(marker))
+                )
+        self._marker = open(marker, "ab", 0, opener=_private)  # noqa: SIM115  # until `close`
+        with suppress(OSError):  # the file's name is enough
+            if not self._marker.tell():
+                self._marker.write(_ABOUT)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"files_dir={self.path}: another server uses it") from None
+        except OSError:
+            pass  # not every file system has locks; that of the index is left
+
+    def close(self) -> None:
+        """Let other servers in. Twice is harmless."""
+        self._marker.close()
+
+    def note(self, text: str, names: Iterable[str] = ()) -> None:
+        """Say what is wrong, with the first of some names."""
+        said = sorted(names)
+        more = f" and {len(said) - _N_NAMED:,} more" if len(said) > _N_NAMED else ""
+        listed = f": {', '.join(said[:_N_NAMED])}{more}" if said else ""
+        self.notes.append(f"files_dir={self.path}: {text}{listed}")
+        _log.warn("%s", self.notes[-1])
+
+    # ---- the reserve ----
+
+    def take_reserve(self) -> bool:
+        """Keep some bytes of the disk back; return whether it is not full."""
+        with self._reserving:
+            if self._has_reserve:
+                return True
+            try:
+                with open(self._reserve, "xb", opener=_private) as file:
+                    file.write(os.urandom(_N_RESERVE))  # which no file system makes smaller
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                self._drop_reserve()
+                return not is_full(error)
+            self._has_reserve = True
+            return True
+
+    def give_reserve(self) -> None:
+        """Let changes of the index have what was kept back."""
+        with self._reserving:
+            self._drop_reserve()
+
+    def _drop_reserve(self) -> None:
+        self._has_reserve = False
+        with suppress(OSError):
+            self._reserve.unlink()
+
+    # ---- what is in it ----
+
+    def contents(self) -> dict[str, os.stat_result]:
+        """Return the contents of files by id; parts of uploads that a kill broke off are removed."""
+        found, strangers = {}, []
+        for entry in os.scandir(self.content):
+            if not entry.is_file(follow_symlinks=False):
+                strangers.append(f"content/{entry.name}")
+            elif is_file_id(entry.name):
+                found[entry.name] = entry.stat()
+            elif _PART.fullmatch(entry.name):
+                os.unlink(entry)
+            else:
+                strangers.append(f"content/{entry.name}")
+        if strangers:
+            self.note("not of cbatch, and left alone", strangers)
+        return found
+
+    def worked_on(self) -> set[str]:
+        """Return the ids of batches that have a folder."""
+        found, strangers = set(), []
+        for entry in os.scandir(self.work):
+            if is_batch_id(entry.name) and entry.is_dir(follow_symlinks=False):
+                found.add(entry.name)
+            else:
+                strangers.append(f"work/{entry.name}")
+        if strangers:
+            self.note("not of cbatch, and left alone", strangers)
+        return found
+
+    def remove_work(self, id: str) -> None:
+        """Remove the files of a batch that has run, and its folder where nothing else is in it."""
+        folder = self.work / id
+        with suppress(OSError):
+            names = [] if folder.is_symlink() else os.listdir(folder)
+            for name in filter(_OF_BATCH.fullmatch, names):
+                (folder / name).unlink()
+            folder.rmdir()
+
+    def set_aside(self, why: str, *places: Path) -> None:
+        """Move what cannot be used to a new folder below `aside`.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        aside, now = self.path / "aside", time.strftime("%Y-%m-%d")
+        aside.mkdir(_PRIVATE, exist_ok=True)
+        taken = set(os.listdir(aside))
+        new = aside / next(
+            name for i in range(1, len(taken) + 2) if (name := f"{now}-{i}") not in taken
+        )
+        new.mkdir(_PRIVATE)
+        for place in places:
+            place.rename(new / place.name)
+        sync_folder(new)
+        self.note(f"{why}; moved to {new.relative_to(self.path)}", [place.name for place in places])
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,532 @@
+"""Folders of files that are somebody else's, lost, damaged, of another version, or on a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from contextlib import closing, suppress
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine
+from cbatch.errors import ConfigError, EngineClosedError
+from cbatch.server.batch_index import BATCH
+from cbatch.server.batch_store import BatchStore
+from tests.runtime.backends import GatedBackend
+from tests.server import test_message_batches as messages
+from tests.server.clients import call, wait_until
+from tests.server.kept import (
+    answers,
+    batch_of,
+    begun,
+    begun_over,
+    ended,
+    kept_app,
+    line,
+    lines,
+    upload,
+)
+from tests.server.test_message_batches import BATCHES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+MARKER, INDEX, RESERVE = "CBATCH_FILES", "index.sqlite3", ".cbatch-reserve"
+OWN = {RESERVE, MARKER, *(INDEX + end for end in ("", "-wal", "-shm", "-journal"))}
+STRAY = "0" * 24
+TWO = lines(line("a"), line("b"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `kept` with three files, a batch that has ended, one of messages, and one that has not."""
+    folder = tmp_path_factory.mktemp("made")
+    backend = GatedBackend(2, 256, hold_at=60)
+    with kept_app(folder, Engine(backend)) as app:
+        upload(app, b"first")
+        ended(app, begun(app, TWO))
+        messages.ended(app, messages.created(app, messages.request("a"))["id"])
+        id = begun(app, lines(*(line(f"r{i}") for i in range(40))))
+        backend.wait_until_held()
+        place = folder / "kept" / "work" / id / "answers.jsonl"
+        wait_until(lambda: place.exists() and place.stat().st_size > 0)
+        backend.release_when_asked(lambda: app.state.desk.batches.is_closed)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, in which one more server may work."""
+    shutil.copytree(made / "kept", tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def served(folder: Path) -> dict[str, Any]:
+    """What a server over a folder lists, and the contents of its files; nothing of it may be an error."""
+    with kept_app(folder.parent) as app:
+        found: dict[str, Any] = {"notes": [*app.state.desk.batches.store.notes]}
+        for path in ("/v1/files", "/v1/batches", BATCHES):
+            answer = call(app, path)
+            assert answer.status_code == 200, answer.text
+            found[path] = {each["id"]: each for each in answer.json()["data"]}
+        for id in found["/v1/batches"]:
+            found["/v1/batches"][id] = ended(app, id)
+        for id in found[BATCHES]:
+            messages.ended(app, id)
+        for id in [each["id"] for each in call(app, "/v1/files").json()["data"]]:
+            data = call(app, f"/v1/files/{id}/content")
+            assert data.status_code == 200, data.text
+            found[id] = data.content
+    return found
+
+
+def in_index(folder: Path, query: str, *values: object) -> list[Any]:
+    with closing(sqlite3.connect(folder / INDEX)) as db, db:
+        return db.execute(query, values).fetchall()
+
+
+# ---- whose folder ----
+
+
+def test_folder_of_others_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    for name in ("content/letter.txt", "work/project/plan.txt", "notes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    before = tree(folder)
+    with pytest.raises(ConfigError, match=f"not empty.* touch {folder}/{MARKER}"):
+        BatchStore(folder, 100)
+    assert tree(folder) == before
+    (folder / MARKER).touch()
+    BatchStore(folder, 100).close()
+    assert before.items() <= tree(folder).items()
+
+
+def test_folder_with_another_database_is_refused(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / INDEX)) as db, db:
+        db.execute("CREATE TABLE files (id TEXT)")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match="not empty"):
+        BatchStore(tmp_path, 100)
+    assert tree(tmp_path) == before
+
+
+def test_new_file_system_is_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    BatchStore(tmp_path, 100).close()
+    assert (tmp_path / MARKER).is_file()
+
+
+def test_folder_of_an_earlier_version_is_taken(folder: Path) -> None:
+    for name in (MARKER, RESERVE):
+        (folder / name).unlink()
+    found = served(folder)
+    assert len(found["/v1/batches"]) == 2
+    assert found["notes"] == []
+    assert (folder / MARKER).is_file()
+
+
+# ---- what is not in the index ----
+
+
+def test_names_that_are_not_ours_stay(folder: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "answers.jsonl").write_text("mine")
+    [id] = os.listdir(folder / "work")
+    strangers = [
+        *("notes.txt", "content/notes.txt", "content/file-1/a.txt", f"content/file-{STRAY}.part/a"),
+        *("work/notes.txt", "work/project/a.txt", f"work/{id}/mine.txt", f"work/{id}/requests/a"),
+        *("content/FILE-" + STRAY, f"content/file-{STRAY}.jsonl", "aside/mine.txt"),
+    ]
+    for name in strangers:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "work" / f"batch_{STRAY}").symlink_to(other)
+    found = served(folder)
+    assert [(folder / name).read_text() for name in strangers] == strangers
+    assert (other / "answers.jsonl").read_text() == "mine"
+    assert found["/v1/batches"][id]["status"] == "completed"
+    assert any("work/project" in note for note in found["notes"])
+
+
+def test_part_of_an_upload_that_a_kill_broke_off_is_removed(folder: Path) -> None:
+    (part := folder / "content" / f"file-{STRAY}.part").write_bytes(b"to")
+    served(folder)
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("what", ["gone", "empty", "new"])
+def test_files_of_a_lost_index_are_entered_again(folder: Path, tmp_path: Path, what: str) -> None:
+    before = tree(folder)
+    [id] = os.listdir(folder / "work")
+    purposes = dict(in_index(folder, "SELECT id, purpose FROM files"))
+    (folder / INDEX).unlink()
+    if what == "empty":
+        (folder / INDEX).touch()
+    elif what == "new":
+        BatchStore(tmp_path / "fresh", 100).close()
+        shutil.copy(tmp_path / "fresh" / INDEX, folder)
+    found = served(folder)
+    contents = {name[8:]: data for name, data in before.items() if name.startswith("content/")}
+    assert len(contents) == 5
+    assert {file: found[file] for file in contents} == contents
+    assert {file: found["/v1/files"][file]["purpose"] for file in contents} == purposes
+    (aside,) = (folder / "aside").iterdir()
+    for name, data in before.items():
+        if name.startswith("work/"):
+            assert (aside / name.removeprefix("work/")).read_bytes() == data
+    assert any(id in note and "aside/" in note for note in found["notes"])
+    assert served(folder)["notes"] == []
+
+
+def test_index_from_a_backup_costs_no_file(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    with kept_app(tmp_path) as app:
+        early, removed = (upload(app, data).json()["id"] for data in (b"early", b"removed"))
+    backup = (folder / INDEX).read_bytes()
+    with kept_app(tmp_path) as app:
+        call(app, f"/v1/files/{removed}", method="DELETE")
+        late = ended(app, begun(app, TWO))
+    (folder / INDEX).write_bytes(backup)
+    found = served(folder)
+    assert set(found["/v1/files"]) == {early, late["input_file_id"], late["output_file_id"]}
+    assert any(removed in note for note in found["notes"])
+    assert len(found[late["output_file_id"]].splitlines()) == 2
+
+
+def test_answers_that_were_not_entered_yet_are_those_of_their_batch(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app, pytest.MonkeyPatch.context() as patch:
+        file = upload(app, TWO).json()["id"]
+
+        def end(*args: object) -> None:
+            raise EngineClosedError("as if killed")
+
+        patch.setattr(BatchStore, "put_file", end)
+        id = begun_over(app, file, output_expires_after={"anchor": "created_at", "seconds": 3600})
+        wait_until(lambda: len(os.listdir(tmp_path / "kept" / "content")) == 2)
+    with kept_app(tmp_path) as app:
+        batch = ended(app, id)
+        output = call(app, f"/v1/files/{batch['output_file_id']}").json()
+        assert (output["filename"], output["purpose"]) == (f"{id}_output.jsonl", "batch_output")
+        assert output["expires_at"] is not None
+        assert len(answers(app, batch)) == 2
+
+
+# ---- a bad index ----
+
+
+def change(folder: Path, **fields: Any) -> None:
+    """Change fields of the oldest batch."""
+    [(text,)] = in_index(folder, "SELECT fields FROM batches WHERE place = 1")
+    said = json.dumps({**json.loads(text), **fields})
+    in_index(folder, "UPDATE batches SET fields = ? WHERE place = 1", said)
+
+
+def with_text(value: object) -> Callable[[Path], object]:
+    return lambda folder: in_index(folder, "UPDATE batches SET fields = ? WHERE place = 1", value)
+
+
+def with_fields(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: change(folder, **fields)
+
+
+BAD_BATCHES: dict[str, Callable[[Path], object]] = {
+    "no JSON": with_text("{"),
+    "no object": with_text("[1]"),
+    "no text": with_text(b"\xff\x00"),
+    "a number": with_text(7),
+    "deep": with_text("[" * 100_000),
+    "missing fields": with_text("{}"),
+    "a later version": with_fields(priority=3),
+    "a status of a later version": with_fields(status="paused"),
+    "an end that is none": with_fields(status="in_progress"),
+    "wrong type": with_fields(n_total="2"),
+    "null": with_fields(created_at=None),
+    "beyond the calendar": with_fields(created_at=10**15),
+    "below zero": with_fields(expires_at=-(10**15)),
+    "truth": with_fields(completed_at=True),
+    "infinite": with_fields(usage={"a": float("inf")}),
+    "a path": with_fields(output_file_id="../../secret"),
+    "another id": with_fields(id=f"batch_{STRAY}"),
+    "an id that is none": lambda folder: in_index(
+        folder, "UPDATE batches SET id = 'batch_x' WHERE place = 1"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_BATCHES)
+def test_bad_row_of_a_batch_is_not_shown_and_kept(folder: Path, what: str) -> None:
+    [(id,)] = in_index(folder, "SELECT id FROM batches WHERE place = 1")
+    BAD_BATCHES[what](folder)
+    row = in_index(folder, "SELECT * FROM batches WHERE place = 1")
+    found = served(folder)
+    assert id not in found["/v1/batches"]
+    assert {batch["status"] for batch in found["/v1/batches"].values()} == {"completed"}
+    assert (len(found["/v1/batches"]), len(found[BATCHES])) == (1, 1)
+    assert any(row[0][1] in note and "cannot be read" in note for note in found["notes"])
+    assert in_index(folder, "SELECT * FROM batches WHERE place = 1") == row
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("bytes", "many"), ("bytes", -1), ("bytes", 10**18), ("id", "../x"), ("id", b"\xff")),
+        *(("name", b"\xff"), ("created_at", 10**15), ("expires_at", "soon"), ("purpose", b"")),
+    ],
+)
+def test_bad_row_of_a_file_is_not_shown_and_kept(folder: Path, column: str, value: object) -> None:
+    [(id,)] = in_index(folder, "SELECT id FROM files WHERE place = 1")
+    in_index(folder, f"UPDATE files SET {column} = ? WHERE place = 1", value)
+    row = in_index(folder, "SELECT * FROM files WHERE place = 1")
+    found = served(folder)
+    if column == "id":
+        assert found[id] == b"first"  # under its own id again
+    else:
+        assert id not in found["/v1/files"]
+        assert (folder / "content" / id).read_bytes() == b"first"
+    assert in_index(folder, "SELECT * FROM files WHERE place = 1") == row
+    assert found["notes"]
+
+
+@pytest.mark.parametrize(("data", "why"), [(None, "no content"), (b"fir", "another size")])
+def test_file_whose_content_is_not_what_it_was_is_not_shown(
+    folder: Path, data: bytes | None, why: str
+) -> None:
+    [(id,)] = in_index(folder, "SELECT id FROM files WHERE place = 1")
+    place = folder / "content" / id
+    place.unlink() if data is None else place.write_bytes(data)
+    found = served(folder)
+    assert id not in found["/v1/files"]
+    assert any(id in note and why in note for note in found["notes"])
+    place.write_bytes(b"first")
+    assert served(folder)[id] == b"first"
+
+
+def test_batch_without_its_folder_fails_and_says_so(folder: Path) -> None:
+    [id] = os.listdir(folder / "work")
+    shutil.rmtree(folder / "work" / id)
+    batch = served(folder)["/v1/batches"][id]
+    assert batch["status"] == "failed"
+    (problem,) = batch["errors"]["data"]
+    assert problem["code"] == "storage_changed"
+    assert str(folder) not in problem["message"]
+
+
+def becomes_a_folder(index: Path) -> None:
+    index.unlink()
+    index.mkdir()
+    (index / "a").touch()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no database": lambda index: index.write_bytes(b"what is this?" * 999),
+    "a folder": becomes_a_folder,
+    "cut off": lambda index: os.truncate(index, index.stat().st_size - 5000),
+    "its log alone": lambda index: index.rename(index.with_name(f"{INDEX}-wal")),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_index_is_set_aside(folder: Path, what: str) -> None:
+    before = {name: data for name, data in tree(folder).items() if name.startswith("content/")}
+    DAMAGES[what](folder / INDEX)
+    damaged = [data for name, data in tree(folder).items() if name.startswith(INDEX)]
+    found = served(folder)
+    assert {name: found[name[8:]] for name in before} == before
+    kept = tree(folder / "aside").values()
+    assert all(data in kept for data in damaged)
+    assert any("index" in note and "aside/" in note for note in found["notes"])
+
+
+def test_rows_that_can_be_read_of_a_damaged_index_are_served(tmp_path: Path) -> None:
+    folder, n = tmp_path / "kept", 300
+    with closing(BatchStore(folder, 10**6)) as store:
+        for i in range(n):
+            with store.arriving() as arriving:
+                arriving.write(b"x" * i)
+                arriving.keep(f"name of {i}", BATCH, None, "")
+    with (folder / INDEX).open("r+b") as file:  # one leaf of the table
+        file.seek(file.read().index(b"name of 150") // 4096 * 4096)
+        file.write(b"\xff" * 4096)
+    with closing(BatchStore(folder, 10**6)) as store:
+        files, _ = store.files("", None, 999, is_newest_first=False, purpose=None)
+        assert {file.bytes for file in files} == {*range(n)}
+        named = [file.name for file in files if file.name.startswith("name of")]
+        assert 200 < len(named) < n
+        assert named == [f"name of {file.bytes}" for file in files if file.name in named]
+
+
+@pytest.mark.parametrize(
+    "more", ["ALTER TABLE files ADD more TEXT", "ALTER TABLE batches RENAME fields TO data"]
+)
+def test_index_of_another_version_is_set_aside_and_read(folder: Path, more: str) -> None:
+    names = dict(in_index(folder, "SELECT id, name FROM files"))
+    in_index(folder, more)
+    before = (folder / INDEX).read_bytes()
+    found = served(folder)
+    assert {id: found["/v1/files"][id]["filename"] for id in names} == names
+    assert len(found["/v1/batches"]) == (2 if "files" in more else 0)
+    assert before in tree(folder / "aside").values()
+
+
+def test_kill_as_an_index_is_replaced_costs_nothing(folder: Path) -> None:
+    (folder / INDEX).rename(folder / f"{INDEX}.new")
+    found = served(folder)
+    assert (len(found["/v1/batches"]), found["notes"]) == (2, [])
+
+
+# ---- full disks ----
+
+
+@pytest.fixture
+def full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """While `is_full`, the index takes nothing but, unless `has_none`, in the room of the reserve."""
+    disk = {"is_full": False, "has_none": False}
+
+    class Connection(sqlite3.Connection):
+        def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
+            is_write = query.split()[0] in ("INSERT", "UPDATE", "DELETE")
+            has_room = not (disk["has_none"] or (folder / RESERVE).exists())
+            if is_write and " INTO hidden_" not in query and disk["is_full"] and not has_room:
+                raise sqlite3.OperationalError("database or disk is full")
+            return super().execute(query, *values)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Connection))
+    return disk
+
+
+@pytest.mark.parametrize("has_none", [False, True])
+def test_files_and_batches_of_a_full_disk_can_be_deleted(
+    folder: Path, full: dict[str, bool], *, has_none: bool
+) -> None:
+    with kept_app(folder.parent) as app:
+        for id in (each["id"] for each in call(app, "/v1/batches").json()["data"]):
+            ended(app, id)
+        full.update(is_full=True, has_none=has_none)
+        for id in (each["id"] for each in call(app, BATCHES).json()["data"]):
+            assert call(app, f"{BATCHES}/{id}", method="DELETE").status_code == 200
+        for id in (each["id"] for each in call(app, "/v1/files").json()["data"]):
+            assert call(app, f"/v1/files/{id}", method="DELETE").status_code == 200
+        assert os.listdir(folder / "content") == []
+        for path in ("/v1/files", BATCHES):
+            assert call(app, path).json()["data"] == []
+        full.update(is_full=False)
+        assert upload(app, b"x").status_code == 200
+    assert len(served(folder)["/v1/files"]) == 1
+
+
+def test_batch_on_a_full_disk_says_why_it_waits_and_can_be_cancelled(
+    folder: Path, full: dict[str, bool]
+) -> None:
+    [id] = os.listdir(folder / "work")
+    full.update(is_full=True, has_none=True)
+    with kept_app(folder.parent) as app:
+        wait_until(lambda: batch_of(app, id)["errors"] is not None)
+        batch = batch_of(app, id)
+        assert batch["status"] in ("in_progress", "finalizing")
+        assert batch["errors"]["data"][0]["code"] == "insufficient_storage"
+        full.update(has_none=False)
+        if batch["status"] == "in_progress":
+            assert call(app, f"/v1/batches/{id}/cancel", method="POST").status_code == 200
+
+
+# ---- any damage ----
+
+
+def cut(path: Path, random: Random) -> None:
+    os.truncate(path, random.randint(0, path.stat().st_size))
+
+
+def flip(path: Path, random: Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(random.randint(1, 20) if data else 0):
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    path.write_bytes(data)
+
+
+def replace(path: Path, random: Random) -> None:
+    path.write_bytes(random.randbytes(random.randint(0, 9999)))
+
+
+def remove(path: Path, random: Random) -> None:
+    path.unlink()
+
+
+def add(path: Path, random: Random) -> None:
+    place = path.with_name(f"mine-{random.randrange(10**6)}")
+    place.write_text("mine") if random.random() < 0.5 else place.mkdir()
+
+
+def swap(path: Path, random: Random) -> None:
+    folder = path.parent if random.random() < 0.5 else path.parent.parent
+    other = random.choice([one for one in sorted(folder.rglob("*")) if one.is_file()])
+    data = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+def make_folder(path: Path, random: Random) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "mine").write_text("mine")
+
+
+DAMAGE = (cut, flip, flip, replace, remove, add, swap, make_folder)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_damage_costs_only_what_is_damaged(folder: Path, seed: int) -> None:
+    random = Random(seed)
+    with closing(BatchStore(folder, 10**6)) as store:
+        files, _ = store.files("", None, 99, is_newest_first=False, purpose=None)
+        batches = [*store.batches("", None, 99)[0], *store.batches("", None, 99, "msgbatch")[0]]
+    contents = {file.id: store.path_of(file).read_bytes() for file in files}
+    index = (folder / INDEX).read_bytes()
+    for _ in range(random.randint(1, 3)):
+        places = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        some = [path for path in places if path.name.startswith(INDEX)] or places
+        random.choice(DAMAGE)(random.choice(random.choice((places, some))), random)
+    index_at, marker = folder / INDEX, folder / MARKER
+    is_whole = index_at.is_file() and index_at.read_bytes() == index
+    before = {name: data for name, data in tree(folder).items() if name not in OWN}
+    if marker.is_dir() or not (marker.exists() or is_whole):
+        with suppress(ConfigError):  # where it says so, it is not touched
+            BatchStore(folder, 10**6).close()
+        assert set(before.values()) <= {*tree(folder).values()}
+        return
+    with closing(BatchStore(folder, 10**6)) as store:
+        after = [*tree(folder).values()]
+        for data in before.values():
+            assert data in after
+            after.remove(data)
+        shown, _ = store.files("", None, 99, is_newest_first=False, purpose=None)
+        said, ids = " ".join(store.notes), {file.id for file in shown}
+        for id, data in contents.items():
+            place = folder / "content" / id
+            if place.is_file() and place.read_bytes() == data:
+                assert id in ids or (id in said and not is_whole)
+        found = [*store.batches("", None, 99)[0], *store.batches("", None, 99, "msgbatch")[0]]
+        if is_whole:
+            assert found == batches
+        assert len(found) == len(batches) or "index" in said
+        assert all(store.path_of(file).stat().st_size == file.bytes for file in shown)
+        for id in ids:
+            store.delete_file(id, "")
+        left = tree(folder).values()
+        assert all(data in left for name, data in before.items() if "/mine" in name)

@@ -1,0 +1,171 @@
+"""Who may call: which names and which web pages reach a server without keys, and which requests are not clear."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.server import create_app
+from cbatch.server.server_settings import ServerSettings
+from tests.server.clients import CHAT, MESSAGES, USER, call, error_of, fake_app
+from tests.server.kept import kept_app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import httpx
+
+LOOPBACK = "http://127.0.0.1:8080"
+ASKED = {"messages": USER, "max_tokens": 2}
+SAME = {"origin": LOOPBACK, "sec-fetch-site": "same-origin"}
+EVIL = "http://evil.example"
+
+
+def asked(headers: dict[str, str], address: str = LOOPBACK, **settings: Any) -> httpx.Response:
+    """What a chat is answered by a server at an address."""
+    with fake_app(**settings) as app:
+        return call(app, f"{address}{CHAT}", ASKED, headers=headers)
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:8080", "localhost:8080", "LOCALHOST", "app.localhost", "[::1]:8080", "192.0.2.7"],
+)
+def test_address_or_localhost_is_a_name_of_a_server_without_keys(host: str) -> None:
+    assert asked({"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", "", "["],
+)
+@pytest.mark.parametrize("address", [LOOPBACK, "http://192.0.2.7", "http://[::1]:80"])
+def test_other_name_is_refused_without_keys(host: str, address: str) -> None:
+    error = error_of(asked({"host": host}, address), 403)
+    assert error["code"] == "host_not_allowed"
+    assert "--allowed-host" in error["message"]
+
+
+def test_other_name_may_not_read_either_but_ask_for_health() -> None:
+    with fake_app() as app:
+        for path in ("/", "/slots", "/v1/models", "/props"):
+            error_of(call(app, LOOPBACK + path, headers={"host": "evil.example"}), 403)
+        assert call(app, f"{LOOPBACK}/health", headers={"host": "evil.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "settings", [{"allowed_hosts": ["Evil.example"]}, {"allowed_hosts": "*"}, {"api_keys": "k"}]
+)
+def test_name_that_is_allowed_or_any_with_keys_is_answered(settings: dict[str, Any]) -> None:
+    answer = asked({"host": "evil.example:99", "x-api-key": "k"}, **settings)
+    assert answer.status_code == 200
+
+
+def test_name_is_free_where_the_server_has_no_address() -> None:
+    assert asked({"host": "any"}, "http://app").status_code == 200
+
+
+# ---- web pages ----
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": EVIL},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": EVIL, "sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+def test_page_of_another_origin_cannot_write_without_keys(
+    tmp_path: Path, headers: dict[str, str]
+) -> None:
+    with kept_app(tmp_path) as app:
+        error = error_of(call(app, LOOPBACK + CHAT, ASKED, headers=headers), 403)
+        assert error["code"] == "origin_not_allowed"
+        form: dict[str, Any] = {"files": {"file": ("a", b"{}")}, "data": {"purpose": "batch"}}
+        path = f"{LOOPBACK}/v1/files"
+        error_of(call(app, path, method="POST", headers=headers, **form), 403)
+        plain = {**headers, "content-type": "text/plain"}
+        error_of(call(app, LOOPBACK + CHAT, b"{}", headers=plain), 403)
+        error_of(call(app, f"{path}/x", method="DELETE", headers=headers), 403)
+        said = call(app, LOOPBACK + MESSAGES, ASKED, headers=headers).json()
+        assert said["error"]["type"] == "permission_error"
+        assert call(app, path).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "settings"),
+    [
+        ({}, {}),
+        (SAME, {}),
+        ({"origin": LOOPBACK}, {}),
+        ({"sec-fetch-site": "none"}, {}),
+        ({"origin": EVIL, "sec-fetch-site": "cross-site"}, {"cors_origins": EVIL}),
+        ({"origin": EVIL}, {"cors_origins": "*"}),
+        ({"origin": EVIL, "sec-fetch-site": "cross-site", "x-api-key": "k"}, {"api_keys": "k"}),
+    ],
+)
+def test_own_page_and_page_that_may_call_can_write(
+    headers: dict[str, str], settings: dict[str, Any]
+) -> None:
+    assert asked(headers, **settings).status_code == 200
+
+
+def test_page_of_another_origin_may_link_to_the_page() -> None:
+    with fake_app() as app:
+        headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        assert call(app, f"{LOOPBACK}/", headers=headers).status_code == 200
+
+
+# ---- keys ----
+
+
+@pytest.mark.parametrize("keys", ["", " ", [""], ["good", "\t"]])
+def test_blank_key_is_refused(keys: Any) -> None:
+    with pytest.raises(ConfigError, match="api_keys has a blank key"):
+        ServerSettings(api_keys=keys)
+
+
+def test_key_counts_without_the_white_space_around_it() -> None:
+    with fake_app(api_keys=[" k\n"]) as app:
+        assert call(app, CHAT, ASKED, headers={"x-api-key": "k"}).status_code == 200
+        assert call(app, CHAT, ASKED, headers={"authorization": "Bearer "}).status_code == 401
+
+
+# ---- requests that are not clear ----
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("host", "127.0.0.1"), ("host", "evil.example")],
+        [("transfer-encoding", "chunked"), ("content-length", "3")],
+        [("transfer-encoding", "identity"), ("transfer-encoding", "chunked")],
+        [("transfer-encoding", "gzip, chunked")],
+        [("content-length", "3"), ("content-length", "3")],
+    ],
+)
+def test_request_whose_host_or_length_is_not_clear_is_refused(
+    headers: list[tuple[str, str]],
+) -> None:
+    with fake_app(api_keys="k") as app:
+        for path in ("/health", CHAT):
+            answer = call(app, path, method="POST", headers=[("x-api-key", "k"), *headers])
+            assert error_of(answer, 400)["code"] == "invalid_http"
+            assert answer.headers["connection"] == "close"
+
+
+def test_applications_of_others_choose_their_names() -> None:
+    with fake_app() as app:
+        engine = app.state.desk.engine
+        mine = create_app(engine, allowed_hosts=["models.example.org"])
+        headers = {"host": "models.example.org"}
+        assert call(mine, f"{LOOPBACK}/v1/models", headers=headers).status_code == 200
