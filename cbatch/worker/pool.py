@@ -11,10 +11,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from cbatch.errors import CBatchError, ConfigError, EngineClosedError, WorkerDiedError
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    DeadlineError,
+    EngineClosedError,
+    WorkerDiedError,
+)
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS, Log
 from cbatch.runtime.ids import check_own
+from cbatch.runtime.interface import Outage
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
@@ -48,7 +55,7 @@ N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
 
 _LAST_S = 60.0
-"""Seconds that a worker has to end after it was told to: the step in flight, and cells for the disk. Our choice."""
+"""Seconds that a worker has to end by itself: the step in flight, and cells for the disk. Our choice."""
 
 _LOOK_S = 1.0
 """How often the pool looks after its workers. Our choice."""
@@ -101,10 +108,7 @@ class Pool:
         self._changed = Sleepers()
         """Threads that wait for a worker."""
         self._is_loaded = False
-        self._places = [Replica(self, i, launch) for i, launch in enumerate(launches)]
-        """All places, also places that are given up, so that the number of a slot means the same for ever."""
-        self._replicas = [*self._places]
-        """Those where there is a worker, or will be."""
+        self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look_on, name="cbatch-watch", daemon=True)
         for replica in self._replicas:
@@ -123,7 +127,7 @@ class Pool:
             self.is_closing = True
             for replica in self._replicas:
                 replica.kill()
-            self._join()
+            self._join(_LAST_S)
             raise self.error
         self._is_loaded = True
 
@@ -132,15 +136,31 @@ class Pool:
             self.look()
 
     def look(self) -> None:
-        """Find workers that a signal has stopped, and kill workers that stay stopped."""
+        """Find workers that a signal has stopped, kill those that stay so, and end held requests whose time is over."""
         were_stopped = [replica for replica in self._replicas if replica.is_stopped]
-        for replica in [*self._replicas]:
+        for replica in self._replicas:
             replica.look()
         if any(not replica.is_stopped for replica in were_stopped):
             with self.lock():
                 self._send_held()
+        now = time.perf_counter()
+        with self.lock():
+            late = [asked for asked in self.held if asked.deadline_s <= now]
+        for asked in late:
+            self._cut_off(asked, DeadlineError(now - asked.submitted_s))
 
     # ---- the workers ----
+
+    @property
+    def outage(self) -> Outage | None:
+        """Why no worker is there; None where one is. See `Runtime`."""
+        if self.ready:
+            return None
+        first = min(self._replicas, key=lambda replica: replica.starts_s)
+        retry_s = max(0.0, first.starts_s - time.perf_counter())
+        if first.problem:
+            return Outage(f"no worker can be started: {first.problem}", retry_s)
+        return Outage("a worker died and is being replaced", retry_s, has_failed=False)
 
     @property
     def n_slots(self) -> int:
@@ -166,8 +186,7 @@ class Pool:
 
     def _slots_of(self, replica: Replica) -> range:
         """Return the numbers of a place's slots among those of all places."""
-        before = self._places[: replica.i]
-        first = sum(other.n_slots for other in before)
+        first = sum(other.n_slots for other in self._replicas[: replica.i])
         return range(first, first + replica.n_slots)
 
     def ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
@@ -298,10 +317,7 @@ class Pool:
 
     def check_slot(self, slot: int | None) -> None:
         """Raise a ConfigError for a slot that no worker has."""
-        check_slot(slot, sum(replica.n_slots for replica in self._places))
-        slots = (self._slots_of(replica) for replica in self._replicas)
-        if slot is not None and not any(slot in some for some in slots):
-            raise ConfigError(f"slot={slot} was that of a worker that could not be replaced")
+        check_slot(slot, self.n_slots)
 
     def _check_slot(self, asked: Asked) -> None:
         try:
@@ -595,14 +611,12 @@ class Pool:
                 self._hold([a for a in connection.requests.values() if not a.has_begun])
             ended = self._part(connection)
         cause = connection.cause
-        if not is_over:
-            _log.warn("a worker died, and another is started: %s", cause)
         for asked in ended:
             is_cancelled = self.is_closing or asked.is_given_up
             error = None if is_cancelled else WorkerDiedError(cause, asked.n_deaths_alone)
             self._cut_off(asked, error)
         if is_over:
-            self._fail(WorkerDiedError(cause))
+            self.fail(WorkerDiedError(cause))
         else:
             with self.lock():
                 self._send_held()
@@ -640,27 +654,19 @@ class Pool:
             self.lost.add(stats)
             self.lost.n_active_max = most  # the workers did not work at the same time
 
-    def give_up(self, replica: Replica, error: CBatchError) -> None:
-        """Do without a place where no worker can be started."""
-        gone: list[Asked] = []
-        if self._is_loaded:
-            with self.lock():
-                gone = [a for a in self.held if a.slot in self._slots_of(replica)]
-                self._replicas.remove(replica)
-            _log.warn(
-                "worker %d cannot be started, and its place is given up: %s", replica.i, error
-            )
-        if not (self._is_loaded and self._replicas):
-            self._fail(error)
-        for asked in gone:
-            self._cut_off(asked, error)
+    def miss(self, error: CBatchError) -> bool:
+        """Do without a worker that could not be started; return whether that is to be tried again."""
+        if not self._is_loaded:
+            self.fail(error)
         self._changed.wake()
+        return self._is_loaded
 
-    def _fail(self, error: CBatchError) -> None:
+    def fail(self, error: CBatchError) -> None:
         """End the pool by an error, unless it is closing."""
         if self.is_closing:
             return
         self.error = self.error or error
+        self._changed.wake()
         if not self._is_loaded:
             return
         self.is_closing = True
@@ -670,11 +676,16 @@ class Pool:
             self.on_end(cause)
         for asked in [*self.requests.values()]:
             self._cut_off(asked, cause)
+        for replica in self._replicas:
+            replica.end()
 
     # ---- the end ----
 
-    def close(self) -> None:
-        """End every request, and the workers; return when they are gone, but not in a worker's own thread."""
+    def close(self, within_s: float | None = None) -> None:
+        """End every request, and the workers; return when they are gone, but not in a worker's own thread.
+
+        A worker that does not end within this time, such as a stopped one, is killed.
+        """
         with self.lock():
             is_first, self.is_closing = not self.is_closing, True
             ready = self.ready
@@ -685,14 +696,14 @@ class Pool:
         for connection in ready:
             connection.tell("close")
         self._changed.wake()
-        self._join()
+        self._join(_LAST_S if within_s is None else within_s)
         for asked in [*self.requests.values()]:
             self._cut_off(asked, None)
 
-    def _join(self) -> None:
-        """Wait until the workers are gone; one that does not end by itself, such as a stopped one, is killed."""
-        until_s = time.perf_counter() + _LAST_S
-        for replica in [*self._replicas]:
+    def _join(self, within_s: float) -> None:
+        """Wait until the workers are gone; one that does not end by itself is killed."""
+        until_s = time.perf_counter() + within_s
+        for replica in self._replicas:
             if replica.thread is not threading.current_thread():
                 replica.thread.join(max(0.0, until_s - time.perf_counter()))
                 if replica.thread.is_alive():
