@@ -48,7 +48,7 @@ _N_UNFINISHED = 256
 _N_PROBLEMS = 100
 """Most lines that a batch tells as wrong: our choice."""
 
-_CLOSE_S = 20.0
+CLOSE_S = 20.0
 """Seconds for lines that run to be given back at the end; a step of a large model may take some of them."""
 
 _AGAIN_S = 15.0
@@ -197,7 +197,7 @@ class Batches:
 
     # ---- the end ----
 
-    def close(self) -> None:
+    def close(self, within_s: float = CLOSE_S) -> None:
         """End all work, to be continued by the next server on the same folder.
 
         Waits until it is on disk; where the engine does not answer, only for a while: the next server does the rest.
@@ -210,7 +210,7 @@ class Batches:
             job.stop()
         canceller = threading.Thread(target=_cancel_all, args=[jobs], daemon=True)
         canceller.start()
-        ends_s = time.monotonic() + _CLOSE_S
+        ends_s = time.monotonic() + within_s
         threads = [canceller, *(job.thread for job in jobs if job.thread is not None)]
         for thread in threads:
             thread.join(max(0.0, ends_s - time.monotonic()))

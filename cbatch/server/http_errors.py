@@ -6,6 +6,7 @@ Source: OpenAI's API reference, error codes; Anthropic's API reference, errors; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,23 @@ def refused(name: str, why: str) -> HttpProblemError:
 def draining() -> HttpProblemError:
     """Return the problem of a server that is being stopped."""
     return HttpProblemError(503, "the server is shutting down", "shutting_down", headers=SOON)
+
+
+def no_engine(cause: str, seconds: float) -> HttpProblemError:
+    """Return the problem of a server without a worker, until one is started in so many seconds."""
+    headers = {"retry-after": str(whole_seconds(seconds))}
+    return HttpProblemError(503, cause, "no_worker", headers=headers)
+
+
+def unwell(message: str, retry_s: int = 1) -> HttpProblemError:
+    """Return the problem of an engine that cannot serve now."""
+    more = {"type": "unavailable_error", "code": 503}  # as llama-server has them
+    return HttpProblemError(503, message, headers={"retry-after": str(retry_s)}, more=more)
+
+
+def whole_seconds(seconds: float) -> int:
+    """Return how long a client is told to wait: at least a second."""
+    return max(1, math.ceil(seconds))
 
 
 def queue_full(n_waiting: int, n_limit: int, seconds: int) -> HttpProblemError:
