@@ -114,6 +114,8 @@ class Desk:
         """Whether new calls are refused."""
         self._visits: dict[int, Visit] = {}
         self._n_in_flight = 0
+        self._n_questions = 0
+        """Questions of clients that the engine has not answered."""
         self._sizes: Sizes | None = None
         self.pulse = Pulse(engine, clock, lambda: self.n_open)
         self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
@@ -143,8 +145,8 @@ class Desk:
     async def keep_asking(self) -> None:
         """Ask how the engine gets on now and then, so that its silence is known when somebody asks for its health."""
         while True:
-            await self.pulse.ask()
             await anyio.sleep(_ASK_S)
+            await self.pulse.ask()
 
     async def ask(self, question: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what a question to the engine returns, put in a thread.
@@ -153,7 +155,11 @@ class Desk:
             HttpProblemError: nobody is there to answer.
         """
         self._check_engine()
-        return await self.in_thread(question, *args, **named)
+        self._n_questions += 1
+        try:
+            return await self.in_thread(question, *args, **named)
+        finally:
+            self._n_questions -= 1
 
     def _check_engine(self) -> None:
         """Raise a `HttpProblemError` where no worker could be started; while the first one is being, calls wait."""
@@ -178,6 +184,11 @@ class Desk:
         return Sizes(engine.parallel, engine.n_window, engine.model_facts)
 
     # ---- who is in ----
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no client waits for the engine."""
+        return not (self._n_in_flight or self._n_questions)
 
     @property
     def n_in_flight(self) -> int:

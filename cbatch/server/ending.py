@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LAST_S = 1.5
 """Seconds from the end of the grace to the end of the process, whatever still runs then. Our choice."""
 
-_LEAST_S = 0.3
+_LEAST_S = 0.5
 """Seconds that each part of the server has to end, also where no grace is left. Our choice."""
 
 

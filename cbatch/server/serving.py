@@ -35,7 +35,7 @@ _IDLE_S = 75
 _LAST_S = 5
 """Most seconds for the last bytes of ended calls. Our choice."""
 
-_TOLD_S = 0.3
+_TOLD_S = 0.2
 """Seconds for telling calls that the grace is over, before the engine is ended. Our choice."""
 
 _N_OTHER_FILES = 192
@@ -226,7 +226,7 @@ class DrainingServer(uvicorn.Server):
         if self._ending.has_begun:
             if self._ending.is_over:
                 self._desk.end_visits()
-            self.should_exit = self._ending.is_over or not self._desk.n_in_flight
+            self.should_exit = self._ending.is_over or self._desk.is_idle
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
