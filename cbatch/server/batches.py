@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.errors import (
     ConfigError,
     EngineError,
+    ModelLoadError,
     OutputError,
     RequestCancelledError,
 )
@@ -53,6 +54,9 @@ CLOSE_S = 20.0
 
 _AGAIN_S = 15.0
 """Seconds until a run is tried again that a full disk, or `cancel_all`, has ended."""
+
+_PASSING = (ModelLoadError, OutputError, OSError, RequestCancelledError, sqlite3.OperationalError)
+"""What holds a batch up, but not for ever: a model file that is not there now, a full disk."""
 
 _NEVER_RAN = {
     "expired": (
@@ -261,7 +265,7 @@ class Batches:
                 self._run(job)
             if not job.batch.has_ended:
                 self._finish(job)
-        except (OutputError, OSError, RequestCancelledError, sqlite3.OperationalError) as error:
+        except _PASSING as error:
             self._check_open()
             _log.warn("batch %s is tried again in %d s: %s", job.batch.id, int(_AGAIN_S), error)
             return False

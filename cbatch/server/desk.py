@@ -18,9 +18,10 @@ from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import CLOSE_S, Batches
 from cbatch.server.exposition import Exposition
 from cbatch.server.http_errors import (
+    NO_WORKER,
     HttpProblemError,
     draining,
-    no_engine,
+    no_worker,
     queue_full,
     tokens_full,
     whole_seconds,
@@ -165,7 +166,7 @@ class Desk:
         """Raise a `HttpProblemError` where no worker could be started; while the first one is being, calls wait."""
         outage = self.engine.outage
         if outage is not None and outage.retry_s is not None and outage.has_failed:
-            raise no_engine(outage.cause, outage.retry_s)
+            raise no_worker(outage.retry_s)
 
     async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
@@ -288,10 +289,11 @@ class Desk:
         if self.is_draining:
             return Health("stopping", "the server is shutting down")
         outage = self.engine.outage
-        if outage is not None and outage.retry_s is None:
-            return Health("failed", outage.cause)
+        if outage is not None and outage.retry_s is not None:
+            problem = NO_WORKER if outage.has_failed else outage.cause
+            return Health("replacing", problem, whole_seconds(outage.retry_s))
         if outage is not None:
-            return Health("replacing", outage.cause, retry_s=whole_seconds(outage.retry_s))
+            return Health("failed", "the engine has ended: the server's log says why")
         await self.pulse.ask()
         if (words := self.pulse.problem) is not None:
             return Health("failed", words)

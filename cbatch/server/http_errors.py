@@ -16,6 +16,7 @@ from cbatch.errors import (
     EngineClosedError,
     EngineError,
     GrammarError,
+    ModelLoadError,
     PromptError,
     PromptTooLongError,
     QueueFullError,
@@ -36,6 +37,12 @@ NO_RETRY = {"x-should-retry": "false"}
 SOON = {"retry-after": "1"}
 
 LATER = {"retry-after": "60"}
+
+_MENDED_S = 30.0
+"""Seconds after which a model that was refused is tried again. Source: the longest pause of a worker's place."""
+
+NO_WORKER = "no worker can be started now: the server's log says why"
+"""What anybody may know of it: the reason itself may name files."""
 
 CROWDED = "cbatch.crowded"
 """The mark, in the state of an ASGI scope, of a connection above the server's limit."""
@@ -128,10 +135,10 @@ def draining() -> HttpProblemError:
     return HttpProblemError(503, "the server is shutting down", "shutting_down", headers=SOON)
 
 
-def no_engine(cause: str, seconds: float) -> HttpProblemError:
+def no_worker(seconds: float) -> HttpProblemError:
     """Return the problem of a server without a worker, until one is started in so many seconds."""
     headers = {"retry-after": str(whole_seconds(seconds))}
-    return HttpProblemError(503, cause, "no_worker", headers=headers)
+    return HttpProblemError(503, NO_WORKER, "no_worker", headers=headers)
 
 
 def unwell(message: str, retry_s: int = 1) -> HttpProblemError:
@@ -177,6 +184,8 @@ def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpPro
         return _too_long(error, prompt_field)
     if not isinstance(error, CBatchError):
         return HttpProblemError(500, "an internal error", "internal_error", headers=NO_RETRY)
+    if isinstance(error, ModelLoadError):
+        return no_worker(_MENDED_S)
     if isinstance(error, WorkerDiedError):
         again = NO_RETRY if error.n_alone else {}
         return HttpProblemError(500, str(error), "worker_died", headers=again)

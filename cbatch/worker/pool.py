@@ -16,7 +16,10 @@ from cbatch.errors import (
     ConfigError,
     DeadlineError,
     EngineClosedError,
+    IncompatibleLlamaError,
+    ModelLoadError,
     WorkerDiedError,
+    words_of,
 )
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS, Log
@@ -50,6 +53,11 @@ _T = TypeVar("_T")
 
 Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
+
+N_REFUSED_MAX = 3
+"""Times that a model may be refused before requests that wait for a worker end; it is tried on. Our choice."""
+
+_REFUSALS = (ConfigError, IncompatibleLlamaError, ModelLoadError)
 
 N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
@@ -108,6 +116,10 @@ class Pool:
         self._changed = Sleepers()
         """Threads that wait for a worker."""
         self._is_loaded = False
+        self._n_refused = 0
+        """Starts since there was a worker that have failed with an error of the model or its settings."""
+        self._refusal: ModelLoadError | None = None
+        """What they get that wait for a worker, once that was often enough."""
         self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look_on, name="cbatch-watch", daemon=True)
@@ -196,6 +208,7 @@ class Pool:
 
         Raises:
             EngineClosedError: the engine is closed.
+            ModelLoadError: no worker can be started any more.
             WorkerDiedError: one worker after the other died.
         """
         for n_left in reversed(range(N_ASKED_MAX)):
@@ -248,7 +261,9 @@ class Pool:
             ready = self._awake or self.ready
             if ready:
                 return min(ready, key=lambda c: len(c.requests))
-            self._changed.wait_for(lambda: self.ready or self.is_closing)
+            if self._refusal is not None:
+                raise self._refusal
+            self._changed.wait_for(lambda: self.ready or self.is_closing or self._refusal)
 
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the pool is closed or has failed."""
@@ -478,6 +493,7 @@ class Pool:
 
     def join(self, connection: Connection) -> None:
         """Take a worker that is ready."""
+        self._n_refused, self._refusal = 0, None
         with self.lock():
             if self.recorder is not None:
                 connection.post("record_steps", on=True)
@@ -655,11 +671,21 @@ class Pool:
             self.lost.n_active_max = most  # the workers did not work at the same time
 
     def miss(self, error: CBatchError) -> bool:
-        """Do without a worker that could not be started; return whether that is to be tried again."""
+        """Do without a worker that could not be started; return whether that is to be tried again.
+
+        Where the model is refused again and again, what waits for a worker gets the error.
+        """
         if not self._is_loaded:
             self.fail(error)
+            return False
+        self._n_refused += isinstance(error, _REFUSALS)
+        if self._n_refused >= N_REFUSED_MAX and not self.ready:
+            self._refusal = ModelLoadError(f"no worker can be started: {words_of(error)}")
+            self._refusal.__cause__ = error
+            for asked in [*self.held]:
+                self._cut_off(asked, self._refusal)
         self._changed.wake()
-        return self._is_loaded
+        return True
 
     def fail(self, error: CBatchError) -> None:
         """End the pool by an error, unless it is closing."""
