@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -198,6 +200,22 @@ def test_stopped_worker_holds_up_no_end(test_model: Path, grace_s: str) -> None:
         assert process.wait(PATIENCE_S) == 0
         assert json.loads(told.removeprefix("data: "))["error"]["code"] == "shutting_down"
     wait_until(lambda: not lives(worker))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signal_while_the_model_is_loaded_ends_server_and_worker(
+    test_model: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    path = tmp_path / "socket"
+    own = ["-m", str(test_model), "--uds", str(path), "--replicas", "1", "--grace-s", "3600"]
+    with subprocess.Popen([sys.executable, "-m", "cbatch.cli", "serve", *own]) as process:
+        wait_until(lambda: bool(children_of(process.pid)))
+        workers = children_of(process.pid)
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == code
+    assert not path.exists()
+    wait_until(lambda: not any(map(lives, workers)))
 
 
 @pytest.mark.real
