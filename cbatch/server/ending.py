@@ -81,7 +81,10 @@ class Ending:
 
     @contextmanager
     def on_signals(self) -> Iterator[Ending]:
-        """Have SIGTERM, Ctrl-C and SIGHUP, which a closed terminal sends, begin the end; but one that is ignored."""
+        """Have SIGTERM, Ctrl-C and SIGHUP, which a closed terminal sends, begin the end; but one that is ignored.
+
+        Once the end has begun, the process is to end after the block, and further signals are ignored there.
+        """
         before = {number: signal.getsignal(number) for number in _NUMBERS}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
@@ -92,8 +95,8 @@ class Ending:
         finally:
             self._is_done = True
             self._changed.wake()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, handler in before.items():  # a late signal ends no process that is ending
+                signal.signal(number, signal.SIG_IGN if self.has_begun else handler)
 
     @contextmanager
     def serving(

@@ -26,10 +26,21 @@ from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_unti
 from tests.worker.links import Launches, MortalBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 LONG = {"messages": USER, "max_tokens": 100_000, "ignore_eos": True}
 SHORT = {"messages": USER, "max_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def same_handlers() -> Iterator[None]:
+    """Have this process handle signals as before, which an ending leaves to a process that ends."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 # ---- signals ----
@@ -61,7 +72,7 @@ def test_part_of_the_server_has_some_time_also_after_the_grace() -> None:
 def test_signal_before_there_are_calls_breaks_off_the_load(
     number: int, kind: type[BaseException]
 ) -> None:
-    end, before = Ending(1000), signal.getsignal(number)
+    end = Ending(1000)
 
     def load() -> None:
         with end.on_signals():
@@ -71,7 +82,7 @@ def test_signal_before_there_are_calls_breaks_off_the_load(
         load()
     assert end.is_over
     assert getattr(told.value, "code", 0) == 0
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == signal.SIG_IGN  # a second one ends by no signal
 
 
 def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
