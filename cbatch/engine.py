@@ -23,7 +23,13 @@ from cbatch.checks import (
     token_ids,
 )
 from cbatch.engine_options import EngineOptions, ScheduleOptions
-from cbatch.errors import CBatchError, ConfigError, EngineClosedError, RequestCancelledError
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    EngineClosedError,
+    RequestCancelledError,
+    words_of,
+)
 from cbatch.interrupts import Postponed
 from cbatch.messages import BatchPrompt, LookAhead, Prompt, as_id, as_prompt, as_prompts, is_source
 from cbatch.options import RunOptions
@@ -31,6 +37,7 @@ from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.delivery import log_results
 from cbatch.runtime.ids import RequestId
+from cbatch.runtime.interface import Outage
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from cbatch.runtime.sequences import OptionsMerger
@@ -176,10 +183,13 @@ class Engine:
             runtime.close()
         raise EngineClosedError("loading was broken off")
 
-    def close(self) -> None:
+    def close(self, *, within_s: float | None = None) -> None:
         """End every request and free the model. Running ones end `cancelled`, queued ones with an error.
 
         A native call cannot be broken off: Ctrl-C meanwhile is raised when all is freed.
+
+        Args:
+            within_s: worker processes that have not ended by then are killed; None for a minute.
         """
         with Postponed():
             self._is_closing = True  # a load in another thread stops
@@ -188,12 +198,23 @@ class Engine:
             if self._made is not None:
                 runtime, submitter = self._made
                 submitter.end(EngineClosedError(CLOSED_EARLY))
-                runtime.close()
+                runtime.close(within_s)
                 self._finalizer.detach()
 
     def _start(self, runtime: Runtime) -> None:
         self._finalizer = weakref.finalize(self, runtime.close)
         self._made = runtime, Submitter(runtime)
+
+    @property
+    def outage(self) -> Outage | None:
+        """Why nothing computes now: no worker is there, or the engine has ended; None where nothing is wrong."""
+        if self._made is None:
+            return None
+        try:
+            self._runtime.check_open()
+        except EngineClosedError as error:
+            return Outage(words_of(error.__cause__ or error), None)
+        return self._runtime.outage
 
     @property
     def _runtime(self) -> Runtime:

@@ -10,15 +10,12 @@ from pathlib import Path
 from socket import SHUT_RDWR
 from typing import Annotated
 
-import typer
-
 import cbatch
-from cbatch.cli.main import ExitCode
 from cbatch.cli.option_table import ENGINE, Given, names_in, option, takes
 from cbatch.cli.terminal import say
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import EngineError
+from cbatch.errors import EngineClosedError, EngineError, words_of
 from cbatch.files.places import stdin, stdout
 from cbatch.interrupts import Postponed
 from cbatch.runtime.local import LocalRuntime
@@ -91,12 +88,21 @@ def daemon(
                     ending = _serve_clients(
                         partial(serve, runtime), listener, text, is_tagged=stream_tagged
                     )
+            if ending is SessionEnd.FAILED:
+                _check(runtime)
     finally:
         text.close()
     if ending is SessionEnd.LEFT:
         say("cbatch: the reader of the stream has left, so the daemon ends here")
-    if ending is SessionEnd.FAILED:
-        raise typer.Exit(ExitCode.STOPPED)
+
+
+def _check(runtime: LocalRuntime) -> None:
+    """Raise an EngineClosedError that says why the engine has stopped."""
+    try:
+        runtime.check_open()
+    except EngineClosedError as error:
+        cause = error.__cause__ or error
+        raise EngineClosedError(f"the engine stopped: {words_of(cause)}") from error
 
 
 def _serve(

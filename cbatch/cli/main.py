@@ -53,11 +53,17 @@ class LogLevel(str, Enum):
 class LogLines(logging.Handler):
     """Prints log records on stderr, beside a live display: as lines, or as events with `--json`."""
 
-    def __init__(self, interrupts: "Interrupts", *, has_time: bool = False) -> None:
+    def __init__(
+        self,
+        interrupts: "Interrupts",
+        layout: str = "%(levelname)s %(name)s: %(message)s",
+        *,
+        has_time: bool = False,
+    ) -> None:
         super().__init__()
         self._command, self._has_time = interrupts, has_time
         when = "%(asctime)s " if has_time else ""
-        self.setFormatter(logging.Formatter(f"{when}%(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(logging.Formatter(f"{when}{layout}"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
@@ -249,13 +255,25 @@ def _show_version(is_asked: bool) -> None:
 
 def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> None:
     """Show the library's log from this level on until the command ends, instead of as it was shown before."""
-    logger, lines = logging.getLogger("cbatch"), LogLines(ctx.obj, has_time=has_time)
-    for before in [handler for handler in logger.handlers if isinstance(handler, LogLines)]:
-        logger.removeHandler(before)
-    logger.addHandler(lines)
-    ctx.call_on_close(lambda: logger.removeHandler(lines))
+    _hide_log()
+    logger = logging.getLogger("cbatch")
+    logger.addHandler(LogLines(ctx.obj, has_time=has_time))
+    ctx.call_on_close(_hide_log)
     ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
     logger.setLevel(level.name)
+
+
+def _show_deaths(ctx: typer.Context) -> None:
+    """Show deaths of workers, which nobody would learn of otherwise, until the command ends or shows the whole log."""
+    _hide_log()
+    logging.getLogger("cbatch.worker").addHandler(LogLines(ctx.obj, "cbatch: %(message)s"))
+    ctx.call_on_close(_hide_log)
+
+
+def _hide_log() -> None:
+    for logger in map(logging.getLogger, ("cbatch", "cbatch.worker")):
+        for lines in [handler for handler in logger.handlers if isinstance(handler, LogLines)]:
+            logger.removeHandler(lines)
 
 
 def _root(
@@ -277,7 +295,7 @@ def _root(
             "--log-level",
             metavar="LEVEL",
             case_sensitive=False,
-            default="no log",
+            default="deaths of workers alone",
             help="Log to stderr from here on: debug, info, warning or error.",
         ),
     ] = None,
@@ -292,7 +310,9 @@ def _root(
 
     Example: cbatch --log-level info run chats.jsonl -m model.gguf -o answers.jsonl
     """
-    if log_level is not None:
+    if log_level is None:
+        _show_deaths(ctx)
+    else:
         show_log(ctx, log_level)
 
 

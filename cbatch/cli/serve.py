@@ -27,12 +27,17 @@ from cbatch.worker.listening import remove_socket, socket_at
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from cbatch.server.ending import Ending
+
 KEY_VARIABLE = "CBATCH_API_KEY"
 """The environment variable of a key: on a command line, others would see it."""
 
 _NOT_HERE = ("max_queue", "when_full", "slot")
 
 HTTP = "Server"
+
+_WORKERS_S = 60.0
+"""Most seconds for workers to end. Our choice."""
 
 
 class LogFormat(str, Enum):
@@ -219,6 +224,7 @@ def serve(
     _check_installed()
     from cbatch.server import create_app  # needs the extra
     from cbatch.server.batch_store import default_folder
+    from cbatch.server.ending import Ending
     from cbatch.server.server_settings import ServerSettings
     from cbatch.server.serving import Tls, limits_for
     from cbatch.server.serving import serve as serve_app
@@ -247,11 +253,11 @@ def serve(
     is_guarded = no_auth or bool(settings["api_keys"])
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
     tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
+    load = partial(cbatch.load, given["model"], options=options, replicas=n_replicas)
     with (
+        Ending(grace_s).on_signals() as ending,
         _opened(uds, partial(_bound, host, port, is_guarded=is_guarded)) as address,
-        cbatch.load(
-            given["model"], options=options, replicas=n_replicas, **engine_settings
-        ) as engine,
+        _loaded(partial(load, **engine_settings), ending) as engine,
     ):
         scheme = "https" if tls.certificate else "http"
         where = str(uds) if uds else f"{scheme}://{_shown(host)}:{address.getsockname()[1]}"
@@ -262,7 +268,7 @@ def serve(
         serve_app(
             app,
             address,
-            grace_s=grace_s,
+            ending=ending,
             tls=tls,
             limits=limits,
             on_ready=lambda: _say_ready(
@@ -302,6 +308,15 @@ def _bound(host: str, port: int, *, is_guarded: bool) -> socket.socket:
             "or --no-auth to serve everybody"
         )
     return opened
+
+
+@contextmanager
+def _loaded(load: Callable[[], cbatch.Engine], ending: "Ending") -> Iterator[cbatch.Engine]:
+    """Load a model for the block; its workers have what is left of the grace to end."""
+    with load() as engine:
+        yield engine
+        if ending.has_begun:
+            engine.close(within_s=ending.left_s(_WORKERS_S))
 
 
 def _n_replicas(asked: str, model: object, engine_settings: dict[str, Any]) -> int:

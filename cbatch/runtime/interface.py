@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from cbatch.stats import EngineStats
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A time in which nothing computes."""
+
+    cause: str
+    """Why."""
+    retry_s: float | None
+    """Seconds until a worker is started again, 0 while one is being started; None where none will be."""
+    has_failed: bool = True
+    """Whether a start has failed meanwhile; else the first one is under way."""
+
+
 class Target(Protocol):
     """Where the output of a batch's requests goes."""
 
@@ -140,6 +152,10 @@ class Runtime(Protocol):
     def ids(self) -> Container[str]:
         """The ids in flight."""
 
+    @property
+    def outage(self) -> Outage | None:
+        """Why nothing computes now, though the runtime is open; None where something does."""
+
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the runtime is closed, has failed, or belongs to the parent process."""
 
@@ -202,5 +218,5 @@ class Runtime(Protocol):
     def pump(self) -> bool:
         """Do one step in the caller's thread, where there is no other; False where there is nothing to do."""
 
-    def close(self) -> None:
-        """End every request and free the model. Twice is harmless."""
+    def close(self, within_s: float | None = None) -> None:
+        """End every request and free the model; see `Engine.close`. Twice is harmless."""

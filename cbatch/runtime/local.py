@@ -343,6 +343,10 @@ class LocalRuntime:
         """Do one step in the caller's thread, where there is no other."""
         return self.loop.pump()
 
-    def close(self) -> None:
-        """End every request and free the model."""
+    @property
+    def outage(self) -> None:
+        """Tell nothing: what is open here computes."""
+
+    def close(self, within_s: float | None = None) -> None:
+        """End every request and free the model; a step cannot be broken off, however long it takes."""
         self.loop.close()

@@ -72,11 +72,15 @@ def create_app(engine: Engine, **settings: Any) -> Starlette:
 
 @asynccontextmanager
 async def _lifespan(desk: Desk, app: Starlette) -> AsyncIterator[None]:
-    """Leave batches to the next server, where the application is told its end."""
-    try:
-        yield
-    finally:
-        await anyio.to_thread.run_sync(desk.close)
+    """Watch the engine; leave batches to the next server, where the application is told its end."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(desk.keep_asking)
+        try:
+            yield
+        finally:
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(desk.close)
 
 
 def _routes(desk: Desk) -> list[Route]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.errors import (
     ConfigError,
     EngineError,
+    ModelLoadError,
     OutputError,
     RequestCancelledError,
 )
@@ -50,7 +51,7 @@ _N_UNFINISHED = 256
 _N_PROBLEMS = 100
 """Most lines that a batch tells as wrong: our choice."""
 
-_CLOSE_S = 20.0
+CLOSE_S = 20.0
 """Seconds for lines that run to be given back at the end; a step of a large model may take some of them."""
 
 _AGAIN_S = 15.0
@@ -61,6 +62,9 @@ _OTHER_ENGINE = (
     "it was begun with another model or other options, and goes on when these are served"
 )
 """Why batches wait."""
+
+_PASSING = (ModelLoadError, OutputError, OSError, RequestCancelledError, sqlite3.OperationalError)
+"""What holds a batch up, but not for ever: a model file that is not there now, a full disk."""
 
 _NEVER_RAN = {
     "expired": (
@@ -218,7 +222,7 @@ class Batches:
 
     # ---- the end ----
 
-    def close(self) -> None:
+    def close(self, within_s: float = CLOSE_S) -> None:
         """End all work, to be continued by the next server on the same folder.
 
         Waits until it is on disk; where the engine does not answer, only for a while: the next server does the rest.
@@ -231,7 +235,7 @@ class Batches:
             job.stop()
         canceller = threading.Thread(target=_cancel_all, args=[jobs], daemon=True)
         canceller.start()
-        ends_s = time.monotonic() + _CLOSE_S
+        ends_s = time.monotonic() + within_s
         threads = [canceller, *(job.thread for job in jobs if job.thread is not None)]
         for thread in threads:
             thread.join(max(0.0, ends_s - time.monotonic()))
@@ -284,7 +288,7 @@ class Batches:
                 self._run(job)
             if not job.batch.has_ended:
                 self._finish(job)
-        except (OutputError, OSError, RequestCancelledError, sqlite3.OperationalError) as error:
+        except _PASSING as error:
             self._check_open()
             _log.warn("batch %s is tried again in %d s: %s", job.batch.id, int(_AGAIN_S), error)
             if is_full(error):

@@ -8,16 +8,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 from anyio.lowlevel import RunVar
 
 from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
-from cbatch.server.batches import Batches
+from cbatch.server.batches import CLOSE_S, Batches
 from cbatch.server.exposition import Exposition
-from cbatch.server.http_errors import HttpProblemError, draining, queue_full, tokens_full
+from cbatch.server.http_errors import (
+    NO_WORKER,
+    HttpProblemError,
+    draining,
+    no_worker,
+    queue_full,
+    tokens_full,
+    whole_seconds,
+)
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import Pulse, Question
 from cbatch.server.server_settings import MIB
@@ -39,6 +47,9 @@ _N_THREADS = 64
 
 _RETRY_S = 60
 """Most seconds that a client is told to wait: our choice; clients of OpenAI and Anthropic obey up to 120."""
+
+_ASK_S = 5.0
+"""Seconds between questions how the engine gets on. Our choice."""
 
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("cbatch.server.threads")
 
@@ -101,11 +112,13 @@ class Desk:
         self.model_name = settings.model_name or engine.model_name or "cbatch"
         self.created = int(time.time())
         self.is_draining = False
-        """Whether new calls are refused; from any thread or handler of a signal."""
+        """Whether new calls are refused."""
         self._visits: dict[int, Visit] = {}
         self._n_in_flight = 0
+        self._n_questions = 0
+        """Questions of clients that the engine has not answered."""
         self._sizes: Sizes | None = None
-        self.pulse = Pulse(engine, clock)
+        self.pulse = Pulse(engine, clock, lambda: self.n_open)
         self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
         self.meters = Meters()
         self.room = BatchRoom(engine)
@@ -120,11 +133,40 @@ class Desk:
         store = BatchStore(Path(settings.files_dir), settings.max_stored_mib * MIB)
         return Batches(self.engine, store, self.room, settings, self.model_name)
 
-    def close(self) -> None:
+    def close(self, within_s: float = CLOSE_S) -> None:
         """Leave the batches to the next server on the same folder; waits until what they have done is on disk."""
-        self.is_draining = True
+        self.drain()
         if self.batches is not None:
-            self.batches.close()
+            self.batches.close(within_s)
+
+    def drain(self) -> None:
+        """Refuse new calls from now on. From any thread or handler of a signal."""
+        self.is_draining = True
+
+    async def keep_asking(self) -> None:
+        """Ask how the engine gets on now and then, so that its silence is known when somebody asks for its health."""
+        while True:
+            await anyio.sleep(_ASK_S)
+            await self.pulse.ask()
+
+    async def ask(self, question: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Return what a question to the engine returns, put in a thread.
+
+        Raises:
+            HttpProblemError: nobody is there to answer.
+        """
+        self._check_engine()
+        self._n_questions += 1
+        try:
+            return await self.in_thread(question, *args, **named)
+        finally:
+            self._n_questions -= 1
+
+    def _check_engine(self) -> None:
+        """Raise a `HttpProblemError` where no worker could be started; while the first one is being, calls wait."""
+        outage = self.engine.outage
+        if outage is not None and outage.retry_s is not None and outage.has_failed:
+            raise no_worker(outage.retry_s)
 
     async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
@@ -135,7 +177,7 @@ class Desk:
     async def sizes(self) -> Sizes:
         """Return what the engine is, asked once."""
         if self._sizes is None:
-            self._sizes = await self.in_thread(self._ask_sizes)
+            self._sizes = await self.ask(self._ask_sizes)
         return self._sizes
 
     def _ask_sizes(self) -> Sizes:
@@ -143,6 +185,11 @@ class Desk:
         return Sizes(engine.parallel, engine.n_window, engine.model_facts)
 
     # ---- who is in ----
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no client waits for the engine."""
+        return not (self._n_in_flight or self._n_questions)
 
     @property
     def n_in_flight(self) -> int:
@@ -159,10 +206,11 @@ class Desk:
         """Count a call for the block.
 
         Raises:
-            HttpProblemError: the queue has no room, or the server is being stopped.
+            HttpProblemError: the queue has no room, no worker can be started, or the server is being stopped.
         """
         if self.is_draining:
             raise draining()
+        self._check_engine()
         if self.settings.max_queue is not None:
             self._check_queue(n_choices, n_slots, self.settings.max_queue)
         visit = Visit(n_choices, self.clock())
@@ -236,23 +284,31 @@ class Desk:
 
     # ---- health ----
 
-    async def health(self) -> dict[str, Any]:
-        """Return the engine's state.
-
-        Raises:
-            HttpProblemError: it is not loaded yet, has ended, does not get on, or is being drained.
-        """
+    async def health(self) -> Health:
+        """Return the engine's state."""
         if self.is_draining:
-            raise unwell("the server is shutting down")
+            return Health("stopping", "the server is shutting down")
+        outage = self.engine.outage
+        if outage is not None and outage.retry_s is not None:
+            problem = NO_WORKER if outage.has_failed else outage.cause
+            return Health("replacing", problem, whole_seconds(outage.retry_s))
+        if outage is not None:
+            return Health("failed", "the engine has ended: the server's log says why")
         await self.pulse.ask()
         if (words := self.pulse.problem) is not None:
-            raise unwell(words)
-        if (silent_s := self.pulse.silent_s) > self.settings.stall_s:
-            raise unwell(f"the engine has made no progress for {silent_s:.0f} s")
-        return {"status": "ok", "in_flight": self.n_in_flight}
+            return Health("failed", words)
+        silent_s = self.pulse.silent_s
+        if silent_s > self.settings.stall_s:
+            return Health("stalled", f"the engine has made no progress for {silent_s:.0f} s")
+        return Health("busy" if self.pulse.is_asking else "ok")
 
 
-def unwell(message: str) -> HttpProblemError:
-    """Return the problem of an engine that cannot serve now."""
-    more = {"type": "unavailable_error", "code": 503}  # as llama-server has them
-    return HttpProblemError(503, message, headers={"retry-after": "1"}, more=more)
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What `/health` says of the engine."""
+
+    status: Literal["ok", "busy", "replacing", "stalled", "failed", "stopping"]
+    problem: str = ""
+    """Why it cannot serve now; "" where it can."""
+    retry_s: int = 1
+    """Seconds after which asking again is worth it."""

@@ -6,6 +6,7 @@ Source: OpenAI's API reference, error codes; Anthropic's API reference, errors; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from cbatch.errors import (
     EngineClosedError,
     EngineError,
     GrammarError,
+    ModelLoadError,
     PromptError,
     PromptTooLongError,
     QueueFullError,
@@ -40,6 +42,12 @@ NO_RETRY = {"x-should-retry": "false"}
 SOON = {"retry-after": "1"}
 
 LATER = {"retry-after": "60"}
+
+_MENDED_S = 30.0
+"""Seconds after which a model that was refused is tried again. Source: the longest pause of a worker's place."""
+
+NO_WORKER = "no worker can be started now: the server's log says why"
+"""What anybody may know of it: the reason itself may name files."""
 
 CROWDED = "cbatch.crowded"
 """The mark, in the state of an ASGI scope, of a connection above the server's limit."""
@@ -132,6 +140,23 @@ def draining() -> HttpProblemError:
     return HttpProblemError(503, "the server is shutting down", "shutting_down", headers=SOON)
 
 
+def no_worker(seconds: float) -> HttpProblemError:
+    """Return the problem of a server without a worker, until one is started in so many seconds."""
+    headers = {"retry-after": str(whole_seconds(seconds))}
+    return HttpProblemError(503, NO_WORKER, "no_worker", headers=headers)
+
+
+def unwell(message: str, retry_s: int = 1) -> HttpProblemError:
+    """Return the problem of an engine that cannot serve now."""
+    more = {"type": "unavailable_error", "code": 503}  # as llama-server has them
+    return HttpProblemError(503, message, headers={"retry-after": str(retry_s)}, more=more)
+
+
+def whole_seconds(seconds: float) -> int:
+    """Return how long a client is told to wait: at least a second."""
+    return max(1, math.ceil(seconds))
+
+
 def queue_full(n_waiting: int, n_limit: int, seconds: int) -> HttpProblemError:
     """Return the problem of a request for which the queue has no room for about so many seconds."""
     return _full(f"{n_waiting} requests wait already, of at most {n_limit}", seconds)
@@ -166,6 +191,8 @@ def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpPro
         return bad_request(f"cache_key: {error.reason}", "cache_key", "cache_unusable")
     if not isinstance(error, CBatchError):
         return HttpProblemError(500, "an internal error", "internal_error", headers=NO_RETRY)
+    if isinstance(error, ModelLoadError):
+        return no_worker(_MENDED_S)
     param = prompt_field if isinstance(error, PromptError) else _param_of(error)
     for kind, status, code, headers in _STATUS:
         if isinstance(error, kind):

@@ -21,6 +21,9 @@ T = TypeVar("T")
 _PATIENCE_S = 0.5
 """Seconds that a client waits for an answer of the engine; a run of the engine may last longer."""
 
+_GAP_S = 15.0
+"""Seconds without a question after which nothing is known of the time before the next. Our choice."""
+
 
 class Question(Generic[T]):
     """A question of the engine, asked once at a time; its last answer stands until the next one."""
@@ -56,36 +59,48 @@ class Question(Generic[T]):
         self.asked_s = self.clock()
         try:
             answer = self._ask()
-            self.answered_s = self.clock()
-            self.take(answer)
+            now = self.clock()
+            self.take(answer, now)
+            self.answered_s = now
             self.answer, self.problem = answer, None
         except CBatchError as error:
             self.problem = words_for_clients(error)
         finally:
             self._asking.release()
 
-    def take(self, answer: T) -> None:
+    def take(self, answer: T, now: float) -> None:
         """See a new answer while `answer` is still the one before."""
 
 
 class Pulse(Question["EngineStats"]):
     """The engine's figures, asked for when somebody wants to know, and how long it has not got on by them."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Callable[[], float],
+        has_work: Callable[[], object] = bool,
+    ) -> None:
+        """Make one; `has_work` tells of requests that the figures do not count yet, such as those being tokenized."""
         super().__init__(engine.stats, clock)
+        self._has_work, self._was_idle = has_work, True
         self._moved_s = clock()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its figures changed or it had nothing to do; while it has not answered, since it was asked."""
-        since_s = self.asked_s if self.is_asking else self._moved_s
-        return self.clock() - max(since_s, self._moved_s)
+        """Seconds since its figures changed or it had nothing to do.
 
-    def take(self, answer: EngineStats) -> None:
+        While it does not answer, since its last progress; or since it was asked, where nobody had asked for long.
+        """
+        is_unknown = self.is_asking and self.asked_s - self.answered_s > _GAP_S
+        return self.clock() - (max(self._moved_s, self.asked_s) if is_unknown else self._moved_s)
+
+    def take(self, answer: EngineStats, now: float) -> None:
         """See whether anything has moved since the last figures."""
-        last = self.answer
-        if last is None or is_idle(last) or is_idle(answer) or progress(last) != progress(answer):
-            self._moved_s = self.answered_s
+        last, was_idle = self.answer, self._was_idle
+        self._was_idle = is_idle(answer) and not self._has_work()
+        if last is None or was_idle or self._was_idle or progress(last) != progress(answer):
+            self._moved_s = now
 
 
 def is_idle(stats: EngineStats) -> bool:
@@ -95,4 +110,4 @@ def is_idle(stats: EngineStats) -> bool:
 
 def progress(stats: EngineStats) -> tuple[object, ...]:
     """Return what changes while the engine gets on."""
-    return stats.n_steps, stats.n_output_tokens, stats.n_finished
+    return stats.n_steps, stats.n_prompt_tokens, stats.n_output_tokens, stats.n_finished

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import resource
-import signal
 import socket
 import ssl
-import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,22 +16,27 @@ from typing import TYPE_CHECKING, Any
 import anyio.lowlevel
 import uvicorn
 
-from cbatch.errors import CBatchError, ConfigError
+from cbatch.errors import CBatchError, ConfigError, EngineClosedError
+from cbatch.server.batches import CLOSE_S
 from cbatch.server.connections import ConnectionLimits, GuardedProtocol
+from cbatch.server.http_errors import HttpProblemError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
     from starlette.applications import Starlette
 
     from cbatch.server.desk import Desk
+    from cbatch.server.ending import Ending
 
 _IDLE_S = 75
 """Seconds after which an idle connection is closed: longer than clients keep theirs, or they meet resets."""
 
 _LAST_S = 5
-"""Seconds for the last bytes of ended calls."""
+"""Most seconds for the last bytes of ended calls. Our choice."""
+
+_TOLD_S = 0.2
+"""Seconds for telling calls that the grace is over, before the engine is ended. Our choice."""
 
 _N_OTHER_FILES = 192
 """Files that are open beside connections: those of workers, of the log, of answers to surplus connections."""
@@ -133,19 +138,35 @@ def serve(
     app: Starlette,
     address: socket.socket,
     *,
-    grace_s: float,
+    ending: Ending,
     tls: Tls | None = None,
     limits: ConnectionLimits | None = None,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, SIGHUP or Ctrl-C: calls in flight have `grace_s` seconds then; a second signal ends them.
+    """Serve until `ending` begins: calls in flight have its grace then, and are told when it is over.
 
     Batches are left to the next server on the same folder. `on_ready` is called when connections are accepted.
+
+    Raises:
+        EngineClosedError: the engine has ended, and calls got its error.
     """
     config = config_of(app, tls or Tls(), limits or ConnectionLimits())
     desk: Desk = app.state.desk
-    with closing(desk):
-        DrainingServer(config, desk, grace_s, on_ready).run(sockets=[address])
+    server = DrainingServer(config, desk, ending, on_ready)
+    with ending.serving(desk.drain, partial(_give_up, desk)):
+        try:
+            server.run(sockets=[address])
+        finally:
+            desk.close(ending.left_s(CLOSE_S))
+    if server.problem:
+        raise EngineClosedError(f"the engine stopped: {server.problem}")
+
+
+def _give_up(desk: Desk) -> None:
+    """Leave the batches to the next server, and end the engine with all that it has, so that nobody waits for it."""
+    time.sleep(_TOLD_S)
+    desk.close(0.0)
+    desk.engine.close(within_s=0.0)
 
 
 def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Config:
@@ -162,7 +183,6 @@ def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Con
         ws="none",
         server_header=False,
         timeout_keep_alive=_IDLE_S,
-        timeout_graceful_shutdown=_LAST_S,
         h11_max_incomplete_event_size=limits.n_header_bytes,
         ssl_certfile=tls.certificate,
         ssl_keyfile=tls.key,
@@ -170,51 +190,55 @@ def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Con
 
 
 class DrainingServer(uvicorn.Server):
-    """Refuses new calls at the first signal, while it still answers `/health`; ends when no call is left."""
+    """Refuses new calls once its ending begins, while it still answers `/health`; ends when no call is left."""
 
     def __init__(
-        self, config: uvicorn.Config, desk: Desk, grace_s: float, on_ready: Callable[[], object]
+        self, config: uvicorn.Config, desk: Desk, ending: Ending, on_ready: Callable[[], object]
     ) -> None:
         super().__init__(config)
-        self._desk, self._grace_s, self._on_ready = desk, grace_s, on_ready
-        self._ends_s: float | None = None
+        self.problem = ""
+        """Why the engine has ended; "" where it has not."""
+        self._desk, self._ending, self._on_ready = desk, ending, on_ready
+        self._asking: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals within the block: SIGHUP too, which a closed terminal sends, unless it is ignored."""
-        with super().capture_signals():
-            is_ours = threading.current_thread() is threading.main_thread()
-            before = signal.getsignal(signal.SIGHUP)
-            if not is_ours or before is signal.SIG_IGN:
-                yield
-                return
-            signal.signal(signal.SIGHUP, self.handle_exit)
-            try:
-                yield
-            finally:
-                signal.signal(signal.SIGHUP, before)
+        """Leave signals to the ending, which handles them before and after the server, too."""
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
         await (
             anyio.lowlevel.checkpoint()
         )  # has anyio load what it is made of, before a client waits for it
-        with suppress(CBatchError):  # which the first call is told, too
+        with suppress(CBatchError, HttpProblemError):  # which the first call is told, too
             await self._desk.sizes()
+        self._asking = asyncio.create_task(self._desk.keep_asking())
         await super().startup(sockets)
         self._on_ready()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; from a handler of a signal."""
-        self._desk.is_draining = True
-        now = time.monotonic()
-        self._ends_s = now + self._grace_s if self._ends_s is None else now
-
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end now; called some ten times a second."""
-        if self._ends_s is not None:
-            is_over = time.monotonic() >= self._ends_s
-            if is_over:
+        outage = self._desk.engine.outage
+        if outage is not None and outage.retry_s is None and not self._ending.has_begun:
+            self.problem = outage.cause
+            self._ending.begin()
+        if self._ending.has_begun:
+            if self._ending.is_over:
                 self._desk.end_visits()
-            self.should_exit = is_over or not self._desk.n_in_flight
+            self.should_exit = self._ending.is_over or self._desk.is_idle
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End connections: those that still send or read have seconds, but no more than are left."""
+        if self._asking is not None:
+            self._asking.cancel()
+        wait_s = self._ending.left_s(_LAST_S)
+        asyncio.get_running_loop().call_later(wait_s, self._drop)
+        self.config.timeout_graceful_shutdown = math.ceil(wait_s) + 1
+        await super().shutdown(sockets)
+
+    def _drop(self) -> None:
+        for connection in [*self.server_state.connections]:
+            if (transport := connection.transport) is not None:
+                transport.abort()

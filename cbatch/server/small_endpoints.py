@@ -12,7 +12,13 @@ from cbatch.checks import check_flag, shown, token_ids
 from cbatch.errors import CBatchError, PromptError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, Sampling
-from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
+from cbatch.server.http_errors import (
+    HttpProblemError,
+    bad_request,
+    problem_of,
+    refused,
+    unwell,
+)
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 
@@ -26,7 +32,13 @@ if TYPE_CHECKING:
 
 async def health(desk: Desk, exchange: Exchange) -> None:
     """Say whether the engine gets on."""
-    await exchange.respond_json(await desk.health())
+    found = await desk.health()
+    if not found.problem:
+        await exchange.respond_json({"status": found.status, "in_flight": desk.n_in_flight})
+        return
+    problem = unwell(found.problem, found.retry_s)
+    body = {"status": found.status, **problem.as_openai()}
+    await exchange.respond_json(body, problem.status, problem.headers)
 
 
 async def models(desk: Desk, exchange: Exchange) -> None:
@@ -153,7 +165,7 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
     if "messages" in body:
         call = ChatCall.of(body)
         (prompt,), options = call.prompts, call.asked.options
-        tokens = await desk.in_thread(desk.engine.tokenize, prompt, options=options)
+        tokens = await desk.ask(desk.engine.tokenize, prompt, options=options)
     else:
         has_special = _flag(body, "add_special_tokens", default=True)
         tokens = await _tokens(desk, sizes, body.get("prompt"), "prompt", has_special=has_special)
@@ -170,14 +182,14 @@ async def _tokens(
     if not text:
         return []
     with field_errors(field):
-        tokens = await desk.in_thread(desk.engine.tokenize, BatchPrompt(prompt=text))
+        tokens = await desk.ask(desk.engine.tokenize, BatchPrompt(prompt=text))
     facts = sizes.facts
     is_added = tokens[:1] == [facts.bos_id] and not text.startswith(facts.bos_token or "\0")
     return tokens[1:] if is_added and not has_special else tokens
 
 
 async def _with_pieces(desk: Desk, tokens: Sequence[int]) -> list[Any]:
-    pieces = await desk.in_thread(desk.engine.pieces, tokens)
+    pieces = await desk.ask(desk.engine.pieces, tokens)
     return [
         {"id": token, "piece": _piece(piece)} for token, piece in zip(tokens, pieces, strict=True)
     ]
@@ -197,7 +209,7 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
     with field_errors("tokens"):
         tokens = token_ids("tokens", body.get("tokens"))
     try:
-        pieces = await desk.in_thread(desk.engine.pieces, tokens)
+        pieces = await desk.ask(desk.engine.pieces, tokens)
     except PromptError as error:
         raise problem_of(error, "tokens") from None
     text = b"".join(pieces).decode("utf-8", "replace")
@@ -208,7 +220,7 @@ async def apply_template(desk: Desk, exchange: Exchange) -> None:
     """Return a chat as the model sees it."""
     call = ChatCall.of(await body_of(desk, exchange))
     (prompt,), options = call.prompts, call.asked.options
-    text = await desk.in_thread(desk.engine.render, prompt, options=options)
+    text = await desk.ask(desk.engine.render, prompt, options=options)
     await exchange.respond_json({"prompt": text})
 
 
@@ -217,7 +229,7 @@ async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str)
     (prompt,), asked = call.prompts, call.asked
     call.see_facts((await desk.sizes()).facts)
     try:
-        n_tokens = await desk.in_thread(desk.engine.count_tokens, prompt, options=asked.options)
+        n_tokens = await desk.ask(desk.engine.count_tokens, prompt, options=asked.options)
     except CBatchError as error:
         raise with_param(error, asked, call.prompt_field) from None
     headers = ignored_header(asked.ignored)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from cbatch.server.desk import unwell
 from cbatch.server.exposition import CONTENT_TYPE
+from cbatch.server.http_errors import unwell
 
 if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
+import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,8 +23,12 @@ GRACE_S = 2.0
 """Seconds that a worker has to end after its client is gone. Our choice."""
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 def main() -> None:
     """Serve the engine of this process to its client, until stdin ends or the client asks for the end."""
+    _die_with_client()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the client
     source, sink = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:
@@ -32,6 +39,16 @@ def main() -> None:
     watch.start()
     with open(source, "rb") as lines:
         load_and_serve(lines, sink, leave)
+
+
+def _die_with_client() -> None:
+    """Have the system kill this process when its client is gone, even where it is stopped or stuck. On Linux alone.
+
+    The client is the thread that has started this process, which outlives it. Source: man 2 PR_SET_PDEATHSIG.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _outlive(source: int, leave: Callable[[], object]) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.interface import Outage, Submission, Target
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
@@ -115,11 +115,16 @@ class Workers:
             )
         self.pool.check_open()
 
-    def close(self) -> None:
-        """End every request and every worker. Twice is harmless."""
+    @property
+    def outage(self) -> Outage | None:
+        """Why no worker is there now; None where one is."""
+        return self.pool.outage
+
+    def close(self, within_s: float | None = None) -> None:
+        """End every request and every worker, those killed that do not end in time. Twice is harmless."""
         if os.getpid() == self._pid:
             with Postponed():
-                self.pool.close()
+                self.pool.close(within_s)
 
     # ---- requests ----
 

@@ -11,10 +11,20 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from cbatch.errors import CBatchError, ConfigError, EngineClosedError, WorkerDiedError
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    DeadlineError,
+    EngineClosedError,
+    IncompatibleLlamaError,
+    ModelLoadError,
+    WorkerDiedError,
+    words_of,
+)
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS, Log
 from cbatch.runtime.ids import check_own
+from cbatch.runtime.interface import Outage
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
@@ -44,11 +54,16 @@ _T = TypeVar("_T")
 Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
 
+N_REFUSED_MAX = 3
+"""Times that a model may be refused before requests that wait for a worker end; it is tried on. Our choice."""
+
+_REFUSALS = (ConfigError, IncompatibleLlamaError, ModelLoadError)
+
 N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
 
 _LAST_S = 60.0
-"""Seconds that a worker has to end after it was told to: the step in flight, and cells for the disk. Our choice."""
+"""Seconds that a worker has to end by itself: the step in flight, and cells for the disk. Our choice."""
 
 _LOOK_S = 1.0
 """How often the pool looks after its workers. Our choice."""
@@ -101,10 +116,11 @@ class Pool:
         self._changed = Sleepers()
         """Threads that wait for a worker."""
         self._is_loaded = False
-        self._places = [Replica(self, i, launch) for i, launch in enumerate(launches)]
-        """All places, also places that are given up, so that the number of a slot means the same for ever."""
-        self._replicas = [*self._places]
-        """Those where there is a worker, or will be."""
+        self._n_refused = 0
+        """Starts since there was a worker that have failed with an error of the model or its settings."""
+        self._refusal: ModelLoadError | None = None
+        """What they get that wait for a worker, once that was often enough."""
+        self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look_on, name="cbatch-watch", daemon=True)
         for replica in self._replicas:
@@ -123,7 +139,7 @@ class Pool:
             self.is_closing = True
             for replica in self._replicas:
                 replica.kill()
-            self._join()
+            self._join(_LAST_S)
             raise self.error
         self._is_loaded = True
 
@@ -132,15 +148,31 @@ class Pool:
             self.look()
 
     def look(self) -> None:
-        """Find workers that a signal has stopped, and kill workers that stay stopped."""
+        """Find workers that a signal has stopped, kill those that stay so, and end held requests whose time is over."""
         were_stopped = [replica for replica in self._replicas if replica.is_stopped]
-        for replica in [*self._replicas]:
+        for replica in self._replicas:
             replica.look()
         if any(not replica.is_stopped for replica in were_stopped):
             with self.lock():
                 self._send_held()
+        now = time.perf_counter()
+        with self.lock():
+            late = [asked for asked in self.held if asked.deadline_s <= now]
+        for asked in late:
+            self._cut_off(asked, DeadlineError(now - asked.submitted_s))
 
     # ---- the workers ----
+
+    @property
+    def outage(self) -> Outage | None:
+        """Why no worker is there; None where one is. See `Runtime`."""
+        if self.ready:
+            return None
+        first = min(self._replicas, key=lambda replica: replica.starts_s)
+        retry_s = max(0.0, first.starts_s - time.perf_counter())
+        if first.problem:
+            return Outage(f"no worker can be started: {first.problem}", retry_s)
+        return Outage("a worker died and is being replaced", retry_s, has_failed=False)
 
     @property
     def n_slots(self) -> int:
@@ -166,8 +198,7 @@ class Pool:
 
     def _slots_of(self, replica: Replica) -> range:
         """Return the numbers of a place's slots among those of all places."""
-        before = self._places[: replica.i]
-        first = sum(other.n_slots for other in before)
+        first = sum(other.n_slots for other in self._replicas[: replica.i])
         return range(first, first + replica.n_slots)
 
     def ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
@@ -177,6 +208,7 @@ class Pool:
 
         Raises:
             EngineClosedError: the engine is closed.
+            ModelLoadError: no worker can be started any more.
             WorkerDiedError: one worker after the other died.
         """
         for n_left in reversed(range(N_ASKED_MAX)):
@@ -229,7 +261,9 @@ class Pool:
             ready = self._awake or self.ready
             if ready:
                 return min(ready, key=lambda c: len(c.requests))
-            self._changed.wait_for(lambda: self.ready or self.is_closing)
+            if self._refusal is not None:
+                raise self._refusal
+            self._changed.wait_for(lambda: self.ready or self.is_closing or self._refusal)
 
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the pool is closed or has failed."""
@@ -298,10 +332,7 @@ class Pool:
 
     def check_slot(self, slot: int | None) -> None:
         """Raise a ConfigError for a slot that no worker has."""
-        check_slot(slot, sum(replica.n_slots for replica in self._places))
-        slots = (self._slots_of(replica) for replica in self._replicas)
-        if slot is not None and not any(slot in some for some in slots):
-            raise ConfigError(f"slot={slot} was that of a worker that could not be replaced")
+        check_slot(slot, self.n_slots)
 
     def _check_slot(self, asked: Asked) -> None:
         try:
@@ -462,6 +493,7 @@ class Pool:
 
     def join(self, connection: Connection) -> None:
         """Take a worker that is ready."""
+        self._n_refused, self._refusal = 0, None
         with self.lock():
             if self.recorder is not None:
                 connection.post("record_steps", on=True)
@@ -595,14 +627,12 @@ class Pool:
                 self._hold([a for a in connection.requests.values() if not a.has_begun])
             ended = self._part(connection)
         cause = connection.cause
-        if not is_over:
-            _log.warn("a worker died, and another is started: %s", cause)
         for asked in ended:
             is_cancelled = self.is_closing or asked.is_given_up
             error = None if is_cancelled else WorkerDiedError(cause, asked.n_deaths_alone)
             self._cut_off(asked, error)
         if is_over:
-            self._fail(WorkerDiedError(cause))
+            self.fail(WorkerDiedError(cause))
         else:
             with self.lock():
                 self._send_held()
@@ -640,27 +670,29 @@ class Pool:
             self.lost.add(stats)
             self.lost.n_active_max = most  # the workers did not work at the same time
 
-    def give_up(self, replica: Replica, error: CBatchError) -> None:
-        """Do without a place where no worker can be started."""
-        gone: list[Asked] = []
-        if self._is_loaded:
-            with self.lock():
-                gone = [a for a in self.held if a.slot in self._slots_of(replica)]
-                self._replicas.remove(replica)
-            _log.warn(
-                "worker %d cannot be started, and its place is given up: %s", replica.i, error
-            )
-        if not (self._is_loaded and self._replicas):
-            self._fail(error)
-        for asked in gone:
-            self._cut_off(asked, error)
-        self._changed.wake()
+    def miss(self, error: CBatchError) -> bool:
+        """Do without a worker that could not be started; return whether that is to be tried again.
 
-    def _fail(self, error: CBatchError) -> None:
+        Where the model is refused again and again, what waits for a worker gets the error.
+        """
+        if not self._is_loaded:
+            self.fail(error)
+            return False
+        self._n_refused += isinstance(error, _REFUSALS)
+        if self._n_refused >= N_REFUSED_MAX and not self.ready:
+            self._refusal = ModelLoadError(f"no worker can be started: {words_of(error)}")
+            self._refusal.__cause__ = error
+            for asked in [*self.held]:
+                self._cut_off(asked, self._refusal)
+        self._changed.wake()
+        return True
+
+    def fail(self, error: CBatchError) -> None:
         """End the pool by an error, unless it is closing."""
         if self.is_closing:
             return
         self.error = self.error or error
+        self._changed.wake()
         if not self._is_loaded:
             return
         self.is_closing = True
@@ -670,11 +702,16 @@ class Pool:
             self.on_end(cause)
         for asked in [*self.requests.values()]:
             self._cut_off(asked, cause)
+        for replica in self._replicas:
+            replica.end()
 
     # ---- the end ----
 
-    def close(self) -> None:
-        """End every request, and the workers; return when they are gone, but not in a worker's own thread."""
+    def close(self, within_s: float | None = None) -> None:
+        """End every request, and the workers; return when they are gone, but not in a worker's own thread.
+
+        A worker that does not end within this time, such as a stopped one, is killed.
+        """
         with self.lock():
             is_first, self.is_closing = not self.is_closing, True
             ready = self.ready
@@ -685,14 +722,14 @@ class Pool:
         for connection in ready:
             connection.tell("close")
         self._changed.wake()
-        self._join()
+        self._join(_LAST_S if within_s is None else within_s)
         for asked in [*self.requests.values()]:
             self._cut_off(asked, None)
 
-    def _join(self) -> None:
-        """Wait until the workers are gone; one that does not end by itself, such as a stopped one, is killed."""
-        until_s = time.perf_counter() + _LAST_S
-        for replica in [*self._replicas]:
+    def _join(self, within_s: float) -> None:
+        """Wait until the workers are gone; one that does not end by itself is killed."""
+        until_s = time.perf_counter() + within_s
+        for replica in self._replicas:
             if replica.thread is not threading.current_thread():
                 replica.thread.join(max(0.0, until_s - time.perf_counter()))
                 if replica.thread.is_alive():

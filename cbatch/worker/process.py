@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -63,7 +64,8 @@ class ProcessLink:
             target=self._listen, name="cbatch-worker-stderr", daemon=True
         )
         self._listener.start()
-        self.send(dumps(hello))
+        with suppress(OSError):  # it is gone already, as its reader finds
+            self.send(dumps(hello))
 
     @property
     def pid(self) -> int:

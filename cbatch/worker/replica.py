@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.errors import CBatchError, EngineError, words_of
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 
     from cbatch.worker.connection import Link
 
-_log = Log("cbatch")
-
-N_LAUNCHES_MAX = 3
-"""Times in a row that a worker may fail to start before its place is given up. Our choice."""
+_log = Log("cbatch.worker")
 
 BACK_OFF_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""How long a place stays empty, by the deaths there since a worker last ended a request. Our choice."""
+"""How long a place stays empty, by the deaths and failed starts since a worker there last ended a request.
+
+Our choice; the last one is for all that follow.
+"""
 
 N_STOPPED_MAX = 10
 """Looks in a row, one a second, at which a worker is stopped before it is killed. Our choice."""
@@ -38,8 +39,11 @@ class Owner(Protocol):
     def leave(self, connection: Connection) -> bool:
         """Do without a worker that is gone; return whether it is to be replaced."""
 
-    def give_up(self, replica: Replica, error: CBatchError) -> None:
-        """Do without this place: no worker could be started there."""
+    def miss(self, error: CBatchError) -> bool:
+        """Do without a worker that could not be started; return whether that is to be tried again."""
+
+    def fail(self, error: CBatchError) -> None:
+        """End: this place cannot go on."""
 
 
 class Replica:
@@ -50,7 +54,11 @@ class Replica:
         self.connection: Connection | None = None
         """The worker, while there is one."""
         self.n_deaths = 0
-        """Since a worker here last ended a request."""
+        """Deaths and failed starts since a worker here last ended a request."""
+        self.problem = ""
+        """Why no worker could be started when that was last tried; "" where one could."""
+        self.starts_s = 0.0
+        """When a worker is started, by `time.perf_counter`; while there is one, when that was."""
         self.n_slots = 0
         """Of the last worker here."""
         self._n_looks_stopped = 0
@@ -92,29 +100,39 @@ class Replica:
         try:
             self._keep_alive()
         except Exception as error:  # a bug, of which readers would not be told otherwise
-            _log.fail("a place for workers is given up")
-            self._pool.give_up(self, EngineError(f"a bug of cbatch: {words_of(error)}"))
+            _log.fail(f"worker {self.i} is given up")
+            self._pool.fail(EngineError(f"a bug of cbatch: {words_of(error)}"))
 
     def _keep_alive(self) -> None:
-        n_failed = 0
-        while not self._is_over.wait(self._back_off_s()):
+        while not self._is_over.wait(self._pause()):
             try:
                 connection = self._connected()
             except CBatchError as error:
-                n_failed += 1
-                if self._is_over.is_set():
-                    return
-                if not self.n_deaths or n_failed == N_LAUNCHES_MAX:
-                    self._pool.give_up(self, error)
-                    return
                 self.n_deaths += 1
-                _log.warn("worker %d could not be started: %s", self.i, error)
+                self.problem = words_of(error)
+                if self._is_over.is_set() or not self._pool.miss(error):
+                    return
+                self._tell("could not be started", self.problem)
                 continue
-            n_failed = 0
+            if self.n_deaths:
+                _log.warn("worker %d is replaced", self.i)
+            self.problem = ""
             self._serve(connection)
             self.n_deaths += 1
             if not self._pool.leave(connection):
                 return
+            self._tell("died", connection.cause)
+
+    def _tell(self, what: str, why: str) -> None:
+        wait_s = back_off_s(self.n_deaths)
+        when = f"in {wait_s:g} s" if wait_s else "now"
+        _log.warn("worker %d %s: %s; another is started %s", self.i, what, why, when)
+
+    def _pause(self) -> float:
+        """Return how long to wait before the next start."""
+        wait_s = back_off_s(self.n_deaths)
+        self.starts_s = time.perf_counter() + wait_s
+        return wait_s
 
     def _connected(self) -> Connection:
         """Return a worker that is ready. Raises a CBatchError where none can be started."""
@@ -135,9 +153,6 @@ class Replica:
                 self._link = None
             raise
 
-    def _back_off_s(self) -> float:
-        return BACK_OFF_S[min(self.n_deaths, len(BACK_OFF_S)) - 1] if self.n_deaths else 0.0
-
     def _serve(self, connection: Connection) -> None:
         """Take what a worker sends until it is gone."""
         self.connection = self.thread.connection = connection
@@ -155,3 +170,8 @@ class Replica:
         with self._linking:
             self.connection = self._link = None
         connection.lose("; ".join(filter(None, (connection.cause, ended))))
+
+
+def back_off_s(n_deaths: int) -> float:
+    """Return how long a place stays empty after so many deaths and failed starts in a row."""
+    return BACK_OFF_S[min(n_deaths, len(BACK_OFF_S)) - 1] if n_deaths else 0.0

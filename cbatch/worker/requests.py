@@ -203,6 +203,13 @@ class Asked:
         return origin if is_known else replace(origin, number=-1)
 
     @property
+    def deadline_s(self) -> float:
+        """When its time is over, by `time.perf_counter`."""
+        own = RunOptions.of(self.prompt.options).timeout_s
+        seconds = self.options.timeout_s if own is None else own
+        return min(self.ends_s, math.inf if seconds is None else self.submitted_s + seconds)
+
+    @property
     def n_choices(self) -> int:
         """Answers that are kept."""
         own = RunOptions.of(self.prompt.options).n

@@ -12,6 +12,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from cbatch.cli import app
+from cbatch.cli.main import make_app
 from tests.cli.conftest import invoke, parse
 
 if TYPE_CHECKING:
@@ -218,6 +219,30 @@ def test_log_line_that_cannot_be_written_ends_nothing(
     monkeypatch.setattr("cbatch.cli.main.say", break_off)
     monkeypatch.setattr(logging, "raiseExceptions", False)
     assert invoke("--log-level", "info", "info", test_model).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"),
+    [
+        (None, ["cbatch: worker 0 died"]),
+        ("warning", ["WARNING cbatch.worker: worker 0 died", "WARNING cbatch: other"]),
+        ("error", []),
+    ],
+)
+def test_deaths_of_workers_are_on_stderr_at_the_default_log_level(
+    level: str | None, shown: list[str], logger: logging.Logger
+) -> None:
+    def lose() -> None:
+        logging.getLogger("cbatch.worker").warning("worker 0 died")
+        logging.getLogger("cbatch").warning("other")
+
+    def keep() -> None:
+        """Make the application one of several commands."""
+
+    arguments = ["lose"] if level is None else ["--log-level", level, "lose"]
+    result = CliRunner().invoke(make_app(lose, keep), arguments)
+    assert result.stderr.splitlines() == shown
+    assert logging.getLogger("cbatch.worker").handlers == []
 
 
 def test_unknown_log_level_is_named() -> None:

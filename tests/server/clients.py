@@ -14,6 +14,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.server import create_app
 from cbatch.server.connections import ConnectionLimits
+from cbatch.server.ending import Ending
 from cbatch.server.serving import DrainingServer, Tls, bound_socket, config_of
 
 if TYPE_CHECKING:
@@ -135,8 +136,8 @@ def _add(content: list[dict[str, Any]], event: dict[str, Any]) -> None:
 class Running:
     """A server on a loopback port, in a thread."""
 
-    def __init__(self, app: Starlette, server: DrainingServer, url: str) -> None:
-        self.app, self.server, self.url = app, server, url
+    def __init__(self, app: Starlette, server: DrainingServer, ending: Ending, url: str) -> None:
+        self.app, self.server, self.ending, self.url = app, server, ending, url
 
     def client(self, **more: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **more)
@@ -149,15 +150,21 @@ def running(
     """Serve an application until the end of the block, with limits of connections."""
     is_ready = threading.Event()
     config = config_of(app, Tls(), ConnectionLimits(**limits))
-    server = DrainingServer(config, app.state.desk, grace_s, is_ready.set)
+    ending = Ending(grace_s)
+    server = DrainingServer(config, app.state.desk, ending, is_ready.set)
+
+    def serve() -> None:
+        with ending.serving(app.state.desk.drain, bool):
+            server.run(sockets=[address])
+
     with bound_socket("127.0.0.1", port) as address:
-        thread = threading.Thread(target=lambda: server.run(sockets=[address]))
+        thread = threading.Thread(target=serve)
         thread.start()
         assert is_ready.wait(PATIENCE_S)
         try:
-            yield Running(app, server, f"http://127.0.0.1:{address.getsockname()[1]}")
+            yield Running(app, server, ending, f"http://127.0.0.1:{address.getsockname()[1]}")
         finally:
-            server.handle_exit(15, None)
+            ending.begin()
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
 

@@ -13,7 +13,6 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import EngineClosedError
-from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import call, wait_until
@@ -103,15 +102,13 @@ def test_engine_that_is_closed_leaves_its_batches_to_the_next(tmp_path: Path) ->
 
 
 def test_server_ends_though_its_engine_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     backend = GatedBackend(2, 256, hold_at=20)
     with kept_app(tmp_path, Engine(backend)) as app:
         id = begun(app, MANY)
         backend.wait_until_held()
-        with monkeypatch.context() as patch:
-            patch.setattr(batches, "_CLOSE_S", 0.01)
-            app.state.desk.close()
+        app.state.desk.close(0.01)
         assert backend.is_held
         backend.release()
     with kept_app(tmp_path) as app:

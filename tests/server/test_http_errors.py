@@ -34,6 +34,7 @@ ASKED = {"messages": USER, "max_tokens": 2}
         (errors.RequestFailedError("NaN"), 500, "request_failed", "false"),
         (errors.DecodeError(-3), 500, "engine_error", "false"),
         (errors.EngineClosedError("closed"), 503, "engine_closed", None),
+        (errors.ModelLoadError("no file"), 503, "no_worker", None),
         (errors.RequestCancelledError("gone"), 503, "cancelled", None),
         (errors.DeadlineError(3.0), 504, "timeout", "false"),
         (KeyError("secret"), 500, "internal_error", "false"),

@@ -478,7 +478,7 @@ def test_server_that_drains_finishes_what_it_has() -> None:
         connected(server, {**SHORT, "stream": True}) as stream,
     ):
         backend.wait_until_held()
-        server.server.handle_exit(15, None)
+        server.ending.begin()
         assert error_of(client.post(CHAT, json=SHORT), 503)["code"] == "shutting_down"
         assert client.get("/health").status_code == 503
         backend.release()
@@ -497,7 +497,7 @@ def test_call_at_the_end_of_the_grace_is_told(is_streamed: bool) -> None:
         with connected(server, {**LONG, "stream": is_streamed}) as one:
             backend.wait_until_held()
             data = one.recv(2**16) if is_streamed else b""
-            server.server.handle_exit(15, None)
+            server.ending.begin()
             while part := one.recv(2**16):
                 data += part
         backend.release()

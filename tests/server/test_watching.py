@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +20,7 @@ from cbatch.runtime.step_record import SlotState
 from cbatch.server import pulse
 from cbatch.server.meters import Histogram
 from cbatch.server.pulse import Pulse, Question
-from cbatch.stats import Percentiles
+from cbatch.stats import EngineStats, Percentiles
 from tests.runtime.backends import PATIENCE_S, GatedBackend, n_commands
 from tests.server.clients import (
     CHAT,
@@ -333,6 +334,84 @@ def test_health_tells_steps_that_stop_while_figures_come() -> None:
             assert call(app, "/health").status_code == status
         stats.n_steps += 1
         assert call(app, "/health").status_code == 200
+
+
+class Figures:
+    """An engine's figures, which come at once, or not before `gate` is opened."""
+
+    def __init__(self) -> None:
+        self.now = [0.0]
+        self.found = EngineStats(n_running=1, n_steps=7)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def stats(self) -> EngineStats:
+        assert self.gate.wait(PATIENCE_S)
+        return self.found.copy()
+
+    def pulse(self, *, has_work: bool = False) -> Pulse:
+        return Pulse(cast("Engine", self), lambda: self.now[0], lambda: has_work)
+
+
+def silence(figures: Figures, pulse: Pulse, *times_s: float) -> float:
+    """How long an engine was silent by the last of these times, at each of which it was asked."""
+    for now_s in times_s:
+        figures.now[0] = now_s
+        anyio.run(pulse.ask)
+    return pulse.silent_s
+
+
+def test_silence_counts_from_the_last_progress_though_no_answer_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    figures = Figures()
+    some = figures.pulse()
+    assert silence(figures, some, 0.0, 5.0) == 5.0
+    figures.gate.clear()
+    assert silence(figures, some, 10.0, 61.0) == 61.0
+    figures.gate.set()
+
+
+def test_engine_that_nobody_asked_for_long_is_silent_since_the_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    figures = Figures()
+    some = figures.pulse()
+    assert silence(figures, some, 0.0) == 0.0
+    figures.gate.clear()
+    assert silence(figures, some, 3600.0, 3601.0) == 1.0
+    figures.gate.set()
+
+
+@pytest.mark.parametrize("has_work", [False, True])
+def test_request_that_no_figure_counts_is_work_all_the_same(*, has_work: bool) -> None:
+    figures = Figures()
+    figures.found = EngineStats()
+    expected = 30.0 if has_work else 0.0
+    assert (
+        silence(figures, figures.pulse(has_work=has_work), 0.0, 10.0, 20.0, 30.0, 40.0) >= expected
+    )
+
+
+def test_prompt_tokens_are_progress() -> None:
+    figures = Figures()
+    some = figures.pulse()
+    silence(figures, some, 0.0, 10.0)
+    figures.found.n_prompt_tokens += 1
+    assert silence(figures, some, 20.0) == 0.0
+
+
+def test_engine_in_a_long_step_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    backend = GatedBackend(1, 256, hold_at=0)
+    with Engine(backend) as engine, fake_app(engine=engine) as app:
+        response = engine.submit("ab", options={"max_tokens": 2})
+        backend.wait_until_held()
+        assert call(app, "/health").json() == {"status": "busy", "in_flight": 0}
+        backend.release()
+        response.result()
 
 
 def test_health_tells_an_engine_that_has_ended() -> None:

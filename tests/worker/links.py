@@ -149,6 +149,8 @@ class Launches:
         self.backends: list[MortalBackend] = []
         self.error: CBatchError | None = None
         """Raised by every later start."""
+        self.n_failed = 0
+        """Starts that have raised it."""
         self.is_silent = False
         """Whether later workers never say that they are ready."""
         self._started = threading.Condition()
@@ -160,6 +162,7 @@ class Launches:
         if self.links:
             assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
+            self.n_failed += 1
             raise self.error
         backend = self._make()
         make = partial(LocalRuntime, backend, ScheduleOptions())

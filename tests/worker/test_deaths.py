@@ -10,12 +10,13 @@ import pytest
 
 from cbatch.engine import Engine
 from cbatch.errors import (
-    EngineClosedError,
+    DeadlineError,
     EngineError,
     RequestCancelledError,
     WorkerDiedError,
 )
 from cbatch.messages import BatchPrompt
+from cbatch.worker.replica import back_off_s
 from cbatch.worker.requests import N_ALONE_MAX
 from tests.places import wait_until
 from tests.runtime.backends import (
@@ -218,25 +219,71 @@ def test_death_within_a_frame_ends_that_frame_alone(caplog: pytest.LogCaptureFix
         launches.links[0].kill("ended by SIGKILL")
         results = all_results(engine.run(prompts(4)))
     assert [r.token_ids for r in results] == undisturbed(4)
-    warnings = [r.getMessage() for r in caplog.records if r.name == "cbatch"]
-    assert warnings == ["a worker died, and another is started: ended by SIGKILL"]
+    warnings = [r.getMessage() for r in caplog.records if r.name == "cbatch.worker"]
+    died = "worker 0 died: ended by SIGKILL; another is started now"
+    assert warnings == [died, "worker 0 is replaced"]
 
 
-def test_place_is_given_up_after_three_starts_and_all_are_told() -> None:
+def test_worker_is_replaced_however_often_its_start_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
     launches = Launches(make())
-    engine = launches.engine(options=SHORT)
-    with engine:
+    with launches.engine(options=SHORT) as engine, caplog.at_level(logging.WARNING):
+        assert engine.outage is None
         launches.error = EngineError("no memory")
+        response = killed_at(launches, 3, engine, 4)
+        wait_until(lambda: launches.n_failed >= 30)
+        assert engine.outage is not None
+        assert engine.outage.cause == "no worker can be started: no memory"
+        launches.error = None
+        results = all_results(response)
+        assert engine.outage is None
+        assert [r.token_ids for r in all_results(engine.run(prompts(4)))] == undisturbed(4)
+    assert ends(results) == ["WorkerDiedError"] * 2 + ["length"] * 2
+    told = [r.getMessage() for r in caplog.records]
+    assert "worker 0 could not be started: no memory; another is started now" in told
+    assert told[-1] == "worker 0 is replaced"
+
+
+def test_pause_before_a_start_grows_to_half_a_minute() -> None:
+    pauses = [back_off_s(n) for n in (0, 1, 2, 5, 9, 1000)]
+    assert pauses == [0.0, 0.0, 0.1, 1.0, 30.0, 30.0]
+
+
+def test_request_that_waits_for_a_worker_ends_at_its_deadline() -> None:
+    launches = Launches(make())
+    with launches.engine(options=SHORT) as engine:
+        launches.gate.clear()
+        launches.links[0].kill()
+        pool = runtime_of(engine).pool
+        wait_until(lambda: not pool.ready)
+        late = engine.submit("a", options={"timeout_s": 0})
+        first = engine.submit("b", options={"timeout_s": 3600})
+        pool.look()
+        with pytest.raises(DeadlineError, match="the deadline passed"):
+            late.result()
+        launches.gate.set()
+        assert first.result().finish_reason == "length"
+
+
+def test_bug_in_a_place_ends_the_engine_and_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(make())
+    with launches.engine(options=SHORT) as engine:
+        pool = runtime_of(engine).pool
+
+        def leave(_: object) -> bool:
+            raise KeyError("lost")
+
+        monkeypatch.setattr(pool, "leave", leave)
         results = all_results(killed_at(launches, 3, engine, 4))
-        assert ends(results) == ["WorkerDiedError"] * 2 + ["EngineClosedError"] * 2
-        assert isinstance(results[2].error, EngineClosedError)
-        assert results[2].error.__cause__ is launches.error
-        with pytest.raises(EngineClosedError) as told:
-            engine.run(prompts(1))
-        assert told.value.__cause__ is launches.error
+        assert ends(results) == ["EngineClosedError"] * 4
+        assert "a bug of cbatch: 'lost'" in str(results[0].error)
+        assert engine.outage is not None
+        assert (engine.outage.cause, engine.outage.retry_s) == ("a bug of cbatch: 'lost'", None)
 
 
-def test_other_places_do_the_work_of_one_that_is_given_up() -> None:
+def test_other_places_do_the_work_of_one_without_a_worker() -> None:
     launches = Launches(make())
     with launches.engine(2, options=SHORT) as engine:
         launches.error = EngineError("no memory")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cbatch
-from cbatch.errors import EngineClosedError, PromptTooLongError, WorkerDiedError
+from cbatch.errors import EngineError, ModelLoadError, PromptTooLongError, WorkerDiedError
 from cbatch.messages import BatchPrompt
 from cbatch.worker.host import DEBUG
 from tests.files.kill_runs import children_of
@@ -137,7 +137,10 @@ def test_stopped_worker_is_found_and_a_list_and_others_are_answered(
     assert not [pid for pid in before if lives(pid)]
 
 
-def test_worker_that_cannot_start_again_closes_the_engine(test_model: Path, tmp_path: Path) -> None:
+def test_spoiled_model_fails_what_waits_until_it_is_mended(
+    test_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
     model = tmp_path / "model.gguf"
     model.write_bytes(test_model.read_bytes())
     with load(model) as engine:
@@ -146,10 +149,14 @@ def test_worker_that_cannot_start_again_closes_the_engine(test_model: Path, tmp_
         response = engine.run(prompts(8), options=LONG)
         os.kill(pids_of(engine)[0], signal.SIGKILL)
         results = all_results(response)
-        assert {type(r.error) for r in results} <= {WorkerDiedError, EngineClosedError}
-        with pytest.raises(EngineClosedError) as told:
-            engine.run(prompts(1))
-    assert isinstance(told.value.__cause__, cbatch.ModelLoadError)
+        kinds = {type(r.error) for r in results}
+        assert ModelLoadError in kinds <= {ModelLoadError, WorkerDiedError}
+        with pytest.raises(ModelLoadError, match="no worker can be started: "):
+            engine.count_tokens("a")
+        model.unlink()
+        model.write_bytes(test_model.read_bytes())
+        wait_until(lambda: engine.outage is None)
+        assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
 
 
 CLIENT = """
@@ -178,6 +185,34 @@ def test_workers_end_when_their_client_does(test_model: Path, number: int) -> No
         os.killpg(client.pid, number)  # as a terminal does
         client.wait(PATIENCE_S)
     wait_until(lambda: not any(map(lives, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_stopped_worker_ends_when_its_client_does(test_model: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(test_model)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as client:
+        assert client.stdout is not None
+        pids = [int(text) for text in client.stdout.readline().split()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        client.kill()
+    wait_until(lambda: not any(map(lives, pids)))
+
+
+def test_worker_that_dies_before_it_reads_is_told_by_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def send(*_: object) -> None:
+        raise BrokenPipeError("Broken pipe")
+
+    monkeypatch.setattr("cbatch.worker.process.LineSender.send", send)
+    monkeypatch.setattr("cbatch.worker.process.command_of", lambda _: ["sh", "-c", "exit 3"])
+    with pytest.raises(EngineError, match="a worker ended before it was ready: exit code 3"):
+        cbatch.load(replicas=1)
 
 
 def test_workers_end_when_their_client_dies_while_they_load(test_model: Path) -> None:

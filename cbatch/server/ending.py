@@ -1,0 +1,133 @@
+"""When a server is to end, and what ends it where it does not end by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from cbatch.interrupts import Sleepers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+_LAST_S = 1.5
+"""Seconds from the end of the grace to the end of the process, whatever still runs then. Our choice."""
+
+_LEAST_S = 0.5
+"""Seconds that each part of the server has to end, also where no grace is left. Our choice."""
+
+
+class Ending:
+    """The end of a server: a signal begins it, the end of the grace or a further signal is its last moment.
+
+    What still runs at the last moment is given up (see `over`), and the process ends soon after.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Make one; `leave` ends the process where nothing else does, with an exit code as a shell has of signals."""
+        self._grace_s, self._clock, self._leave = grace_s, clock, leave
+        self._ends_s: float | None = None
+        self._number = int(signal.SIGTERM)
+        self._is_serving = False
+        self._is_done = False
+        self._on_begin: Callable[[], object] = bool
+        self._on_over: Callable[[], object] = bool
+        self._changed = Sleepers()
+
+    # ---- what the server asks ----
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the server is to take no new calls and end."""
+        return self._ends_s is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether calls have no more time."""
+        return self._ends_s is not None and self._clock() >= self._ends_s
+
+    def left_s(self, most_s: float) -> float:
+        """Return the seconds that a part of the server has to end: at most `most_s`, and the rest of the grace."""
+        left_s = 0.0 if self._ends_s is None else self._ends_s - self._clock()
+        return most_s if self._ends_s is None else min(most_s, max(_LEAST_S, left_s))
+
+    def begin(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        """Begin the end, or where it has begun, end at once; as a handler of signals, too.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: there are no calls yet, so that the grace is for nothing.
+        """
+        now, is_first = self._clock(), self._ends_s is None
+        has_grace = is_first and self._is_serving
+        self._number, self._ends_s = number, now + self._grace_s if has_grace else now
+        self._on_begin()
+        self._changed.wake()
+        if is_first and not self._is_serving:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(0)
+
+    # ---- around the server ----
+
+    @contextmanager
+    def on_signals(self) -> Iterator[Ending]:
+        """Have SIGTERM, Ctrl-C and SIGHUP, which a closed terminal sends, begin the end; but one that is ignored.
+
+        Once the end has begun, the process is to end after the block, and further signals are ignored there.
+        """
+        before = {number: signal.getsignal(number) for number in _NUMBERS}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self.begin)
+        threading.Thread(target=self._watch, name="cbatch-ending", daemon=True).start()
+        try:
+            yield self
+        finally:
+            self._is_done = True
+            self._changed.wake()
+            for number, handler in before.items():  # a late signal ends no process that is ending
+                signal.signal(number, signal.SIG_IGN if self.has_begun else handler)
+
+    @contextmanager
+    def serving(
+        self, on_begin: Callable[[], object], on_over: Callable[[], object]
+    ) -> Iterator[None]:
+        """Give calls within the block, and what follows it, the grace.
+
+        Args:
+            on_begin: called as the end begins, in a handler of signals.
+            on_over: called when the grace is over, in a thread of its own.
+        """
+        self._on_begin, self._on_over, self._is_serving = on_begin, on_over, True
+        yield
+
+    def _watch(self) -> None:
+        """Give up what still runs at the last moment, and end the process where that does not."""
+        self._changed.wait_for(lambda: self._is_done or self.has_begun)
+        while not (self._is_done or self.is_over):
+            self._changed.wait_for(
+                lambda: self._is_done or self.is_over, self.left_s(self._grace_s)
+            )
+        if self._is_done:
+            return
+        threading.Thread(target=self._on_over, name="cbatch-over", daemon=True).start()
+        if self._changed.wait_for(lambda: self._is_done, _LAST_S):
+            return
+        name = signal.Signals(self._number).name
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"cbatch: ended by force after {name}: something still ran\n")
+            sys.stderr.flush()
+        self._leave(128 + self._number)
+
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -1,0 +1,251 @@
+"""How a server ends: by signals, at the end of its grace, or with its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cbatch.bench import http_load
+from cbatch.engine import Engine
+from cbatch.errors import EngineClosedError
+from cbatch.server import create_app, ending
+from cbatch.server.ending import Ending
+from cbatch.server.serving import bound_socket, serve
+from tests.files.kill_runs import children_of
+from tests.runtime.backends import PATIENCE_S, FailingBackend, in_thread
+from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
+from tests.worker.links import Launches, MortalBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LONG = {"messages": USER, "max_tokens": 100_000, "ignore_eos": True}
+SHORT = {"messages": USER, "max_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def same_handlers() -> Iterator[None]:
+    """Have this process handle signals as before, which an ending leaves to a process that ends."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+# ---- signals ----
+
+
+def test_second_signal_takes_the_grace_of_the_first() -> None:
+    now, begun = [5.0], []
+    end = Ending(30, clock=lambda: now[0])
+    with end.serving(lambda: begun.append(now[0]), bool):
+        assert (end.has_begun, end.is_over, end.left_s(60)) == (False, False, 60)
+        end.begin()
+        assert (end.has_begun, end.is_over, end.left_s(60), end.left_s(5)) == (True, False, 30, 5)
+        now[0] = 10.0
+        end.begin()
+        assert end.is_over
+    assert begun == [5.0, 10.0]
+
+
+def test_part_of_the_server_has_some_time_also_after_the_grace() -> None:
+    end = Ending(0)
+    with end.serving(bool, bool):
+        end.begin()
+    assert 0 < end.left_s(60) < 1
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_signal_before_there_are_calls_breaks_off_the_load(
+    number: int, kind: type[BaseException]
+) -> None:
+    end = Ending(1000)
+
+    def load() -> None:
+        with end.on_signals():
+            signal.raise_signal(number)
+
+    with pytest.raises(kind) as told:
+        load()
+    assert end.is_over
+    assert getattr(told.value, "code", 0) == 0
+    assert signal.getsignal(number) == signal.SIG_IGN  # a second one ends by no signal
+
+
+def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ending, "_LAST_S", 0.01)
+    codes: list[int] = []
+    is_over, has_left = threading.Event(), threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        has_left.set()
+
+    with Ending(0, leave=leave).on_signals() as end, end.serving(bool, is_over.set):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert is_over.wait(PATIENCE_S)
+        assert has_left.wait(PATIENCE_S)
+    assert codes == [128 + signal.SIGTERM]
+    assert "cbatch: ended by force after SIGTERM: something still ran" in capsys.readouterr().err
+
+
+# ---- an engine that ends ----
+
+
+@pytest.mark.real
+def test_server_whose_engine_ends_raises_its_error() -> None:
+    engine = Engine(FailingBackend(1, 256, error=MemoryError("out of luck")))
+    is_ready = threading.Event()
+    with engine, bound_socket("127.0.0.1", 0) as address:
+        app = create_app(engine)
+        url = f"http://127.0.0.1:{address.getsockname()[1]}"
+        given: Any = {"ending": Ending(60), "on_ready": is_ready.set}
+        ended = in_thread(partial(serve, app, address, **given))
+        assert is_ready.wait(PATIENCE_S)
+        assert httpx.post(url + CHAT, json=SHORT, timeout=60).status_code == 503
+        with pytest.raises(EngineClosedError, match="the engine stopped: out of luck"):
+            ended()
+
+
+def test_health_tells_an_engine_that_has_failed() -> None:
+    engine = Engine(FailingBackend(1, 256, error=MemoryError("out of luck")))
+    with fake_app(engine=engine) as app:
+        call(app, CHAT, SHORT)
+        answer = call(app, "/health")
+    assert answer.status_code == 503
+    assert answer.json()["status"] == "failed"
+    assert "the engine has ended" in answer.json()["error"]["message"]
+
+
+# ---- workers that are not there ----
+
+
+def test_call_waits_while_a_worker_is_replaced_and_health_says_so() -> None:
+    launches = Launches(partial(MortalBackend, 2, 256, 256))
+    with launches.engine() as engine, fake_app(engine=engine) as app:
+        assert call(app, "/health").json() == {"status": "ok", "in_flight": 0}
+        assert call(app, "/v1/models").status_code == 200  # sizes are known from now on
+        launches.gate.clear()
+        launches.links[0].kill()
+        wait_until(lambda: engine.outage is not None)
+        health = call(app, "/health")
+        waiting = in_thread(lambda: call(app, CHAT, SHORT))
+        wait_until(lambda: app.state.desk.n_in_flight == 1)
+        launches.gate.set()
+        assert waiting().status_code == 200
+        assert call(app, "/health").status_code == 200
+    assert health.status_code == 503
+    assert health.json()["status"] == "replacing"
+    assert health.json()["error"]["message"] == "a worker died and is being replaced"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, SHORT), ("/tokenize", {"content": "a"}), ("/props", None)]
+)
+def test_call_while_no_worker_can_be_started_is_told_when_to_try_again(
+    path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0, 7200.0))
+    launches = Launches(partial(MortalBackend, 2, 256, 256))
+    with launches.engine() as engine, fake_app(engine=engine) as app:
+        launches.error = EngineClosedError("no memory")
+        launches.links[0].kill()
+        wait_until(lambda: engine.outage is not None and engine.outage.has_failed)
+        answer, health = call(app, path, body), call(app, "/health")
+    assert error_of(answer, 503)["code"] == "no_worker"
+    assert "no memory" not in answer.text + health.text  # it may name files
+    assert 7000 < int(answer.headers["retry-after"]) <= 7200
+    assert health.json()["status"] == "replacing"
+    assert health.headers["retry-after"] == answer.headers["retry-after"]
+
+
+# ---- real processes ----
+
+
+def serving(model: Path, *arguments: str) -> Any:
+    own = ("--threads", "1", "--parallel", "2", "--replicas", "1", "--port", "0")
+    return http_load.serving(*own, "-m", str(model), *arguments)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("grace_s", ["0", "3600"])
+def test_stopped_worker_holds_up_no_end(test_model: Path, grace_s: str) -> None:
+    with (
+        serving(test_model, "--grace-s", grace_s) as (process, where),
+        httpx.Client(base_url=where, timeout=60) as client,
+        client.stream("POST", CHAT, json={**LONG, "stream": True}) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        [worker] = children_of(process.pid)
+        os.kill(worker, signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        if grace_s != "0":  # a second one takes the grace
+            wait_until(lambda: httpx.get(where + "/health").json()["status"] == "stopping")
+            process.send_signal(signal.SIGTERM)
+        told = [line for line in lines if line][-1]
+        assert process.wait(PATIENCE_S) == 0
+        assert json.loads(told.removeprefix("data: "))["error"]["code"] == "shutting_down"
+    wait_until(lambda: not lives(worker))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signal_while_the_model_is_loaded_ends_server_and_worker(
+    test_model: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    path = tmp_path / "socket"
+    own = ["-m", str(test_model), "--uds", str(path), "--replicas", "1", "--grace-s", "3600"]
+    with subprocess.Popen([sys.executable, "-m", "cbatch.cli", "serve", *own]) as process:
+        wait_until(lambda: bool(children_of(process.pid)))
+        workers = children_of(process.pid)
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == code
+    assert not path.exists()
+    wait_until(lambda: not any(map(lives, workers)))
+
+
+@pytest.mark.real
+def test_worker_killed_again_and_again_is_replaced_and_all_is_told(test_model: Path) -> None:
+    with serving(test_model) as (process, where):
+        last: list[int] = []
+
+        def another() -> bool:
+            return children_of(process.pid) not in ([], last)
+
+        for _ in range(5):
+            wait_until(another)
+            last = children_of(process.pid)
+            os.kill(last[0], signal.SIGKILL)
+        wait_until(lambda: httpx.get(where + "/health").status_code == 200)
+        assert httpx.post(where + CHAT, json=SHORT, timeout=60).status_code == 200
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+        assert process.stderr is not None
+        told = process.stderr.read().splitlines()
+    assert told[0].startswith("cbatch: worker 0 died: ended by SIGKILL")
+    assert told[-1] == "cbatch: worker 0 is replaced"
