@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cbatch.runtime.loop import Loop
 from tests import kinds, profiles
 from tests.guard import GUARD
 
@@ -93,6 +94,22 @@ def engine_kind(request: pytest.FixtureRequest) -> Iterator[None]:
     with kinds.chosen(asked) as made:
         yield
     assert asked == "thread" or asked in made, "it makes no engine of its kind"
+
+
+@pytest.fixture(autouse=True)
+def imbalances(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Check the books of every engine of this process after each step; a test that unbalances them clears the list."""
+    found, step = list[str](), Loop._step
+
+    def checked(loop: Loop) -> bool:
+        has_worked = step(loop)
+        if problem := loop._batcher.imbalance():
+            found.append(problem)
+        return has_worked
+
+    monkeypatch.setattr(Loop, "_step", checked)
+    yield found
+    assert not found
 
 
 @pytest.hookimpl(wrapper=True)

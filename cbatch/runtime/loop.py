@@ -108,11 +108,12 @@ class Loop:
         start = self._clock()
         self._commands.do_due(start)
         self._order_wants()
+        if not self._batcher.in_flight:
+            self._check_books()
         self._scheduler.begin_step(start)
         begun = self._clock()
         plan = self._scheduler.plan(start)
         if plan is None:
-            self._check_books()
             self.waiters.wake()
             return self.deliver(()) or len(self._commands) > 0
         built = self._clock()
@@ -274,9 +275,7 @@ class Loop:
         self.waiters.wait_for(lambda: self._is_closed or is_ready(), timeout)
 
     def _check_books(self) -> None:
-        """Where nothing is in flight, check slots and cells; what is wrong is logged and put right."""
-        if self._batcher.in_flight:
-            return
+        """Check slots and cells while nothing is in flight; what is wrong is logged, and all slots are emptied."""
         if problem := self._batcher.imbalance():
             _log.write(logging.ERROR, "internal error, all slots are emptied: %s", problem)
             self._batcher.start_anew()

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
+from cbatch.logs import Log
 from cbatch.runtime.loop import Loop
 from cbatch.worker.client import Workers
 from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from cbatch.core.batcher import MultiRequestBatcher
@@ -95,6 +96,9 @@ class Cancelled:
     def __init__(self, n: int = 0) -> None:
         self.n = n
 
+    def check_wait(self) -> None:
+        pass
+
     def watch(self, target: Target) -> None:
         pass
 
@@ -145,6 +149,29 @@ class FailingBackend(FakeBackend):
         if self.is_late:
             super().run(plan)
         raise self.error
+
+
+class PokedBackend(FakeBackend):
+    """Calls `poke` with the name of a place, in the middle of the work of the thread that computes."""
+
+    poke: Callable[[str], object] = staticmethod(lambda _: None)
+
+    def __init__(self, *sizes: int, **given: Any) -> None:
+        super().__init__(*sizes, **given)
+        tokenize, llama = self.vocab.tokenize, Log("cbatch.llama")
+
+        def poked(text: str) -> Sequence[int]:
+            self.poke("tokenize")
+            return tokenize(text)
+
+        self.vocab.tokenize = poked  # type: ignore[method-assign]
+        self._llama = llama
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            self.poke("run")
+            self._llama.warn("a warning")
+        return super().run(plan)
 
 
 def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
