@@ -252,17 +252,20 @@ class InFlight:
 
         A request that ends meanwhile is not touched, nor is a new request with the same id.
         """
-        lives = self._lives(ids)
-
-        def meant() -> list[Route]:
-            return [r for r in self._still(lives) if not (is_for_waiting and self._has_begun(r))]
-
+        meant = self._meant(ids, is_for_waiting=is_for_waiting)
         return self._loop.call(lambda: self._cancel(meant()), lambda: self._n_open(meant()))
 
-    def cancel_soon(self, ids: Iterable[str]) -> None:
-        """End requests by id before the next plan. Does not wait."""
+    def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
+        """End requests before the next plan; else as `cancel`. Does not wait; for waiting ones no run in flight ends."""
+        meant = self._meant(ids, is_for_waiting=is_for_waiting)
+        self._loop.post(lambda: self._cancel(meant()), is_urgent=not is_for_waiting)
+
+    def _meant(self, ids: Iterable[str], *, is_for_waiting: bool) -> Callable[[], list[Route]]:
+        """Return what gives those of the requests that are in flight now and then."""
         lives = self._lives(ids)
-        self._loop.post(lambda: self._cancel(self._still(lives)))
+        return lambda: [
+            r for r in self._still(lives) if not (is_for_waiting and self._has_begun(r))
+        ]
 
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, without a result; return the ids."""

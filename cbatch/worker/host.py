@@ -356,7 +356,12 @@ class Host:
     def _cancel(self, message: Message) -> object:
         """End requests; with `waiting`, only those that never had a slot. Return how many were in flight."""
         ids, orders = _ids(message), self._runtime.orders
-        return orders.cancel(ids, is_for_waiting=_flag(message, "waiting"))
+        is_for_waiting = _flag(message, "waiting")
+        if _number_of(message) is not None:
+            return orders.cancel(ids, is_for_waiting=is_for_waiting)
+        # many clients may leave at once: each would wait for a step
+        orders.cancel_soon(ids, is_for_waiting=is_for_waiting)
+        return None
 
     def _cancel_all(self, _: Message) -> object:
         return self._runtime.cancel_all()
