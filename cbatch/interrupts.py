@@ -25,6 +25,9 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 
 _LONGEST_WAIT_S = 1.0
 
+_N_LOCKS = 8
+"""More locks than a thread takes one within the other."""
+
 
 class _Here(threading.local):
     """What is true of one thread."""
@@ -32,20 +35,20 @@ class _Here(threading.local):
     n_held_back = 0
     """The blocks of `HeldBack` that it is in."""
     locks: tuple[Any, ...] = ()
-    """Locks that it was about to take."""
+    """The last locks that it was about to take, a few."""
 
 
 _here = _Here()
 
 
-def noted(lock: threading.RLock) -> threading.RLock:
-    """Return a lock that this thread takes next, for `is_locked_here` to know."""
-    _here.locks = (*(other for other in _here.locks if other._is_owned()), lock)
-    return lock
+def note(lock: threading.RLock) -> None:
+    """Note that this thread takes a lock next, for `is_locked_here`."""
+    if lock not in _here.locks:
+        _here.locks = (lock, *_here.locks[: _N_LOCKS - 1])
 
 
 def is_locked_here() -> bool:
-    """Whether this thread is in a block of `HeldBack`, or has a lock that was `noted`.
+    """Whether this thread is in a block of `HeldBack`, or has a lock of which it took `note`.
 
     Only a finalizer, which the garbage collector may run anywhere, asks this there. It must not wait for another
     thread, which may want the lock.
@@ -121,22 +124,23 @@ class HeldBack(Postponed):
     For work that must not be half done when a handler uses the engine. For finalizers see `is_locked_here`.
     """
 
-    __slots__ = ("_struck",)
+    __slots__ = ("_n_before", "_struck")
 
     def __init__(self) -> None:
         super().__init__()
+        self._n_before = _here.n_held_back
         self._struck: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> HeldBack:
         super().__enter__()
-        _here.n_held_back += 1
+        _here.n_held_back = self._n_before + 1
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._struck.append((number, frame))
 
     def __exit__(self, *error: object) -> None:
-        _here.n_held_back -= 1
+        _here.n_held_back = self._n_before
         self._give_back()
         if self._struck:
             with Postponed():  # all handlers are called, also after one that raises

@@ -256,7 +256,7 @@ class InFlight:
         return self._loop.call(lambda: self._cancel(meant()), lambda: self._n_open(meant()))
 
     def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
-        """End requests before the next plan; else as `cancel`. Does not wait; for waiting ones no run in flight ends."""
+        """End requests before the next plan; else as `cancel`. Does not wait."""
         meant = self._meant(ids, is_for_waiting=is_for_waiting)
         self._loop.post(lambda: self._cancel(meant()), is_urgent=not is_for_waiting)
 

@@ -42,8 +42,9 @@ class Target(Protocol):
 class Batch(Target, Protocol):
     """A target that knows its requests."""
 
-    ids: Mapping[int, str]
-    """By place; those of all that are in flight, and of some that are not."""
+    @property
+    def ids(self) -> Mapping[int, str]:
+        """By place; those of all that are in flight, and of some that are not."""
 
 
 @dataclass(frozen=True, slots=True)

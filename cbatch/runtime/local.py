@@ -16,7 +16,7 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, GrammarError, QueueFullError
-from cbatch.interrupts import noted
+from cbatch.interrupts import note
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
@@ -180,7 +180,8 @@ class LocalRuntime:
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
-        with noted(self._submitting):
+        note(self._submitting)
+        with self._submitting:
             driver = self.sequences.checked(prompt, options)
         for want in driver.lacks:
             if (wrong := self._wrong_with(want)) is not None:
@@ -227,7 +228,8 @@ class LocalRuntime:
     def _enter(self, asked: Submission, routes: dict[str, Route]) -> list[SequenceDriver]:
         """Return the sequences of requests, which are known by their routes now."""
         now = time.perf_counter() - asked.age_s
-        with noted(self._submitting):
+        note(self._submitting)
+        with self._submitting:
             items = [
                 self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
                 for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
@@ -249,7 +251,8 @@ class LocalRuntime:
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, as `enter` makes it, for the `Origin` of a result from elsewhere."""
-        with noted(self._submitting):
+        note(self._submitting)
+        with self._submitting:
             return self.sequences.request(prompt, id, options, 0.0, math.inf)
 
     def extend(
@@ -260,7 +263,8 @@ class LocalRuntime:
         n_tokens = check_extension(result, n_tokens)
         now, id = time.perf_counter(), own_id(origin.request.id)
         with self.orders.undone_if_it_raises() as routes:
-            with noted(self._submitting):
+            note(self._submitting)
+            with self._submitting:
                 check_own((id,), self.ids)
                 request = extended(origin, id, result, n_tokens, now)
                 driver = self.sequences.of_request(request, now)

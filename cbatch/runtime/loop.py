@@ -391,7 +391,7 @@ class Loop:
         """
         if os.getpid() != self._pid:
             return
-        if self.is_inside or (self._thread is not None and is_locked_here()):
+        if self.is_inside:
             self._commands.put(self._mark_closed)
             self._backend.interrupt()
             return

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cbatch.interrupts import HeldBack, noted
+from cbatch.interrupts import HeldBack, note
 from cbatch.progress import Counts
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
 from cbatch.runtime.waking import Readers
@@ -112,7 +112,8 @@ class Items:
 
     def wait_for_room(self) -> bool:
         """Wait until one more item may be read; False when no more may come."""
-        with noted(self._lock):
+        note(self._lock)
+        with self._lock:
             self._changed.wait_for(lambda: self.has_room() or not self.is_fed)
             return self.is_fed
 

@@ -15,7 +15,7 @@ from cbatch.worker.client import Workers
 from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import FrameType
 
     from cbatch.core.batcher import MultiRequestBatcher
@@ -160,7 +160,7 @@ class PokedBackend(FakeBackend):
         super().__init__(*sizes, **given)
         tokenize, llama = self.vocab.tokenize, Log("cbatch.llama")
 
-        def poked(text: str) -> Sequence[int]:
+        def poked(text: str) -> list[int]:
             self.poke("tokenize")
             return tokenize(text)
 

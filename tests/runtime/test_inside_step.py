@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,7 @@ from cbatch.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from cbatch.interrupts import HeldBack, noted
+from cbatch.interrupts import HeldBack, note
 from cbatch.messages import BatchPrompt
 from tests.core.drivers import make_running
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
@@ -66,7 +67,10 @@ class Finalized:
 class Handler(logging.Handler):
     def __init__(self, do: Callable[[logging.LogRecord], object]) -> None:
         super().__init__()
-        self.emit = do  # type: ignore[method-assign]
+        self.do = do
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.do(record)
 
 
 @contextmanager
@@ -92,7 +96,7 @@ def called_in(engine: Engine, backend: PokedBackend, do: Callable[[str], object]
         Finalized(lambda: do("finalizer"))
         gc.collect()
 
-    backend.poke = poke  # type: ignore[method-assign]
+    backend.poke = poke
     parts_of(engine).on_admit = lambda _: do("admission")
     engine.record_steps(lambda _: do("recorder"))
     with (
@@ -100,7 +104,7 @@ def called_in(engine: Engine, backend: PokedBackend, do: Callable[[str], object]
         logged("cbatch", lambda r: do("the log") if r.name == "cbatch" else None),
     ):
         yield
-    backend.poke = lambda _: None  # type: ignore[method-assign]
+    backend.poke = lambda _: None
     with suppress(EngineClosedError):
         engine.record_steps(None)
 
@@ -212,16 +216,11 @@ def test_recorder_that_waits_for_a_result_is_told_and_called_no_more(
         assert [r.finish_reason for r in all_results(response)] == ["length"]
 
 
-def test_recorder_may_give_orders(engine: Engine) -> None:
-    response = engine.run(named("a", "b"), options={"max_tokens": 100_000})
-    engine.record_steps(lambda _: [engine.cancel(id) for id in ("a", "b")])
-    assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 2
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with engine_on(FakeBackend(2, 1_000_000, 64), options={"ignore_eos": True}) as made:
-        yield made
+def test_recorder_may_give_orders() -> None:
+    with engine_on(FakeBackend(2, 1_000_000, 64), options={"ignore_eos": True}) as engine:
+        response = engine.run(named("a", "b"), options={"max_tokens": 100_000})
+        engine.record_steps(lambda _: [engine.cancel(id) for id in ("a", "b")])
+        assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 2
 
 
 @thread_only(Reason.OWNER)
@@ -251,11 +250,12 @@ def test_full_queue_is_told_in_the_middle_of_a_step(when_full: Any) -> None:
     said: list[BaseException | None] = []
     more: list[BatchResponse] = []
 
+    def submit(id: str) -> None:
+        more.append(engine.submit(named(id)[0]))
+
     def fill(here: str) -> None:
         if here == "run" and not said:
-            said.extend(
-                error_of(lambda id=id: more.append(engine.submit(named(id)[0]))) for id in "abcd"
-            )
+            said.extend(error_of(partial(submit, id)) for id in "abcd")
 
     with engine_on(backend, options=OPTIONS, schedule=schedule) as engine:
         with called_in(engine, backend, fill):
@@ -272,8 +272,9 @@ def test_finalizer_under_a_lock_gives_orders_and_does_not_wait(is_lock: bool) ->
     with engine_on(backend, options=OPTIONS) as engine:
         response = engine.run(named("a", "b", "c"))
         backend.wait_until_held()
-        block = noted(parts_of(engine)._submitting) if is_lock else HeldBack()
-        with block:  # type: ignore[attr-defined]
+        lock = parts_of(engine)._submitting
+        note(lock)
+        with lock if is_lock else HeldBack():
             assert engine.cancel("a") is True  # and the run is held
             assert engine.pause("b") is True
             assert engine.resume("c") is False

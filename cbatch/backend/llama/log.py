@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import library
 from cbatch.backend.threads import once
-from cbatch.interrupts import noted
+from cbatch.interrupts import note
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class LlamaLog:
 
         Debug lines are kept only if the logger `cbatch.llama` has level DEBUG now.
         """
-        with noted(self._lock):
+        note(self._lock)
+        with self._lock:
             self._lib.cbatch_log_set_debug(self.ring, self._log.has_debug)
             self._n_users += 1
             if self._n_users == 1:
@@ -59,7 +60,8 @@ class LlamaLog:
 
     def remove(self) -> None:
         """Return the log to llama-cpp-python after the last user; drain what is left."""
-        with noted(self._lock):
+        note(self._lock)
+        with self._lock:
             self._n_users -= 1
             if self._n_users == 0:
                 callback = llama_cpp._logger.llama_log_callback
@@ -68,7 +70,8 @@ class LlamaLog:
 
     def drain(self) -> list[str]:
         """Pass new lines to the logger `cbatch.llama`; return those that are warnings or errors."""
-        with noted(self._lock):
+        note(self._lock)
+        with self._lock:
             n = self._lib.cbatch_log_drain(self.ring, self._buffer, *self._sizes)
             if not n:  # as after nearly every step
                 return []
