@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.runtime.loop import Loop
+from cbatch.core.batcher import MultiRequestBatcher
 from tests import kinds, profiles
 from tests.guard import GUARD
 
 if TYPE_CHECKING:
     from cbatch.bench.synthetic import Shape
+    from cbatch.core.driver import SequenceDriver
     from tests.places import Place
 
 ROOT = Path(__file__).parents[1]
@@ -98,16 +99,15 @@ def engine_kind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def imbalances(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Check the books of every engine of this process after each step; a test that unbalances them clears the list."""
-    found, step = list[str](), Loop._step
+    """Check the books of every engine of this process after each step; a test that unbalances them clears it."""
+    found, take = list[str](), MultiRequestBatcher.take_ended
 
-    def checked(loop: Loop) -> bool:
-        has_worked = step(loop)
-        if problem := loop._batcher.imbalance():
+    def checked(batcher: MultiRequestBatcher) -> list[SequenceDriver]:
+        if problem := batcher.imbalance():
             found.append(problem)
-        return has_worked
+        return take(batcher)
 
-    monkeypatch.setattr(Loop, "_step", checked)
+    monkeypatch.setattr(MultiRequestBatcher, "take_ended", checked)
     yield found
     assert not found
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.slots import BatcherState
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
@@ -241,6 +242,11 @@ def batcher_of(engine: Engine) -> MultiRequestBatcher:
     """The requests of an engine, read where no turn of its thread may be waited for."""
     batcher: MultiRequestBatcher = parts_of(engine).batcher
     return batcher
+
+
+def books_of(engine: Engine) -> BatcherState:
+    """What an engine knows of slots and cells."""
+    return batcher_of(engine)._state
 
 
 def find_pool_full(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import threading
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from tests.runtime.backends import (
     PokedBackend,
     all_results,
     batcher_of,
+    books_of,
     in_owner,
     n_commands,
     owner_of,
@@ -272,7 +274,7 @@ def test_finalizer_under_a_lock_gives_orders_and_does_not_wait(is_lock: bool) ->
     with engine_on(backend, options=OPTIONS) as engine:
         response = engine.run(named("a", "b", "c"))
         backend.wait_until_held()
-        lock = parts_of(engine)._submitting
+        lock = threading.RLock()
         note(lock)
         with lock if is_lock else HeldBack():
             assert engine.cancel("a") is True  # and the run is held
@@ -307,20 +309,20 @@ def test_handlers_get_lines_in_order_and_find_no_step_half_done() -> None:
 
 
 def lose_a_slot(engine: Engine) -> None:
-    batcher_of(engine)._ledger.n_free_slots -= 1
+    books_of(engine).cells.ledger.n_free_slots -= 1
 
 
 def lose_cells(engine: Engine) -> None:
-    batcher_of(engine)._ledger.n_used += 3
+    books_of(engine).cells.ledger.n_used += 3
 
 
 def keep_a_ghost(engine: Engine) -> None:
-    ledger = batcher_of(engine)._ledger
+    ledger = books_of(engine).cells.ledger
     ledger.assign(ledger.free_slots[0], make_running())
 
 
 def count_saved(engine: Engine) -> None:
-    batcher_of(engine)._saved.n_bytes += 7
+    books_of(engine).saved.n_bytes += 7
 
 
 @thread_only(Reason.OWNER)
