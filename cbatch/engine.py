@@ -70,6 +70,10 @@ class Engine:
     """Continuous batching over one backend; `cbatch.load` makes one from a model file.
 
     Every method may be called from any thread. Use it as a context manager, sync or async, or call `close`.
+
+    In the thread that computes, during a step (a function of `record_steps`, a log handler, a `__del__`), orders are
+    done behind the step: `cancel`, `pause` and `resume` return what they find then, `close` returns at once, and what
+    waits, such as `response.result()`, raises an `InsideStepError`.
     """
 
     def __init__(

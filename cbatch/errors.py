@@ -176,6 +176,16 @@ class EngineError(CBatchError):
     """The engine as a whole cannot go on."""
 
 
+class InsideStepError(CBatchError, RuntimeError):
+    """A call in the thread that computes, in the middle of a step, would wait for the end of that step."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this call waits for the engine, but was made in the thread that computes, during a step (by a function of "
+            "record_steps, a log handler, a __del__ or another callback): make it in another thread, or after the step"
+        )
+
+
 class IncompatibleLlamaError(EngineError):
     """The native library and the installed llama-cpp-python do not fit together."""
 

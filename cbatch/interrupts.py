@@ -1,4 +1,4 @@
-"""Blocks that Ctrl-C cannot break off in the middle, and waits that survive it."""
+"""Blocks that Ctrl-C cannot break off in the middle, waits that survive it, and locks that finalizers meet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,36 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 """The signals that programs have handlers for."""
 
 _LONGEST_WAIT_S = 1.0
+
+_N_LOCKS = 8
+"""More locks than a thread takes one within the other."""
+
+
+class _Here(threading.local):
+    """What is true of one thread."""
+
+    n_held_back = 0
+    """The blocks of `HeldBack` that it is in."""
+    locks: tuple[Any, ...] = ()
+    """The last locks that it was about to take, a few."""
+
+
+_here = _Here()
+
+
+def note(lock: threading.RLock) -> None:
+    """Note that this thread takes a lock next, for `is_locked_here`."""
+    if lock not in _here.locks:
+        _here.locks = (lock, *_here.locks[: _N_LOCKS - 1])
+
+
+def is_locked_here() -> bool:
+    """Whether this thread is in a block of `HeldBack`, or has a lock of which it took `note`.
+
+    Only a finalizer, which the garbage collector may run anywhere, asks this there. It must not wait for another
+    thread, which may want the lock.
+    """
+    return _here.n_held_back > 0 or any(lock._is_owned() for lock in _here.locks)
 
 
 class Postponed:
@@ -91,19 +121,26 @@ class Postponed:
 class HeldBack(Postponed):
     """A block in which no signal handler is called: each is called at the end of the block.
 
-    For work that must not be half done when a handler uses the engine.
+    For work that must not be half done when a handler uses the engine. For finalizers see `is_locked_here`.
     """
 
-    __slots__ = ("_struck",)
+    __slots__ = ("_n_before", "_struck")
 
     def __init__(self) -> None:
         super().__init__()
+        self._n_before = _here.n_held_back
         self._struck: list[tuple[int, FrameType | None]] = []
+
+    def __enter__(self) -> HeldBack:
+        super().__enter__()
+        _here.n_held_back = self._n_before + 1
+        return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._struck.append((number, frame))
 
     def __exit__(self, *error: object) -> None:
+        _here.n_held_back = self._n_before
         self._give_back()
         if self._struck:
             with Postponed():  # all handlers are called, also after one that raises

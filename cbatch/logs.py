@@ -5,12 +5,54 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
+import threading
 from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
 
 FIELDS = "cbatch"
 """The attribute of a record that holds the values of its line by name."""
 
 _WORD = re.compile(r"[\w.:/@+-]+", re.ASCII)
+
+
+_kept: ContextVar[list[tuple[logging.Logger, logging.LogRecord]] | None] = ContextVar(
+    "cbatch.logs", default=None
+)
+"""Records of the outermost `HeldLogs` of this thread."""
+
+
+class HeldLogs:
+    """A block whose records go to handlers at its end, in order: no handler meets work that is half done.
+
+    Only records that this thread logs by `Log`. Blocks may be nested; the outermost one counts.
+    """
+
+    __slots__ = ("_records",)
+
+    def __init__(self) -> None:
+        self._records: list[tuple[logging.Logger, logging.LogRecord]] | None = None
+
+    def __enter__(self) -> None:
+        if _kept.get() is None:
+            self._records = []
+            _kept.set(self._records)
+
+    def __exit__(self, *error: object) -> None:
+        if self._records is None:
+            return
+        _kept.set(None)
+        struck: BaseException | None = None
+        for logger, record in self._records:
+            try:
+                logger.handle(record)
+            except Exception:  # noqa: PERF203
+                pass
+            except BaseException as error:  # such as Ctrl-C
+                struck = struck or error
+        if struck is not None and threading.current_thread() is threading.main_thread():
+            raise struck
 
 
 class Log:
@@ -33,22 +75,46 @@ class Log:
         """Log an event at level INFO, with its values as `name=value` and as the record's `FIELDS`."""
         with suppress(Exception):
             pairs = " ".join(f"{name}={_shown(value)}" for name, value in values.items())
-            self._logger.info("%s %s", event, pairs, extra={FIELDS: values}, stacklevel=2)
+            self._put(logging.INFO, "%s %s", (event, pairs), extra={FIELDS: values})
 
     def write(self, level: int, text: str, *args: object) -> None:
         """Log a line, as `logging.Logger.log` does."""
         with suppress(Exception):
-            self._logger.log(level, text, *args, stacklevel=2)
+            self._put(level, text, args)
 
     def warn(self, text: str, *args: object) -> None:
         """Log a warning."""
         with suppress(Exception):
-            self._logger.warning(text, *args, stacklevel=2)
+            self._put(logging.WARNING, text, args)
 
     def fail(self, text: str) -> None:
         """Log an error with the exception that is being handled."""
         with suppress(Exception):
-            self._logger.exception(text, stacklevel=2)
+            self._put(logging.ERROR, text, (), error=sys.exc_info())
+
+    def _put(
+        self,
+        level: int,
+        text: str,
+        args: tuple[object, ...],
+        *,
+        extra: dict[str, object] | None = None,
+        error: Any = None,
+    ) -> None:
+        logger = self._logger
+        if not logger.isEnabledFor(level):
+            return
+        caller = sys._getframe(2)  # of the public method
+        code = caller.f_code
+        place = code.co_filename, caller.f_lineno
+        record = logger.makeRecord(
+            logger.name, level, *place, text, args, error, code.co_name, extra
+        )
+        held = _kept.get()
+        if held is None:
+            logger.handle(record)
+        else:
+            held.append((logger, record))
 
 
 def _shown(value: object) -> str:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cbatch.core.batcher import MultiRequestBatcher
 from tests import kinds, profiles
 from tests.guard import GUARD
 
 if TYPE_CHECKING:
     from cbatch.bench.synthetic import Shape
+    from cbatch.core.driver import SequenceDriver
     from tests.places import Place
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +95,21 @@ def engine_kind(request: pytest.FixtureRequest) -> Iterator[None]:
     with kinds.chosen(asked) as made:
         yield
     assert asked == "thread" or asked in made, "it makes no engine of its kind"
+
+
+@pytest.fixture(autouse=True)
+def imbalances(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Check the books of every engine of this process after each step; a test that unbalances them clears it."""
+    found, take = list[str](), MultiRequestBatcher.take_ended
+
+    def checked(batcher: MultiRequestBatcher) -> list[SequenceDriver]:
+        if problem := batcher.imbalance():
+            found.append(problem)
+        return take(batcher)
+
+    monkeypatch.setattr(MultiRequestBatcher, "take_ended", checked)
+    yield found
+    assert not found
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -20,8 +20,8 @@ from cbatch.backend.fake import (
     StepCost,
 )
 from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
+from cbatch.core.books import find_ledger_imbalance
 from cbatch.core.cell_ops import ToStore
-from cbatch.core.checkpoints import N_CHECKPOINTS_MAX
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
 from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, PromptCuts, Slot
@@ -501,7 +501,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     shares: Mapping[int, int] = {c.slot: len(c.tokens) for c in plan.chunks}
     n_tokens = sum(shares.values())
     ledger = planned_slots.cells.ledger
-    check_ledger(ledger)
+    assert not find_ledger_imbalance(ledger)
     check_cell_ops(rig, planned)
     assert n_tokens <= rig.backend.n_batch
     assert n_tokens + (plan.n_steps - 1) * len(slots) <= ledger.n_free_cells
@@ -626,21 +626,6 @@ def check_cell_ops(rig: Rig, planned: Plan) -> None:
     assert n_cells == ledger.n_cells
 
 
-def check_ledger(ledger: KvLedger) -> None:
-    """The ledger balances: no slot is overfull, and no cell is counted twice."""
-    assert set(ledger.free_slots) <= set(range(ledger.n_slots))
-    assert all(0 <= n <= ledger.n_window for n in ledger.n_cells)
-    blocks_by_slot = ledger._blocks
-    held = [b for blocks in blocks_by_slot for b in blocks]
-    counted = (
-        {id(b): b.n for b in held} if ledger.is_overcommitted else dict(enumerate(ledger.n_cells))
-    )
-    assert sum(counted.values()) == ledger.n_used <= ledger.n_pool
-    assert all(b.n >= 1 and b.n_slots == held.count(b) for b in held)
-    if ledger.is_overcommitted:
-        assert [sum(b.n for b in blocks) for blocks in blocks_by_slot] == ledger.n_cells
-
-
 def root_of(index: PrefixIndex) -> Branch:
     """The node that every beginning in an index starts at."""
     return index._root
@@ -685,39 +670,18 @@ def check_cells(rig: Rig) -> None:
 
 
 def check_invariants(rig: Rig) -> None:
-    """The counts of slots, cells and requests balance."""
-    batcher, ledger, saved = rig.batcher, rig.ledger, rig.state.saved
-    check_ledger(ledger)
-    cells_saved = saved_by_key(rig)
-    having = [d for d in rig.ledger.holders if d is not None]
-    assert ledger.n_used_slots == len(having) == len(set(map(id, having)))
-    for slot, driver in enumerate(rig.ledger.holders):
-        if driver is not None:
-            assert ledger.n_cells[slot] == driver.n_computed
-            assert driver.slot == slot
-            assert driver.chosen_slot in (None, slot)
-            assert driver.status in (Status.RUNNING, Status.PAUSED)
-            assert driver.n_computed < driver.n_tokens
-            assert driver.n_tokens <= rig.backend.n_window
-    status = Counter(d.status for d in batcher.in_flight.values())
-    assert status[Status.FINISHED] == 0
-    held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
-    assert len(held) == batcher.occupancy().n_held
-    assert len(having) + batcher.occupancy().n_waiting + len(held) == len(batcher.in_flight)
+    """The books balance, and each request is where this rig has seen it."""
+    batcher = rig.batcher
+    assert not batcher.imbalance()
     leaving = [stored.driver for stored in rig.state.storing.values()]
     storing = {d.request.id for d in leaving}
     assert {stored.driver for stored, _ in rig.storing} <= set(leaving)
     assert set(batcher.in_flight) == set(rig.drivers) - set(rig.results) - storing
     assert batcher.occupancy().n_storing == len(leaving)
-    sums = sum(entry.n_bytes for entry in cells_saved.values())
-    assert sums == saved.n_bytes <= rig.scheduler.options.swap_mib * 2**20
-    books = rig.state.cells.prefixes.checkpoints
-    n_bytes = sum(kept.n_bytes for kept in checkpoints_by_key(rig).values())
-    assert n_bytes == books.n_bytes <= rig.scheduler.options.n_checkpoint_bytes
-    assert len(books) <= N_CHECKPOINTS_MAX
+    held = [d for d in batcher.in_flight.values() if d.slot is None and is_held(d)]
+    assert len(held) == batcher.occupancy().n_held
     for driver in batcher.in_flight.values():
         assert driver.n_preempted <= N_PREEMPTED_MAX or rig.has_lost_cells
-        assert driver.slot is not None or driver.n_computed == 0 or driver.saved_key is not None
 
 
 def is_held(driver: SequenceDriver) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from cbatch.core.books import find_imbalance
 from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
 from cbatch.core.driver import BY_AGE, Event, Status, Wait
+from cbatch.core.kv import KvLedger
 from cbatch.core.plan import ANYWHERE, Slot
 from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.kv import KvLedger
     from cbatch.core.plan import PromptCuts, StepPlan, StepResult
     from cbatch.core.slots import Leave, Place
     from cbatch.core.waiting import Want
@@ -95,13 +96,24 @@ class MultiRequestBatcher:
             n_ahead: prompts that become tokens before a slot is free for them.
         """
         self.in_flight: dict[str, SequenceDriver] = {}
+        self._wants: deque[Want] = deque()
+        self._storing: dict[int, ToStore] = {}
+        self._options, self._cuts, self._n_ahead = options, cuts, n_ahead
+        self._open_books(ledger)
+        self._tokenize = tokenize
+        self._is_by_prompt = options.policy in BY_PROMPT
+        self._numbers = count()
+        self._ended: list[SequenceDriver] = []
+
+    def _open_books(self, ledger: KvLedger) -> None:
+        """Begin with slots that nobody has."""
+        options = self._options
         prefixes = PrefixCache(
             ledger,
-            cuts=cuts,
+            cuts=self._cuts,
             is_on=options.share_prefixes,
             n_checkpoint_bytes=options.n_checkpoint_bytes,
         )
-        self._wants: deque[Want] = deque()
         saved = SavedCells(ledger.memory, options.swap_mib * 2**20)
         self._state = BatcherState(
             SlotCells(ledger, prefixes),
@@ -110,12 +122,12 @@ class MultiRequestBatcher:
             PrefixWaiters(),
             CacheReads(prefixes, saved, self._wants),
             KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve"),
-            {},
-            n_ahead,
+            self._storing,
+            self._n_ahead,
         )
         self._ledger, self._queue = ledger, self._state.queue
         self._cells, self._saved, self._reads = self._state.cells, saved, self._state.reads
-        self._followers, self._storing = self._state.followers, self._state.storing
+        self._followers = self._state.followers
         self._builds = GrammarBuilds(self._wants)
         self._untokenized = PromptWaiters()
         self._waiters: dict[Wait, PromptWaiters | GrammarBuilds | PrefixWaiters | CacheReads] = {
@@ -125,12 +137,23 @@ class MultiRequestBatcher:
             Wait.CACHE: self._reads,
         }
         self._deadlines = Deadlines()
-        self._tokenize = tokenize
-        self._is_by_prompt = options.policy in BY_PROMPT
-        self._numbers = count()
-        self._ended: list[SequenceDriver] = []
         self._running: list[SequenceDriver] | None = None
         """The running sequences, the oldest first; None where others run than before."""
+
+    def imbalance(self) -> str:
+        """Return what is wrong with slots and cells between two runs, in words; "" where all is sound."""
+        return find_imbalance(self._state, self.in_flight)
+
+    def start_anew(self) -> None:
+        """Forget what slots hold, and all saved cells; the next plan empties the slots. Nothing may be in flight."""
+        old = self._ledger
+        self._order_writes([key for _, key in self._cells.saves])
+        kept = [*self._saved.keys, *self._cells.prefixes.checkpoints.kept]
+        self._open_books(KvLedger(old.n_slots, old.n_window, old.memory))
+        for i in range(old.n_slots):
+            self._cells.clear(Slot(i))
+        self._cells.prefixes.drop(kept)  # so that no key is used again
+        self._cells.forgets += kept
 
     # ---- questions ----
 
@@ -178,7 +201,16 @@ class MultiRequestBatcher:
 
     def is_storing(self, id: str) -> bool:
         """Whether a request has ended but for its cells, which are on their way to disk."""
-        return any(want.driver.request.id == id for want in self._storing.values())
+        return any(want.driver.request.id == id for want in [*self._storing.values()])
+
+    def is_paused(self, id: str) -> bool:
+        """Whether a request is in flight and paused. From any thread."""
+        driver = self.in_flight.get(id)
+        return driver is not None and driver.status is Status.PAUSED
+
+    def has_ended(self, id: str) -> bool:
+        """Whether a request has ended that `take_ended` has not returned. From any thread."""
+        return self.is_storing(id) or any(driver.request.id == id for driver in [*self._ended])
 
     # ---- coming ----
 

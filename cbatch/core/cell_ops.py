@@ -274,6 +274,16 @@ class SavedCells:
         """Whether the backend can copy cells out."""
         return self._memory.can_save
 
+    @property
+    def n_counted(self) -> int:
+        """The bytes of all saved cells, added up."""
+        return sum(saved.n_bytes for saved in self._saved.values())
+
+    @property
+    def keys(self) -> list[int]:
+        """The keys of all saved cells."""
+        return [*self._saved]
+
     def n_bytes_of(self, n_cells: int) -> int:
         """Return what saved cells of one sequence take; 0 where none can be saved."""
         return self._memory.n_saved_bytes(n_cells) if self.can_save and n_cells else 0

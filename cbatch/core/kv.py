@@ -10,7 +10,7 @@ from cbatch.core.plan import Slot
 from cbatch.errors import LedgerError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import KvCapabilities
@@ -58,6 +58,11 @@ class KvLedger:
         self.n_cells = [0] * n_slots
         self.n_used = 0
         self._blocks: list[list[_Block]] = [[] for _ in range(n_slots)]
+
+    @property
+    def blocks(self) -> Sequence[Sequence[_Block]]:
+        """Of an overcommitted pool, the runs of cells that each slot has."""
+        return self._blocks
 
     @property
     def n_used_slots(self) -> int:

@@ -237,8 +237,3 @@ def _timings(first: BatchResult, results: Sequence[BatchResult]) -> Timings:
 def _n_cached(results: Sequence[BatchResult]) -> int:
     """Return the prompt tokens that none of several choices computed."""
     return min((r.usage.cached_tokens for r in results if _has_run(r)), default=0)
-
-
-def batch_of(target: Target) -> Target:
-    """Return the target of the whole batch, behind one for several choices."""
-    return target.target if isinstance(target, Choices) else target

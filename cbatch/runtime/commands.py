@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from cbatch.interrupts import HeldBack, Latch
+from cbatch.logs import HeldLogs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,7 +45,9 @@ class Commands:
     def wait(self, timeout: float | None) -> None:
         """Wait for one command and do it; return after `timeout` seconds at the latest."""
         with suppress(Empty):
-            self._queue.get(timeout=timeout)()
+            command = self._queue.get(timeout=timeout)
+            with HeldLogs():
+                command()
 
     def set_timer(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `do_due` do `action` when the owner's clock says `when_s`."""

@@ -31,6 +31,11 @@ class Compiler:
         self._thread = WorkThread("cbatch-compiler", is_threaded=is_threaded)
         self._is_closed = False
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller's thread is the one that compiles. From any thread."""
+        return self._thread.is_current
+
     def compile(self, want: Want, then: Then) -> None:
         """Compile something, then have `then` called with the result."""
 

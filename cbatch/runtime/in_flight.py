@@ -8,10 +8,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from cbatch.core.driver import Status
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.interrupts import HeldBack
-from cbatch.runtime.choices import Choices, batch_of
+from cbatch.runtime.choices import Choices, request_id
 from cbatch.runtime.ids import check_own, is_meant
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Target
+    from cbatch.runtime.interface import Batch, Target
     from cbatch.runtime.loop import Loop
     from cbatch.runtime.row_comparison import RowComparison
 
@@ -49,6 +48,8 @@ class InFlight:
         self._loop, self._batcher, self._clock = loop, batcher, clock
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""
+        self._n_promised = 0
+        """Sequences submitted in the middle of a step, for which there is room in the queue behind it."""
         self._savers: dict[str, str] = {}
         """Ids of requests that save cells, by their cache key; some of them have ended."""
 
@@ -138,19 +139,35 @@ class InFlight:
     def submit_within(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences, all or none: a `QueueFullError` where more than `n_limit` would wait for a slot."""
 
-        def submit() -> None:
+        def check() -> None:
             n_waiting, n_room = self._room(n_limit)
             if len(drivers) > n_room:
                 raise QueueFullError(n_waiting, n_limit, len(drivers))
+
+        def submit() -> None:
+            check()
             self._loop.enqueue(drivers)
 
-        self._loop.call(submit)
+        def keep() -> None:
+            self._n_promised -= len(drivers)
+            self._loop.enqueue(drivers)
+
+        if not self._loop.is_inside:
+            self._loop.call(submit)
+            return
+        check()
+        self._n_promised += len(drivers)
+        self._loop.post(keep)
 
     def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences while no more than `n_limit` wait for a slot; return when the last one is queued.
 
-        A sequence that is cancelled or paused meanwhile, or runs out of time, is queued without room.
+        A sequence that is cancelled or paused meanwhile, or runs out of time, is queued without room. In the middle of
+        a step nobody can wait: as `submit_within`.
         """
+        if self._loop.is_inside:
+            self.submit_within(drivers, n_limit)
+            return
         todo = deque(drivers)
         until_s = _first_deadline(todo)
         self._outside.update((d.request.id, d) for d in todo)
@@ -197,7 +214,8 @@ class InFlight:
     def _room(self, n_limit: int) -> tuple[int, int]:
         """Return how many sequences wait and how many more may: those for which a slot is free do not count."""
         seen = self._batcher.occupancy()
-        return seen.n_unserved, max(0, n_limit + seen.n_open_slots - seen.n_unserved)
+        n_waiting = seen.n_unserved + self._n_promised
+        return n_waiting, max(0, n_limit + seen.n_open_slots - n_waiting)
 
     def forget(self, routes: Mapping[str, Route]) -> None:
         """End the queued requests of a submission that was broken off, and drop the others."""
@@ -207,7 +225,7 @@ class InFlight:
             for id in lives:
                 self._outside.pop(id, None)
             batcher = self._batcher
-            self._cancel([id for id in lives if id in batcher.in_flight])
+            self._cancel([route for id, route in lives.items() if id in batcher.in_flight])
             self.drop({id: lives[id] for id in lives if not batcher.is_storing(id)})
 
         try:
@@ -225,29 +243,41 @@ class InFlight:
 
     # ---- orders ----
 
+    def check_wait(self) -> None:
+        """Raise an `InsideStepError` where the caller's thread would wait for itself."""
+        self._loop.check_wait()
+
     def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
         """End requests by id, or those alone that never had a slot; return how many. Waits for the current step.
 
         A request that ends meanwhile is not touched, nor is a new request with the same id.
         """
+        meant = self._meant(ids, is_for_waiting=is_for_waiting)
+        return self._loop.call(lambda: self._cancel(meant()), lambda: self._n_open(meant()))
+
+    def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
+        """End requests before the next plan; else as `cancel`. Does not wait."""
+        meant = self._meant(ids, is_for_waiting=is_for_waiting)
+        self._loop.post(lambda: self._cancel(meant()), is_urgent=not is_for_waiting)
+
+    def _meant(self, ids: Iterable[str], *, is_for_waiting: bool) -> Callable[[], list[Route]]:
+        """Return what gives those of the requests that are in flight now and then."""
         lives = self._lives(ids)
-        return self._loop.call(
-            lambda: self._cancel(
-                [id for id in self._still(lives) if not (is_for_waiting and self._has_begun(id))]
-            )
-        )
+        return lambda: [
+            r for r in self._still(lives) if not (is_for_waiting and self._has_begun(r))
+        ]
 
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, without a result; return the ids."""
         lives = self._lives(ids)
 
         def take() -> list[str]:
-            back = [id for id in self._still(lives) if not self._has_begun(id)]
-            for id in back:
-                members = self._member_ids(id)
+            back = [route for route in self._still(lives) if not self._has_begun(route)]
+            for route in back:
+                members = _member_ids(route)
                 self._loop.take_out([m for m in members if self._outside.pop(m, None) is None])
-                self.drop({member: self.routes[member] for member in {id, *members}})
-            return back
+                self.drop({member: self.routes[member] for member in {route.id, *members}})
+            return [route.id for route in back]
 
         return self._loop.call(take)
 
@@ -255,20 +285,40 @@ class InFlight:
         """Return the routes of the requests that a caller means and that are in flight."""
         return {id: route for id in ids if (route := self.find(id))}
 
-    def _still(self, lives: Mapping[str, Route]) -> list[str]:
-        """Return the ids of the requests that are in flight still. Owner thread."""
-        return [id for id, route in lives.items() if self.routes.get(id) is route]
+    def _still(self, lives: Mapping[str, Route]) -> list[Route]:
+        """Return the routes of the requests that are in flight still. By the owner, or where nothing is changed."""
+        return [route for id, route in lives.items() if self.routes.get(id) is route]
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
-        return self._order(id, self._batcher.pause, enters=True)
+        return self._order(
+            id, self._batcher.pause, lambda m: not self._batcher.is_paused(m), enters=True
+        )
 
     def resume(self, id: str, n_tokens: int | None = None) -> bool:
         """Let a paused request go on, for `n_tokens` where given; False where it is not in flight or not paused."""
-        return self._order(id, partial(self._batcher.resume, n_tokens=n_tokens), enters=False)
+        resume = partial(self._batcher.resume, n_tokens=n_tokens)
+        return self._order(id, resume, self._batcher.is_paused, enters=False)
 
-    def _order(self, id: str, do: Callable[[str], bool], *, enters: bool) -> bool:
-        """Do something to every sequence of a request; where `enters`, after those without room were queued."""
+    def resume_soon(self, turns: Iterable[tuple[str, int]]) -> None:
+        """Let paused requests go on for so many tokens, before the next plan. Does not wait."""
+        lives = [(route, n_tokens) for id, n_tokens in turns if (route := self.find(id))]
+
+        def resume() -> None:
+            for route, n_tokens in lives:
+                if self.routes.get(route.id) is route:
+                    for member in _member_ids(route):
+                        self._batcher.resume(member, n_tokens)
+
+        self._loop.post(resume)
+
+    def _order(
+        self, id: str, do: Callable[[str], bool], would: Callable[[str], bool], *, enters: bool
+    ) -> bool:
+        """Do something to every sequence of a request; where `enters`, after those without room were queued.
+
+        `would` only looks whether that would do anything.
+        """
         life = self.find(id)
         if life is None:
             return False
@@ -276,84 +326,99 @@ class InFlight:
         def order() -> bool:
             if self.routes.get(id) is not life:
                 return False
-            members = self._queued_members(id) if enters else self._member_ids(id)
+            members = self._queued_members(life) if enters else _member_ids(life)
             return sum(map(do, members)) > 0
 
-        return self._loop.call(order)
+        return self._loop.call(
+            order, lambda: any(would(m) for m in _member_ids(life) if self._is_open(m))
+        )
 
     def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone; see `Engine.compare_rows`."""
-        lives = None if ids is None else {id: route for id in ids if (route := self.find(id))}
+        lives = None if ids is None else self._lives(ids)
 
         def compare() -> list[RowComparison]:
             if lives is None:
                 return self._loop.compare_rows(None)
-            known = [id for id in lives if self.routes.get(id) is lives[id]]
-            return self._loop.compare_rows({m for id in known for m in self._member_ids(id)})
+            known = self._still(lives)
+            return self._loop.compare_rows({m for route in known for m in _member_ids(route)})
 
         return self._loop.call(compare)
 
-    def watch(self, target: Target) -> None:
+    def watch(self, target: Batch) -> None:
         """Deliver what paused requests have, after the current step; other deliveries look whether it `is_streamed`."""
 
         def deliver() -> None:
-            paused = [d for d in self._batcher.in_flight.values() if d.status is Status.PAUSED]
-            routes = self.routes
+            members = [m for route in self._of(target) for m in _member_ids(route)]
             self._loop.deliver(
-                [d for d in paused if batch_of(routes[d.request.id].target) is target]
+                [self._batcher.in_flight[m] for m in members if self._batcher.is_paused(m)]
             )
 
         with suppress(EngineClosedError):
             self._loop.post(deliver)
 
-    def cancel_batch(self, target: Target) -> int:
+    def cancel_batch(self, target: Batch) -> int:
         """End a batch's requests in flight; else as `cancel`."""
-        return self._loop.call(lambda: self._cancel(self._ids_of(target)))
+        return self._loop.call(
+            lambda: self._cancel(self._of(target)), lambda: self._n_open(self._of(target))
+        )
 
-    def cancel_batch_soon(self, target: Target) -> None:
+    def cancel_batch_soon(self, target: Batch) -> None:
         """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
         with suppress(EngineClosedError):
-            self._loop.post(lambda: self._cancel(self._ids_of(target)))
+            self._loop.post(lambda: self._cancel(self._of(target)))
 
-    def cancel_waiting_soon(self, target: Target) -> None:
+    def cancel_waiting_soon(self, target: Batch) -> None:
         """End a batch's requests that never had a slot. Does not wait, nor does a run in flight end for it."""
 
         def cancel() -> None:
-            self._cancel([id for id in self._ids_of(target) if not self._has_begun(id)])
+            self._cancel([route for route in self._of(target) if not self._has_begun(route)])
 
         with suppress(EngineClosedError):
             self._loop.post(cancel, is_urgent=False)
 
-    def _cancel(self, ids: Sequence[str]) -> int:
+    def _cancel(self, some: Iterable[Route]) -> int:
         """Cancel requests, with all their choices; return how many of them were in flight. Owner thread."""
         now, n_cancelled = self._clock(), 0
-        for id in ids:
-            done = [self._batcher.cancel(member, now) for member in self._queued_members(id)]
+        for route in some:
+            done = [self._batcher.cancel(member, now) for member in self._queued_members(route)]
             n_cancelled += any(done)
         self._loop.deliver(())
         return n_cancelled
 
-    def _queued_members(self, id: str) -> list[str]:
+    def _n_open(self, some: Iterable[Route]) -> int:
+        """Return how many of these requests have not ended. Only looks."""
+        return len({request_id(r.id) for r in some if any(map(self._is_open, _member_ids(r)))})
+
+    def _is_open(self, id: str) -> bool:
+        """Whether a sequence has not ended; it may not be queued yet. Only looks."""
+        return id in self.routes and not self._batcher.has_ended(id)
+
+    def _queued_members(self, route: Route) -> list[str]:
         """Return the ids of a request's sequences; sequences that waited for room are queued first."""
-        members = self._member_ids(id)
+        members = _member_ids(route)
         self._enter([d for m in members if (d := self._outside.get(m))])
         return members
 
-    def _member_ids(self, id: str) -> list[str]:
-        target, place, _ = self.routes[id]
-        return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
+    def _of(self, target: Batch) -> list[Route]:
+        """Return the routes of a batch's requests in flight."""
+        return [route for id in [*target.ids.values()] if (route := self.find(id))]
 
-    def _ids_of(self, target: Target) -> list[str]:
-        return [id for id, r in list(self.routes.items()) if batch_of(r.target) is target]
-
-    def _has_begun(self, id: str) -> bool:
+    def _has_begun(self, route: Route) -> bool:
         """Whether a request, or one of its choices, ever had a slot."""
-        target = self.routes[id].target
-        return any(map(self._has_run, target.member_ids if isinstance(target, Choices) else [id]))
+        target = route.target
+        members = target.member_ids if isinstance(target, Choices) else [route.id]
+        return any(map(self._has_run, members))
 
     def _has_run(self, id: str) -> bool:
         driver = self._batcher.in_flight.get(id)
         return id not in self._outside and (driver is None or driver.has_run)
+
+
+def _member_ids(route: Route) -> list[str]:
+    """Return the ids of a request's sequences."""
+    target, place, id = route
+    return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
 
 
 def _first_deadline(drivers: Iterable[SequenceDriver]) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
@@ -51,6 +51,14 @@ class Target(Protocol):
         """Have one request end `n` times: once for each choice."""
 
 
+class Batch(Target, Protocol):
+    """A target that knows its requests."""
+
+    @property
+    def ids(self) -> Mapping[int, str]:
+        """By place; those of all that are in flight, and of some that are not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """Requests that are queued together, or not at all; those of one call of `run`, or one that a feed has read."""
@@ -82,18 +90,21 @@ class Submission:
 
 
 class BatchOrders(Protocol):
-    """Orders for the requests of one batch."""
+    """Orders for the requests of one batch. In the middle of a step no order waits: see `Loop.call`."""
 
-    def watch(self, target: Target, /) -> None:
+    def check_wait(self) -> None:
+        """Raise an `InsideStepError` where the caller's thread would wait for itself."""
+
+    def watch(self, target: Batch, /) -> None:
         """Deliver a batch's chunks as they come: its `is_streamed` has become true. Does not wait."""
 
-    def cancel_batch(self, target: Target, /) -> int:
+    def cancel_batch(self, target: Batch, /) -> int:
         """End a batch's requests in flight; return how many there were. Waits for the current step."""
 
-    def cancel_batch_soon(self, target: Target, /) -> None:
+    def cancel_batch_soon(self, target: Batch, /) -> None:
         """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
 
-    def cancel_waiting_soon(self, target: Target, /) -> None:
+    def cancel_waiting_soon(self, target: Batch, /) -> None:
         """End a batch's requests that never had a slot. Does not wait."""
 
 

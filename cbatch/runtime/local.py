@@ -16,6 +16,7 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, GrammarError, QueueFullError
+from cbatch.interrupts import note
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
@@ -185,6 +186,7 @@ class LocalRuntime:
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+        note(self._submitting)
         with self._submitting:
             driver, *_ = self.sequences.of_prompt(prompt, UNNAMED, options, 0.0, math.inf)
         self._prompts.tokenize(driver)
@@ -235,6 +237,7 @@ class LocalRuntime:
     def _enter(self, asked: Submission, routes: dict[str, Route]) -> list[SequenceDriver]:
         """Return the sequences of requests, which are known by their routes now."""
         now = time.perf_counter() - asked.age_s
+        note(self._submitting)
         with self._submitting:
             items = [
                 self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
@@ -259,6 +262,7 @@ class LocalRuntime:
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, as `enter` makes it, for the `Origin` of a result from elsewhere."""
+        note(self._submitting)
         with self._submitting:
             return self.sequences.request(prompt, id, options, 0.0, math.inf)
 
@@ -270,6 +274,7 @@ class LocalRuntime:
         n_tokens = check_extension(result, n_tokens)
         now, id = time.perf_counter(), own_id(origin.request.id)
         with self.orders.undone_if_it_raises() as routes:
+            note(self._submitting)
             with self._submitting:
                 check_own((id,), self.ids)
                 request = extended(origin, id, result, n_tokens, now)
@@ -316,11 +321,11 @@ class LocalRuntime:
 
     def slots(self) -> list[SlotState]:
         """Return what each slot holds now."""
-        return self.loop.call(lambda: slot_states(self.batcher.residents()))
+        return self.loop.look(lambda: slot_states(self.batcher.residents()))
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work done."""
-        return self.loop.call(self._snapshot)
+        return self.loop.look(self._snapshot)
 
     def _snapshot(self) -> EngineStats:
         seen, stats = self.batcher.occupancy(), self._stats.copy()
@@ -333,11 +338,11 @@ class LocalRuntime:
 
     def reset_stats(self) -> None:
         """Set the statistics to zero."""
-        self.loop.call(self._stats.clear)
+        self.loop.look(self._stats.clear)
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps, in the owner thread. None ends that."""
-        self.loop.call(partial(setattr, self.loop, "recorder", into))
+        self.loop.look(partial(setattr, self.loop, "recorder", into))
 
     def pump(self) -> bool:
         """Do one step in the caller's thread, where there is no other."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.errors import EngineClosedError, words_of
-from cbatch.interrupts import Latch, Postponed, Sleepers
-from cbatch.logs import Log
+from cbatch.errors import EngineClosedError, InsideStepError, words_of
+from cbatch.interrupts import Latch, Postponed, Sleepers, is_locked_here
+from cbatch.logs import HeldLogs, Log
 from cbatch.options import DryBreakers, Grammar
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.commands import Command, Commands, FairLock
@@ -23,7 +25,7 @@ from cbatch.runtime.row_comparison import check_comparable, check_room, compare_
 from cbatch.runtime.step_record import record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
@@ -51,8 +53,9 @@ _LONGEST_DOZE_S = 0.05
 class Loop:
     """Drives a scheduler and its backend, in a thread of its own or by `pump`.
 
-    Commands of other threads wait in a queue and are done between two runs; an urgent one has a run in flight end
-    after its current step.
+    Commands wait in a queue and are done between two runs; an urgent one has a run in flight end after its current
+    step. So are commands that the owner's own thread gives in the middle of a step, in a callback or a finalizer, but
+    nobody waits for these; and its log records go to handlers behind the step.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Loop:
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
-        """Opened by the thread when it has freed the backend."""
+        """Opened by the owner when it has freed the backend."""
         self._pid = os.getpid()
         self._is_closed = False
         self._error: BaseException | None = None
@@ -101,10 +104,16 @@ class Loop:
 
     def step(self) -> bool:
         """Do the commands that wait and one run; False where there was nothing to compute. Owner thread."""
+        with HeldLogs():
+            return self._step()
+
+    def _step(self) -> bool:
         self._commands.do_all()
         start = self._clock()
         self._commands.do_due(start)
         self._order_wants()
+        if not self._batcher.in_flight:
+            self._check_books()
         self._scheduler.begin_step(start)
         begun = self._clock()
         plan = self._scheduler.plan(start)
@@ -174,22 +183,61 @@ class Loop:
         plan = self._unapplied
         return 0 if plan is None else plan.slot_plan.n_entering
 
-    def call(self, command: Callable[[], T]) -> T:
-        """Do `command` between two runs and return what it returns. From any thread; waits. Raises as `check_open`."""
-        if self._thread is threading.current_thread():
-            self.check_open()
-            return command()
+    @property
+    def is_inside(self) -> bool:
+        """Whether the caller's thread is the owner in the middle of a step, or one that the owner may wait for."""
+        works = self._cache_io, self._compiler, self._prompts
+        if any(work.is_current_thread for work in works):
+            return True
         if self._thread is None:
-            self.check_open()
+            return self._turns.is_mine
+        return self._thread is threading.current_thread()
+
+    def check_wait(self) -> None:
+        """Raise an `InsideStepError` where the caller's thread would wait for itself."""
+        if self.is_inside:
+            raise InsideStepError
+
+    def call(self, command: Callable[[], T], now: Callable[[], T] | None = None) -> T:
+        """Do `command` between two runs and return what it returns. From any thread; waits. Raises as `check_open`.
+
+        Where the caller's thread must not wait, `command` is done later, and the answer is that of `now`, which only
+        looks; without `now` an `InsideStepError` is raised and nothing is done.
+        """
+        self.check_open()
+        if now is not None and (self.is_inside or is_locked_here()):
+            self.post(command)
+            return now()
+        self.check_wait()
+        if self._thread is None:
             self._backend.interrupt()
-            is_within = self._turns.is_mine
-            with self._turns.held():
-                if not is_within:  # commands that were posted before come first
-                    self._commands.do_all()
+            with self._turn():
                 return command()
         asked = Command(command)
         self.post(asked)
         return asked.wait()
+
+    def look(self, look: Callable[[], T]) -> T:
+        """Return what `look` finds between two runs, or at once where the caller's thread must not wait.
+
+        It must do no harm in the middle of a step. Raises as `check_open`.
+        """
+        if self.is_inside or is_locked_here():
+            self.check_open()
+            return look()
+        return self.call(look)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Be the owner in a block, in an engine without a thread; do what was posted before it and in it."""
+        with HeldLogs(), self._turns.held():
+            self._commands.do_all()
+            try:
+                yield
+            finally:
+                self._commands.do_all()
+                if self._is_closed and not self._ended.is_open:
+                    self._end()
 
     def post(self, command: Callable[[], object], *, is_urgent: bool = True) -> None:
         """Have `command` done between two runs; an urgent one has a run in flight end after its current step.
@@ -201,7 +249,8 @@ class Loop:
         if self._thread is not None:
             if is_urgent:
                 self._backend.interrupt()
-            if self._is_closed:  # it ended in between: no other thread will do the commands
+            if self._is_closed and not self.is_inside:
+                # it ended in between: no other thread will do the commands
                 self._ended.wait()
                 with self._closing:
                     self._commands.do_all()
@@ -239,6 +288,12 @@ class Loop:
         timeout = min(max(0.0, until_s - self._clock()), _LONGEST_SLEEP_S)
         self.waiters.wait_for(lambda: self._is_closed or is_ready(), timeout)
 
+    def _check_books(self) -> None:
+        """Check slots and cells while nothing is in flight; what is wrong is logged, and all slots are emptied."""
+        if problem := self._batcher.imbalance():
+            _log.write(logging.ERROR, "internal error, all slots are emptied: %s", problem)
+            self._batcher.start_anew()
+
     def compiled(self, want: Grammar | DryBreakers) -> object:
         """Compile something; return the result or the error. From any thread; waits. Raises as `check_open`."""
         found = self.call(lambda: self._compiler.ask(want))
@@ -270,10 +325,7 @@ class Loop:
                     self._commands.wait(self._until_next())
         except BaseException as error:
             self._error, self._is_closed = error, True
-        try:
-            self._end()
-        finally:
-            self._ended.open()
+        self._end()
 
     def _until_next(self) -> float | None:
         """Return the seconds until the next deadline or timer, or None."""
@@ -287,19 +339,18 @@ class Loop:
         Ctrl-C during the step is raised after it, and the requests go on with the next step.
         """
         self.check_open()
-        with self._turns.held():
+        self.check_wait()
+        with self._turn():
             self.check_open()
             try:
-                if self.step():
-                    return True
+                has_worked = self.step() or len(self._commands) > 0
             except Exception as error:
                 self._error, self._is_closed = error, True
-                self._end()
                 raise self._failure(error) from error
             except BaseException:  # such as `SystemExit` of what is called in a step
                 self._give_up_run()
                 raise
-        return self._has_dozed()
+        return has_worked or (not self._is_closed and self._has_dozed())
 
     def _has_dozed(self) -> bool:
         """Wait a little where a deadline or a timer will come, in an engine without a thread; else return False."""
@@ -350,23 +401,21 @@ class Loop:
         """End every request, the thread and the backend. Twice is harmless; from any thread.
 
         Ctrl-C meanwhile is raised when that is done: the thread must not outlive its model, nor a process its threads.
+        In the middle of a step, as where the engine's last reference dies there, it is all done behind the step.
         """
         if os.getpid() != self._pid:
             return
-        if self._thread is threading.current_thread():  # the engine's last reference died here
-            self._is_closed = True
-            return
-        if self._cache_io.is_current_thread or self._prompts.is_current_thread:  # or in these
+        if self.is_inside:
             self._commands.put(self._mark_closed)
+            self._backend.interrupt()
             return
         with Postponed(), self._closing:
             if self._thread is not None:
                 self._end_thread(self._thread)
             elif not self._is_closed:
                 self._backend.interrupt()
-                with self._turns.held():
+                with self._turn():
                     self._is_closed = True
-                    self._end()
 
     def _end_thread(self, thread: threading.Thread) -> None:
         """Have the thread end and free the backend; return when it has. Signals are to be postponed meanwhile."""
@@ -377,15 +426,22 @@ class Loop:
         thread.join()
 
     def wait_for_end(self) -> None:
-        """Return when the owner thread has ended every request, where there is such a thread. After closing."""
-        if self._thread is not None:
+        """Return when another thread, the owner, has ended every request. After closing."""
+        if self._thread is not None and not self.is_inside:
             self._ended.wait()
 
     def _mark_closed(self) -> None:
         self._is_closed = True
 
     def _end(self) -> None:
-        """End every request, then free the backend. Owner thread, or after it."""
+        """End every request, then free the backend. Owner thread, once."""
+        try:
+            with HeldLogs():
+                self._end_all()
+        finally:
+            self._ended.open()
+
+    def _end_all(self) -> None:
         self._commands.do_all()
         self._give_up_run()  # slots may hold anything: their cells must not be saved
         if self.on_end is not None:

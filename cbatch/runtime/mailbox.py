@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cbatch.interrupts import HeldBack
+from cbatch.interrupts import HeldBack, note
 from cbatch.progress import Counts
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
 from cbatch.runtime.waking import Readers
@@ -49,7 +49,8 @@ class Items:
         self._n_more_ends = 0
         """Ends to come besides one an item: a request with several choices ends once for each."""
         self._is_gathered = False
-        self._changed = threading.Condition()  # held briefly, and under no handler of a signal
+        self._lock = threading.RLock()  # held briefly, and under no handler of a signal
+        self._changed = threading.Condition(self._lock)
 
     @property
     def have_ended(self) -> bool:
@@ -111,7 +112,8 @@ class Items:
 
     def wait_for_room(self) -> bool:
         """Wait until one more item may be read; False when no more may come."""
-        with self._changed:
+        note(self._lock)
+        with self._lock:
             self._changed.wait_for(lambda: self.has_room() or not self.is_fed)
             return self.is_fed
 
@@ -161,7 +163,7 @@ class Mailbox:
         self._chunks: deque[BatchOutputChunk] = deque()
         self._completed: deque[int] = deque()  # places
         # not through self: a batch without a reader is freed at once, and its engine with it
-        self.readers = Readers(pump, lambda: items.n_open)
+        self.readers = Readers(pump, lambda: items.n_open, orders.check_wait)
 
     def expect_choices(self, n: int) -> None:
         """Have one of the expected items end `n` times: once for each choice."""

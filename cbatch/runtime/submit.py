@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import CBatchError, EngineClosedError, RequestFailedError, words_of
+from cbatch.interrupts import HeldBack
 from cbatch.messages import as_prompt
 from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.interface import Submission
@@ -80,7 +81,7 @@ class Submitter:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._ids = Ids()
-        self._naming = threading.RLock()  # a handler of a signal may submit, too
+        self._naming = threading.RLock()  # a finalizer may submit, too
         self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for the order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
@@ -96,7 +97,7 @@ class Submitter:
         is_soon: bool = False,
     ) -> None:
         """Submit a batch; nothing is queued where it raises. See `Engine.run`, and for `is_soon` `run_soon`."""
-        with self._naming:
+        with HeldBack(), self._naming:
             ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
         names = ["" if prompt.id else f"prompts[{i}]" for i, prompt in enumerate(prompts)]
         mailbox.ids.update(enumerate(ids))
@@ -144,7 +145,7 @@ class Submitter:
         if place is None:  # the batch was ended while this prompt was read
             return
         try:
-            with self._naming:
+            with HeldBack(), self._naming:
                 prompt, id = self._named(mailbox, item, place)
             self._enter(
                 Submission(

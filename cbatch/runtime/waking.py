@@ -32,8 +32,9 @@ class LoopWaker:
     def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
         """Make one for the loop that does what is given to `call_soon`, which any thread may call."""
         self._call_soon = call_soon
-        self._lock = threading.RLock()  # a handler of a signal may wake, too
-        self._events: list[anyio.Event] = []
+        self._events: deque[anyio.Event] = deque()
+        self._is_asked = False
+        """Whether the loop was asked and has not begun. No lock: a finalizer may call this anywhere."""
 
     @staticmethod
     def here() -> LoopWaker:
@@ -47,23 +48,20 @@ class LoopWaker:
 
     def set_soon(self, event: anyio.Event) -> None:
         """Have the loop set `event`. From any thread; no effect where the loop has ended."""
-        with self._lock:
-            is_first = not self._events
-            self._events.append(event)
-        if is_first:
-            try:
-                self._call_soon(self._set_all)
-            except RuntimeError:  # asyncio says so of a closed loop; trio's RunFinishedError is one
-                self._take_events()
+        self._events.append(event)
+        if self._is_asked:
+            return
+        self._is_asked = True
+        try:
+            self._call_soon(self._set_all)
+        except RuntimeError:  # asyncio says so of a closed loop; trio's RunFinishedError is one
+            self._is_asked = False
+            self._events.clear()
 
     def _set_all(self) -> None:
-        for event in self._take_events():
-            event.set()
-
-    def _take_events(self) -> list[anyio.Event]:
-        with self._lock:
-            events, self._events = self._events, []
-        return events
+        self._is_asked = False  # first: an event that comes from now on asks again
+        while self._events:
+            self._events.popleft().set()
 
 
 def _call_soon() -> Callable[[Callable[[], None]], object]:
@@ -93,9 +91,20 @@ class Readers:
     Where the engine has no thread of its own, a reader does its steps instead of sleeping.
     """
 
-    def __init__(self, pump: Callable[[], bool] | None, n_open: Callable[[], int]) -> None:
-        """Make one without readers; `pump` is that of `Mailbox`, `n_open` tells how many items have not ended."""
-        self._pump, self._n_open = pump, n_open
+    def __init__(
+        self,
+        pump: Callable[[], bool] | None,
+        n_open: Callable[[], int],
+        check_thread: Callable[[], object],
+    ) -> None:
+        """Make one without readers.
+
+        Args:
+            pump: that of `Mailbox`.
+            n_open: tells how many items have not ended.
+            check_thread: raises where the caller's thread would wait for itself.
+        """
+        self._pump, self._n_open, self._check_thread = pump, n_open, check_thread
         self._threads = Sleepers()
         self._tasks: deque[tuple[LoopWaker, anyio.Event]] = deque()
         self._pid = os.getpid()
@@ -115,7 +124,7 @@ class Readers:
 
     def wait(self, is_ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Return True when it is ready, or False after `timeout` seconds."""
-        self._check_process(is_ready)
+        self._check_wait(is_ready)
         if self._pump is None:
             return self._threads.wait_for(is_ready, timeout)
         end_s = math.inf if timeout is None else time.perf_counter() + timeout
@@ -127,7 +136,7 @@ class Readers:
 
     async def wait_async(self, is_ready: Callable[[], bool]) -> None:
         """Return when it is ready."""
-        self._check_process(is_ready)
+        self._check_wait(is_ready)
         if is_ready():  # other tasks must run even if results always come before their reader
             await checkpoint()
         while not is_ready():
@@ -148,8 +157,12 @@ class Readers:
             with suppress(ValueError):  # it was woken
                 self._tasks.remove(task)
 
-    def _check_process(self, is_ready: Callable[[], bool]) -> None:
-        if not self.is_their_process and not is_ready():
+    def _check_wait(self, is_ready: Callable[[], bool]) -> None:
+        if is_ready():
+            return
+        if self.is_their_process:
+            self._check_thread()
+        else:
             raise EngineClosedError("this batch runs in the parent process: only there will it end")
 
     def _step(self, is_ready: Callable[[], bool], pump: Callable[[], bool]) -> None:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cbatch.errors import EngineClosedError, WorkerDiedError
-from cbatch.interrupts import Postponed
+from cbatch.errors import EngineClosedError, InsideStepError, WorkerDiedError
+from cbatch.interrupts import Postponed, is_locked_here
 from cbatch.options import NO_OPTIONS, RunOptions
 from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.validation import check_extension, origin_of
+from cbatch.worker.connection import FrameThread
 from cbatch.worker.pool import Pool, by_worker
 from cbatch.worker.requests import Asked
 from cbatch.worker.shapes import as_count, as_flag, as_text, as_texts, as_tokens
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Outage, Submission, Target
+    from cbatch.runtime.interface import Batch, Outage, Submission, Target
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
@@ -156,6 +157,11 @@ class Workers:
 
     # ---- orders ----
 
+    def check_wait(self) -> None:
+        """Raise an `InsideStepError` in a thread that takes what workers say."""
+        if isinstance(threading.current_thread(), FrameThread):
+            raise InsideStepError
+
     def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
         """End requests, or those alone that never had a slot; return how many. Waits for the current step."""
         self.check_open()
@@ -166,16 +172,16 @@ class Workers:
         self.check_open()
         return self._cancel([*self.pool.requests.values()])
 
-    def cancel_batch(self, target: Target) -> int:
+    def cancel_batch(self, target: Batch) -> int:
         """End a batch's requests in flight; return how many there were."""
         self.check_open()
         return self._cancel(self._of(target))
 
-    def cancel_batch_soon(self, target: Target) -> None:
+    def cancel_batch_soon(self, target: Batch) -> None:
         """End a batch's requests in flight before the next plan. Does not wait."""
         self._cancel_soon(target)
 
-    def cancel_waiting_soon(self, target: Target) -> None:
+    def cancel_waiting_soon(self, target: Batch) -> None:
         """End a batch's requests that never had a slot. Does not wait."""
         self._cancel_soon(target, waiting=True)
 
@@ -198,7 +204,7 @@ class Workers:
         moved = [asked for asked in self._left(some) if asked.worker is not was_at[asked]]
         return back + self._take_back(moved) if moved else back
 
-    def watch(self, target: Target) -> None:
+    def watch(self, target: Batch) -> None:
         """Have a batch's chunks sent as they come."""
         with self.pool.lock():
             for connection, ids in by_worker(self._of(target)).items():
@@ -242,6 +248,8 @@ class Workers:
                 if worker is None:
                     return is_new
                 call = worker.ask({**message, "id": asked.id}, as_flag)
+            if is_locked_here():  # a worker's word may need the lock
+                return is_new
             with suppress(WorkerDiedError):
                 if call.wait() or asked.worker is worker:
                     return bool(call.value)
@@ -257,8 +265,9 @@ class Workers:
         """Return those of some requests that have not ended."""
         return [asked for asked in some if self.pool.requests.get(asked.id) is asked]
 
-    def _of(self, target: Target) -> list[Asked]:
-        return [asked for asked in [*self.pool.requests.values()] if asked.target is target]
+    def _of(self, target: Batch) -> list[Asked]:
+        """Return the requests of a batch that are in flight."""
+        return self._meant([*target.ids.values()])
 
     def _cancel(self, some: Sequence[Asked], *, is_for_waiting: bool = False) -> int:
         """End requests; return how many were in flight. Those that a worker gives back now, or loses, end here."""
@@ -273,6 +282,8 @@ class Workers:
                 for connection, ids in by_worker(sent).items()
             ]
         _tell_cancelled(held)
+        if is_locked_here():  # a worker's word may need the lock
+            return len(held) + len(sent)
         n_ended, lost = len(held), set[str]()
         for call, ids in calls:
             lost.update(ids)
@@ -283,7 +294,7 @@ class Workers:
             ending = [a for a in self._left(sent) if a.id in lost and a.is_given_up]
             return n_ended + sum(a.is_cut_off or a in ending for a in sent)
 
-    def _cancel_soon(self, target: Target, *, waiting: bool = False) -> None:
+    def _cancel_soon(self, target: Batch, *, waiting: bool = False) -> None:
         def cancel() -> Callable[[], None]:
             some = self._of(target)
             for asked in some:

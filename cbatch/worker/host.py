@@ -76,6 +76,7 @@ class _Batch:
 
     def __init__(self, host: Host, *, is_streamed: bool, wants_tokens: bool) -> None:
         self.is_streamed, self.wants_tokens = is_streamed, wants_tokens
+        self.ids: dict[int, str] = {}
         self._host = host
 
     def deliver(
@@ -286,6 +287,7 @@ class Host:
             may_wait=_flag(message, "may_wait", default=True),
             is_checked=_flag(message, "checked"),
         )
+        batch.ids.update(enumerate(ids))
         self._batches.update(dict.fromkeys(ids, batch))
         with self._forgotten_if_it_raises(ids):
             queue = self._runtime.enter(submission)
@@ -338,6 +340,7 @@ class Host:
         if result.token_ids:
             tokens = BatchPrompt(tokens=result.token_ids)
             self._runtime.n_tokens_of(tokens, RunOptions())  # all are in the vocabulary
+        batch.ids[0] = result.id
         self._batches[result.id] = batch
         with self._forgotten_if_it_raises([result.id]):
             return self._runtime.extend(result, n_tokens, batch, is_paused=_flag(message, "paused"))
@@ -353,7 +356,12 @@ class Host:
     def _cancel(self, message: Message) -> object:
         """End requests; with `waiting`, only those that never had a slot. Return how many were in flight."""
         ids, orders = _ids(message), self._runtime.orders
-        return orders.cancel(ids, is_for_waiting=_flag(message, "waiting"))
+        is_for_waiting = _flag(message, "waiting")
+        if _number_of(message) is not None:
+            return orders.cancel(ids, is_for_waiting=is_for_waiting)
+        # many clients may leave at once: each would wait for a step
+        orders.cancel_soon(ids, is_for_waiting=is_for_waiting)
+        return None
 
     def _cancel_all(self, _: Message) -> object:
         return self._runtime.cancel_all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.errors import EngineClosedError
@@ -63,8 +62,7 @@ class EngineMachine:
 
     def resume(self, turns: Sequence[tuple[str, int]]) -> None:
         """Let paused requests go on, all before the next step."""
-        orders = self._runtime.orders
-        self._post(lambda: [orders.resume(key, n_tokens) for key, n_tokens in turns])
+        self._runtime.orders.resume_soon(turns)
 
     def extend(self, result: BatchResult, n_tokens: int) -> str:
         """Queue a request that continues a result in its slot."""
@@ -72,7 +70,7 @@ class EngineMachine:
 
     def cancel(self, keys: Sequence[str]) -> None:
         """End requests before the next step."""
-        self._post(partial(self._runtime.orders.cancel, keys))
+        self._runtime.orders.cancel_soon(keys)
 
     def compare(self, keys: Sequence[str]) -> Sequence[Row]:
         """Compare the next rows of paused requests in one step and alone; waits for it."""
@@ -82,7 +80,3 @@ class EngineMachine:
         """Return when all orders are done, or the engine has stopped."""
         with suppress(EngineClosedError):
             self._runtime.loop.call(lambda: None)
-
-    def _post(self, command: Callable[[], object]) -> None:
-        """Have the owner thread do something between two steps; what it orders there is done at once."""
-        self._runtime.loop.post(command)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
+from cbatch.logs import Log
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
 from cbatch.worker.client import Workers
-from tests.helpers import check_ledger
 from tests.worker.started import RUNTIMES
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.slots import BatcherState
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
@@ -102,6 +103,9 @@ class Cancelled:
     def __init__(self, n: int = 0) -> None:
         self.n = n
 
+    def check_wait(self) -> None:
+        pass
+
     def watch(self, target: Target) -> None:
         pass
 
@@ -152,6 +156,29 @@ class FailingBackend(FakeBackend):
         if self.is_late:
             super().run(plan)
         raise self.error
+
+
+class PokedBackend(FakeBackend):
+    """Calls `poke` with the name of a place, in the middle of the work of the thread that computes."""
+
+    poke: Callable[[str], object] = staticmethod(lambda _: None)
+
+    def __init__(self, *sizes: int, **given: Any) -> None:
+        super().__init__(*sizes, **given)
+        tokenize, llama = self.vocab.tokenize, Log("cbatch.llama")
+
+        def poked(text: str) -> list[int]:
+            self.poke("tokenize")
+            return tokenize(text)
+
+        self.vocab.tokenize = poked  # type: ignore[method-assign]
+        self._llama = llama
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            self.poke("run")
+            self._llama.warn("a warning")
+        return super().run(plan)
 
 
 def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
@@ -223,6 +250,11 @@ def batcher_of(engine: Engine) -> MultiRequestBatcher:
     return batcher
 
 
+def books_of(engine: Engine) -> BatcherState:
+    """What an engine knows of slots and cells."""
+    return batcher_of(engine)._state
+
+
 def find_pool_full(engine: Engine) -> None:
     """Have the next step make room, as after a step that found no free cell."""
     loop_of(engine)._scheduler._is_pool_full = True
@@ -251,8 +283,8 @@ def ids_in_flight(engine: Engine) -> list[str]:
 
 
 def check_balance(engine: Engine) -> None:
-    """Fail unless the counts of cells and slots balance."""
-    check_ledger(batcher_of(engine)._ledger)
+    """Fail unless the books of slots and cells balance."""
+    assert not in_owner(engine, batcher_of(engine).imbalance)
 
 
 def in_owner(engine: Engine, work: Callable[[], T]) -> T:

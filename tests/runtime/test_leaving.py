@@ -149,6 +149,22 @@ def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], No
         assert sum(len(p.binds) for p in backend.plans) == 2
 
 
+@no_pool(Reason.ONE_BACKEND)
+def test_many_that_leave_in_one_step_cost_no_step_each() -> None:
+    backend, n_clients = GatedBackend(2, LONG, 16, hold_at=3), 20
+    with engine_on(backend, options=ENDLESS) as engine:
+        readers = [iter(engine.submit(f"{i}")) for i in range(n_clients)]
+        backend.wait_until_held()
+        n_plans = len(backend.plans)
+        for reader in readers:
+            reader.close()
+        wait_until(lambda: n_commands(engine) >= n_clients)
+        backend.release()
+        [(reason, _)] = streams(engine.run(["next"], options={"max_tokens": 1}))
+        assert reason == "length"
+        assert len(backend.plans) - n_plans <= 3  # the one that is held, and two for the next
+
+
 def test_leaving_twice_or_after_the_end_is_harmless(engine: Engine) -> None:
     response = engine.run(["a"], options={"max_tokens": 3})
     reader = iter(response)

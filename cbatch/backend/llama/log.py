@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import library
 from cbatch.backend.threads import once
+from cbatch.interrupts import note
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class LlamaLog:
             raise MemoryError("no memory for llama.cpp's log")
         self._buffer, self._n_dropped = ctypes.create_string_buffer(n_bytes), ctypes.c_int64()
         self._sizes = len(self._buffer), ctypes.byref(self._n_dropped)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may free an engine here
         self._n_users = 0
         self._level, self._partial = logging.INFO, b""
         self.recent: list[str] = []
@@ -49,6 +50,7 @@ class LlamaLog:
 
         Debug lines are kept only if the logger `cbatch.llama` has level DEBUG now.
         """
+        note(self._lock)
         with self._lock:
             self._lib.cbatch_log_set_debug(self.ring, self._log.has_debug)
             self._n_users += 1
@@ -58,6 +60,7 @@ class LlamaLog:
 
     def remove(self) -> None:
         """Return the log to llama-cpp-python after the last user; drain what is left."""
+        note(self._lock)
         with self._lock:
             self._n_users -= 1
             if self._n_users == 0:
@@ -67,23 +70,25 @@ class LlamaLog:
 
     def drain(self) -> list[str]:
         """Pass new lines to the logger `cbatch.llama`; return those that are warnings or errors."""
+        note(self._lock)
         with self._lock:
             n = self._lib.cbatch_log_drain(self.ring, self._buffer, *self._sizes)
             if not n:  # as after nearly every step
                 return []
-            lines = list(self._lines(n))
+            data = ctypes.string_at(self._buffer, n)  # first: it may be filled again
+            lines = list(self._lines(data))
             found = [line for level, line in lines if level >= logging.WARNING]
             self.recent = [*self.recent, *found][-20:]
         for level, line in lines:
             self._log.write(level, "%s", line)
         return found
 
-    def _lines(self, n: int) -> Iterator[tuple[int, str]]:
-        """Yield the complete lines of the first `n` bytes of the buffer."""
+    def _lines(self, data: bytes) -> Iterator[tuple[int, str]]:
+        """Yield the complete lines of what was drained."""
         if self._n_dropped.value:
             dropped = f"{self._n_dropped.value} older lines of llama.cpp's log were dropped"
             yield logging.WARNING, dropped
-        for level, text in _records(ctypes.string_at(self._buffer, n)):
+        for level, text in _records(data):
             yield from self._join(level, text)
 
     def _join(self, level: int, text: bytes) -> Iterator[tuple[int, str]]:
