@@ -15,7 +15,6 @@ import typer
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import RowShape
-from cbatch.backend.load.attention import is_faster_with
 from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.cli import app
 from cbatch.cli.info import as_text
@@ -208,7 +207,6 @@ def test_info_makes_no_context(test_model: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*args: object, **kwargs: object) -> None:
         raise MemoryError("a context was made")
 
-    is_faster_with()  # a trial, once a machine
     monkeypatch.setattr(LlamaBackend, "__init__", refuse)
     assert info(test_model, "--parallel", 256)["parallel"] == 256
 

@@ -52,10 +52,22 @@ def write(found: str, name: str, *parts: str) -> None:
             part.replace(path)
 
 
+def can_write() -> bool:
+    """Whether notes can be kept."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(_folder(), os.W_OK | os.X_OK)
+
+
+def _folder() -> Path:
+    return platformdirs.user_cache_path("cbatch", appauthor=False) / "notes"
+
+
 def _path(name: str, depends: Sequence[str]) -> Path:
     digest = hashlib.sha256(repr((name, depends)).encode()).hexdigest()
-    folder = platformdirs.user_cache_path("cbatch", appauthor=False) / "notes"
-    return folder / f"{name}-{digest[:_N_NAME]}.json"
+    return _folder() / f"{name}-{digest[:_N_NAME]}.json"
 
 
 def _depends(parts: Sequence[str]) -> list[str]:

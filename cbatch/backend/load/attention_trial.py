@@ -1,0 +1,155 @@
+"""A trial of flash attention on a loaded model: the same steps with and without it, in turn."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Literal
+
+from cbatch.backend.llama.context import DEFAULT_WINDOW, available_cores
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import DecodeError
+from cbatch.options import GREEDY
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from cbatch.backend.llama.model import LlamaModel
+
+_N_ROWS = 16
+"""Rows that decode, where there are several slots: for fewer the difference is smaller, and of the same sign."""
+
+_N_HISTORY, _N_PROMPT = 384, 64
+"""Cells of each row, and tokens of a prompt. Source: the middle of what `cbatch bench` asks; from 64 tokens of a
+sequence on, flash attention works in tiles: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q."""
+
+_N_DECODED = 2
+"""Decoding steps of all rows that count for each such prompt, as in requests of about 150 tokens and answers of 70."""
+
+_MOST_BYTES = 2**31
+"""Weights that are read too slowly, by any processor, for steps to be tried."""
+
+_KEY = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrialShape:
+    """What is computed in a trial."""
+
+    n_rows: int
+    n_history: int
+    n_threads: int
+
+    @classmethod
+    def of(cls, model: LlamaModel, options: EngineOptions) -> TrialShape:
+        """Return the trial for a context: equal for all that divide one engine's slots and cores among processes."""
+        n_ctx = options.n_ctx and options.n_ctx // options.n_slots
+        n_window = options.ctx_per_seq or n_ctx or DEFAULT_WINDOW
+        n_most = min(n_window, model.n_ctx_train or n_window) - 1
+        n_rows = _N_ROWS if options.n_slots > 1 else 1
+        return cls(n_rows, max(1, min(_N_HISTORY, n_most)), options.n_threads or 0)
+
+    def __str__(self) -> str:
+        """Say it in words, for a note."""
+        threads = f"{self.n_threads} threads" if self.n_threads else "all threads"
+        return f"{self.n_rows} rows after {self.n_history} cells, prompts of {_N_PROMPT}, {threads}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRound:
+    """How many times as long steps took with flash attention as without, in turns that followed each other."""
+
+    decode: float
+    prompt: float
+    both: float
+    """Of decoding steps and prompts, as many of each as requests have."""
+    wall_s: float
+    cpu_s: float
+    """CPU time of this process, by the threads that compute: less than `wall_s` where other programs took cores."""
+
+
+def rounds(model: LlamaModel, shape: TrialShape) -> Generator[TrialRound, None, None]:
+    """Yield rounds without end, the first of which is slower than the others; none for a model that is too large.
+
+    Raises:
+        CBatchError: the steps cannot be computed.
+    """
+    if model.n_bytes > _MOST_BYTES:
+        return
+    with model.busy, ExitStack() as stack:
+        on = stack.enter_context(closing(_Way(model, shape, "on")))
+        off = stack.enter_context(closing(_Way(model, shape, "off")))
+        while True:
+            yield _round(on, off)
+            yield _round(on, off, is_off_first=True)
+
+
+def _round(on: _Way, off: _Way, *, is_off_first: bool = False) -> TrialRound:
+    start_s, start_cpu_s = perf_counter(), process_time()
+    took = {way: way.turn() for way in ((off, on) if is_off_first else (on, off))}
+    cpu_s, wall_s = process_time() - start_cpu_s, perf_counter() - start_s
+    (decode_on, prompt_on), (decode_off, prompt_off) = took[on], took[off]
+    return TrialRound(
+        decode=decode_on / decode_off,
+        prompt=prompt_on / prompt_off,
+        both=(_N_DECODED * decode_on + prompt_on) / (_N_DECODED * decode_off + prompt_off),
+        wall_s=wall_s,
+        cpu_s=cpu_s / min(on.n_threads, available_cores()),
+    )
+
+
+class _Way:
+    """A context with or without flash attention, whose slots hold a history; the last one is empty."""
+
+    def __init__(self, model: LlamaModel, shape: TrialShape, said: Literal["on", "off"]) -> None:
+        n_rows, n_history = shape.n_rows, shape.n_history
+        options = EngineOptions(
+            parallel=n_rows + 1,
+            ctx_per_seq=n_history + _N_PROMPT,
+            n_batch=max(n_rows + 1, _N_PROMPT),
+            n_threads=shape.n_threads or None,
+            flash_attn=said,
+        )
+        self._backend = LlamaBackend(model, options, owns_model=False)
+        self.n_threads = self._backend.n_threads
+        slots = [Slot(i) for i in range(n_rows + 1)]
+        rows, last = slots[:-1], slots[-1]
+        self._decode = StepPlan(
+            tuple(Chunk(slot, n_history, (1,), has_output=True) for slot in rows)
+        )
+        self._undo = StepPlan((), trims=tuple((slot, n_history) for slot in rows))
+        self._prompt = StepPlan((Chunk(last, 0, (1,) * _N_PROMPT, has_output=True),))
+        self._clear = StepPlan((), clears=(last,))
+        binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
+        loads = tuple((slot, _KEY, n_history) for slot in rows)
+        try:
+            self._backend.import_zeros(_KEY, n_history)
+            self._run(StepPlan((), binds=binds, loads=loads, forgets=(_KEY,)))
+        except BaseException:
+            self.close()
+            raise
+
+    def turn(self) -> tuple[float, float]:
+        """Compute a decoding step and a prompt; return the seconds of each."""
+        decode_s = self._seconds(self._decode)
+        self._run(self._undo)
+        prompt_s = self._seconds(self._prompt)
+        self._run(self._clear)
+        return decode_s, prompt_s
+
+    def _seconds(self, plan: StepPlan) -> float:
+        start_s = perf_counter()
+        self._run(plan)
+        return perf_counter() - start_s
+
+    def _run(self, plan: StepPlan) -> None:
+        result = self._backend.run(plan)
+        if result.code or result.lost:
+            raise DecodeError(result.code)
+
+    def close(self) -> None:
+        """Free the context."""
+        self._backend.close()
