@@ -189,7 +189,7 @@ class EngineOptions(ScheduleOptions):
         cache_type_k: how keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
         cache_type_v: how values are stored.
         exact: promise that tokens do not depend on other requests: proven by a probe, else refused.
-        flash_attn: "on" or "off"; "auto": what is faster on this processor, and llama.cpp's choice on devices.
+        flash_attn: "on" or "off"; "auto": llama.cpp's choice, but off where a trial of this model found that faster.
         n_batch: most tokens in a step.
         n_ubatch: most tokens in one run of the compute graph.
         n_threads: default: the cores that this process may use.

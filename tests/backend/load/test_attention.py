@@ -124,7 +124,7 @@ def test_rounds_beside_other_programs_show_nothing(first_s: float) -> None:
 def find(model: LlamaModel, now_s: float = NOW_S, **options: Any) -> tuple[bool, float] | None:
     """Return whether flash attention is off, and until when that holds."""
     found = attention.find_attention(model, EngineOptions(**options), lambda: now_s)
-    return found and (found.is_off, found.due_s - now_s)
+    return None if found is None else (found.is_off, found.due_s - now_s)
 
 
 def test_what_was_found_is_not_tried_again(trial: Trial, model: LlamaModel) -> None:
