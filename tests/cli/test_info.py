@@ -231,6 +231,25 @@ def test_info_tells_of_the_pool_for_short_sequences(
     assert ("short ones" in as_text(found)) == bool(n_cells)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), "on, if this model allows it (llama.cpp's default; tried when the model is loaded)"),
+        (("--flash-attn", "off"), "off (as asked for)"),
+        (("--kv", "unified"), "on, if this model allows it (llama.cpp's default)"),
+    ],
+)
+def test_info_tells_where_the_choice_of_flash_attention_comes_from(
+    test_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: tuple[object, ...],
+    said: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert f"attention      flash attention {said}\n" in invoke("info", test_model, *given).stdout
+
+
 def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     result = invoke("info", test_model, "--parallel", 2, "--ctx-per-seq", 256)
     assert (result.exit_code, result.stderr) == (0, "")
