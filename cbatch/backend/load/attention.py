@@ -15,6 +15,7 @@ import os
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
 
-GAIN = 1.05
-"""How many times as long a round must take with flash attention to count for turning it off. Our choice: what is lost
-otherwise is less."""
+GAIN, LEAST = 1.05, 0.95
+"""How many times as long a round must take with flash attention to count for turning it off: on average, and both
+where rows have many lengths and where all are long. Our choice: less is lost by any other decision."""
 
 _LEAD_OFF, _LEAD_ON, _N_ROUNDS_MOST = 4, -2, 9
 """Rounds with a gain, less those without, at which a trial ends, off or on; on too where it ends at neither.
@@ -72,7 +73,7 @@ class AttentionFinding:
     @property
     def gain(self) -> float:
         """How many times as long requests take with flash attention as without."""
-        return median(r.both for r in self.rounds)
+        return median(map(_gain, self.rounds))
 
     def is_due(self, now_s: float) -> bool:
         """Whether it is time to make it anew, or the clock was wrong."""
@@ -160,14 +161,22 @@ def judge(tried: Iterator[TrialRound], now_s: float) -> AttentionFinding | None:
     if first is not None and first.wall_s <= _MOST_S:
         while _LEAD_ON < lead < _LEAD_OFF and len(seen) < _N_ROUNDS_MOST:
             seen.append(next(tried))
-            lead += 1 if seen[-1].both >= GAIN else -1
+            lead += 1 if _has_gain(seen[-1]) else -1
     timed = seen or ([first] if first else [])
     if sum(r.cpu_s for r in timed) < _LEAST_CPU * sum(r.wall_s for r in timed):
         return None
     is_off = lead >= _LEAD_OFF
-    is_clear = all((r.both >= GAIN) == is_off for r in seen)
+    is_clear = all(_has_gain(r) == is_off for r in seen)
     due_s = now_s + (_CLEAR_S if is_clear else _UNCLEAR_S)
     return AttentionFinding(is_off, now_s, due_s, tuple(seen))
+
+
+def _gain(seen: TrialRound) -> float:
+    return sqrt(seen.mixed * seen.alike)
+
+
+def _has_gain(seen: TrialRound) -> bool:
+    return _gain(seen) >= GAIN and min(seen.mixed, seen.alike) >= LEAST
 
 
 def _may_be_off(model: LlamaModel, options: EngineOptions) -> bool:

@@ -15,19 +15,19 @@ from cbatch.errors import DecodeError
 from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
 
 _N_ROWS = 16
 """Rows that decode, where there are several slots: for fewer the difference is smaller, and of the same sign."""
 
-_N_HISTORY, _N_PROMPT = 384, 64
-"""Cells of each row, and tokens of a prompt. Source: the middle of what `cbatch bench` asks; from 64 tokens of a
+_N_HISTORY, _N_PROMPT = 448, 64
+"""Cells of the longest row, and tokens of a prompt. Source: the middle of what `cbatch bench` asks; from 64 tokens of a
 sequence on, flash attention works in tiles: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q."""
 
 _N_DECODED = 2
-"""Decoding steps of all rows that count for each such prompt, as in requests of about 150 tokens and answers of 70."""
+"""Decoding steps of all rows for each such prompt, as in requests of about 150 tokens and answers of 70."""
 
 _MOST_BYTES = 2**31
 """Weights that are read too slowly, by any processor, for steps to be tried."""
@@ -55,17 +55,20 @@ class TrialShape:
     def __str__(self) -> str:
         """Say it in words, for a note."""
         threads = f"{self.n_threads} threads" if self.n_threads else "all threads"
-        return f"{self.n_rows} rows after {self.n_history} cells, prompts of {_N_PROMPT}, {threads}"
+        return (
+            f"{self.n_rows} rows of up to {self.n_history} cells, prompts of {_N_PROMPT}, {threads}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRound:
     """How many times as long steps took with flash attention as without, in turns that followed each other."""
 
-    decode: float
-    prompt: float
-    both: float
-    """Of decoding steps and prompts, as many of each as requests have."""
+    mixed: float
+    """Decoding steps of rows from short to long, and prompts. Without flash attention each row looks at as many cells
+    as the longest has."""
+    alike: float
+    """Decoding steps of rows that are all long."""
     wall_s: float
     cpu_s: float
     """CPU time of this process, by the threads that compute: less than `wall_s` where other programs took cores."""
@@ -91,18 +94,22 @@ def _round(on: _Way, off: _Way, *, is_off_first: bool = False) -> TrialRound:
     start_s, start_cpu_s = perf_counter(), process_time()
     took = {way: way.turn() for way in ((off, on) if is_off_first else (on, off))}
     cpu_s, wall_s = process_time() - start_cpu_s, perf_counter() - start_s
-    (decode_on, prompt_on), (decode_off, prompt_off) = took[on], took[off]
     return TrialRound(
-        decode=decode_on / decode_off,
-        prompt=prompt_on / prompt_off,
-        both=(_N_DECODED * decode_on + prompt_on) / (_N_DECODED * decode_off + prompt_off),
+        mixed=took[on].mixed_s / took[off].mixed_s,
+        alike=took[on].alike_s / took[off].alike_s,
         wall_s=wall_s,
         cpu_s=cpu_s / min(on.n_threads, available_cores()),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Took:
+    alike_s: float
+    mixed_s: float
+
+
 class _Way:
-    """A context with or without flash attention, whose slots hold a history; the last one is empty."""
+    """A context with or without flash attention, whose slots get histories of zeros; the last slot has none."""
 
     def __init__(self, model: LlamaModel, shape: TrialShape, said: Literal["on", "off"]) -> None:
         n_rows, n_history = shape.n_rows, shape.n_history
@@ -117,28 +124,31 @@ class _Way:
         self.n_threads = self._backend.n_threads
         slots = [Slot(i) for i in range(n_rows + 1)]
         rows, last = slots[:-1], slots[-1]
-        self._decode = StepPlan(
-            tuple(Chunk(slot, n_history, (1,), has_output=True) for slot in rows)
+        self._fill = StepPlan(
+            (), clears=tuple(rows), loads=tuple((slot, _KEY, n_history) for slot in rows)
         )
-        self._undo = StepPlan((), trims=tuple((slot, n_history) for slot in rows))
+        lengths = [max(1, n_history * (i + 1) // n_rows) for i in range(n_rows)]
+        self._shorten = StepPlan((), trims=tuple(zip(rows, lengths, strict=True)))
+        self._alike = _decoding(rows, [n_history] * n_rows)
+        self._varied = _decoding(rows, lengths)
         self._prompt = StepPlan((Chunk(last, 0, (1,) * _N_PROMPT, has_output=True),))
         self._clear = StepPlan((), clears=(last,))
-        binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
-        loads = tuple((slot, _KEY, n_history) for slot in rows)
         try:
             self._backend.import_zeros(_KEY, n_history)
-            self._run(StepPlan((), binds=binds, loads=loads, forgets=(_KEY,)))
+            self._run(StepPlan((), binds=tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)))
         except BaseException:
             self.close()
             raise
 
-    def turn(self) -> tuple[float, float]:
-        """Compute a decoding step and a prompt; return the seconds of each."""
-        decode_s = self._seconds(self._decode)
-        self._run(self._undo)
+    def turn(self) -> _Took:
+        """Compute the steps; return the seconds of each kind."""
+        self._run(self._fill)
+        alike_s = self._seconds(self._alike)
+        self._run(self._shorten)
+        varied_s = self._seconds(self._varied)
         prompt_s = self._seconds(self._prompt)
         self._run(self._clear)
-        return decode_s, prompt_s
+        return _Took(alike_s, _N_DECODED * varied_s + prompt_s)
 
     def _seconds(self, plan: StepPlan) -> float:
         start_s = perf_counter()
@@ -153,3 +163,8 @@ class _Way:
     def close(self) -> None:
         """Free the context."""
         self._backend.close()
+
+
+def _decoding(slots: Sequence[Slot], lengths: Sequence[int]) -> StepPlan:
+    rows = (Chunk(slot, n, (1,), has_output=True) for slot, n in zip(slots, lengths, strict=True))
+    return StepPlan(tuple(rows))

@@ -8,7 +8,7 @@ import shutil
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
@@ -33,7 +33,7 @@ from cbatch.options import RunOptions
 from cbatch.worker.start import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
     from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
@@ -41,14 +41,18 @@ if TYPE_CHECKING:
 
 DAY_S = 24 * 3600.0
 NOW_S = 1e9
-GAINS, LOSSES = [1.3] * 9, [0.8] * 9
+Gains: TypeAlias = "Sequence[float | tuple[float, float]]"
+"""Of rounds; two where they differ for rows of many lengths and for rows that are all long."""
+
+GAINS: Gains = [1.3] * 9
+LOSSES: Gains = [0.8] * 9
 
 
 class Trial:
     """What trials find from now on, and how many rounds they took."""
 
     def __init__(self) -> None:
-        self.gains: list[float] = GAINS
+        self.gains: Gains = GAINS
         self.first_s, self.cpu_share = 0.1, 1.0
         self.n_trials = self.n_rounds = 0
 
@@ -56,7 +60,8 @@ class Trial:
         self.n_trials += 1
         for gain, wall_s in zip([1.0, *self.gains], [self.first_s, *[0.1] * 9], strict=False):
             self.n_rounds += 1
-            yield TrialRound(gain, gain, gain, wall_s, self.cpu_share * wall_s)
+            mixed, alike = gain if isinstance(gain, tuple) else (gain, gain)
+            yield TrialRound(mixed, alike, wall_s, self.cpu_share * wall_s)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +89,24 @@ def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trial:
         (LOSSES, False, 2, 30),
         ([1.04] * 9, False, 2, 30),
         ([1.3, 0.4, 1.3, 1.3, 1.3, 1.3], True, 6, 1),
+        ([(0.96, 1.5)] * 9, True, 4, 30),
+        ([(0.8, 1.8)] * 9, False, 2, 30),
         ([1.08, 1.0] * 4 + [1.08], False, 9, 1),
         ([1.08, 1.0, 1.0, 1.0], False, 4, 1),
     ],
-    ids=["gain", "loss", "less than 5 %", "one bad round", "noise", "more losses"],
+    ids=[
+        "gain",
+        "loss",
+        "less than 5 %",
+        "one bad round",
+        "long rows",
+        "loss of short rows",
+        "noise",
+        "more losses",
+    ],
 )
 def test_flash_attention_is_off_only_where_rounds_show_a_clear_gain(
-    gains: list[float], is_off: bool, n_rounds: int, lasts_days: int
+    gains: Gains, is_off: bool, n_rounds: int, lasts_days: int
 ) -> None:
     trial = Trial()
     trial.gains = gains
@@ -102,7 +118,7 @@ def test_flash_attention_is_off_only_where_rounds_show_a_clear_gain(
 
 
 @pytest.mark.parametrize(("gains", "first_s"), [(GAINS, 0.6), ([], 0.1)])
-def test_model_that_is_too_slow_for_a_trial_keeps_it(gains: list[float], first_s: float) -> None:
+def test_model_that_is_too_slow_for_a_trial_keeps_it(gains: Gains, first_s: float) -> None:
     trial = Trial()
     trial.gains, trial.first_s = gains, first_s
     seen = trial.rounds() if gains else (r for r in list[TrialRound]())
@@ -171,7 +187,7 @@ def test_note_of_the_older_kind_does_not_hold(trial: Trial, model: LlamaModel) -
         ("due_s", math.inf),
         ("rounds", [{}]),
         ("rounds", [1]),
-        ("rounds", [dict.fromkeys(("decode", "prompt", "both", "wall_s", "cpu_s"), 0.0)]),
+        ("rounds", [dict.fromkeys(("mixed", "alike", "wall_s", "cpu_s"), 0.0)]),
     ],
 )
 def test_damaged_note_does_not_hold(
