@@ -191,7 +191,7 @@ class EngineOptions(ScheduleOptions):
         exact: promise that tokens do not depend on other requests: proven by a probe, else refused.
         exact_slots: with `exact`, slots of all engines whose bits are to be the same; default: `parallel`, and with
             replicas that of all together.
-        flash_attn: "on" or "off"; "auto": what is faster on this processor, and llama.cpp's choice on devices.
+        flash_attn: "on" or "off"; "auto": llama.cpp's choice, but off where a trial of this model found that faster.
         n_batch: most tokens in a step.
         n_ubatch: most tokens in one run of the compute graph.
         n_threads: default: the cores that this process may use.

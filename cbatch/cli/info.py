@@ -62,9 +62,9 @@ def info(
 
 
 _ATTENTION = {
-    "auto": "flash attention, where llama.cpp has it for this model",
-    "on": "flash attention",
-    "off": "without flash attention",
+    "auto": "flash attention on, if this model allows it",
+    "on": "flash attention on",
+    "off": "flash attention off",
 }
 
 
@@ -106,7 +106,8 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["n_short_cells"]:
         pool = f"{found['n_short_cells']:,} cells, {_size(found['n_short_bytes'])}"
         yield "short ones", f"in one pool of {pool}, while all sequences are short"
-    yield "attention", _ATTENTION[found["flash_attn"]]
+    why = found["flash_attn_why"]
+    yield "attention", _ATTENTION[found["flash_attn"]] + f" ({why})" * bool(why)
     yield (
         "memory",
         f"{_size(found['n_free_bytes'])} free for cells, {_size(found['n_budget_bytes'])} budget",

@@ -15,7 +15,6 @@ import typer
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import RowShape
-from cbatch.backend.load.attention import is_faster_with
 from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.cli import app
 from cbatch.cli.info import as_text
@@ -208,7 +207,6 @@ def test_info_makes_no_context(test_model: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*args: object, **kwargs: object) -> None:
         raise MemoryError("a context was made")
 
-    is_faster_with()  # a trial, once a machine
     monkeypatch.setattr(LlamaBackend, "__init__", refuse)
     assert info(test_model, "--parallel", 256)["parallel"] == 256
 
@@ -231,6 +229,25 @@ def test_info_tells_of_the_pool_for_short_sequences(
     assert found["n_short_cells"] == n_cells
     assert found["n_short_bytes"] == n_cells * found["n_cell_bytes"]
     assert ("short ones" in as_text(found)) == bool(n_cells)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), "on, if this model allows it (llama.cpp's default; tried when the model is loaded)"),
+        (("--flash-attn", "off"), "off (as asked for)"),
+        (("--kv", "unified"), "on, if this model allows it (llama.cpp's default)"),
+    ],
+)
+def test_info_tells_where_the_choice_of_flash_attention_comes_from(
+    test_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: tuple[object, ...],
+    said: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert f"attention      flash attention {said}\n" in invoke("info", test_model, *given).stdout
 
 
 def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:

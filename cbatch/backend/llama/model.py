@@ -63,6 +63,7 @@ class LlamaModel:
         placement: Placement | None = None,
         owner: object = None,
         template: str | None = None,
+        has_weights: bool = True,
     ) -> None:
         """Read the model's metadata and vocabulary.
 
@@ -72,8 +73,10 @@ class LlamaModel:
             placement: where its layers were put.
             owner: the object that frees it; `None` for this object.
             template: Jinja that replaces the model's own chat template.
+            has_weights: whether its weights are in memory.
         """
         self.placement = placement or Placement()
+        self.has_weights = has_weights
         self._pointer: Any = pointer
         self._owner = owner
         self._end = ""

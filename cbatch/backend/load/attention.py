@@ -1,51 +1,95 @@
-"""Whether flash attention is faster: on some processors decoding steps take half the time without it.
+"""Whether flash attention is faster for a model on this machine, tried when the model is loaded.
 
 llama.cpp's flash attention for the CPU goes cell by cell where a sequence has few new tokens, as in decoding, and works
-in tiles for prompts. Without it both are products of matrices, through a buffer as wide as a window. What that makes of
-a step depends on processor and build: so it is tried, with the model that ships inside, once.
+in tiles for prompts. Without it both are products of matrices, through a buffer as wide as a window. What is faster
+depends on model, processor and build, so a trial computes the same steps both ways, in turn. Flash attention is
+llama.cpp's default, and is turned off only where each round but a few shows a clear gain.
+
+What was found is noted for all processes of this machine: their cells are laid out by it.
 """
 
 from __future__ import annotations
 
-import functools
-from contextlib import ExitStack, closing
-from dataclasses import replace
-from math import inf
-from time import perf_counter
-from typing import TYPE_CHECKING
+import json
+import os
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import DEFAULT_WINDOW
-from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load import notes
+from cbatch.backend.load.attention_trial import TrialRound, TrialShape, rounds
 from cbatch.backend.load.devices import free_on_devices
-from cbatch.backend.load.open_model import open_model, shipped_model
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
-from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
-from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
-    from cbatch.backend.llama.model import LlamaModel
+    from collections.abc import Callable, Iterator, Sequence
 
-SLOWER = 1.25
-"""How many times as long a step must take with flash attention for it to be turned off."""
+    from cbatch.backend.llama.model import LlamaModel
+    from cbatch.engine_options import EngineOptions
+
+GAIN, LEAST = 1.05, 0.95
+"""How many times as long a round must take with flash attention to count for turning it off: on average, and both
+where rows have many lengths and where all are long. Our choice: less is lost by any other decision."""
+
+_LEAD_OFF, _LEAD_ON, _N_ROUNDS_MOST = 4, -2, 9
+"""Rounds with a gain, less those without, at which a trial ends, off or on; on too where it ends at neither.
+By chance alone, with rounds that differ by 5 % without a cause, one trial in 800 would turn it off."""
+
+_MOST_S = 0.5
+"""Seconds of a round above which there is no trial: the first round costs about as much as a model's own load."""
+
+_LEAST_CPU = 0.7
+"""CPU time by wall time below which other programs have disturbed a trial. Source: on 2 cores 0.97, 0.85 where steps
+take 3 ms, and 0.5 with a core taken."""
+
+_DAY_S = 24 * 3600.0
+_CLEAR_S, _UNCLEAR_S, _DISTURBED_S = 30 * _DAY_S, _DAY_S, 600.0
+"""Seconds after which a note is made anew: where all rounds agreed, where some did not, and where other programs
+disturbed them. Our choice."""
 
 _N_BUFFER_MAX = 2**28
 """Bytes of scores (heads × rows × cells, f32) that llama.cpp may have to hold without flash attention."""
 
-_N_ROWS = 8
-_N_CELLS = 512  # of each row: a prompt and an answer
-_N_ROUNDS = 4
-_OPTIONS = {
-    said: EngineOptions(parallel=_N_ROWS, ctx_per_seq=_N_CELLS + 1, n_threads=1, flash_attn=said)
-    for said in ("on", "off")
-}
-_NOTE = "flash-attention"
+_NAME = "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFinding:
+    """What a trial found."""
+
+    is_off: bool
+    made_s: float
+    """When, in seconds since 1970."""
+    due_s: float
+    """When it is to be made anew."""
+    rounds: Sequence[TrialRound] = ()
+    """None where the model is too slow for a trial, or other programs have disturbed it."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as long requests take with flash attention as without."""
+        return median(map(_gain, self.rounds))
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time to make it anew, or the clock was wrong."""
+        return not now_s < self.due_s <= now_s + _CLEAR_S
+
+    def __str__(self) -> str:
+        """Say why attention is as it is."""
+        if not self.rounds:
+            return "llama.cpp's default; steps are too slow for a trial, or it was disturbed"
+        ratio = self.gain if self.is_off else 1 / self.gain
+        other = "with" if self.is_off else "without"
+        return f"tried on this model: {ratio:.2f} × as fast as {other}"
 
 
 def settle_attention(model: LlamaModel, options: EngineOptions) -> EngineOptions:
-    """Return the options with flash attention turned off where it is left open and this processor is faster without.
+    """Return the options with flash attention turned off where it is left open and this model is faster without.
 
     It stays as llama.cpp has it where a device computes, under `exact` (whose probe decides), in one pool (without
     flash attention every row looks at all its cells), for sliding windows and states, and for wide windows.
@@ -57,7 +101,82 @@ def settle_attention(model: LlamaModel, options: EngineOptions) -> EngineOptions
 
 def is_better_off(model: LlamaModel, options: EngineOptions) -> bool:
     """Whether a context of these settings may do without flash attention and is faster then."""
-    return _may_be_off(model, options) and not is_faster_with()
+    found = find_attention(model, options)
+    return found is not None and found.is_off
+
+
+def why_attention(model: LlamaModel, options: EngineOptions) -> str:
+    """Return why flash attention is on or off with these options, without a trial; empty where a probe decides."""
+    if options.flash_attn != "auto":
+        return "as asked for"
+    if options.exact:
+        return ""
+    if not _may_be_off(model, options):
+        return "llama.cpp's default"
+    found = _noted(*_depends(model, options))
+    return "llama.cpp's default; tried when the model is loaded" if found is None else str(found)
+
+
+def find_attention(
+    model: LlamaModel, options: EngineOptions, clock: Callable[[], float] = time.time
+) -> AttentionFinding | None:
+    """Return what a trial finds, or found in an earlier load; None where there can be no trial, or none is noted.
+
+    Where a trial cannot be noted there is none, for other processes of this machine must find the same. Another
+    process's note that was made meanwhile holds.
+    """
+    if not _may_be_off(model, options):
+        return None
+    depends = _depends(model, options)
+    known = _noted(*depends)
+    if known is not None and not known.is_due(clock()):
+        return known
+    if not model.has_weights or not notes.can_write():
+        return known
+    now_s = clock()
+    try:
+        with closing(rounds(model, TrialShape.of(model, options))) as tried:
+            found = judge(tried, now_s)
+    except CBatchError:
+        return known
+    other = _noted(*depends)
+    if other is not None and other != known:
+        return other
+    if found is None:
+        found = replace(
+            known or AttentionFinding(is_off=False, made_s=now_s, due_s=now_s),
+            due_s=now_s + _DISTURBED_S,
+        )
+    notes.write(json.dumps(asdict(found)), _NAME, *depends)
+    return _noted(*depends)
+
+
+def judge(tried: Iterator[TrialRound], now_s: float) -> AttentionFinding | None:
+    """Return what rounds show, taking as few as tell; None where other programs disturbed them.
+
+    The first round counts only for what it costs.
+    """
+    first = next(tried, None)
+    seen, lead = list[TrialRound](), 0
+    if first is not None and first.wall_s <= _MOST_S:
+        while _LEAD_ON < lead < _LEAD_OFF and len(seen) < _N_ROUNDS_MOST:
+            seen.append(next(tried))
+            lead += 1 if _has_gain(seen[-1]) else -1
+    timed = seen or ([first] if first else [])
+    if sum(r.cpu_s for r in timed) < _LEAST_CPU * sum(r.wall_s for r in timed):
+        return None
+    is_off = lead >= _LEAD_OFF
+    is_clear = all(_has_gain(r) == is_off for r in seen)
+    due_s = now_s + (_CLEAR_S if is_clear else _UNCLEAR_S)
+    return AttentionFinding(is_off, now_s, due_s, tuple(seen))
+
+
+def _gain(seen: TrialRound) -> float:
+    return sqrt(seen.mixed * seen.alike)
+
+
+def _has_gain(seen: TrialRound) -> bool:
+    return _gain(seen) >= GAIN and min(seen.mixed, seen.alike) >= LEAST
 
 
 def _may_be_off(model: LlamaModel, options: EngineOptions) -> bool:
@@ -78,43 +197,39 @@ def _may_be_off(model: LlamaModel, options: EngineOptions) -> bool:
     )
 
 
-@functools.cache
-def is_faster_with() -> bool:
-    """Whether decoding steps are faster with flash attention, or about as fast.
-
-    Tried once a machine, and kept in the user's cache folder. Where it cannot be kept it is not turned off, for all
-    processes of this machine must find the same: their cells are laid out by it.
-    """
-    if notes.read(_NOTE) is None:
-        try:
-            took = seconds_of_steps()
-        except CBatchError:
-            return True
-        if notes.read(_NOTE) is None:  # nor has another process found it meanwhile
-            notes.write("slower" if took["on"] > SLOWER * took["off"] else "faster", _NOTE)
-    return notes.read(_NOTE) != "slower"
+def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
+    """Return what a finding depends on beside the machine: what a step of the model computes, and with what."""
+    sizes = (
+        llama_cpp.llama_model_n_embd(model.pointer),
+        llama_cpp.llama_model_n_head(model.pointer),
+        llama_cpp.llama_model_n_head_kv(model.pointer),
+        model.n_layers,
+        model.n_params,
+        model.n_bytes,
+    )
+    shape = TrialShape.of(model, options)
+    return model.architecture, model.file_type, repr(sizes), str(shape), f"{os.cpu_count()} cores"
 
 
-def seconds_of_steps() -> dict[str, float]:
-    """Return what a step of rows with long histories takes on one core, with flash attention on and off."""
-    slots = [Slot(i) for i in range(_N_ROWS)]
-    history = Chunk(slots[0], 0, tuple(range(_N_CELLS)), has_output=True)
-    others = tuple((slots[0], slot, _N_CELLS) for slot in slots[1:])
-    step = StepPlan(tuple(Chunk(slot, _N_CELLS, (1,), has_output=True) for slot in slots))
-    undo = StepPlan((), trims=tuple((slot, _N_CELLS) for slot in slots))
-    with closing(open_model(shipped_model())) as model, ExitStack() as stack:
-        backends = {}
-        for said, options in _OPTIONS.items():
-            backend = LlamaBackend(model, options, owns_model=False)
-            backends[said] = stack.enter_context(closing(backend))
-            binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
-            backend.run(StepPlan((history,), binds=binds))
-            backend.run(StepPlan((), copies=others))
-        took = dict.fromkeys(backends, inf)
-        for _ in range(_N_ROUNDS):  # by turns, as other programs may take the core
-            for said, backend in backends.items():
-                start_s = perf_counter()
-                backend.run(step)
-                took[said] = min(took[said], perf_counter() - start_s)
-                backend.run(undo)
-    return took
+def _noted(*depends: str) -> AttentionFinding | None:
+    """Return what a note says; None where there is none, or it cannot be read."""
+    said = notes.read(_NAME, *depends)
+    try:
+        match json.loads(said or ""):
+            case {
+                "is_off": bool(is_off),
+                "made_s": float(made_s),
+                "due_s": float(due_s),
+                "rounds": list(seen),
+            }:
+                return AttentionFinding(is_off, made_s, due_s, tuple(map(_read_round, seen)))
+    except (ValueError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def _read_round(said: Any) -> TrialRound:
+    found = TrialRound(**said)
+    if not all(isinstance(n, float) and 0 < n < float("inf") for n in asdict(found).values()):
+        raise ValueError("no ratios and times")
+    return found

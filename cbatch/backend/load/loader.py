@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
+from cbatch.backend.load.attention import why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
 from cbatch.backend.load.company import BY_EXACT, find_known, tried_options, try_company
 from cbatch.backend.load.devices import free_on_devices
@@ -186,6 +188,9 @@ def _describe(
             "cache_type_k": settled.cache_type_k,
             "cache_type_v": settled.cache_type_v,
             "flash_attn": (proof.settings.options if proof else settled).flash_attn,
+            "flash_attn_why": why_attention(
+                loaded, replace(settled, flash_attn=options.flash_attn)
+            ),
             "n_cell_bytes": cost and cost.n_cell_bytes,
             "n_state_bytes": cost and cost.n_state_bytes,
             "is_about": cost is None or cost.is_about,

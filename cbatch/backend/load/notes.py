@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _N_NAME = 16
 
+_HARMLESS = ("GGML_NO_BACKTRACE",)
+"""Variables that change nothing that is found out; worker processes have this one. See `cbatch.processes`."""
+
 
 def read(name: str, *parts: str) -> str | None:
     """Return what was found out; None where nothing was, somewhere else, or the note is damaged.
@@ -52,16 +55,29 @@ def write(found: str, name: str, *parts: str) -> None:
             part.replace(path)
 
 
+def can_write() -> bool:
+    """Whether notes can be kept."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(_folder(), os.W_OK | os.X_OK)
+
+
+def _folder() -> Path:
+    return platformdirs.user_cache_path("cbatch", appauthor=False) / "notes"
+
+
 def _path(name: str, depends: Sequence[str]) -> Path:
     digest = hashlib.sha256(repr((name, depends)).encode()).hexdigest()
-    folder = platformdirs.user_cache_path("cbatch", appauthor=False) / "notes"
-    return folder / f"{name}-{digest[:_N_NAME]}.json"
+    return _folder() / f"{name}-{digest[:_N_NAME]}.json"
 
 
 def _depends(parts: Sequence[str]) -> list[str]:
     """Return what a note holds for, as texts that JSON keeps."""
     system = llama_cpp.llama_print_system_info().decode("utf-8", "backslashreplace")
-    variables = sorted(f"{name}={os.environ[name]}" for name in os.environ if name[:5] == "GGML_")
+    names = sorted(name for name in os.environ if name[:5] == "GGML_" and name not in _HARMLESS)
+    variables = [f"{name}={os.environ[name]}" for name in names]
     said = [*_code(), system, *device_names(), *variables, *parts]
     return [text.encode("utf-8", "backslashreplace").decode() for text in said]
 

@@ -101,7 +101,7 @@ def open_model(
         main_gpu=options.main_gpu,
         tensor_split=options.tensor_split,
     )
-    return _checked(pointer, str(path), placement, template)
+    return _checked(pointer, str(path), placement, template, has_weights=has_weights)
 
 
 def place(params: Any, options: EngineOptions) -> None:
@@ -166,12 +166,25 @@ def _give_up(borrowed: weakref.ref[LlamaModel]) -> None:
 
 
 def _checked(
-    pointer: Any, name: str, placement: Placement, template: str | None, *, owner: object = None
+    pointer: Any,
+    name: str,
+    placement: Placement,
+    template: str | None,
+    *,
+    owner: object = None,
+    has_weights: bool = True,
 ) -> LlamaModel:
     """Return the model if it can generate text; otherwise free it, unless it is borrowed."""
     reason = _why_not_generative(pointer)
     if reason is None:
-        return LlamaModel(pointer, name, placement=placement, owner=owner, template=template)
+        return LlamaModel(
+            pointer,
+            name,
+            placement=placement,
+            owner=owner,
+            template=template,
+            has_weights=has_weights,
+        )
     if owner is None:
         llama_cpp.llama_model_free(pointer)
     raise ModelLoadError(f"{name}: {reason}; give a causal language model")

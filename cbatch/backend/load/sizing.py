@@ -148,7 +148,7 @@ def _fastest_kv(
 ) -> Literal["partitioned", "unified"]:
     """Return the kind of memory: no pool, which keeps flash attention, where that would be turned off without one."""
     kv = choose_kv(options, demand, has_states=model.has_states)
-    if kv == options.kv or demand.is_mostly_prompt or options.flash_attn != "auto":
+    if kv in ("partitioned", options.kv) or demand.is_mostly_prompt or options.flash_attn != "auto":
         return kv
     n_window = options.ctx_per_seq or wanted_window(demand, trained_window(model, options))
     apart = replace(options, kv="partitioned", n_ctx=None, ctx_per_seq=n_window)

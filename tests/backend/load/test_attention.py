@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.load import attention, notes
-from cbatch.backend.load.attention import settle_attention
+from cbatch.backend.load import attention, attention_trial, notes
+from cbatch.backend.load.attention import (
+    AttentionFinding,
+    judge,
+    settle_attention,
+    why_attention,
+)
+from cbatch.backend.load.attention_trial import TrialRound, TrialShape
 from cbatch.backend.load.loader import load_backend
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.sizing import find_room, settle
@@ -20,15 +30,38 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
+from cbatch.worker.start import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator, Sequence
     from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
     from tests.conftest import SynthFactory
 
-SLOW, FAST = {"on": 1.3, "off": 1.0}, {"on": 1.2, "off": 1.0}
+DAY_S = 24 * 3600.0
+NOW_S = 1e9
+Gains: TypeAlias = "Sequence[float | tuple[float, float]]"
+"""Of rounds; two where they differ for rows of many lengths and for rows that are all long."""
+
+GAINS: Gains = [1.3] * 9
+LOSSES: Gains = [0.8] * 9
+
+
+class Trial:
+    """What trials find from now on, and how many rounds they took."""
+
+    def __init__(self) -> None:
+        self.gains: Gains = GAINS
+        self.first_s, self.cpu_share = 0.1, 1.0
+        self.n_trials = self.n_rounds = 0
+
+    def rounds(self, *args: object) -> Generator[TrialRound, None, None]:
+        self.n_trials += 1
+        for gain, wall_s in zip([1.0, *self.gains], [self.first_s, *[0.1] * 9], strict=False):
+            self.n_rounds += 1
+            mixed, alike = gain if isinstance(gain, tuple) else (gain, gain)
+            yield TrialRound(mixed, alike, wall_s, self.cpu_share * wall_s)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +71,222 @@ def model(synth: SynthFactory) -> Iterator[LlamaModel]:
 
 
 @pytest.fixture
-def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, float]]:
-    """What a trial finds from now on; no note is there yet."""
+def trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trial:
+    """No note is there yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = dict(SLOW)
-    monkeypatch.setattr(attention, "seconds_of_steps", lambda: found)
-    attention.is_faster_with.cache_clear()
-    yield found
-    attention.is_faster_with.cache_clear()
+    found = Trial()
+    monkeypatch.setattr(attention, "rounds", found.rounds)
+    return found
+
+
+# ---- what rounds show ----
+
+
+@pytest.mark.parametrize(
+    ("gains", "is_off", "n_rounds", "lasts_days"),
+    [
+        (GAINS, True, 4, 30),
+        (LOSSES, False, 2, 30),
+        ([1.04] * 9, False, 2, 30),
+        ([1.3, 0.4, 1.3, 1.3, 1.3, 1.3], True, 6, 1),
+        ([(0.96, 1.5)] * 9, True, 4, 30),
+        ([(0.8, 1.8)] * 9, False, 2, 30),
+        ([1.08, 1.0] * 4 + [1.08], False, 9, 1),
+        ([1.08, 1.0, 1.0, 1.0], False, 4, 1),
+    ],
+    ids=[
+        "gain",
+        "loss",
+        "less than 5 %",
+        "one bad round",
+        "long rows",
+        "loss of short rows",
+        "noise",
+        "more losses",
+    ],
+)
+def test_flash_attention_is_off_only_where_rounds_show_a_clear_gain(
+    gains: Gains, is_off: bool, n_rounds: int, lasts_days: int
+) -> None:
+    trial = Trial()
+    trial.gains = gains
+    found = judge(trial.rounds(), NOW_S)
+    assert found is not None
+    assert (found.is_off, len(found.rounds)) == (is_off, n_rounds)
+    assert trial.n_rounds == 1 + n_rounds, "no more than it takes"
+    assert found.due_s == NOW_S + lasts_days * DAY_S
+
+
+@pytest.mark.parametrize(("gains", "first_s"), [(GAINS, 0.6), ([], 0.1)])
+def test_model_that_is_too_slow_for_a_trial_keeps_it(gains: Gains, first_s: float) -> None:
+    trial = Trial()
+    trial.gains, trial.first_s = gains, first_s
+    seen = trial.rounds() if gains else (r for r in list[TrialRound]())
+    found = judge(seen, NOW_S)
+    assert found == AttentionFinding(is_off=False, made_s=NOW_S, due_s=NOW_S + 30 * DAY_S)
+    assert trial.n_rounds <= 1
+
+
+@pytest.mark.parametrize("first_s", [0.1, 0.6])
+def test_rounds_beside_other_programs_show_nothing(first_s: float) -> None:
+    trial = Trial()
+    trial.cpu_share, trial.first_s = 0.5, first_s
+    assert judge(trial.rounds(), NOW_S) is None
+
+
+# ---- what is noted ----
+
+
+def find(model: LlamaModel, now_s: float = NOW_S, **options: Any) -> tuple[bool, float] | None:
+    """Return whether flash attention is off, and until when that holds."""
+    found = attention.find_attention(model, EngineOptions(**options), lambda: now_s)
+    return None if found is None else (found.is_off, found.due_s - now_s)
+
+
+def test_what_was_found_is_not_tried_again(trial: Trial, model: LlamaModel) -> None:
+    assert find(model) == (True, 30 * DAY_S)
+    trial.gains = LOSSES
+    assert find(model) == (True, 30 * DAY_S)
+    assert trial.n_trials == 1
+
+
+def test_another_model_or_number_of_threads_is_tried_by_itself(
+    trial: Trial, model: LlamaModel, synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find(model) == (True, 30 * DAY_S)
+    trial.gains = LOSSES
+    assert find(model, n_threads=1) == (False, 30 * DAY_S)
+    assert find(model, parallel=1) == (False, 30 * DAY_S)
+    with closing(open_model(synth("test", n_layer=3))) as other:
+        assert find(other) == (False, 30 * DAY_S)
+    assert find(model) == (True, 30 * DAY_S)
+    monkeypatch.setattr(notes, "device_names", lambda: ["another processor"])
+    assert find(model) == (False, 30 * DAY_S)
+
+
+def test_workers_of_a_pool_find_what_was_found_in_process(trial: Trial, model: LlamaModel) -> None:
+    whole = EngineOptions(parallel=16, n_ctx=16 * 2048)
+    assert settle_attention(model, whole).flash_attn == "off"
+    trial.gains = LOSSES
+    for share in settings_of(whole, 2):
+        assert settle_attention(model, EngineOptions.of(share)).flash_attn == "off"
+    assert trial.n_trials == 1
+
+
+def test_note_of_the_older_kind_does_not_hold(trial: Trial, model: LlamaModel) -> None:
+    trial.gains = LOSSES
+    notes.write("slower", "flash-attention")
+    assert find(model) == (False, 30 * DAY_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_off", None),
+        ("due_s", "soon"),
+        ("due_s", math.inf),
+        ("rounds", [{}]),
+        ("rounds", [1]),
+        ("rounds", [dict.fromkeys(("mixed", "alike", "wall_s", "cpu_s"), 0.0)]),
+    ],
+)
+def test_damaged_note_does_not_hold(
+    trial: Trial, model: LlamaModel, tmp_path: Path, name: str, value: object
+) -> None:
+    find(model)
+    [note] = (tmp_path / "cbatch" / "notes").iterdir()
+    said = json.loads(note.read_text())
+    said["found"] = json.dumps({**json.loads(said["found"]), name: value})
+    note.write_text(json.dumps(said))
+    trial.gains = LOSSES
+    assert find(model) == (False, 30 * DAY_S)
+
+
+@pytest.mark.parametrize("now_s", [NOW_S + 30 * DAY_S, NOW_S - 1], ids=["old", "clock set back"])
+def test_note_is_put_right_by_a_later_load(trial: Trial, model: LlamaModel, now_s: float) -> None:
+    find(model)
+    trial.gains = LOSSES
+    assert find(model, now_s) == (False, 30 * DAY_S)
+
+
+def test_disturbed_trial_is_made_again_after_ten_minutes(trial: Trial, model: LlamaModel) -> None:
+    trial.cpu_share = 0.5
+    assert find(model) == (False, 600)
+    trial.cpu_share = 1.0
+    assert find(model, NOW_S + 599) == (False, 1)
+    assert find(model, NOW_S + 600) == (True, 30 * DAY_S)
+
+
+def test_disturbed_trial_leaves_what_was_found_before(trial: Trial, model: LlamaModel) -> None:
+    find(model)
+    trial.cpu_share = 0.5
+    assert find(model, NOW_S + 30 * DAY_S) == (True, 600)
+
+
+def test_trial_that_cannot_run_changes_nothing(
+    trial: Trial, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> Generator[TrialRound, None, None]:
+        raise CBatchError("no memory")
+        yield
+
+    monkeypatch.setattr(attention, "rounds", fail)
+    assert find(model) is None
+    assert settled(model) == "auto"
+
+
+def test_what_cannot_be_kept_for_other_processes_is_not_tried(
+    trial: Trial, model: LlamaModel, tmp_path: Path
+) -> None:
+    (tmp_path / "cbatch").write_text("in the way")
+    assert settled(model) == "auto"
+    assert trial.n_trials == 0
+
+
+def test_what_another_process_found_meanwhile_holds(
+    trial: Trial, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slower(*args: object) -> Generator[TrialRound, None, None]:
+        monkeypatch.setattr(attention, "rounds", trial.rounds)
+        find(model)
+        trial.gains = LOSSES
+        return trial.rounds()
+
+    monkeypatch.setattr(attention, "rounds", slower)
+    assert find(model) == (True, 30 * DAY_S)
+    assert trial.n_trials == 2
+
+
+def test_model_without_weights_is_not_tried(trial: Trial, synth: SynthFactory) -> None:
+    with closing(open_model(synth("test"), has_weights=False)) as described:
+        options = EngineOptions()
+        assert attention.find_attention(described, options) is None
+        assert (
+            why_attention(described, options)
+            == "llama.cpp's default; tried when the model is loaded"
+        )
+        with closing(open_model(synth("test"))) as loaded:
+            attention.find_attention(loaded, options)
+        assert why_attention(described, options) == "tried on this model: 1.30 × as fast as with"
+        assert trial.n_trials == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"flash_attn": "off"}, "as asked for"),
+        ({"exact": True}, ""),
+        ({"kv": "unified"}, "llama.cpp's default"),
+        ({}, "tried on this model: 1.25 × as fast as without"),
+    ],
+)
+def test_reason_is_told(trial: Trial, model: LlamaModel, said: dict[str, Any], why: str) -> None:
+    trial.gains = LOSSES
+    attention.find_attention(model, EngineOptions())
+    assert why_attention(model, EngineOptions(**said)) == why
+
+
+# ---- what is decided by it ----
 
 
 def settled(model: LlamaModel, **options: Any) -> str:
@@ -75,23 +316,18 @@ def settled(model: LlamaModel, **options: Any) -> str:
     ids=str,
 )
 def test_flash_attention_that_is_left_open_is_turned_off(
-    trial: dict[str, float], model: LlamaModel, said: dict[str, Any], found: str
+    trial: Trial, model: LlamaModel, said: dict[str, Any], found: str
 ) -> None:
     assert settled(model, **said) == found
-    trial.update(FAST)
-    attention.is_faster_with.cache_clear()
-    assert settled(model, **said) == found, "the note says so"
 
 
-def test_flash_attention_stays_where_it_is_not_slower(
-    trial: dict[str, float], model: LlamaModel
-) -> None:
-    trial.update(FAST)
+def test_flash_attention_stays_where_it_is_not_slower(trial: Trial, model: LlamaModel) -> None:
+    trial.gains = LOSSES
     assert settled(model) == "auto"
 
 
 def test_flash_attention_stays_on_devices(
-    trial: dict[str, float], model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+    trial: Trial, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "free_on_devices", lambda: [2**30])
     assert settled(model) == "auto"
@@ -101,46 +337,27 @@ def test_flash_attention_stays_on_devices(
     ("shape", "sizes"), [("test", {"n_window": 64}), ("mamba", {})], ids=["window", "state"]
 )
 def test_flash_attention_stays_where_memory_is_no_plain_cells(
-    trial: dict[str, float], synth: SynthFactory, shape: str, sizes: dict[str, int]
+    trial: Trial, synth: SynthFactory, shape: str, sizes: dict[str, int]
 ) -> None:
     with closing(open_model(synth(shape, **sizes))) as opened:
         assert settled(opened) == "auto"
 
 
-def test_trial_that_cannot_run_changes_nothing(
-    trial: dict[str, float], model: LlamaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> dict[str, float]:
-        raise CBatchError("no memory")
-
-    monkeypatch.setattr(attention, "seconds_of_steps", fail)
-    assert settled(model) == "auto"
-    assert notes.read("flash-attention") is None
-
-
-def test_what_cannot_be_kept_for_other_processes_changes_nothing(
-    trial: dict[str, float], model: LlamaModel, tmp_path: Path
-) -> None:
-    (tmp_path / "cbatch").write_text("in the way")
-    assert settled(model) == "auto"
-
-
-def test_what_another_process_found_meanwhile_holds(
-    trial: dict[str, float], model: LlamaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure() -> dict[str, float]:
-        notes.write("faster", "flash-attention")
-        return SLOW
-
-    monkeypatch.setattr(attention, "seconds_of_steps", measure)
-    assert settled(model) == "auto"
-
-
 @pytest.mark.real
-def test_trial_times_both() -> None:
-    took = attention.seconds_of_steps()
-    assert set(took) == {"on", "off"}
-    assert all(0 < seconds < math.inf for seconds in took.values())
+@pytest.mark.parametrize("options", [{}, {"parallel": 1, "ctx_per_seq": 16}], ids=str)
+def test_trial_times_both_ways(model: LlamaModel, options: dict[str, Any]) -> None:
+    shape = TrialShape.of(model, EngineOptions(n_threads=1, **options))
+    with closing(attention_trial.rounds(model, shape)) as rounds:
+        for seen in islice(rounds, 3):
+            assert all(0 < value < math.inf for value in asdict(seen).values())
+
+
+def test_model_of_two_gibibytes_is_not_tried(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "n_bytes", 2**31 + 1)
+    shape = TrialShape.of(model, EngineOptions())
+    assert list(attention_trial.rounds(model, shape)) == []
 
 
 @pytest.mark.parametrize(
@@ -155,7 +372,7 @@ def test_trial_times_both() -> None:
     ],
 )
 def test_job_of_long_prompts_with_short_answers_keeps_it(
-    trial: dict[str, float],
+    trial: Trial,
     model: LlamaModel,
     n_prompt: int,
     n_output: int | None,
@@ -180,20 +397,23 @@ def test_job_of_long_prompts_with_short_answers_keeps_it(
     ids=str,
 )
 def test_prompts_alike_get_no_pool_where_that_would_keep_it(
-    trial: dict[str, float], model: LlamaModel, said: dict[str, Any], found: tuple[str, str]
+    trial: Trial,
+    model: LlamaModel,
+    tmp_path: Path,
+    said: dict[str, Any],
+    found: tuple[str, str],
 ) -> None:
     asked, given = EngineOptions(parallel=4, **said), RunOptions(max_tokens=8)
     job = LookAhead([(BatchPrompt(tokens=[300] * 1200), given)] * 4, is_all=True)
     settled = settle(model, asked, find_room(model, asked), job)
     assert (settled.kv, settled.flash_attn) == found
-    trial.update(FAST)
-    attention.is_faster_with.cache_clear()
-    notes.write("faster", "flash-attention")
+    trial.gains = LOSSES
+    shutil.rmtree(tmp_path / "cbatch", ignore_errors=True)
     assert settle(model, asked, find_room(model, asked), job).kv == "unified"
 
 
 def test_engine_and_bare_loop_are_alike(
-    trial: dict[str, float], synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
+    trial: Trial, synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
 

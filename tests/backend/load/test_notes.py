@@ -8,6 +8,7 @@ import pytest
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import notes
+from cbatch.processes import environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,6 +66,13 @@ def test_note_under_another_variable_of_ggml_is_not_used(monkeypatch: pytest.Mon
     notes.write("8 rows", "shape", *PARTS)
     monkeypatch.setenv("GGML_CPU_TILED_MM", "0")
     assert notes.read("shape", *PARTS) is None
+
+
+def test_note_holds_in_processes_that_are_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes.write("8 rows", "shape", *PARTS)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    assert notes.read("shape", *PARTS) == "8 rows"
 
 
 def test_note_for_another_build_of_llama_cpp_is_not_used(
