@@ -263,7 +263,7 @@ class Loop:
     def _resolve_prompts(self, command: Callable[[], object]) -> None:
         """Have prompts taken that have become tokens: soon, where a slot is free for one."""
         self._commands.put(command)
-        if self._batcher.occupancy().n_open_slots > 0:
+        if self._batcher.occupancy().n_open_slots > self.n_entering:
             self.hurry()
 
     def _take_prompt(self, driver: SequenceDriver) -> None:

@@ -60,11 +60,11 @@ def call(
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream that ended as it should."""
+    """The events of a stream that ended as it should, without the comments of its silences."""
     assert response.status_code == 200, response.text
     *events, last, rest = response.text.split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    return [json.loads(e.removeprefix("data: ")) for e in events if not e.startswith(":")]
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:

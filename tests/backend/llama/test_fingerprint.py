@@ -245,8 +245,15 @@ def test_exact_answers_depend_on_what_changes_the_rounding(given: dict[str, Any]
     assert exact != answer_settings(
         EngineOptions(exact=True), RowShape(2, 1), PromptCuts.every(512), 2048
     )
-    alike = EngineOptions(exact=True, parallel=3, n_threads=7)
+    alike = EngineOptions(exact=True, parallel=3)
     assert exact == answer_settings(alike, ANY_SHAPE, PromptCuts.every(512), 2048)
+    # a lone row's cells are divided among threads by flash attention alone
+    threads = EngineOptions(exact=True, n_threads=7)
+    assert exact != answer_settings(threads, ANY_SHAPE, PromptCuts.every(512), 2048)
+    off, off_too = (replace(o, flash_attn="off") for o in (alike, threads))
+    assert answer_settings(off, ANY_SHAPE, PromptCuts.every(512), 2048) == answer_settings(
+        off_too, ANY_SHAPE, PromptCuts.every(512), 2048
+    )
 
 
 def test_exact_answers_do_not_depend_on_slots_where_no_prompt_is_cut(make: MakeBackend) -> None:
