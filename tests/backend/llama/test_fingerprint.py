@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
