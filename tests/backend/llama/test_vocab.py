@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -194,3 +195,24 @@ def test_closed_vocab_raises_instead_of_crashing(random_model: Path) -> None:
         model.vocab.tokenize("Hi")
     with pytest.raises(EngineClosedError):
         model.vocab.piece(300)
+
+
+def _in_one_call(vocab: LlamaVocab, text: str) -> list[int]:
+    add_special = not text.startswith(vocab.bos_text)
+    return vocab._tokenize(text.encode(), add_special=add_special, parse_special=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_text_has_the_tokens_of_one_call(vocab: LlamaVocab, seed: int) -> None:
+    dice = random.Random(seed)
+    words = [*CONTROL_TOKENS, *CONTROL_TOKENS, "a", " word", "\n", "  ", "<", "|>", "é", "<|im_"]
+    text = "".join(dice.choices(words, k=12_000))
+    assert vocab.tokenize(text) == _in_one_call(vocab, text)
+    assert vocab.n_tokens_least(text) <= len(vocab.tokenize(text))
+
+
+def test_marks_by_the_ten_thousands_are_tokenized_in_parts(vocab: LlamaVocab) -> None:
+    n = 60_000  # one call would take half a minute
+    parts = vocab._parts(b"<|im_end|>" * n)
+    assert max(map(len, parts)) < 2**15
+    assert vocab.tokenize("<|im_end|>" * n)[1:] == [TURN_END] * n

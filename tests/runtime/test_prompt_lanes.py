@@ -1,0 +1,146 @@
+"""Prompts become tokens in threads of their own: nobody waits for another's, and each request ends once."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.engine import Engine, run_soon
+from cbatch.engine_options import ScheduleOptions
+from cbatch.errors import PromptTooLongError
+from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+from cbatch.runtime.local import LocalRuntime
+from tests.runtime.backends import PATIENCE_S
+from tests.worker.links import workers_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LONG = "x" * 40_000
+SHORT: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True}
+
+
+class SlowVocab(FakeVocab):
+    """Tokenizes texts of `x` only once it is let go."""
+
+    def __init__(self, n_vocab: int) -> None:
+        super().__init__(n_vocab)
+        self.is_held, self.go = threading.Event(), threading.Event()
+        self.n_slow = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        if text.startswith("x"):
+            self.n_slow += 1
+            self.is_held.set()
+            assert self.go.wait(PATIENCE_S)
+            return [*text[:8].encode()]
+        return super().tokenize(text)
+
+
+def slow_engine(**schedule: Any) -> tuple[Engine, SlowVocab]:
+    """An engine of two slots whose vocabulary is slow, before it is let go."""
+    backend = FakeBackend(2, 64, 16)
+    vocab = SlowVocab(backend.vocab.n_vocab)
+    backend.vocab = vocab
+    return Engine(backend, schedule=ScheduleOptions(**schedule)), vocab
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest", "round_robin"])
+def test_long_prompt_holds_up_no_other_request(policy: Any) -> None:
+    engine, vocab = slow_engine(policy=policy)
+    with engine:
+        long = engine.run([LONG] * 12, options=SHORT)
+        assert vocab.is_held.wait(PATIENCE_S)
+        short = engine.run(["a", "b", "c"], options=SHORT).results()
+        assert [len(r.token_ids) for r in short] == [3, 3, 3]
+        vocab.go.set()
+        assert [len(r.token_ids) for r in long.results()] == [3] * 12
+
+
+def test_any_number_of_long_calls_of_a_server_holds_up_no_other() -> None:
+    backend = FakeBackend(2, 64, 16)
+    backend.vocab = vocab = SlowVocab(backend.vocab.n_vocab)
+    runtime = partial(LocalRuntime, backend, ScheduleOptions())
+    with Engine(opener=lambda _: workers_over(runtime)) as engine:
+        options = RunOptions.of(SHORT)
+        long = [
+            run_soon(engine, BatchPrompt(prompt=LONG), options, streamed=False) for _ in range(60)
+        ]
+        assert vocab.is_held.wait(PATIENCE_S)
+        short = run_soon(engine, BatchPrompt(prompt="a"), options, streamed=False)
+        assert short is not None
+        assert [len(r.token_ids) for r in short.results()] == [3]
+        vocab.go.set()
+        assert all(len(r.token_ids) == 3 for some in long if some for r in some.results())
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda engine, id: engine.cancel(id),
+        lambda engine, id: engine.pause(id) and engine.cancel(id),
+    ],
+    ids=["cancel", "pause and cancel"],
+)
+@pytest.mark.parametrize("prompt", [LONG, "x"], ids=["long", "short"])
+def test_request_ends_while_its_prompt_is_made_tokens(
+    prompt: str, end: Callable[[Engine, str], object]
+) -> None:
+    engine, vocab = slow_engine()
+    with engine:
+        waiting = engine.run([prompt], options=SHORT)
+        assert vocab.is_held.wait(PATIENCE_S)
+        assert end(engine, waiting.ids[0])
+        [result] = waiting.results(return_errors=True)
+        assert result.finish_reason == "cancelled"
+        vocab.go.set()
+        assert len(engine.run(["a"], options=SHORT).results()) == 1
+
+
+def test_deadline_passes_while_a_prompt_is_made_tokens() -> None:
+    engine, vocab = slow_engine()
+    with engine:
+        [result] = engine.run([LONG], options={**SHORT, "timeout_s": 0.05}).results(
+            return_errors=True
+        )
+        assert result.finish_reason == "timeout"
+        vocab.go.set()
+
+
+def test_paused_request_goes_on_once_its_prompt_is_tokens() -> None:
+    engine, vocab = slow_engine()
+    with engine:
+        response = engine.run([LONG], options=SHORT)
+        assert vocab.is_held.wait(PATIENCE_S)
+        assert engine.pause(response.ids[0])
+        vocab.go.set()
+        assert len(engine.run(["a"], options=SHORT).results()) == 1
+        assert engine.resume(response.ids[0])
+        assert [len(r.token_ids) for r in response.results()] == [3]
+
+
+def test_close_ends_requests_whose_prompts_are_no_tokens_yet() -> None:
+    engine, vocab = slow_engine()
+    response = engine.run([LONG, LONG, "x"], options=SHORT)
+    assert vocab.is_held.wait(PATIENCE_S)
+    threading.Timer(0.05, vocab.go.set).start()
+    engine.close()
+    reasons = [r.finish_reason for r in response.results(return_errors=True)]
+    assert reasons == ["cancelled"] * 3
+    assert vocab.n_slow <= 2  # a prompt that waited in its lane was not begun
+
+
+def test_prompt_of_too_many_bytes_is_refused_before_it_is_tokenized() -> None:
+    engine, vocab = slow_engine()
+    vocab.n_tokens_least = len  # type: ignore[method-assign,assignment]
+    with engine:
+        [result] = engine.run([LONG], options=SHORT).results(return_errors=True)
+    assert isinstance(result.error, PromptTooLongError)
+    assert (result.error.n_prompt, result.error.n_limit) == (len(LONG), 64)
+    assert "at least 40000 tokens" in str(result.error)
+    assert vocab.n_slow == 0
