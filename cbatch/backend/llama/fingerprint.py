@@ -37,7 +37,9 @@ _SETTINGS = (*_OF_CELLS, "exact", "rope_scaling", *ROPE_VALUES)
 
 
 _N_CELLS_UNDIVIDED = 256
-"""Most cells of a row that flash attention does not divide among threads. Source: ggml/src/ggml-cpu/ops.cpp, use_split_kv_path."""
+"""Most cells of a row that flash attention does not divide among threads.
+
+Source: ggml/src/ggml-cpu/ops.cpp, use_split_kv_path."""
 
 
 def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:

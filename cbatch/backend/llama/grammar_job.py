@@ -15,7 +15,7 @@ _N_STEPS = 30
 
 
 def begin(settings: dict[str, Any]) -> Callable[[str], str]:
-    """Return a function that tells what is wrong with a grammar; `settings`: values of llguidance's `LLParserLimits`."""
+    """Return a function that tells what is wrong with a grammar; `settings` are fields of `LLParserLimits`."""
     import llguidance
 
     tokenizer = llguidance.LLTokenizer("byte")

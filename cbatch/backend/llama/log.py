@@ -38,7 +38,9 @@ class LlamaLog:
             raise MemoryError("no memory for llama.cpp's log")
         self._buffer, self._n_dropped = ctypes.create_string_buffer(n_bytes), ctypes.c_int64()
         self._sizes = len(self._buffer), ctypes.byref(self._n_dropped)
-        self._lock = threading.RLock()  # a finalizer may free an engine while this thread has the lock
+        self._lock = (
+            threading.RLock()
+        )  # a finalizer may free an engine while this thread has the lock
         self._n_users = 0
         self._level, self._partial = logging.INFO, b""
         self.recent: list[str] = []

@@ -56,7 +56,9 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         if not compiled:
             try:
                 compiled.append(_environment().from_string(source))
-            except Exception as error:  # not only syntax errors: also nesting too deep, or a number too large
+            except (
+                Exception
+            ) as error:  # not only syntax errors: also nesting too deep, or a number too large
                 return {"broken": _words_of(error)}
         messages = question["messages"]
         if messages is None:
@@ -66,7 +68,9 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         except Exception as error:  # a template may raise anything
             return {"refused": _words_of(error)}
         if len(text) > _N_TEXT_MAX:
-            return {"refused": f"the chat has {len(text):,} characters, the limit is {_N_TEXT_MAX:,}"}
+            return {
+                "refused": f"the chat has {len(text):,} characters, the limit is {_N_TEXT_MAX:,}"
+            }
         return {"text": text}
 
     return render
