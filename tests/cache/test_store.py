@@ -558,7 +558,7 @@ def test_file_of_one_key_under_the_name_of_another_is_an_error(
     store.write("a", cells(), F16)
     (folder / file_name("a", F16)).rename(folder / file_name("b", F16))
     assert "another key" in fails(store, "b")
-    assert "nothing is kept" in fails(store, "a")
+    assert "no cells are saved" in fails(store, "a")
 
 
 def test_lengths_beyond_the_file_allocate_nothing(
