@@ -313,15 +313,15 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 def finite(digits: str) -> float:
-    """Refuse a number that no float holds, for `json.loads(…, parse_float=…)`."""
+    """Return a float; refuse one that is out of range. For `json.loads(…, parse_float=…)`."""
     number = float(digits)
     if math.isinf(number):
-        raise ValueError(f"the number {digits[:20]} is too large")
+        raise ValueError(f"the number {digits[:20]} is too large for a float (at most 1.79e308)")
     return number
 
 
 read_json = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).decode
-"""Reads JSON text of others: `ValueError` also for `NaN`, `Infinity` and 1e999, which could not be written as JSON."""
+"""Decodes JSON. `NaN`, `Infinity` and 1e999, which cannot be written as JSON again, raise `ValueError`, too."""
 
 
 def json_text(name: str, value: Mapping[str, Any]) -> str:

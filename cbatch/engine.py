@@ -71,9 +71,9 @@ class Engine:
 
     Every method may be called from any thread. Use it as a context manager, sync or async, or call `close`.
 
-    In the thread that computes, during a step (a function of `record_steps`, a log handler, a `__del__`), orders are
-    done behind the step: `cancel`, `pause` and `resume` return what they find then, `close` returns at once, and what
-    waits, such as `response.result()`, raises an `InsideStepError`.
+    In the thread that computes, during a step (a function of `record_steps`, a log handler, a `__del__`), commands take
+    effect after the step: `cancel`, `pause` and `resume` return what they would do at that moment, `close` returns at
+    once, and calls that wait, such as `response.result()`, raise an `InsideStepError`.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Engine:
         A native call cannot be broken off: Ctrl-C meanwhile is raised when all is freed.
 
         Args:
-            within_s: worker processes that have not ended by then are killed; None for a minute.
+            within_s: seconds after which worker processes are killed; None: 60.
         """
         with Postponed():
             self._is_closing = True  # a load in another thread stops
@@ -211,7 +211,7 @@ class Engine:
 
     @property
     def outage(self) -> Outage | None:
-        """Why nothing computes now: no worker is there, or the engine has ended; None where nothing is wrong."""
+        """Why nothing computes now: no worker is running, or the engine has ended. None if all is well."""
         if self._made is None:
             return None
         try:

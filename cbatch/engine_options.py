@@ -189,9 +189,9 @@ class EngineOptions(ScheduleOptions):
         cache_type_k: how keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.
         cache_type_v: how values are stored.
         exact: promise that tokens do not depend on other requests: proven by a probe, else refused.
-        exact_slots: with `exact`, slots of all engines whose bits are to be the same; default: `parallel`, and with
-            replicas that of all together.
-        flash_attn: "on" or "off"; "auto": llama.cpp's choice, but off where a trial of this model found that faster.
+        exact_slots: with `exact`, total slots of all engines that must give the same bits; default: `parallel`; with
+            replicas, that of all together.
+        flash_attn: "on" or "off"; "auto": llama.cpp's choice, but off if a trial of this model found that faster.
         n_batch: most tokens in a step.
         n_ubatch: most tokens in one run of the compute graph.
         n_threads: default: the cores that this process may use.
@@ -280,7 +280,7 @@ class EngineOptions(ScheduleOptions):
 
     @property
     def n_exact_slots(self) -> int:
-        """Slots of all engines that give the same bits under `exact`."""
+        """Total slots of all engines that give the same bits with `exact`."""
         return self.exact_slots or self.n_slots
 
     @property

@@ -53,7 +53,7 @@ class PromptTooLongError(RequestError):
     ) -> None:
         """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output.
 
-        With `is_least` the prompt was not tokenized: its bytes alone are at least `n_prompt` tokens.
+        With `is_least`, `n_prompt` is a lower bound: the prompt was not tokenized.
         """
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
         lower = "lower max_tokens or leave strict_max_tokens out, " if n_output > 1 else ""
@@ -108,9 +108,9 @@ class CacheError(RequestError):
     def __init__(
         self, key: str, reason: str, *, is_missing: bool = False, where: Path | None = None
     ) -> None:
-        """Keep the cache key, the reason, whether nothing at all is kept under that key, and the folder or file.
+        """Keep the cache key, the reason, whether no cells are saved under that key, and the folder or file.
 
-        The reason is without the path: it may be told to clients of a server.
+        The reason contains no path, because clients of a server may read it.
         """
         self.key, self.reason, self.is_missing = key, reason, is_missing
         self.where = None if where is None else str(where)
@@ -145,7 +145,7 @@ class PromptError(RequestFailedError):
 
 
 class BannedTokensError(RequestFailedError):
-    """No token is left to sample: the request's `logit_bias` bans every one that could follow."""
+    """No token is left to sample: the request's `logit_bias` bans every token that could follow."""
 
 
 class WorkerDiedError(RequestError):
@@ -158,7 +158,7 @@ class WorkerDiedError(RequestError):
 
     @property
     def what(self) -> str:
-        """What happened, without the last words of the process."""
+        """What happened, without the last output of the process."""
         if self.n_alone:
             return f"each of {self.n_alone} workers that computed this request alone died"
         return "the worker that computed the request died"
@@ -177,12 +177,12 @@ class EngineError(CBatchError):
 
 
 class InsideStepError(CBatchError, RuntimeError):
-    """A call in the thread that computes, in the middle of a step, would wait for the end of that step."""
+    """A call in the thread that computes, during a step, would wait for that step to end."""
 
     def __init__(self) -> None:
         super().__init__(
-            "this call waits for the engine, but was made in the thread that computes, during a step (by a function of "
-            "record_steps, a log handler, a __del__ or another callback): make it in another thread, or after the step"
+            "this call would wait for the step that is calling it (from a function of record_steps, a log handler, a "
+            "__del__ or another callback): make it in another thread, or after the step"
         )
 
 

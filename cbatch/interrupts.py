@@ -1,4 +1,4 @@
-"""Blocks that Ctrl-C cannot break off in the middle, waits that survive it, and locks that finalizers meet."""
+"""Blocks and waits that Ctrl-C does not break off, and checks of locks for finalizers."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 _LONGEST_WAIT_S = 1.0
 
 _N_LOCKS = 8
-"""More locks than a thread takes one within the other."""
+"""More locks than a thread ever nests."""
 
 
 class _Here(threading.local):
-    """What is true of one thread."""
+    """State of one thread."""
 
     n_held_back = 0
-    """The blocks of `HeldBack` that it is in."""
+    """How many `HeldBack` blocks the thread is in."""
     locks: tuple[Any, ...] = ()
-    """The last locks that it was about to take, a few."""
+    """The last few locks that the thread was about to take."""
 
 
 _here = _Here()
 
 
 def note(lock: threading.RLock) -> None:
-    """Note that this thread takes a lock next, for `is_locked_here`."""
+    """Note that this thread is about to take a lock, for `is_locked_here`."""
     if lock not in _here.locks:
         _here.locks = (lock, *_here.locks[: _N_LOCKS - 1])
 
 
 def is_locked_here() -> bool:
-    """Whether this thread is in a block of `HeldBack`, or has a lock of which it took `note`.
+    """Whether this thread is in a `HeldBack` block, or has a lock that it told to `note`.
 
-    Only a finalizer, which the garbage collector may run anywhere, asks this there. It must not wait for another
-    thread, which may want the lock.
+    For finalizers, which the garbage collector may run anywhere: where this is true, a finalizer must not wait for
+    another thread, which may want the lock.
     """
     return _here.n_held_back > 0 or any(lock._is_owned() for lock in _here.locks)
 

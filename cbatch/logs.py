@@ -20,13 +20,13 @@ _WORD = re.compile(r"[\w.:/@+-]+", re.ASCII)
 _kept: ContextVar[list[tuple[logging.Logger, logging.LogRecord]] | None] = ContextVar(
     "cbatch.logs", default=None
 )
-"""Records of the outermost `HeldLogs` of this thread."""
+"""Records that the outermost `HeldLogs` of this thread holds."""
 
 
 class HeldLogs:
-    """A block whose records go to handlers at its end, in order: no handler meets work that is half done.
+    """A block whose log records go to handlers at its end, in order, so that no handler runs amid unfinished work.
 
-    Only records that this thread logs by `Log`. Blocks may be nested; the outermost one counts.
+    It holds only records that this thread logs with `Log`. Of nested blocks the outermost one counts.
     """
 
     __slots__ = ("_records",)
@@ -104,7 +104,7 @@ class Log:
         logger = self._logger
         if not logger.isEnabledFor(level):
             return
-        caller = sys._getframe(2)  # of the public method
+        caller = sys._getframe(2)  # the caller of the public method
         code = caller.f_code
         place = code.co_filename, caller.f_lineno
         record = logger.makeRecord(

@@ -46,16 +46,16 @@ def environment() -> dict[str, str]:
 def run_apart(
     module: str, *words: str, wall_s: float, is_stopped: Callable[[], bool] = bool
 ) -> subprocess.CompletedProcess[bytes] | None:
-    """Run a module's `main` to its end in a process of its own, with its output captured.
+    """Run a module's `main` to its end in a separate process, and capture its output.
 
     Args:
-        module: whose `main` runs.
-        words: its arguments.
-        wall_s: seconds after which it is killed.
+        module: the module whose `main` runs.
+        words: arguments of `main`.
+        wall_s: seconds after which the process is killed.
         is_stopped: called now and then; once it is true, the process is killed.
 
     Returns:
-        how it ended; None where it was killed.
+        the exit code and output; None if the process was killed.
 
     Raises:
         ConfigError: no process can be started.
@@ -82,5 +82,5 @@ def run_apart(
 
 
 def has_crashed(code: int) -> bool:
-    """Whether this exit status is of a process that ended itself by a signal, as llama.cpp's assertions do."""
+    """Whether an exit code means that the process ended by a signal, as with llama.cpp's assertions."""
     return code in _CRASHES

@@ -15,8 +15,8 @@ STATUSES: dict[Status, str] = {
     Status.WAITING: (
         "queued, or back without a slot. The policy says whose turn it is; the slot that holds most of the "
         "prompt is given or copied from, else one that is empty or unused for longest, in partitioned memory one "
-        "beside those in use; a sequence whose cells were saved takes any. Other threads make prompts tokens: "
-        "those of the first in the queue, and with `shortest` each as it comes. A prompt that cannot run fails then."
+        "beside those in use; a sequence whose cells were saved takes any. Other threads tokenize prompts: "
+        "those of the first in the queue, with `shortest` each prompt as it comes. A prompt that cannot run fails then."
     ),
     Status.RUNNING: (
         "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing "
@@ -52,8 +52,8 @@ EVENTS: dict[Event, str] = {
 
 WAITS: dict[Wait, tuple[str, str, str]] = {
     Wait.PROMPT: (
-        "its prompt, which is long, to become tokens; with `shortest` any prompt",
-        "the tokens are there, or the prompt is refused",
+        "the tokens of its long prompt; with `shortest`, of any prompt",
+        "the tokens come, or the prompt is refused",
         "every one",
     ),
     Wait.COMPILE: (

@@ -221,7 +221,7 @@ def test_key_without_a_file_warns_and_computes(any_way: Place) -> None:
     result = any_way.result(any_way.engine(), text_of(40), **READ)
     assert result.token_ids == expected(text_of(40))
     [warning] = result.warnings
-    assert "nothing is kept under this key" in warning
+    assert "no cells are saved under this key" in warning
 
 
 def test_key_that_is_required_and_not_there_fails_alone(any_way: Place) -> None:
@@ -231,7 +231,7 @@ def test_key_that_is_required_and_not_there_fails_alone(any_way: Place) -> None:
     assert [r.finish_reason for r in results] == ["error", "length", "length"]
     error = results[0].error
     assert isinstance(error, CacheError)
-    assert (error.key, error.reason[:22]) == ("k", "nothing is kept under ")
+    assert (error.key, error.reason[:22]) == ("k", "no cells are saved und")
     assert [r.token_ids for r in results[1:]] == [expected(text_of(40, 5)), expected(text_of(40))]
 
 
@@ -1523,7 +1523,7 @@ def test_whatever_reading_raises_is_the_requests_own_error(
     )
     assert isinstance(failed.error, CacheError)
     assert failed.error.__cause__ is error
-    assert failed.error.reason == f"it cannot be read: {words}"
+    assert failed.error.reason == f"the saved cells cannot be read: {words}"
     assert warned.warnings == (f"cache_key: {failed.error.reason}",)
     assert warned.token_ids == expected(text_of(60))
 

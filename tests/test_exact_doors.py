@@ -74,6 +74,8 @@ def test_replicas_that_compute_differently_are_refused(
     real = Pool.ask_all
     monkeypatch.setattr(Pool, "ask_all", ask_all)
     sizes: dict[str, Any] = {"parallel": 4, "ctx_per_seq": 256, "exact": True}
-    with pytest.raises(EngineError, match=r"compute differently: by 0 \| by 1: leave replicas out"):
+    with pytest.raises(
+        EngineError, match=r"compute differently \(by 0 \| by 1\): leave replicas out"
+    ):
         cbatch.load(test_model, replicas=2, **sizes)
     cbatch.load(test_model, replicas=1, **sizes).close()

@@ -57,7 +57,7 @@ class Vocab(Protocol):
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
 
     def n_tokens_least(self, text: str) -> int:
-        """Return a number of tokens that a text has at least, found without making them; 0 where that is not known."""
+        """Return a lower bound of a text's tokens without tokenizing it; 0 if none is known."""
 
     def render_text(
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None

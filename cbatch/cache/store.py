@@ -245,7 +245,7 @@ class CacheStore:
             if file.problem is None and (differing := _differences(fingerprint, file.fingerprint))
         ]
         if not differences:
-            what = "nothing is kept under this key"
+            what = "no cells are saved under this key"
             return CacheError(key, what, is_missing=True, where=self._folder)
         nearest = min(differences, key=len)
         return CacheError(key, "; ".join(nearest))

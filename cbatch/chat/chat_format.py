@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _N_GRAMMARS_MAX = 64
 
 _N_TAIL_TEXT = 256
-"""Characters at the end of a prompt that tell whether thinking has begun."""
+"""Characters at the end of a prompt that show whether thinking has begun."""
 
 
 class _Vocab(Protocol):

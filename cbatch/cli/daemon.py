@@ -97,7 +97,7 @@ def daemon(
 
 
 def _check(runtime: LocalRuntime) -> None:
-    """Raise an EngineClosedError that says why the engine has stopped."""
+    """Raise an EngineClosedError with the reason if the engine has stopped."""
     try:
         runtime.check_open()
     except EngineClosedError as error:

@@ -264,7 +264,7 @@ def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> 
 
 
 def _show_deaths(ctx: typer.Context) -> None:
-    """Show deaths of workers, which nobody would learn of otherwise, until the command ends or shows the whole log."""
+    """Show deaths and starts of workers on stderr until the command ends or shows the whole log."""
     _hide_log()
     logging.getLogger("cbatch.worker").addHandler(LogLines(ctx.obj, "cbatch: %(message)s"))
     ctx.call_on_close(_hide_log)
@@ -295,7 +295,7 @@ def _root(
             "--log-level",
             metavar="LEVEL",
             case_sensitive=False,
-            default="deaths of workers alone",
+            default="only deaths and starts of workers",
             help="Log to stderr from here on: debug, info, warning or error.",
         ),
     ] = None,

@@ -140,7 +140,7 @@ def serve(
         list[str] | None,
         option(
             "--allowed-host",
-            help="A name, beside IP addresses and localhost, by which a server without keys may be called, * for all; "
+            help="Without keys: accept this host name besides IP addresses and localhost (* for all); "
             "may be given again.",
             default="none",
             panel=HTTP,
@@ -150,7 +150,7 @@ def serve(
         bool,
         option(
             "--no-auth",
-            help="Serve without keys also where other machines may call.",
+            help="Allow an address that other machines can reach without API keys.",
             panel=HTTP,
         ),
     ] = False,
@@ -158,7 +158,7 @@ def serve(
         bool,
         option(
             "--allow-cache-keys",
-            help="Let clients keep cells on disk (cache_key), each API key its own.",
+            help="Let clients save cells on disk (cache_key); each API key has its own.",
             panel=HTTP,
         ),
     ] = False,
@@ -249,7 +249,10 @@ def serve(
     }
     ServerSettings(**settings)  # checked before the model is loaded
     if no_auth and settings["api_keys"]:
-        raise ConfigError("--no-auth is for a server without keys: leave it, or the keys, out")
+        raise ConfigError(
+            "--no-auth is for a server without keys: leave out --no-auth, or the keys (--api-key-file, "
+            f"{KEY_VARIABLE})"
+        )
     is_guarded = no_auth or bool(settings["api_keys"])
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
     tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
@@ -296,7 +299,7 @@ def _opened(path: Path | None, bound: Callable[[], socket.socket]) -> Iterator[s
 
 
 def _bound(host: str, port: int, *, is_guarded: bool) -> socket.socket:
-    """Return the socket of an address; one that other machines reach must be guarded."""
+    """Return the socket of an address. `is_guarded`: other machines may reach it."""
     from cbatch.server.serving import bound_socket  # needs the extra
 
     opened = bound_socket(host, port)
@@ -304,15 +307,15 @@ def _bound(host: str, port: int, *, is_guarded: bool) -> socket.socket:
     if not is_guarded and not number.is_loopback:
         opened.close()
         raise ConfigError(
-            f"--host {host}: other machines may call, and there are no keys: give --api-key-file (or {KEY_VARIABLE}), "
-            "or --no-auth to serve everybody"
+            f"--host {host}: other machines can reach this address, but no API key is set: give --api-key-file (or "
+            f"{KEY_VARIABLE}), or --no-auth to serve everybody"
         )
     return opened
 
 
 @contextmanager
 def _loaded(load: Callable[[], cbatch.Engine], ending: "Ending") -> Iterator[cbatch.Engine]:
-    """Load a model for the block; its workers have what is left of the grace to end."""
+    """Load a model for the block. At its end, workers have the rest of the grace period to end."""
     with load() as engine:
         yield engine
         if ending.has_begun:
@@ -338,7 +341,7 @@ def _with_files(
 
 
 def _notes(app: "Starlette") -> Sequence[str]:
-    """Return what was wrong with the folder of files, where no log says so."""
+    """Return what was wrong with the folder of files; nothing if the log shows it."""
     handlers = logging.getLogger("cbatch").handlers
     is_logged = any(isinstance(handler, LogLines) for handler in handlers)
     batches = app.state.desk.batches
@@ -377,7 +380,9 @@ def _keys(file: Path | None, *, no_auth: bool) -> list[str]:
     if file is None:
         key = os.environ.get(KEY_VARIABLE)
         if key is not None and not key.strip() and not no_auth:
-            raise ConfigError(f"{KEY_VARIABLE} is blank: give a key, unset it, or say --no-auth")
+            raise ConfigError(
+                f"{KEY_VARIABLE} is blank: set it to a key, unset it, or give --no-auth"
+            )
         return [key] if key and key.strip() else []
     keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     keys = [key for key in keys if key]

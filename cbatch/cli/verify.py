@@ -59,11 +59,11 @@ def verify(
 
 
 def _check_page(html: Path | None) -> None:
-    """Raise ConfigError where a page would replace what is none."""
+    """Raise ConfigError if the file exists and is not a page of cbatch."""
     from cbatch.files.report.page import is_report
 
     if html is not None and html.is_file() and not is_report(html):
-        raise ConfigError(f"{html}: exists and is no page of cbatch: give another file")
+        raise ConfigError(f"{html} exists and is not a page of cbatch: give another file to --html")
 
 
 def _prove(model: Path, parallel: int, count: int, html: Path | None, *, as_json: bool) -> None:

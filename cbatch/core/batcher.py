@@ -89,7 +89,7 @@ class MultiRequestBatcher:
 
         Args:
             ledger: slots and cells, all of them free.
-            tokenize: makes the prompt of a sequence tokens, at once or before it has `take_prompt` called; returns
+            tokenize: makes the prompt of a sequence tokens, at once or with a later call of `take_prompt`; returns
                 whether that takes long.
             options: how requests are scheduled.
             cuts: where prompts may be cut.
@@ -106,7 +106,7 @@ class MultiRequestBatcher:
         self._ended: list[SequenceDriver] = []
 
     def _open_books(self, ledger: KvLedger) -> None:
-        """Begin with slots that nobody has."""
+        """Begin with all slots free."""
         options = self._options
         prefixes = PrefixCache(
             ledger,
@@ -141,11 +141,11 @@ class MultiRequestBatcher:
         """The running sequences, the oldest first; None where others run than before."""
 
     def imbalance(self) -> str:
-        """Return what is wrong with slots and cells between two runs, in words; "" where all is sound."""
+        """Return what is wrong with the counts of slots and cells between two runs; "" if they balance."""
         return find_imbalance(self._state, self.in_flight)
 
     def start_anew(self) -> None:
-        """Forget what slots hold, and all saved cells; the next plan empties the slots. Nothing may be in flight."""
+        """Forget all cells of slots and all saved cells; the next plan empties the slots. Nothing may be in flight."""
         old = self._ledger
         self._order_writes([key for _, key in self._cells.saves])
         kept = [*self._saved.keys, *self._cells.prefixes.checkpoints.kept]
@@ -209,7 +209,7 @@ class MultiRequestBatcher:
         return driver is not None and driver.status is Status.PAUSED
 
     def has_ended(self, id: str) -> bool:
-        """Whether a request has ended that `take_ended` has not returned. From any thread."""
+        """Whether a request has ended but `take_ended` has not returned it. From any thread."""
         return self.is_storing(id) or any(driver.request.id == id for driver in [*self._ended])
 
     # ---- coming ----
@@ -236,7 +236,7 @@ class MultiRequestBatcher:
         self._queue.add(ready)
 
     def take_prompt(self, driver: SequenceDriver, now: float) -> None:
-        """Go on with a sequence in flight whose prompt has become tokens, or was refused."""
+        """Go on with a sequence in flight whose prompt was tokenized or refused."""
         if self.in_flight.get(driver.request.id) is not driver:
             return  # `submit` will see it
         if driver.error is not None:
@@ -265,9 +265,9 @@ class MultiRequestBatcher:
     def _tokenize_prompts(
         self, n_wanted: int, ending: Collection[SequenceDriver], now: float
     ) -> None:
-        """Make the first prompts tokens, and prompts that may pass them.
+        """Tokenize the first prompts, and prompts that may pass them.
 
-        A refused prompt ends and counts as none, as does one that takes long: others pass it.
+        Refused prompts end. Neither they nor prompts that take long are counted: other sequences pass them.
         """
         refused: list[tuple[SequenceDriver, CBatchError]] = []
         slow: list[SequenceDriver] = []

@@ -276,7 +276,7 @@ class SavedCells:
 
     @property
     def n_counted(self) -> int:
-        """The bytes of all saved cells, added up."""
+        """The bytes of all saved cells, counted anew."""
         return sum(saved.n_bytes for saved in self._saved.values())
 
     @property

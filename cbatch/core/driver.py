@@ -79,7 +79,7 @@ class Wait(Enum):
     """What a waiting sequence is held for, outside the queue: others pass it meanwhile."""
 
     PROMPT = "prompt"
-    """The tokens of its prompt, which is long; or of any prompt, where the queue is ordered by them."""
+    """The tokens of its long prompt; of any prompt, if the queue is ordered by prompt tokens."""
     COMPILE = "compile"
     """Its grammar, or what DRY needs of the vocabulary."""
     LEADER = "leader"
@@ -133,7 +133,7 @@ class SequenceDriver:
     scores: PromptScores | None = None
     window: MovingWindow | None = None
     is_early: bool = False
-    """Whether its prompt becomes tokens as it is submitted, however many wait."""
+    """Whether its prompt is tokenized on submission, however many requests wait."""
     is_done_with_disk: bool = False
     """Whether its file is not to be asked for (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)
@@ -519,7 +519,7 @@ class SequenceDriver:
             self._fail_grammar(f"no token is left to go on with: {bans}", now)
             return
         elif -math.inf in bias.values():
-            reason = "logit_bias bans every token that could follow: ban fewer"
+            reason = "logit_bias bans every token that could follow: ban fewer tokens"
             self.finish("error", now, BannedTokensError(reason))
             return
         else:

@@ -61,7 +61,7 @@ class KvLedger:
 
     @property
     def blocks(self) -> Sequence[Sequence[_Block]]:
-        """Of an overcommitted pool, the runs of cells that each slot has."""
+        """The runs of cells of each slot in an overcommitted pool."""
         return self._blocks
 
     @property

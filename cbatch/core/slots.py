@@ -52,7 +52,7 @@ class BatcherState:
     storing: dict[int, ToStore]
     """Ended sequences that wait for their cells to be on disk, by number."""
     n_ahead: int = 0
-    """Waiting sequences whose prompts become tokens before a slot is free."""
+    """Number of waiting sequences whose prompts are tokenized before a slot is free."""
 
 
 Reason = Literal["turn", "cells", "parked"]
@@ -256,14 +256,14 @@ class SlotPlan:
 
     @property
     def awaits_prompts(self) -> bool:
-        """Whether prompts of the first waiting sequences are being made tokens."""
+        """Whether prompts of the first waiting sequences are being tokenized."""
         first = islice(self.state.queue.candidates(self.ledger.holders), self.state.n_ahead)
         return not all(driver.is_tokenized for driver in first)
 
     def _tokenized(self) -> Iterator[SequenceDriver]:
-        """Yield in order the sequences that can begin; they pass those whose prompts are not tokens yet.
+        """Yield in order the sequences that can begin; they pass sequences whose prompts are not tokenized yet.
 
-        A sequence whose prompt is refused ends before the next plan.
+        A sequence with a refused prompt ends before the next plan.
         """
         n_passed = 0
         for driver in self.state.queue.candidates(self.ledger.holders):

@@ -71,7 +71,7 @@ class PrefixWaiters:
 
 
 class PromptWaiters:
-    """Sequences outside the queue until their prompts are tokens."""
+    """Sequences outside the queue until their prompts are tokenized."""
 
     def __init__(self) -> None:
         self._drivers: dict[int, SequenceDriver] = {}  # by number
@@ -80,7 +80,7 @@ class PromptWaiters:
         return len(self._drivers)
 
     def add(self, driver: SequenceDriver) -> None:
-        """Have a driver wait."""
+        """Have a sequence wait."""
         self._drivers[driver.number] = driver
 
     def drop(self, driver: SequenceDriver) -> None:

@@ -91,7 +91,7 @@ class CacheIo:
         except CacheError as error:
             read = error, None
         except Exception as error:
-            failure = CacheError(ref.key, f"it cannot be read: {_words_of(error)}")
+            failure = CacheError(ref.key, f"the saved cells cannot be read: {_words_of(error)}")
             failure.__cause__ = error
             read = failure, None
         finally:
@@ -155,7 +155,7 @@ class CacheIo:
 
 
 def _words_of(error: Exception) -> str:
-    """Return an error's words without a path."""
+    """Return an error's message without a path."""
     if isinstance(error, CacheError):
         return error.reason
     words = error.strerror if isinstance(error, OSError) else None

@@ -33,7 +33,7 @@ class Compiler:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller's thread is the one that compiles. From any thread."""
+        """Whether the caller is the thread that compiles. From any thread."""
         return self._thread.is_current
 
     def compile(self, want: Want, then: Then) -> None:

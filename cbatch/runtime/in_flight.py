@@ -49,7 +49,7 @@ class InFlight:
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""
         self._n_promised = 0
-        """Sequences submitted in the middle of a step, for which there is room in the queue behind it."""
+        """Number of sequences that were submitted during a step and will be queued after it."""
         self._savers: dict[str, str] = {}
         """Ids of requests that save cells, by their cache key; some of them have ended."""
 
@@ -162,8 +162,8 @@ class InFlight:
     def submit_as_room_comes(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
         """Queue sequences while no more than `n_limit` wait for a slot; return when the last one is queued.
 
-        A sequence that is cancelled or paused meanwhile, or runs out of time, is queued without room. In the middle of
-        a step nobody can wait: as `submit_within`.
+        A sequence that is cancelled or paused meanwhile, or runs out of time, is queued without room. During a step
+        no caller can wait, so this does what `submit_within` does.
         """
         if self._loop.is_inside:
             self.submit_within(drivers, n_limit)
@@ -244,7 +244,7 @@ class InFlight:
     # ---- orders ----
 
     def check_wait(self) -> None:
-        """Raise an `InsideStepError` where the caller's thread would wait for itself."""
+        """Raise an `InsideStepError` if the caller's thread would wait for itself."""
         self._loop.check_wait()
 
     def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
@@ -261,7 +261,7 @@ class InFlight:
         self._loop.post(lambda: self._cancel(meant()), is_urgent=not is_for_waiting)
 
     def _meant(self, ids: Iterable[str], *, is_for_waiting: bool) -> Callable[[], list[Route]]:
-        """Return what gives those of the requests that are in flight now and then."""
+        """Return a function that gives the requests that are in flight both now and when it is called."""
         lives = self._lives(ids)
         return lambda: [
             r for r in self._still(lives) if not (is_for_waiting and self._has_begun(r))
@@ -286,7 +286,7 @@ class InFlight:
         return {id: route for id in ids if (route := self.find(id))}
 
     def _still(self, lives: Mapping[str, Route]) -> list[Route]:
-        """Return the routes of the requests that are in flight still. By the owner, or where nothing is changed."""
+        """Return the routes of the requests that are still in flight. For the owner, or to look only."""
         return [route for id, route in lives.items() if self.routes.get(id) is route]
 
     def pause(self, id: str) -> bool:
@@ -301,7 +301,7 @@ class InFlight:
         return self._order(id, resume, self._batcher.is_paused, enters=False)
 
     def resume_soon(self, turns: Iterable[tuple[str, int]]) -> None:
-        """Let paused requests go on for so many tokens, before the next plan. Does not wait."""
+        """Resume paused requests before the next plan, each for its number of tokens. Does not wait."""
         lives = [(route, n_tokens) for id, n_tokens in turns if (route := self.find(id))]
 
         def resume() -> None:
@@ -315,9 +315,9 @@ class InFlight:
     def _order(
         self, id: str, do: Callable[[str], bool], would: Callable[[str], bool], *, enters: bool
     ) -> bool:
-        """Do something to every sequence of a request; where `enters`, after those without room were queued.
+        """Do something to every sequence of a request. With `enters`, first queue sequences that wait for room.
 
-        `would` only looks whether that would do anything.
+        `would` tells whether `do` would have an effect, and changes nothing.
         """
         life = self.find(id)
         if life is None:
@@ -387,11 +387,11 @@ class InFlight:
         return n_cancelled
 
     def _n_open(self, some: Iterable[Route]) -> int:
-        """Return how many of these requests have not ended. Only looks."""
+        """Return how many of these requests have not ended. Changes nothing."""
         return len({request_id(r.id) for r in some if any(map(self._is_open, _member_ids(r)))})
 
     def _is_open(self, id: str) -> bool:
-        """Whether a sequence has not ended; it may not be queued yet. Only looks."""
+        """Whether a sequence has not ended; it may not be queued yet. Changes nothing."""
         return id in self.routes and not self._batcher.has_ended(id)
 
     def _queued_members(self, route: Route) -> list[str]:

@@ -26,9 +26,9 @@ class Outage:
     cause: str
     """Why."""
     retry_s: float | None
-    """Seconds until a worker is started again, 0 while one is being started; None where none will be."""
+    """Seconds until the next start of a worker, 0 while one is being started; None if none will be started."""
     has_failed: bool = True
-    """Whether a start has failed meanwhile; else the first one is under way."""
+    """Whether a start has failed since; if not, the first start is under way."""
 
 
 class Target(Protocol):
@@ -56,7 +56,7 @@ class Batch(Target, Protocol):
 
     @property
     def ids(self) -> Mapping[int, str]:
-        """By place; those of all that are in flight, and of some that are not."""
+        """Ids by place, of all requests in flight and of some that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,16 @@ class Submission:
     is_fed: bool = False
     """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
     is_checked: bool = False
-    """Whether prompts become tokens at once, however many wait, so that one which cannot run ends soon."""
+    """Whether prompts are tokenized at once, however many wait, so that a prompt that cannot run ends soon."""
     is_awaited: bool = True
     """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
 
 
 class BatchOrders(Protocol):
-    """Orders for the requests of one batch. In the middle of a step no order waits: see `Loop.call`."""
+    """Commands for the requests of one batch. During a step no command waits: see `Loop.call`."""
 
     def check_wait(self) -> None:
-        """Raise an `InsideStepError` where the caller's thread would wait for itself."""
+        """Raise an `InsideStepError` if the caller's thread would wait for itself."""
 
     def watch(self, target: Batch, /) -> None:
         """Deliver a batch's chunks as they come: its `is_streamed` has become true. Does not wait."""
@@ -165,7 +165,7 @@ class Runtime(Protocol):
 
     @property
     def outage(self) -> Outage | None:
-        """Why nothing computes now, though the runtime is open; None where something does."""
+        """Why nothing computes now, though the runtime is open; None if all is well."""
 
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the runtime is closed, has failed, or belongs to the parent process."""

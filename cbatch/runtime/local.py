@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState, StepRecord
 
 _N_AHEAD = 16
-"""Least number of prompts that become tokens before a slot is free, so that none waits for them."""
+"""Fewest prompts that are tokenized ahead, so that a free slot does not wait for tokens."""
 
 _N_CHECKED = 64
 """Structures for which the outcome of compiling is kept."""
@@ -350,8 +350,8 @@ class LocalRuntime:
 
     @property
     def outage(self) -> None:
-        """Tell nothing: what is open here computes."""
+        """None: an open engine in this process always computes."""
 
     def close(self, within_s: float | None = None) -> None:
-        """End every request and free the model; a step cannot be broken off, however long it takes."""
+        """End every request and free the model. A running step is always waited for."""
         self.loop.close()

@@ -54,8 +54,8 @@ class Loop:
     """Drives a scheduler and its backend, in a thread of its own or by `pump`.
 
     Commands wait in a queue and are done between two runs; an urgent one has a run in flight end after its current
-    step. So are commands that the owner's own thread gives in the middle of a step, in a callback or a finalizer, but
-    nobody waits for these; and its log records go to handlers behind the step.
+    step. Commands that a callback or finalizer gives in the owner's thread during a step wait there, too, but no caller
+    waits for them. Log records of the owner go to handlers after the step.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Loop:
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
-        """Opened by the owner when it has freed the backend."""
+        """Opened by the owner once the backend is freed."""
         self._pid = os.getpid()
         self._is_closed = False
         self._error: BaseException | None = None
@@ -185,7 +185,7 @@ class Loop:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the caller's thread is the owner in the middle of a step, or one that the owner may wait for."""
+        """Whether the caller is the owner's thread during a step, or a thread that the owner may wait for."""
         works = self._cache_io, self._compiler, self._prompts
         if any(work.is_current_thread for work in works):
             return True
@@ -194,15 +194,15 @@ class Loop:
         return self._thread is threading.current_thread()
 
     def check_wait(self) -> None:
-        """Raise an `InsideStepError` where the caller's thread would wait for itself."""
+        """Raise an `InsideStepError` if the caller's thread would wait for itself."""
         if self.is_inside:
             raise InsideStepError
 
     def call(self, command: Callable[[], T], now: Callable[[], T] | None = None) -> T:
-        """Do `command` between two runs and return what it returns. From any thread; waits. Raises as `check_open`.
+        """Do `command` between two runs and return its result. From any thread; waits. Raises as `check_open`.
 
-        Where the caller's thread must not wait, `command` is done later, and the answer is that of `now`, which only
-        looks; without `now` an `InsideStepError` is raised and nothing is done.
+        If the caller's thread must not wait, `command` is done later and the result is that of `now`, which changes
+        nothing. Without `now`, an `InsideStepError` is raised and nothing is done.
         """
         self.check_open()
         if now is not None and (self.is_inside or is_locked_here()):
@@ -218,9 +218,9 @@ class Loop:
         return asked.wait()
 
     def look(self, look: Callable[[], T]) -> T:
-        """Return what `look` finds between two runs, or at once where the caller's thread must not wait.
+        """Return the result of `look` between two runs, or at once if the caller's thread must not wait.
 
-        It must do no harm in the middle of a step. Raises as `check_open`.
+        `look` must do no harm during a step. Raises as `check_open`.
         """
         if self.is_inside or is_locked_here():
             self.check_open()
@@ -229,7 +229,7 @@ class Loop:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Be the owner in a block, in an engine without a thread; do what was posted before it and in it."""
+        """Be the owner for a block, in an engine without a thread. Do commands posted before the block and in it."""
         with HeldLogs(), self._turns.held():
             self._commands.do_all()
             try:
@@ -250,7 +250,7 @@ class Loop:
             if is_urgent:
                 self._backend.interrupt()
             if self._is_closed and not self.is_inside:
-                # it ended in between: no other thread will do the commands
+                # the owner has ended meanwhile: no other thread will do the commands
                 self._ended.wait()
                 with self._closing:
                     self._commands.do_all()
@@ -261,7 +261,7 @@ class Loop:
         self.hurry()
 
     def _resolve_prompts(self, command: Callable[[], object]) -> None:
-        """Have prompts taken that have become tokens: soon, where a slot is free for one."""
+        """Have tokenized prompts taken between two runs; interrupt the run if a slot is free."""
         self._commands.put(command)
         if self._batcher.occupancy().n_open_slots > self.n_entering:
             self.hurry()
@@ -289,7 +289,7 @@ class Loop:
         self.waiters.wait_for(lambda: self._is_closed or is_ready(), timeout)
 
     def _check_books(self) -> None:
-        """Check slots and cells while nothing is in flight; what is wrong is logged, and all slots are emptied."""
+        """Check the counts of slots and cells while nothing is in flight; if they are wrong, empty all slots."""
         if problem := self._batcher.imbalance():
             _log.write(logging.ERROR, "internal error, all slots are emptied: %s", problem)
             self._batcher.start_anew()
@@ -401,7 +401,7 @@ class Loop:
         """End every request, the thread and the backend. Twice is harmless; from any thread.
 
         Ctrl-C meanwhile is raised when that is done: the thread must not outlive its model, nor a process its threads.
-        In the middle of a step, as where the engine's last reference dies there, it is all done behind the step.
+        During a step, for example if the engine's last reference dies there, all of this is done after the step.
         """
         if os.getpid() != self._pid:
             return
@@ -426,7 +426,7 @@ class Loop:
         thread.join()
 
     def wait_for_end(self) -> None:
-        """Return when another thread, the owner, has ended every request. After closing."""
+        """Wait, after closing, until the owner's thread has ended every request."""
         if self._thread is not None and not self.is_inside:
             self._ended.wait()
 

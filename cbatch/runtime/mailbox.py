@@ -49,7 +49,7 @@ class Items:
         self._n_more_ends = 0
         """Ends to come besides one an item: a request with several choices ends once for each."""
         self._is_gathered = False
-        self._lock = threading.RLock()  # held briefly, and under no handler of a signal
+        self._lock = threading.RLock()  # held briefly; no signal handler runs meanwhile
         self._changed = threading.Condition(self._lock)
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts become tokens ahead of their turn, in threads of their own: the owner thread never waits for one."""
+"""Prompts are tokenized ahead of their turn in other threads, so that the owner thread never waits for one."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ if TYPE_CHECKING:
 Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 
 _N_LONG = 2**15
-"""Characters or tokens from which on a prompt is long: it takes some milliseconds."""
+"""Characters or tokens above which a prompt is long. Tokenizing it takes some milliseconds."""
 
 _GATHER_S = 0.004
-"""Prompts that become tokens within this time of the first are told together, so that they can share a step."""
+"""Prompts tokenized within this time of the first are given together, so that they can share a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPrompt:
-    """The tokens of a prompt."""
+    """The tokens found for a prompt."""
 
     tokens: Sequence[int]
     n_first: int = 0
-    """Tokens of the first message of a chat, where its window moves; 1 for a prompt that is no chat."""
+    """With a moving window: tokens of a chat's first message, 1 for other prompts."""
 
 
 class PromptTokenizer:
-    """Makes prompts tokens. From any thread."""
+    """Tokenizes prompts. From any thread."""
 
     def __init__(self, tokenize: Tokenize, n_window: int) -> None:
         self._tokenize, self._n_window = tokenize, n_window
 
     def tokenize(self, driver: SequenceDriver) -> bool:
-        """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done.
+        """Tokenize a sequence's prompt unless that was done; set the sequence's error if it fails.
 
-        Return False: when it returns nothing is left to wait for.
+        Return False, because nothing is left to wait for.
         """
         if not driver.is_tokenized:
             self.give(driver, self.find(driver.request))
         return False
 
     def find(self, request: Request) -> FoundPrompt | CBatchError:
-        """Return the tokens of a request's prompt, or why there are none."""
+        """Return the tokens of a request's prompt, or the error."""
         try:
             tokens = self._tokenize(request.prompt, request.options)
             return FoundPrompt(tokens, self._n_first(request, tokens))
@@ -69,7 +69,7 @@ class PromptTokenizer:
             return failure
 
     def give(self, driver: SequenceDriver, found: FoundPrompt | CBatchError) -> None:
-        """Give a sequence what was found for it; a prompt that does not fit becomes its error."""
+        """Give a sequence its tokens or error. A prompt that does not fit is an error, too."""
         if isinstance(found, CBatchError):
             driver.error = found
             return
@@ -88,19 +88,19 @@ class PromptTokenizer:
             return 1
         try:
             first = self._tokenize(replace(prompt, messages=prompt.messages[:1]), options)
-        except Exception:  # a template may refuse a lone message
+        except Exception:  # a template may refuse a single message
             return 1
         return max(1, n_common([*first], [*tokens]))
 
 
 class PromptLanes:
-    """Has the prompts of sequences made tokens: short ones in one thread, long ones in another, each in order.
+    """Tokenizes the prompts of sequences in order: short prompts in one thread, long ones in another.
 
-    Without threads it is done at once, by the thread that orders it.
+    Without threads, the caller of `order` tokenizes at once.
     """
 
     def __init__(self, prompts: PromptTokenizer, n_ahead: int, *, is_threaded: bool) -> None:
-        """Make lanes that order nothing before `begin`; `n_ahead` prompts are made tokens before a slot is free."""
+        """Make lanes, unused before `begin`. `n_ahead`: prompts that are tokenized before a slot is free."""
         self.n_ahead = n_ahead if is_threaded else 0
         self._prompts, self._is_threaded = prompts, is_threaded
         self._ordered: set[SequenceDriver] = set()
@@ -110,11 +110,11 @@ class PromptLanes:
         self._short, self._long = (_Lane(name, self._find) for name in names)
 
     def begin(self, post: Post, take: Callable[[SequenceDriver], object]) -> None:
-        """Have `take` called for each sequence whose prompt was made tokens or refused, by `post`: owner thread."""
+        """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
         self._post, self._take = post, take
 
     def order(self, driver: SequenceDriver) -> bool:
-        """Have a sequence's prompt made tokens, unless that was done or is under way; return whether it takes long.
+        """Have a sequence's prompt tokenized unless that is done or under way; return whether it takes long.
 
         From any thread.
         """
@@ -129,23 +129,23 @@ class PromptLanes:
         return is_long
 
     def order_first(self, drivers: Iterable[SequenceDriver], n_waiting: int) -> None:
-        """Order the prompts of newcomers, behind `n_waiting` others, that may soon have a slot. From any thread."""
+        """Order prompts of new sequences, behind `n_waiting` others, that may soon get a slot. From any thread."""
         for driver in drivers if self._is_threaded else ():
             if driver.is_early or n_waiting + len(self._ordered) < self.n_ahead:
                 self.order(driver)
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller's thread is one of these."""
+        """Whether the caller's thread tokenizes prompts."""
         return self._short.is_current or self._long.is_current
 
     def close(self) -> None:
-        """Return when the prompts under way are done; no others are begun."""
+        """Finish the prompts under way and begin no others."""
         self._short.close()
         self._long.close()
 
     def _find(self, drivers: Callable[[], SequenceDriver | None]) -> None:
-        """Find the tokens of what `drivers` gives, for a few milliseconds, and have them taken."""
+        """Tokenize the prompts of `drivers` for a few milliseconds, and have the tokens taken."""
         found: list[tuple[SequenceDriver, FoundPrompt | CBatchError]] = []
         until_s = monotonic() + _GATHER_S
         while monotonic() < until_s and (driver := drivers()) is not None:
@@ -165,7 +165,7 @@ class PromptLanes:
 
 
 class _Lane:
-    """Sequences whose prompts one thread makes tokens, in order."""
+    """Sequences whose prompts one thread tokenizes, in order."""
 
     def __init__(
         self, name: str, find: Callable[[Callable[[], SequenceDriver | None]], object]
@@ -180,7 +180,7 @@ class _Lane:
 
     def put(self, driver: SequenceDriver) -> None:
         self._todo.append(driver)
-        self._thread.do(self._work)  # finds nothing where earlier work has done it too
+        self._thread.do(self._work)  # finds nothing if earlier work has tokenized this prompt, too
 
     def close(self) -> None:
         self._is_closed = True
@@ -199,14 +199,14 @@ def _nowhere(command: Callable[[], object]) -> None:
 
 
 def _is_long(prompt: BatchPrompt) -> bool:
-    """Whether a prompt takes long to become tokens, or may: of a chat, its messages' texts."""
+    """Whether a prompt may take long to tokenize, by its length; of a chat, that of its messages."""
     if prompt.messages is not None:
         return sum(len(str(m.get("content", ""))) + _A_MESSAGE for m in prompt.messages) > _N_LONG
     return len(prompt.prompt or prompt.tokens or ()) > _N_LONG
 
 
 _A_MESSAGE = 64
-"""Characters that a message counts for, besides its text."""
+"""Characters that each message counts besides its text."""
 
 
 def tokenize(
@@ -215,8 +215,8 @@ def tokenize(
     """Return a prompt's tokens; computes nothing.
 
     Raises:
-        RequestFailedError: the template refuses it, or a token is unknown.
-        PromptTooLongError: its bytes alone are more than `n_window` tokens; it was not tokenized.
+        RequestFailedError: the template refuses the chat, or a token is unknown.
+        PromptTooLongError: the bytes alone exceed `n_window` tokens; the prompt was not tokenized.
     """
     if prompt.tokens is not None:
         check_in_vocab(prompt.tokens, vocab)

@@ -81,7 +81,7 @@ class Submitter:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._ids = Ids()
-        self._naming = threading.RLock()  # a finalizer may submit, too
+        self._naming = threading.RLock()  # reentrant: a finalizer may submit, too
         self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for the order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()

@@ -34,7 +34,7 @@ class LoopWaker:
         self._call_soon = call_soon
         self._events: deque[anyio.Event] = deque()
         self._is_asked = False
-        """Whether the loop was asked and has not begun. No lock: a finalizer may call this anywhere."""
+        """Whether a wake-up was asked for and has not begun. No lock: a finalizer may run anywhere."""
 
     @staticmethod
     def here() -> LoopWaker:
@@ -54,12 +54,14 @@ class LoopWaker:
         self._is_asked = True
         try:
             self._call_soon(self._set_all)
-        except RuntimeError:  # asyncio says so of a closed loop; trio's RunFinishedError is one
+        except (
+            RuntimeError
+        ):  # asyncio's error for a closed loop; trio's RunFinishedError is a subclass
             self._is_asked = False
             self._events.clear()
 
     def _set_all(self) -> None:
-        self._is_asked = False  # first: an event that comes from now on asks again
+        self._is_asked = False  # first: later events ask again
         while self._events:
             self._events.popleft().set()
 
@@ -100,9 +102,9 @@ class Readers:
         """Make one without readers.
 
         Args:
-            pump: that of `Mailbox`.
-            n_open: tells how many items have not ended.
-            check_thread: raises where the caller's thread would wait for itself.
+            pump: as in `Mailbox`.
+            n_open: returns how many items have not ended.
+            check_thread: raises if the caller's thread would wait for itself.
         """
         self._pump, self._n_open, self._check_thread = pump, n_open, check_thread
         self._threads = Sleepers()

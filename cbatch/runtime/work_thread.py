@@ -15,7 +15,7 @@ _LAST = 1_000
 
 
 class WorkThread:
-    """A thread that starts with the first work it is given; lower ranks are done first. Work comes from any thread.
+    """A thread that starts with its first work and does lower ranks first. Any thread may give work.
 
     Without a thread, and where none can be started, work is done at once by the thread that gives it.
     """
@@ -25,7 +25,7 @@ class WorkThread:
         self._work: PriorityQueue[tuple[int, int, Callable[[], object] | None]] = PriorityQueue()
         self._numbers = count()
         self._thread: threading.Thread | None = None
-        self._starting = threading.RLock()  # a handler of a signal may give work, too
+        self._starting = threading.RLock()  # reentrant: a signal handler may give work, too
 
     @property
     def is_current(self) -> bool:

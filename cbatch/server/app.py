@@ -1,4 +1,4 @@
-"""The application: routes, and errors that no endpoint has made."""
+"""The application: its routes, and errors outside of endpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def create_app(engine: Engine, **settings: Any) -> Starlette:
 
 @asynccontextmanager
 async def _lifespan(desk: Desk, app: Starlette) -> AsyncIterator[None]:
-    """Watch the engine; leave batches to the next server, where the application is told its end."""
+    """Watch the engine while the application runs; at its end, leave batches to the next server."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(desk.keep_asking)
         try:

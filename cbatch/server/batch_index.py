@@ -1,6 +1,6 @@
-"""The index of a server's files and batches, in SQLite: opened, mended where it is damaged, and read row by row.
+"""The index of a server's files and batches, in SQLite: opened, repaired if damaged, and read row by row.
 
-A row that cannot be read, such as one of a later version, stays where it is and is not shown.
+A row that cannot be read, such as one of a later version, stays in the index and is not listed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from cbatch.server.files_folder import FilesFolder
 
 Kind = Literal["batch", "msgbatch"]
-"""What ids of batches begin with: those over a file, in OpenAI's format, and those of messages, in Anthropic's."""
+"""Prefixes of batch ids: of batches over a file (OpenAI's format), and of message batches (Anthropic's)."""
 
 MESSAGES = "/v1/messages"
-"""The endpoint of batches of messages."""
+"""The endpoint of message batches."""
 
 _SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (
@@ -36,7 +36,7 @@ _SCHEMA = """
         bytes INTEGER NOT NULL,
         created_at INTEGER NOT NULL,
         expires_at INTEGER,
-        owner TEXT NOT NULL DEFAULT ''            -- who alone sees it: '' without a key
+        owner TEXT NOT NULL DEFAULT ''            -- the only owner who sees it: '' without a key
     );
     CREATE TABLE IF NOT EXISTS batches (
         place INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -64,24 +64,24 @@ _SHOWN = """
 """
 
 _ENDINGS = ("", "-wal", "-shm", "-journal")
-"""Of the names of SQLite's files."""
+"""Suffixes of SQLite's files."""
 
 _DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError, IsADirectoryError)
-"""What a file raises that is no index; the second where SQLite quotes it."""
+"""Errors of a file that is no index; the second comes when SQLite quotes its text."""
 
 _NOT_DAMAGED = ("locked", "full", "I/O", "unable to open")
-"""Words of SQLite's errors that say nothing of what a file holds."""
+"""Words of SQLite's errors that do not mean a damaged file."""
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 """Purposes of files."""
 
 ENDED = ("completed", "failed", "expired", "cancelled")
-"""Statuses of batches that change no more."""
+"""Final statuses of batches."""
 
 _STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *ENDED)
 
 _LAST_S = 253_402_300_799
-"""The end of the year 9999, the last one that a time in an answer can have."""
+"""The end of the year 9999, the latest time that an answer can have."""
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
@@ -92,12 +92,12 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "dict[str, Any] | None": (dict, NoneType),
     "list[dict[str, Any]]": (list,),
 }
-"""What a field may be, by its type in a class below."""
+"""Types that a value may have, by the field's type in a class below."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file, by the names of OpenAI's API."""
+    """A file, with the field names of OpenAI's API."""
 
     id: str
     name: str
@@ -123,7 +123,7 @@ class StoredFile:
 
 @dataclass(slots=True)
 class Batch:
-    """A batch, by the names of OpenAI's API; what begins with `kept_` is the server's own."""
+    """A batch, with the field names of OpenAI's API; fields that begin with `kept_` are the server's own."""
 
     id: str
     endpoint: str
@@ -149,15 +149,15 @@ class Batch:
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     kept_owner: str = ""
-    """What stands for the key that made it; empty without one."""
+    """The owner: a hash of the key that made it; "" without a key."""
     kept_ending: str = ""
-    """The status that a batch will have whose files are being made."""
+    """The status of the batch once its files are made."""
     kept_seconds: int | None = None
     """Seconds after which its files expire."""
     kept_engine: str = ""
-    """What its answers depend on besides their requests, once there may be some."""
+    """What its answers depend on besides the requests; set before the first answer."""
     kept_n_never_ran: int = 0
-    """Requests among the failed that never ran, once the batch has ended."""
+    """Failed requests that never ran, once the batch has ended."""
 
     @property
     def has_ended(self) -> bool:
@@ -166,7 +166,7 @@ class Batch:
 
     @property
     def is_of_messages(self) -> bool:
-        """Whether it was asked for, and is told, in Anthropic's format."""
+        """Whether its format is Anthropic's."""
         return self.endpoint == MESSAGES
 
     def as_json(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Batch:
 
 
 def file_of(row: tuple[Any, ...]) -> StoredFile:
-    """Return a file by its row, without the place. Raises a `ValueError` where it is none."""
+    """Return the file of a row without its place. Raises a `ValueError` if the row is none."""
     file = StoredFile(*row)
     _check_kinds(file)
     if not is_file_id(file.id):
@@ -192,7 +192,7 @@ def file_of(row: tuple[Any, ...]) -> StoredFile:
 
 
 def batch_of(row: tuple[Any, ...]) -> Batch:
-    """Return a batch by id, `is_ended` and fields of its row. Raises a `ValueError` where it is none."""
+    """Return the batch of a row: id, `is_ended` and fields. Raises a `ValueError` if the row is none."""
     id, is_ended, text = row
     try:
         batch = Batch(**json.loads(text))
@@ -222,12 +222,12 @@ def _check_kinds(value: StoredFile | Batch) -> None:
 
 
 def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[str, int]) -> None:
-    """Make `shown_files` and `shown_batches`, of the rows that can be served; note the others.
+    """Make the views `shown_files` and `shown_batches` of the rows that can be served; note the others.
 
     Args:
         db: of an index.
         folder: takes the notes.
-        sizes: of contents, by a file's id.
+        sizes: bytes of contents, by file id.
     """
     db.executescript(_SHOWN)
     bad: dict[str, list[str]] = {}
@@ -239,13 +239,13 @@ def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[st
             file = file_of((id, *row))
             if (size := sizes.get(file.id)) == file.bytes:
                 continue
-            why = "no content" if size is None else "a content of another size"
+            why = "no content" if size is None else "content of another size"
         except ValueError:
-            why = "a row of the index that cannot be read"
+            why = "an unreadable row in the index"
         db.execute(f"INSERT INTO hidden_{table} VALUES (?)", (place,))
         bad.setdefault(why, []).append(str(id))
     for why, ids in bad.items():
-        folder.note(f"not shown, for they have {why}", ids)
+        folder.note(f"not listed, because they have {why}", ids)
 
 
 def _rows(db: sqlite3.Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -269,14 +269,14 @@ def is_index(path: Path) -> bool:
 
 
 def open_index(folder: FilesFolder) -> sqlite3.Connection:
-    """Open a folder's index, or make it; one that is damaged, or of another version, is set aside for a new one.
+    """Open a folder's index, or make it. An index that is damaged or of another version is replaced and set aside.
 
     Raises:
         sqlite3.Error, OSError: another server has it open, or there is no room for a new one.
     """
     path = folder.index
     new = path.with_name(f"{path.name}.new")
-    if new.exists() and not path.exists():  # a kill came just before this
+    if new.exists() and not path.exists():  # the server was killed just before this
         new.rename(path)
     try:
         return _opened(path)
@@ -287,7 +287,7 @@ def open_index(folder: FilesFolder) -> sqlite3.Connection:
     folder.give_reserve()
     n_rows = _write_anew(new, path)
     folder.set_aside(
-        f"the index could not be used ({why}), {n_rows:,} rows of it could be read",
+        f"the index could not be used ({why}); {n_rows:,} of its rows were saved",
         *(place for ending in _ENDINGS if (place := path.with_name(path.name + ending)).exists()),
     )
     new.rename(path)
@@ -319,7 +319,7 @@ def _read_only(path: Path) -> sqlite3.Connection:
 def _opened(path: Path) -> sqlite3.Connection:
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size and not (path.exists() and path.stat().st_size):
-        raise sqlite3.DatabaseError("it is gone, its log is there")
+        raise sqlite3.DatabaseError("the index is missing, but its log exists")
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     db = _connected(path)
     try:
@@ -338,7 +338,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         with closing(_connected(":memory:")) as usual:
             usual.executescript(_SCHEMA)
             if _form(db) != _form(usual):
-                raise sqlite3.DatabaseError("it is of another version of cbatch")
+                raise sqlite3.DatabaseError("another version of cbatch made it")
     except BaseException:
         db.close()
         raise
@@ -354,7 +354,7 @@ def _form(db: sqlite3.Connection) -> dict[str, dict[str, tuple[Any, ...]]]:
 
 
 def _write_anew(new: Path, old: Path) -> int:
-    """Make an index of the rows of another that can be read; return how many these are."""
+    """Make an index of the readable rows of another one; return their number."""
     new.unlink(missing_ok=True)
     os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     n_rows = 0
@@ -369,9 +369,9 @@ def _write_anew(new: Path, old: Path) -> int:
 
 
 def _salvaged(path: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """Yield the rows of an index that can be read, from both ends of each table: table, columns, values."""
+    """Yield the readable rows of an index, from both ends of each table: table, columns, values."""
     if not path.is_file() or not path.stat().st_size:
-        return  # SQLite would remove a log beside it
+        return  # SQLite would remove its log
     with suppress(*_DAMAGE), closing(_read_only(path)) as db:
         for table, columns in _COLUMNS.items():
             seen = set[Any]()

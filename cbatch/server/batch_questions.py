@@ -63,13 +63,13 @@ class LineQuestion:
 
 
 def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
-    """Return what reads the bodies of a batch.
+    """Return the function that reads the bodies of a batch.
 
     Args:
-        batch: whose endpoint is one of `CALLS`, or that of messages.
+        batch: its endpoint is one of `CALLS`, or that of messages.
         settings: of the server.
-        model: what answers call the model where a line names none.
-        engine: what answers; names of its adapters select one.
+        model: name of the model in answers to lines that name none.
+        engine: answers the requests; `model` may name one of its adapters.
     """
     endpoint, facts = batch.endpoint, engine.model_facts
     call_of = _OF_ALL[endpoint]
@@ -115,11 +115,11 @@ def usage_of(answers: Path) -> dict[str, Any]:
 
 
 def _check_numbers(body: dict[str, Any]) -> None:
-    """Refuse numbers that JSON does not have, which files may: an answer could not repeat them."""
+    """Refuse numbers that JSON does not have: a file may contain them, but an answer could not repeat them."""
     try:
         dumps(body)
     except ValueError:
-        words = "the body has NaN, Infinity, or a number that is too large"
+        words = "the body has NaN, Infinity, or a number above 1.79e308"
         raise bad_request(words, code="invalid_json") from None
 
 

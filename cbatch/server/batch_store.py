@@ -1,7 +1,7 @@
 """Files and batches on disk: a folder with an index in SQLite, and the content of each file beside it.
 
-Ids come from here and are looked up in the index: no text of a client becomes a path. A content without a row is given
-one, for the index may be older than it, or new.
+Ids are made here and looked up in the index: no text of a client becomes a path. Content without a row gets one,
+because the index may be older than the content, or new.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _FILE = "id, name, purpose, bytes, created_at, expires_at"
 _BATCH = "id, is_ended, fields"
 
 _IS_SEEN = "(? IS NULL OR owner = ?)"
-"""What a viewer sees, by two values that are alike: what is the viewer's own; None sees all."""
+"""Condition for the rows that a viewer sees: the viewer's own, or all for None. Takes the viewer twice."""
 
 _ANSWER = b'{"id": "batch_req_'
-"""What files of answers begin with."""
+"""Prefixes of the names of files of answers."""
 
 
 def default_folder(port: int, socket_path: Path | None) -> Path:
@@ -75,7 +75,7 @@ class BatchStore:
             clock: seconds since 1970.
 
         Raises:
-            ConfigError: another server has it open, it is somebody else's, or it cannot be written.
+            ConfigError: another server has it open, cbatch did not make it, or it cannot be written.
         """
         self._n_bytes_max, self._clock = n_bytes_max, clock
         self._lock = threading.RLock()
@@ -102,11 +102,11 @@ class BatchStore:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was wrong with the folder when it was opened."""
+        """Problems of the folder, found when it was opened."""
         return self._folder.notes
 
     def _tidy(self) -> None:
-        """Enter contents without a row, and remove what has expired or ended, once it is known what can be served."""
+        """List contents that have no row; remove expired files and the work of ended batches."""
         contents = self._folder.contents()
         hide_bad_rows(self._db, self._folder, {id: s.st_size for id, s in contents.items()})
         unfinished = self.unfinished()
@@ -120,15 +120,15 @@ class BatchStore:
         for id in found & ended:
             self._folder.remove_work(id)
         if lost := [self._folder.work / id for id in found - batches]:
-            with self._told("some batches that the index does not know stay in work"):
-                self._folder.set_aside("batches that the index does not know", *lost)
+            with self._told("some batches missing from the index stay in work/"):
+                self._folder.set_aside("batches missing from the index", *lost)
 
     def _enter(self, contents: Mapping[str, os.stat_result]) -> None:
-        """Give contents a row, the oldest first."""
+        """Give contents rows, the oldest first."""
         if not contents:
             return
-        self._folder.note("files that the index did not know are entered by their ids", contents)
-        with self._told("some of them are not shown"):
+        self._folder.note("files missing from the index are listed again by their ids", contents)
+        with self._told("some of them are not listed"):
             for id, found in sorted(contents.items(), key=lambda each: each[1].st_mtime):
                 with (self._folder.content / id).open("rb") as file:
                     is_output = file.read(len(_ANSWER)) == _ANSWER
@@ -138,7 +138,7 @@ class BatchStore:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Note that something could not be done as the server starts."""
+        """Note it if the block fails as the server starts."""
         try:
             yield
         except (OSError, sqlite3.OperationalError) as error:
@@ -151,7 +151,7 @@ class BatchStore:
         return self._folder.content / file.id
 
     def file(self, id: str, viewer: str | None) -> StoredFile:
-        """Return a file. Raises a `HttpProblemError` where the viewer has none of this id."""
+        """Return a file. Raises a `HttpProblemError` if the viewer has no file with this id."""
         query = f"SELECT {_FILE} FROM shown_files WHERE id = ? AND {_IS_SEEN}"
         row = self._row(query, id, viewer, viewer)
         if row is None or self._has_expired(found := StoredFile(*row)):
@@ -167,7 +167,7 @@ class BatchStore:
         is_newest_first: bool,
         purpose: str | None,
     ) -> tuple[list[StoredFile], bool]:
-        """Return a viewer's files behind the one with the id `after`, and whether there are more."""
+        """Return a viewer's files that follow the file `after`, and whether there are more."""
         place = self._place("files", "File", after, viewer)
         order, compare = ("DESC", "<") if is_newest_first else ("ASC", ">")
         now = int(self._clock())
@@ -225,20 +225,20 @@ class BatchStore:
         """Enter the answers of a batch as a file of this id; the same call again changes nothing."""
         place = self._folder.content / id
         if self._row("SELECT id FROM files WHERE id = ?", id) is None:
-            place.unlink(missing_ok=True)  # a copy that was made before there were more answers
+            place.unlink(missing_ok=True)  # an older copy, with fewer answers
         _link(source, place)
         sync_folder(self._folder.content)
         return self.put_file(id, name, BATCH_OUTPUT, place.stat().st_size, seconds, owner)
 
     def delete_file(self, id: str, viewer: str | None) -> None:
-        """Remove a file, also where the disk is full. Raises a `HttpProblemError` where the viewer has none."""
+        """Remove a file, even if the disk is full. Raises a `HttpProblemError` if the viewer has no such file."""
         self._remove(self.file(id, viewer))
         self._folder.take_reserve()
 
     def _remove(self, file: StoredFile) -> None:
-        """Remove a content, and then its row: a full disk has room for that then, and a kill leaves no content."""
+        """Remove the content, then the row: a full disk then has room for the change, and a kill leaves no content."""
         self.path_of(file).unlink(missing_ok=True)
-        with suppress(OSError):  # not every file system can
+        with suppress(OSError):  # not every file system can do this
             sync_folder(self._folder.content)
         self._drop("files", file.id)
 
@@ -304,7 +304,7 @@ class BatchStore:
             self._folder.take_reserve()
 
     def batch(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
-        """Return a batch. Raises a `HttpProblemError` where the viewer has none of this kind."""
+        """Return a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
         query = f"SELECT {_BATCH} FROM shown_batches WHERE id = ? AND {_IS_SEEN}"
         row = self._row(query, id, viewer, viewer)
         if row is None or not id.startswith(f"{kind}_"):
@@ -322,7 +322,7 @@ class BatchStore:
         """Return a viewer's batches, the newest first, and whether there are more.
 
         Args:
-            viewer: who sees no others.
+            viewer: the owner of the batches.
             after: the id of the one that they follow.
             limit: most batches.
             kind: of batches.
@@ -362,7 +362,7 @@ class BatchStore:
             return self._db.execute(query, values).fetchall()
 
     def _write(self, query: str, *values: object) -> None:
-        """Change the index; on a full disk with the reserve, and the room that the index's own log takes."""
+        """Change the index. On a full disk, first free the reserve and the room of the index's log."""
         with self._lock:
             try:
                 self._db.execute(query, values)
@@ -375,7 +375,7 @@ class BatchStore:
                 self._db.execute(query, values)
 
     def _drop(self, table: str, id: str) -> None:
-        """Remove a row; where there is no room even for that, hide it until the next start."""
+        """Remove a row. If the disk has no room even for that, hide the row until the next start."""
         try:
             self._write(f"DELETE FROM {table} WHERE id = ?", id)
         except sqlite3.OperationalError as error:
@@ -388,7 +388,7 @@ class BatchStore:
                 self._db.execute(query, (id,))
 
     def _place(self, table: str, what: str, id: str | None, viewer: str) -> int | None:
-        """Return where the row with an id is; None for None. Raises where the viewer has none of it."""
+        """Return the place of the row with an id; None for None. Raises if the viewer has no such row."""
         if id is None:
             return None
         query = f"SELECT place FROM shown_{table} WHERE id = ? AND {_IS_SEEN}"
@@ -399,7 +399,7 @@ class BatchStore:
 
 
 class Arriving:
-    """A file that is being written, under a name that tells it from one that is whole."""
+    """A file being written, under a name that marks it as incomplete."""
 
     def __init__(self, store: BatchStore, path: Path) -> None:
         self._store, self._whole = store, path

@@ -57,14 +57,14 @@ CLOSE_S = 20.0
 _AGAIN_S = 15.0
 """Seconds until a run is tried again that a full disk, or `cancel_all`, has ended."""
 
-_FULL = "the server's disk is full: the batch goes on when there is room"
+_FULL = "the server's disk is full: the batch continues when there is room"
 _OTHER_ENGINE = (
-    "it was begun with another model or other options, and goes on when these are served"
+    "the batch was begun with another model or other options, and continues when these are served"
 )
-"""Why batches wait."""
+"""Reasons for which batches wait."""
 
 _PASSING = (ModelLoadError, OutputError, OSError, RequestCancelledError, sqlite3.OperationalError)
-"""What holds a batch up, but not for ever: a model file that is not there now, a full disk."""
+"""Errors that make a batch wait and may pass: a missing model file, a full disk."""
 
 _NEVER_RAN = {
     "expired": (
@@ -87,7 +87,7 @@ class _Job:
     is_checked: bool = False
     """Whether it may run when its turn comes."""
     wait: dict[str, Any] | None = None
-    """Why it does not go on now, as one of a batch's errors."""
+    """Why the batch waits now, as one of its errors."""
 
     def stop(self) -> None:
         """Begin no more lines."""
@@ -159,7 +159,7 @@ class Batches:
         return told
 
     def get(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
-        """Return a copy of a batch. Raises a `HttpProblemError` where the viewer sees none of this kind."""
+        """Return a copy of a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
         with self._changed:
             return self._told(self.store.batch(id, viewer, kind))
 
@@ -269,8 +269,10 @@ class Batches:
             with suppress(Exception):  # what is there is not lost
                 self._publish(job.batch)
             problem = _problem("internal_error", "an internal error")
-            if isinstance(error, ConfigError):  # it names places that are the server's alone
-                problem = _problem("storage_changed", "its files were changed or removed here")
+            if isinstance(error, ConfigError):  # its message names paths of the server
+                problem = _problem(
+                    "storage_changed", "the batch's files were changed or removed on the server"
+                )
             with suppress(OSError, sqlite3.Error):  # then the next server finds out
                 self._fail(job, [problem])
         finally:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _log = Log("cbatch.server")
 
 _OF_CELLS = ("cache_key", "save_cache", "cache_required")
-"""Options of cells on disk."""
+"""Options that use cells on disk."""
 
 
 class StreamEncoder(Protocol):
@@ -72,17 +72,17 @@ class Call(ABC):
         self._defaults: tuple[RunOptions, Mapping[str, float]] = NO_OPTIONS, {}
 
     def see_client(self, owner: str, settings: ServerSettings) -> None:
-        """See who asks, before anything runs: cells on disk have keys in a namespace of the client's own.
+        """Put the call's cache key into the namespace of its owner. Before anything runs.
 
         Raises:
-            HttpProblemError: the server lets no client keep cells, or the key is missing or too long.
+            HttpProblemError: the server saves no cells for clients, or the key is missing or too long.
         """
         options = self.asked.options
         named = [name for name in _OF_CELLS if getattr(options, name)]
         if not named:
             return
         if not settings.allow_cache_keys:
-            raise refused(named[0], "the server keeps cells with --allow-cache-keys alone")
+            raise refused(named[0], "the server was started without --allow-cache-keys")
         space, key = f"{owner or 'keyless'}/", options.cache_key
         if key is None:
             raise bad_request(f"{named[0]} needs a cache_key in the same request", named[0])

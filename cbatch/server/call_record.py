@@ -22,7 +22,7 @@ class CallRecord:
     route: str = OTHER
     """The path that an endpoint answers, without `/v1` and with names for what varies."""
     owner: str = ""
-    """What stands for its key: files, batches and cells on disk belong to it; empty without a key."""
+    """A hash of the API key, which owns files, batches and cells on disk; "" without a key."""
     status: int | None = None
     """The status that was sent, or 499 where the client has left before."""
     span: Span | None = None

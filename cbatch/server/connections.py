@@ -31,7 +31,7 @@ _SURPLUS_S = 1.0
 """Seconds for a header over a connection above the limit, so that a question for health finds room. Our choice."""
 
 _N_FRAMING_PER_BYTE = 8
-"""Most bytes beside a body for each of its bytes, above those of a header: chunks of one byte have five."""
+"""Bytes of framing allowed per byte of body, besides those of a header: a chunk of one byte has five."""
 
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
@@ -72,7 +72,7 @@ class GuardedProtocol(_Parser):
         self._header_s = limits.header_timeout_s
         self._n_header_bytes = self._n_unsent = 0
         self._n_framing = 0
-        """Bytes of the newest request that are no body, less those that its body allows."""
+        """Framing bytes of the newest request, less those that its body allows."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -128,7 +128,7 @@ class GuardedProtocol(_Parser):
             n_new = len(cycle.body) - n_body
             self._n_framing += len(data) - n_new - _N_FRAMING_PER_BYTE * n_new
             if self._n_framing > 2 * self._limits.n_header_bytes and not self._is_between:
-                self._refuse(HTTPStatus.BAD_REQUEST, "it has too much beside its body")
+                self._refuse(HTTPStatus.BAD_REQUEST, "chunk extensions and trailers are too large")
                 return
         if not self._is_between:
             self._forget_header()
@@ -138,7 +138,7 @@ class GuardedProtocol(_Parser):
             self._n_header_bytes += len(data)
 
     def on_headers_complete(self) -> None:
-        """Begin a request; httptools calls this, and gives trailers as further headers, which are dropped."""
+        """Begin a request. Called by httptools, which adds trailers to the headers later: these are dropped."""
         super().on_headers_complete()  # type: ignore[misc]
         self.headers = []
 

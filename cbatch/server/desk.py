@@ -49,7 +49,7 @@ _RETRY_S = 60
 """Most seconds that a client is told to wait: our choice; clients of OpenAI and Anthropic obey up to 120."""
 
 _ASK_S = 5.0
-"""Seconds between questions how the engine gets on. Our choice."""
+"""Seconds between two questions about the engine's progress. Our choice."""
 
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("cbatch.server.threads")
 
@@ -116,7 +116,7 @@ class Desk:
         self._visits: dict[int, Visit] = {}
         self._n_in_flight = 0
         self._n_questions = 0
-        """Questions of clients that the engine has not answered."""
+        """Number of clients' questions that the engine has not answered."""
         self._sizes: Sizes | None = None
         self.pulse = Pulse(engine, clock, lambda: self.n_open)
         self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
@@ -140,20 +140,20 @@ class Desk:
             self.batches.close(within_s)
 
     def drain(self) -> None:
-        """Refuse new calls from now on. From any thread or handler of a signal."""
+        """Refuse new calls from now on. From any thread or signal handler."""
         self.is_draining = True
 
     async def keep_asking(self) -> None:
-        """Ask how the engine gets on now and then, so that its silence is known when somebody asks for its health."""
+        """Ask the engine for its progress now and then, so that `health` knows for how long it has been silent."""
         while True:
             await anyio.sleep(_ASK_S)
             await self.pulse.ask()
 
     async def ask(self, question: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Return what a question to the engine returns, put in a thread.
+        """Ask the engine something, in a thread, and return the answer.
 
         Raises:
-            HttpProblemError: nobody is there to answer.
+            HttpProblemError: no worker can be started.
         """
         self._check_engine()
         self._n_questions += 1
@@ -163,7 +163,7 @@ class Desk:
             self._n_questions -= 1
 
     def _check_engine(self) -> None:
-        """Raise a `HttpProblemError` where no worker could be started; while the first one is being, calls wait."""
+        """Raise a `HttpProblemError` if starting a worker has failed. During the first start, calls wait."""
         outage = self.engine.outage
         if outage is not None and outage.retry_s is not None and outage.has_failed:
             raise no_worker(outage.retry_s)
@@ -305,10 +305,10 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What `/health` says of the engine."""
+    """The answer of `/health`."""
 
     status: Literal["ok", "busy", "replacing", "stalled", "failed", "stopping"]
     problem: str = ""
-    """Why it cannot serve now; "" where it can."""
+    """Why the engine cannot serve now; "" if it can."""
     retry_s: int = 1
-    """Seconds after which asking again is worth it."""
+    """Seconds after which a client may ask again."""

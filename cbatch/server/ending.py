@@ -1,4 +1,4 @@
-"""When a server is to end, and what ends it where it does not end by itself."""
+"""When a server must end, and what ends it if it does not end by itself."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _LAST_S = 1.5
-"""Seconds from the end of the grace to the end of the process, whatever still runs then. Our choice."""
+"""Seconds from the end of the grace period to the end of the process, whatever still runs. Our choice."""
 
 _LEAST_S = 0.5
-"""Seconds that each part of the server has to end, also where no grace is left. Our choice."""
+"""Seconds that each part of the server has to end, even if no grace is left. Our choice."""
 
 
 class Ending:
-    """The end of a server: a signal begins it, the end of the grace or a further signal is its last moment.
+    """The end of a server: a signal begins it; the end of the grace period, or a second signal, is its last moment.
 
-    What still runs at the last moment is given up (see `over`), and the process ends soon after.
+    At the last moment running work is given up, and the process ends soon after.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Ending:
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        """Make one; `leave` ends the process where nothing else does, with an exit code as a shell has of signals."""
+        """Make one. `leave` ends the process if nothing else does; its exit code is 128 plus the signal's number."""
         self._grace_s, self._clock, self._leave = grace_s, clock, leave
         self._ends_s: float | None = None
         self._number = int(signal.SIGTERM)
@@ -46,11 +46,11 @@ class Ending:
         self._on_over: Callable[[], object] = bool
         self._changed = Sleepers()
 
-    # ---- what the server asks ----
+    # ---- for the server ----
 
     @property
     def has_begun(self) -> bool:
-        """Whether the server is to take no new calls and end."""
+        """Whether the server refuses new calls and ends."""
         return self._ends_s is not None
 
     @property
@@ -59,15 +59,15 @@ class Ending:
         return self._ends_s is not None and self._clock() >= self._ends_s
 
     def left_s(self, most_s: float) -> float:
-        """Return the seconds that a part of the server has to end: at most `most_s`, and the rest of the grace."""
+        """Return the seconds that a part of the server has to end: the rest of the grace period, at most `most_s`."""
         left_s = 0.0 if self._ends_s is None else self._ends_s - self._clock()
         return most_s if self._ends_s is None else min(most_s, max(_LEAST_S, left_s))
 
     def begin(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
-        """Begin the end, or where it has begun, end at once; as a handler of signals, too.
+        """Begin the end; if it has begun, end at once. Also a signal handler.
 
         Raises:
-            KeyboardInterrupt, SystemExit: there are no calls yet, so that the grace is for nothing.
+            KeyboardInterrupt, SystemExit: no calls are served yet, so no grace period is needed.
         """
         now, is_first = self._clock(), self._ends_s is None
         has_grace = is_first and self._is_serving
@@ -81,9 +81,9 @@ class Ending:
 
     @contextmanager
     def on_signals(self) -> Iterator[Ending]:
-        """Have SIGTERM, Ctrl-C and SIGHUP, which a closed terminal sends, begin the end; but one that is ignored.
+        """Let SIGTERM, Ctrl-C and SIGHUP (a closed terminal) begin the end, except a signal that is ignored.
 
-        Once the end has begun, the process is to end after the block, and further signals are ignored there.
+        Once the end has begun, the process must end after the block, and further signals are ignored there.
         """
         before = {number: signal.getsignal(number) for number in _NUMBERS}
         for number, handler in before.items():
@@ -95,24 +95,24 @@ class Ending:
         finally:
             self._is_done = True
             self._changed.wake()
-            for number, handler in before.items():  # a late signal ends no process that is ending
+            for number, handler in before.items():  # a late signal must not break off the end
                 signal.signal(number, signal.SIG_IGN if self.has_begun else handler)
 
     @contextmanager
     def serving(
         self, on_begin: Callable[[], object], on_over: Callable[[], object]
     ) -> Iterator[None]:
-        """Give calls within the block, and what follows it, the grace.
+        """Give calls in the block, and the work after it, the grace period.
 
         Args:
-            on_begin: called as the end begins, in a handler of signals.
-            on_over: called when the grace is over, in a thread of its own.
+            on_begin: called when the end begins, in a signal handler.
+            on_over: called when the grace period is over, in a thread of its own.
         """
         self._on_begin, self._on_over, self._is_serving = on_begin, on_over, True
         yield
 
     def _watch(self) -> None:
-        """Give up what still runs at the last moment, and end the process where that does not."""
+        """At the last moment, give up running work; then end the process if it still runs."""
         self._changed.wait_for(lambda: self._is_done or self.has_begun)
         while not (self._is_done or self.is_over):
             self._changed.wait_for(

@@ -52,7 +52,7 @@ class Exchange:
 
     @property
     def owner(self) -> str:
-        """What stands for the request's key; empty without one."""
+        """A hash of the request's API key; "" without a key."""
         return self.record.owner
 
     # ---- the request ----

@@ -1,7 +1,7 @@
-"""The folder of a server's files and batches: whose it is, and which names in it are the server's.
+"""The folder of a server's files and batches: who made it, and which names in it are the server's.
 
-Only files with these names are removed, and only where what they are is known beyond the index. All else stays where it
-is, or is moved to a folder below this one.
+Only files with these names are removed, and never by the word of the index alone. All other files stay where they
+are, or are moved to a folder below this one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARKER = "CBATCH_FILES"
 _ABOUT = b"cbatch serve keeps files and batches in this folder. Without this file it refuses the folder.\n"
 
 _NOBODYS = frozenset({"lost+found"})
-"""What a folder may hold and still be empty: a new file system has it."""
+"""Names that an empty folder may hold: a new file system has them."""
 
 _FILE = re.compile(r"file-[0-9a-f]{24}")
 _BATCH = re.compile(r"(batch|msgbatch)_[0-9a-f]{24}")
@@ -43,9 +43,9 @@ _OF_BATCH = re.compile(
 
 _PRIVATE = 0o700
 _N_RESERVE = 2**20
-"""Bytes kept back for changes of the index on a full disk: our choice; removing a file writes some 20 KiB."""
+"""Bytes reserved for changes of the index on a full disk. Our choice: removing a file writes some 20 KiB."""
 _N_NAMED = 5
-"""Most names in a warning: our choice."""
+"""Most names in a warning. Our choice."""
 
 
 def is_file_id(id: object) -> bool:
@@ -59,7 +59,7 @@ def is_batch_id(id: object) -> bool:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, is that of a disk that is full."""
+    """Whether an error, or one of its causes, means that the disk is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, sqlite3.OperationalError):
@@ -68,22 +68,22 @@ def is_full(error: BaseException | None) -> bool:
 
 
 class FilesFolder:
-    """One folder, which one server at a time has open."""
+    """One folder, open in one server at a time."""
 
     def __init__(self, path: Path, is_index: Callable[[Path], bool]) -> None:
         """Open the folder, or make it.
 
         Args:
             path: private to the user where it is new; so are all folders below it.
-            is_index: tells whether a file is an index; that of an earlier version has no marker beside it.
+            is_index: tells whether a file is an index. An index of an earlier version has no marker file beside it.
 
         Raises:
-            ConfigError: another server has it open, or it holds what no server has put there.
+            ConfigError: another server has it open, or cbatch did not make it.
             OSError: it cannot be written.
         """
         self.path = path
         self.notes: list[str] = []
-        """What was found to be wrong, for who runs the server."""
+        """Problems found, for the operator of the server."""
         self.index, self.content, self.work = (
             path / name for name in ("index.sqlite3", "content", "work")
         )
@@ -103,14 +103,14 @@ class FilesFolder:
             raise
 
     def _claim(self, is_index: Callable[[Path], bool]) -> None:
-        """Mark an empty folder, and one of an earlier version; refuse others that have no marker."""
+        """Mark an empty folder, or one of an earlier version; refuse others without a marker."""
         marker = self.path / _MARKER
         if not marker.exists():
             is_ours = self.index.is_file() and is_index(self.index)
             if not is_ours and not _NOBODYS.issuperset(os.listdir(self.path)):
                 raise ConfigError(
-                    f"files_dir={self.path}: the folder is not empty and has no file {_MARKER}, which marks folders of "
-                    "cbatch serve: give a new or empty folder; if cbatch serve has made this one, mark it: touch "
+                    f"files_dir={self.path}: the folder is not empty and lacks the file {_MARKER}, which marks "
+                    "folders of cbatch serve: give a new or empty folder; if cbatch serve made this one, run: touch "
                     + shlex.quote(str(marker))
                 )
         self._marker = open(marker, "ab", 0, opener=_private)  # noqa: SIM115  # until `close`
@@ -127,11 +127,11 @@ class FilesFolder:
             pass  # not every file system has locks; that of the index is left
 
     def close(self) -> None:
-        """Let other servers in. Twice is harmless."""
+        """Let other servers open the folder. Twice is harmless."""
         self._marker.close()
 
     def note(self, text: str, names: Iterable[str] = ()) -> None:
-        """Say what is wrong, with the first of some names."""
+        """Note a problem, with the first of some names."""
         said = sorted(names)
         more = f" and {len(said) - _N_NAMED:,} more" if len(said) > _N_NAMED else ""
         listed = f": {', '.join(said[:_N_NAMED])}{more}" if said else ""
@@ -141,13 +141,15 @@ class FilesFolder:
     # ---- the reserve ----
 
     def take_reserve(self) -> bool:
-        """Keep some bytes of the disk back; return whether it is not full."""
+        """Reserve some bytes of the disk; return whether there was room."""
         with self._reserving:
             if self._has_reserve:
                 return True
             try:
                 with open(self._reserve, "xb", opener=_private) as file:
-                    file.write(os.urandom(_N_RESERVE))  # which no file system makes smaller
+                    file.write(
+                        os.urandom(_N_RESERVE)
+                    )  # random, so that no file system compresses it
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -157,7 +159,7 @@ class FilesFolder:
             return True
 
     def give_reserve(self) -> None:
-        """Let changes of the index have what was kept back."""
+        """Free the reserved bytes for changes of the index."""
         with self._reserving:
             self._drop_reserve()
 
@@ -166,10 +168,10 @@ class FilesFolder:
         with suppress(OSError):
             self._reserve.unlink()
 
-    # ---- what is in it ----
+    # ---- contents ----
 
     def contents(self) -> dict[str, os.stat_result]:
-        """Return the contents of files by id; parts of uploads that a kill broke off are removed."""
+        """Return the contents of files by id; remove parts of uploads that a kill broke off."""
         found, strangers = {}, []
         for entry in os.scandir(self.content):
             if not entry.is_file(follow_symlinks=False):
@@ -181,7 +183,7 @@ class FilesFolder:
             else:
                 strangers.append(f"content/{entry.name}")
         if strangers:
-            self.note("not of cbatch, and left alone", strangers)
+            self.note("not made by cbatch, left alone", strangers)
         return found
 
     def worked_on(self) -> set[str]:
@@ -193,11 +195,11 @@ class FilesFolder:
             else:
                 strangers.append(f"work/{entry.name}")
         if strangers:
-            self.note("not of cbatch, and left alone", strangers)
+            self.note("not made by cbatch, left alone", strangers)
         return found
 
     def remove_work(self, id: str) -> None:
-        """Remove the files of a batch that has run, and its folder where nothing else is in it."""
+        """Remove the files of a batch that has run, and its folder if nothing else is in it."""
         folder = self.work / id
         with suppress(OSError):
             names = [] if folder.is_symlink() else os.listdir(folder)
@@ -206,10 +208,10 @@ class FilesFolder:
             folder.rmdir()
 
     def set_aside(self, why: str, *places: Path) -> None:
-        """Move what cannot be used to a new folder below `aside`.
+        """Move unusable files to a new folder below `aside`.
 
         Raises:
-            OSError: it cannot be moved.
+            OSError: they cannot be moved.
         """
         aside, now = self.path / "aside", time.strftime("%Y-%m-%d")
         aside.mkdir(_PRIVATE, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Who may call: who has a key; without keys, who names the server rightly and is no page from elsewhere."""
+"""Who may call: clients with a key; without keys, requests with an allowed `Host` and no foreign origin."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 _log = Log("cbatch.server")
 
 _POLL, _POLLED = b"x-cbatch-poll", ("/slots", "/metrics")
-"""The header of the page's questions of each second, and their routes: they are no request that somebody made."""
+"""The header of the page's polls, one a second, and their routes. Polls are not counted as requests."""
 
 _OPEN_PATHS = ("/health", "/v1/health")
-"""What needs no key, and is answered over any connection."""
+"""Paths that need no key and are answered over any connection."""
 
 _READING = ("GET", "HEAD")
-"""Methods that change nothing: a page from elsewhere cannot read their answers either."""
+"""Methods that change nothing. Browsers hide their answers from pages of other origins."""
 
 
 class Gate:
-    """Gives each request its id, logs and counts it, and lets in who may call."""
+    """Gives each request its id, logs and counts it, and admits or refuses it."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, keyless: AbstractSet[str], meters: Meters
@@ -73,9 +73,9 @@ class Gate:
             self._note(scope, record)
 
     def _note(self, scope: Scope, record: CallRecord) -> None:
-        """Log and count a request that has ended; an error without an answer is a 500, sent further out.
+        """Log and count a request that has ended. An error without an answer counts as 500, which an outer layer sends.
 
-        A poll of the page is not counted, and logged where the level is DEBUG.
+        A poll of the page is not counted, and is logged at DEBUG.
         """
         status = record.status or 500
         is_poll = record.route in _POLLED and any(name == _POLL for name, _ in scope["headers"])
@@ -94,11 +94,11 @@ class Gate:
             )
 
     def _refusal(self, scope: Scope, record: CallRecord) -> HttpProblemError | None:
-        """Return why a request may not enter; note the owner of one that may."""
+        """Return why a request is refused, or None; note the owner of an admitted one."""
         if (why := _unclear(scope)) is not None:
             headers = {"connection": "close"}
             return HttpProblemError(
-                400, f"this is no request: {why}", "invalid_http", headers=headers
+                400, f"the HTTP request is invalid: {why}", "invalid_http", headers=headers
             )
         path = _path_in(scope)
         if scope["method"] == "OPTIONS" or path in _OPEN_PATHS:
@@ -110,7 +110,9 @@ class Gate:
         owner = self._owner(scope)
         if owner is None and path not in self._keyless:
             headers = {"www-authenticate": "Bearer"}
-            message = "a valid API key is needed"
+            message = (
+                "a valid API key is required: send it as Authorization: Bearer KEY or x-api-key"
+            )
             return HttpProblemError(401, message, "invalid_api_key", headers=headers)
         record.owner = owner or ""
         return None
@@ -118,7 +120,7 @@ class Gate:
     def _owner(self, scope: Scope) -> str | None:
         """Return the owner that a request's key stands for; None without a valid key."""
         given = [_digest(key) for key in _keys_in(scope)]
-        # every pair is compared, so that time says nothing
+        # every pair is compared, so that the time reveals nothing
         found = [owner for a in given for b, owner in self._owners if hmac.compare_digest(a, b)]
         return found[0] if found else None
 
@@ -130,7 +132,7 @@ def _path_in(scope: Scope) -> str:
 
 
 def owner_of(key: bytes) -> str:
-    """Return what stands for a key's owner, on disk too: nobody gets the key from it."""
+    """Return the name of a key's owner, also on disk: a hash, from which nobody gets the key."""
     return hashlib.sha256(b"cbatch: owner of files and cells\0" + key).hexdigest()[:32]
 
 
@@ -149,11 +151,11 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-# ---- requests that a proxy may have read otherwise ----
+# ---- requests that a proxy may read differently ----
 
 
 def _unclear(scope: Scope) -> str | None:
-    """Return why the length or the host of a request is not clear; parsers differ in what they let pass.
+    """Return why the length or host of a request is ambiguous, or None; parsers differ in what they accept.
 
     Source: RFC 9112, 3.2 and 6.1.
     """
@@ -164,11 +166,11 @@ def _unclear(scope: Scope) -> str | None:
         if name == b"transfer-encoding":
             codings.append(value.strip().lower())
     if n_hosts > 1:
-        return "it has more than one Host"
+        return "it has more than one Host header"
     if codings and codings != [b"chunked"]:
         return "its transfer-encoding is not supported"
     if n_lengths + len(codings) > 1:
-        return "it tells its length more than once"
+        return "it gives its length more than once"
     return None
 
 
@@ -176,33 +178,33 @@ def _unclear(scope: Scope) -> str | None:
 
 
 def _misled(scope: Scope, settings: ServerSettings) -> HttpProblemError | None:
-    """Return why a request that needs no key may be one that a web page from elsewhere has made.
+    """Return why a request without a key may come from a web page of another origin, or None.
 
-    Such a page reaches what its reader's browser reaches: by a name of its own that is bound to the server's address
-    anew, which the header `Host` tells, or by a request whose answer it cannot read, but which is done.
+    Such a page reaches every server that its reader's browser reaches. It may rebind a name of its own to the server's
+    address, which `Host` shows; or it may send a request whose answer it cannot read but which is carried out.
     """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     host = headers.get(b"host")
     if host is not None and not _is_ours(host, scope, settings):
         name = _name_in(host)
         message = (
-            f"without API keys, this server is called by an IP address, localhost or an allowed host, not "
-            f"{shown(host)}: start it with --allowed-host {name or 'NAME'} (allowed_hosts), or with keys"
+            f"without API keys, the Host header must be an IP address, localhost or an allowed host, not "
+            f"{shown(host)}: start the server with --allowed-host {name or 'NAME'} (allowed_hosts), or with keys"
         )
         return HttpProblemError(403, message, "host_not_allowed")
     if scope["method"] not in _READING and _is_foreign(headers, settings):
         origin = headers.get(b"origin")
         pages = "other origins" if origin is None else shown(origin)
         message = (
-            f"without API keys, web pages of {pages} may not write here: "
-            "start the server with --cors-origin (cors_origins) for them, or with keys"
+            f"without API keys, web pages of {pages} may not send this request: "
+            "allow the origin with --cors-origin (cors_origins), or start the server with keys"
         )
         return HttpProblemError(403, message, "origin_not_allowed")
     return None
 
 
 def _is_ours(host: str, scope: Scope, settings: ServerSettings) -> bool:
-    """Whether a `Host` names this server; over what is no network, any does."""
+    """Whether a `Host` names this server. Over a Unix socket any name does."""
     server = scope.get("server")
     if server is None or not _is_address(str(server[0])):
         return True
@@ -213,17 +215,17 @@ def _is_ours(host: str, scope: Scope, settings: ServerSettings) -> bool:
 
 
 def _is_foreign(headers: dict[bytes, str], settings: ServerSettings) -> bool:
-    """Whether a web page of another origin asks, and none that may."""
+    """Whether the request comes from a web page of an origin that is not allowed."""
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     if "*" in settings.cors_origins or origin in settings.cors_origins:
         return False
-    if site is not None:  # which only a browser says
+    if site is not None:  # only browsers send it
         return site not in ("same-origin", "none")
     return origin is not None and origin.partition("://")[2] != headers.get(b"host")
 
 
 def _name_in(host: str) -> str:
-    """Return the name in a `Host`, without its port; empty where there is none."""
+    """Return the name in a `Host` without its port; "" if there is none."""
     with suppress(ValueError):
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     return ""

@@ -44,10 +44,10 @@ SOON = {"retry-after": "1"}
 LATER = {"retry-after": "60"}
 
 _MENDED_S = 30.0
-"""Seconds after which a model that was refused is tried again. Source: the longest pause of a worker's place."""
+"""Seconds after which a model that failed to load is tried again. Source: the longest pause before a start."""
 
 NO_WORKER = "no worker can be started now: the server's log says why"
-"""What anybody may know of it: the reason itself may name files."""
+"""The message for clients: the reason itself may contain paths."""
 
 CROWDED = "cbatch.crowded"
 """The mark, in the state of an ASGI scope, of a connection above the server's limit."""
@@ -141,19 +141,19 @@ def draining() -> HttpProblemError:
 
 
 def no_worker(seconds: float) -> HttpProblemError:
-    """Return the problem of a server without a worker, until one is started in so many seconds."""
+    """Return the problem of a server without a worker; the next start is in `seconds`."""
     headers = {"retry-after": str(whole_seconds(seconds))}
     return HttpProblemError(503, NO_WORKER, "no_worker", headers=headers)
 
 
 def unwell(message: str, retry_s: int = 1) -> HttpProblemError:
     """Return the problem of an engine that cannot serve now."""
-    more = {"type": "unavailable_error", "code": 503}  # as llama-server has them
+    more = {"type": "unavailable_error", "code": 503}  # as in llama-server
     return HttpProblemError(503, message, headers={"retry-after": str(retry_s)}, more=more)
 
 
 def whole_seconds(seconds: float) -> int:
-    """Return how long a client is told to wait: at least a second."""
+    """Return the seconds of a `retry-after` header: at least 1."""
     return max(1, math.ceil(seconds))
 
 
@@ -203,9 +203,9 @@ def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpPro
 
 
 def words_for_clients(error: CBatchError) -> str:
-    """Return what clients read of an error: words of the system, or of another program, may tell paths of the server.
+    """Return an error's message for clients, without text of the system or another program: it may contain paths.
 
-    What is left out goes to the log.
+    The log has the whole error.
     """
     if isinstance(error, WorkerDiedError):
         words = error.what
@@ -217,7 +217,7 @@ def words_for_clients(error: CBatchError) -> str:
         words = "the request could not be computed"
     else:
         return str(error)
-    _log.warn("a client is told %r of: %s", words, error)
+    _log.warn("a client got the message %r for: %s", words, error)
     return words
 
 

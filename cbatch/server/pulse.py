@@ -22,7 +22,7 @@ _PATIENCE_S = 0.5
 """Seconds that a client waits for an answer of the engine; a run of the engine may last longer."""
 
 _GAP_S = 15.0
-"""Seconds without a question after which nothing is known of the time before the next. Our choice."""
+"""Seconds without a question after which the time before the next question does not count. Our choice."""
 
 
 class Question(Generic[T]):
@@ -81,16 +81,16 @@ class Pulse(Question["EngineStats"]):
         clock: Callable[[], float],
         has_work: Callable[[], object] = bool,
     ) -> None:
-        """Make one; `has_work` tells of requests that the figures do not count yet, such as those being tokenized."""
+        """Make one; `has_work` tells of requests that the figures do not count yet, such as prompts being tokenized."""
         super().__init__(engine.stats, clock)
         self._has_work, self._was_idle = has_work, True
         self._moved_s = clock()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its figures changed or it had nothing to do.
+        """Seconds since the engine's figures changed or it had nothing to do.
 
-        While it does not answer, since its last progress; or since it was asked, where nobody had asked for long.
+        If the engine does not answer: seconds since its last progress, or since the first question after a long pause.
         """
         is_unknown = self.is_asking and self.asked_s - self.answered_s > _GAP_S
         return self.clock() - (max(self._moved_s, self.asked_s) if is_unknown else self._moved_s)

@@ -37,10 +37,10 @@ class SizeLimit(NamedTuple):
 
 
 def _keys_of(name: str, value: object) -> tuple[str, ...]:
-    """Return keys as clients send them, without white space around; a blank one would be no key, or let all in."""
+    """Return keys without surrounding white space, as clients send them; refuse a blank key, which would let all in."""
     given = list_of(value) if (text := text_of(value)) is None else [text]
     if any(key is not None and not key.strip() for key in map(text_of, given or ())):
-        raise ConfigError(f"{name} has a blank key: leave it out, or give a key")
+        raise ConfigError(f"{name} has a blank key: remove it, or give a key")
     return tuple(key.strip() for key in strings_of(name, value))
 
 
@@ -52,8 +52,8 @@ class ServerSettings:
         model_name: what answers call the model. Default: the engine's name.
         api_keys: clients must give one of these; without any, everybody is served.
         cors_origins: web pages from these origins may call, "*" for all. Default: none.
-        allowed_hosts: names by which the server is called beside IP addresses and localhost, "*" for all; a request
-            that names another one is refused. With keys, any name will do.
+        allowed_hosts: host names that requests may use besides IP addresses and localhost, "*" for all; others are
+            refused. With keys, every name is allowed.
         max_queue: most requests, each choice counted, that wait beside those that run; further ones get status 429.
         max_queue_tokens: most tokens of the prompts that wait; a request that has to wait and has more gets status 429.
         max_body_mib: most mebibytes of a request's body.
@@ -65,7 +65,7 @@ class ServerSettings:
         stall_s: seconds without progress of the engine, while requests are in flight, after which `/health` says so.
         strict_fields: refuse requests with unknown fields. Default: ignore these, and name them in a header.
         model_required: refuse requests that name no model.
-        allow_cache_keys: let clients keep cells on disk (`cache_key`), each key in a namespace of its own.
+        allow_cache_keys: let clients save cells on disk (`cache_key`); each API key has a namespace of its own.
         files_dir: folder of uploaded files and batches, made where it is new; one server at a time uses it. Default:
             neither files nor batches.
         max_file_mib: most mebibytes of an uploaded file.

@@ -33,10 +33,10 @@ _IDLE_S = 75
 """Seconds after which an idle connection is closed: longer than clients keep theirs, or they meet resets."""
 
 _LAST_S = 5
-"""Most seconds for the last bytes of ended calls. Our choice."""
+"""Most seconds for sending the last bytes of ended calls. Our choice."""
 
 _TOLD_S = 0.2
-"""Seconds for telling calls that the grace is over, before the engine is ended. Our choice."""
+"""Seconds for sending errors to calls when the grace period is over, before the engine is closed. Our choice."""
 
 _N_OTHER_FILES = 192
 """Files that are open beside connections: those of workers, of the log, of answers to surplus connections."""
@@ -143,12 +143,12 @@ def serve(
     limits: ConnectionLimits | None = None,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until `ending` begins: calls in flight have its grace then, and are told when it is over.
+    """Serve until `ending` begins; calls in flight then have its grace period, and get an error at its end.
 
     Batches are left to the next server on the same folder. `on_ready` is called when connections are accepted.
 
     Raises:
-        EngineClosedError: the engine has ended, and calls got its error.
+        EngineClosedError: the engine has failed; calls got its error.
     """
     config = config_of(app, tls or Tls(), limits or ConnectionLimits())
     desk: Desk = app.state.desk
@@ -163,7 +163,7 @@ def serve(
 
 
 def _give_up(desk: Desk) -> None:
-    """Leave the batches to the next server, and end the engine with all that it has, so that nobody waits for it."""
+    """Leave the batches to the next server and close the engine with all its requests, so that no call waits."""
     time.sleep(_TOLD_S)
     desk.close(0.0)
     desk.engine.close(within_s=0.0)
@@ -190,20 +190,20 @@ def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Con
 
 
 class DrainingServer(uvicorn.Server):
-    """Refuses new calls once its ending begins, while it still answers `/health`; ends when no call is left."""
+    """Refuses new calls, except `/health`, once its ending begins; ends when no call is left."""
 
     def __init__(
         self, config: uvicorn.Config, desk: Desk, ending: Ending, on_ready: Callable[[], object]
     ) -> None:
         super().__init__(config)
         self.problem = ""
-        """Why the engine has ended; "" where it has not."""
+        """Why the engine has ended; "" if it has not."""
         self._desk, self._ending, self._on_ready = desk, ending, on_ready
         self._asking: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the ending, which handles them before and after the server, too."""
+        """Leave signals to `ending`, which also handles them before and after the server runs."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -211,7 +211,7 @@ class DrainingServer(uvicorn.Server):
         await (
             anyio.lowlevel.checkpoint()
         )  # has anyio load what it is made of, before a client waits for it
-        with suppress(CBatchError, HttpProblemError):  # which the first call is told, too
+        with suppress(CBatchError, HttpProblemError):  # the first call gets this error, too
             await self._desk.sizes()
         self._asking = asyncio.create_task(self._desk.keep_asking())
         await super().startup(sockets)
@@ -230,7 +230,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End connections: those that still send or read have seconds, but no more than are left."""
+        """Close connections; those that still send or read get some seconds, at most those that are left."""
         if self._asking is not None:
             self._asking.cancel()
         wait_s = self._ending.left_s(_LAST_S)

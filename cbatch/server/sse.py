@@ -65,7 +65,7 @@ class EventStream:
     ) -> None:
         """Send `idle` after each silence, until cancelled; the first, with the status, after `status_after_s`.
 
-        A stream that has begun earlier is looked for as often: its silences count from then on.
+        In a stream that begins earlier, silences count from its beginning.
         """
         while True:
             after_s = silence_s if self.has_begun else status_after_s

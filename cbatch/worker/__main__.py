@@ -42,9 +42,10 @@ def main() -> None:
 
 
 def _die_with_client() -> None:
-    """Have the system kill this process when its client is gone, even where it is stopped or stuck. On Linux alone.
+    """Have the system kill this process when its client is gone, even if it is stopped or stuck. Linux only.
 
-    The client is the thread that has started this process, which outlives it. Source: man 2 PR_SET_PDEATHSIG.
+    The signal comes when the thread that started this process ends; that thread outlives the process.
+    Source: man 2 PR_SET_PDEATHSIG.
     """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):

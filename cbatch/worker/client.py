@@ -118,11 +118,11 @@ class Workers:
 
     @property
     def outage(self) -> Outage | None:
-        """Why no worker is there now; None where one is."""
+        """Why no worker is running now; None if one is."""
         return self.pool.outage
 
     def close(self, within_s: float | None = None) -> None:
-        """End every request and every worker, those killed that do not end in time. Twice is harmless."""
+        """End every request and every worker; kill workers that do not end in time. Twice is harmless."""
         if os.getpid() == self._pid:
             with Postponed():
                 self.pool.close(within_s)
@@ -158,7 +158,7 @@ class Workers:
     # ---- orders ----
 
     def check_wait(self) -> None:
-        """Raise an `InsideStepError` in a thread that takes what workers say."""
+        """Raise an `InsideStepError` in a thread that reads messages of workers."""
         if isinstance(threading.current_thread(), FrameThread):
             raise InsideStepError
 
@@ -248,7 +248,7 @@ class Workers:
                 if worker is None:
                     return is_new
                 call = worker.ask({**message, "id": asked.id}, as_flag)
-            if is_locked_here():  # a worker's word may need the lock
+            if is_locked_here():  # a worker's message may need the lock
                 return is_new
             with suppress(WorkerDiedError):
                 if call.wait() or asked.worker is worker:
@@ -282,7 +282,7 @@ class Workers:
                 for connection, ids in by_worker(sent).items()
             ]
         _tell_cancelled(held)
-        if is_locked_here():  # a worker's word may need the lock
+        if is_locked_here():  # a worker's message may need the lock
             return len(held) + len(sent)
         n_ended, lost = len(held), set[str]()
         for call, ids in calls:

@@ -359,7 +359,7 @@ class Host:
         is_for_waiting = _flag(message, "waiting")
         if _number_of(message) is not None:
             return orders.cancel(ids, is_for_waiting=is_for_waiting)
-        # many clients may leave at once: each would wait for a step
+        # does not wait: many clients may leave at once, and each would cost a step
         orders.cancel_soon(ids, is_for_waiting=is_for_waiting)
         return None
 

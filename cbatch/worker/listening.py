@@ -167,7 +167,7 @@ def socket_at(path: Path) -> socket.socket:
 
 
 def remove_socket(path: Path, name: os.stat_result) -> None:
-    """Remove a socket's name where it is still what it was, not another server's or a file."""
+    """Remove a socket's file if it is still the same one, not another server's socket or another file."""
     with suppress(OSError):
         if os.path.samestat(path.lstat(), name):
             path.unlink()

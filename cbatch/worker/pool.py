@@ -55,7 +55,7 @@ Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
 
 N_REFUSED_MAX = 3
-"""Times that a model may be refused before requests that wait for a worker end; it is tried on. Our choice."""
+"""Failed loads of a model after which requests that wait for a worker end. Starts are still retried. Our choice."""
 
 _REFUSALS = (ConfigError, IncompatibleLlamaError, ModelLoadError)
 
@@ -63,7 +63,7 @@ N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
 
 _LAST_S = 60.0
-"""Seconds that a worker has to end by itself: the step in flight, and cells for the disk. Our choice."""
+"""Seconds that a worker has to end by itself: to finish its step and write cells to disk. Our choice."""
 
 _LOOK_S = 1.0
 """How often the pool looks after its workers. Our choice."""
@@ -117,9 +117,9 @@ class Pool:
         """Threads that wait for a worker."""
         self._is_loaded = False
         self._n_refused = 0
-        """Starts since there was a worker that have failed with an error of the model or its settings."""
+        """Starts that have failed, since a worker last ran, with an error of the model or its settings."""
         self._refusal: ModelLoadError | None = None
-        """What they get that wait for a worker, once that was often enough."""
+        """The error of requests that wait for a worker, once the model has failed to load often enough."""
         self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look_on, name="cbatch-watch", daemon=True)
@@ -148,7 +148,7 @@ class Pool:
             self.look()
 
     def look(self) -> None:
-        """Find workers that a signal has stopped, kill those that stay so, and end held requests whose time is over."""
+        """Find workers that a signal has stopped; kill those that stay stopped; end held requests past their time."""
         were_stopped = [replica for replica in self._replicas if replica.is_stopped]
         for replica in self._replicas:
             replica.look()
@@ -165,7 +165,7 @@ class Pool:
 
     @property
     def outage(self) -> Outage | None:
-        """Why no worker is there; None where one is. See `Runtime`."""
+        """Why no worker is running; None if one is. See `Runtime`."""
         if self.ready:
             return None
         first = min(self._replicas, key=lambda replica: replica.starts_s)
@@ -208,7 +208,7 @@ class Pool:
 
         Raises:
             EngineClosedError: the engine is closed.
-            ModelLoadError: no worker can be started any more.
+            ModelLoadError: no worker can be started.
             WorkerDiedError: one worker after the other died.
         """
         for n_left in reversed(range(N_ASKED_MAX)):
@@ -671,9 +671,9 @@ class Pool:
             self.lost.n_active_max = most  # the workers did not work at the same time
 
     def miss(self, error: CBatchError) -> bool:
-        """Do without a worker that could not be started; return whether that is to be tried again.
+        """Note a worker that could not be started; return whether to try again.
 
-        Where the model is refused again and again, what waits for a worker gets the error.
+        If the model has failed to load several times, requests that wait for a worker get the error.
         """
         if not self._is_loaded:
             self.fail(error)
@@ -708,9 +708,9 @@ class Pool:
     # ---- the end ----
 
     def close(self, within_s: float | None = None) -> None:
-        """End every request, and the workers; return when they are gone, but not in a worker's own thread.
+        """End every request and the workers; wait until they are gone, except in a worker's own thread.
 
-        A worker that does not end within this time, such as a stopped one, is killed.
+        A worker that does not end in `within_s`, such as a stopped one, is killed.
         """
         with self.lock():
             is_first, self.is_closing = not self.is_closing, True
@@ -727,7 +727,7 @@ class Pool:
             self._cut_off(asked, None)
 
     def _join(self, within_s: float) -> None:
-        """Wait until the workers are gone; one that does not end by itself is killed."""
+        """Wait until the workers are gone; kill those that do not end by themselves."""
         until_s = time.perf_counter() + within_s
         for replica in self._replicas:
             if replica.thread is not threading.current_thread():

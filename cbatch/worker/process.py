@@ -64,7 +64,7 @@ class ProcessLink:
             target=self._listen, name="cbatch-worker-stderr", daemon=True
         )
         self._listener.start()
-        with suppress(OSError):  # it is gone already, as its reader finds
+        with suppress(OSError):  # the process is gone already; its reader notices
             self.send(dumps(hello))
 
     @property

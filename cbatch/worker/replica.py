@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _log = Log("cbatch.worker")
 
 BACK_OFF_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""How long a place stays empty, by the deaths and failed starts since a worker there last ended a request.
+"""Seconds before the next start, by the number of deaths and failed starts since a worker here last ended a request.
 
-Our choice; the last one is for all that follow.
+Our choice; the last value holds for all higher numbers.
 """
 
 N_STOPPED_MAX = 10
@@ -40,10 +40,10 @@ class Owner(Protocol):
         """Do without a worker that is gone; return whether it is to be replaced."""
 
     def miss(self, error: CBatchError) -> bool:
-        """Do without a worker that could not be started; return whether that is to be tried again."""
+        """Note a worker that could not be started; return whether to try again."""
 
     def fail(self, error: CBatchError) -> None:
-        """End: this place cannot go on."""
+        """End every request and worker: this replica cannot go on."""
 
 
 class Replica:
@@ -56,9 +56,9 @@ class Replica:
         self.n_deaths = 0
         """Deaths and failed starts since a worker here last ended a request."""
         self.problem = ""
-        """Why no worker could be started when that was last tried; "" where one could."""
+        """Why the last start failed; "" if it succeeded."""
         self.starts_s = 0.0
-        """When a worker is started, by `time.perf_counter`; while there is one, when that was."""
+        """Time of the next start, by `time.perf_counter`; while a worker runs, that of its own start."""
         self.n_slots = 0
         """Of the last worker here."""
         self._n_looks_stopped = 0
@@ -100,8 +100,8 @@ class Replica:
         try:
             self._keep_alive()
         except Exception as error:  # a bug, of which readers would not be told otherwise
-            _log.fail(f"worker {self.i} is given up")
-            self._pool.fail(EngineError(f"a bug of cbatch: {words_of(error)}"))
+            _log.fail(f"worker {self.i} failed for good: an internal error")
+            self._pool.fail(EngineError(f"internal error: {words_of(error)}"))
 
     def _keep_alive(self) -> None:
         while not self._is_over.wait(self._pause()):
@@ -115,7 +115,7 @@ class Replica:
                 self._tell("could not be started", self.problem)
                 continue
             if self.n_deaths:
-                _log.warn("worker %d is replaced", self.i)
+                _log.warn("worker %d is running again", self.i)
             self.problem = ""
             self._serve(connection)
             self.n_deaths += 1
@@ -126,7 +126,7 @@ class Replica:
     def _tell(self, what: str, why: str) -> None:
         wait_s = back_off_s(self.n_deaths)
         when = f"in {wait_s:g} s" if wait_s else "now"
-        _log.warn("worker %d %s: %s; another is started %s", self.i, what, why, when)
+        _log.warn("worker %d %s: %s; restarting %s", self.i, what, why, when)
 
     def _pause(self) -> float:
         """Return how long to wait before the next start."""
@@ -173,5 +173,5 @@ class Replica:
 
 
 def back_off_s(n_deaths: int) -> float:
-    """Return how long a place stays empty after so many deaths and failed starts in a row."""
+    """Return the seconds before the next start after so many deaths and failed starts in a row."""
     return BACK_OFF_S[min(n_deaths, len(BACK_OFF_S)) - 1] if n_deaths else 0.0

@@ -204,7 +204,7 @@ class Asked:
 
     @property
     def deadline_s(self) -> float:
-        """When its time is over, by `time.perf_counter`."""
+        """When the request's time is over, by `time.perf_counter`."""
         own = RunOptions.of(self.prompt.options).timeout_s
         seconds = self.options.timeout_s if own is None else own
         return min(self.ends_s, math.inf if seconds is None else self.submitted_s + seconds)

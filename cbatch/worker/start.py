@@ -68,13 +68,13 @@ def open_workers(
 
 
 def _check_alike(workers: Workers) -> None:
-    """Close workers that compute exactly, but not alike, and raise an `EngineError`."""
+    """Raise an `EngineError`, and close the workers, if `exact` workers would compute different bits."""
     found = {said["exact"] for _, said in workers.pool.ask_all("fingerprint", words_of_json)}
     if len(found) > 1:
         workers.close()
         raise EngineError(
-            f"exact=True cannot hold over {len(workers.ready)} replicas, which compute differently: "
-            f"{' | '.join(sorted(found))}: leave replicas out"
+            f"exact=True is impossible with {len(workers.ready)} replicas that compute differently "
+            f"({' | '.join(sorted(found))}): leave replicas out"
         )
 
 

@@ -162,7 +162,7 @@ def test_write_again_replaces(store: CacheStore) -> None:
 def test_fresh_store_creates_nothing(store: CacheStore, folder: Path) -> None:
     assert store.files() == []
     assert store.remove("a") == store.remove_all() == 0
-    assert fails(store) == "nothing is kept under this key"
+    assert fails(store) == "no cells are saved under this key"
     assert not folder.exists()
 
 
@@ -330,7 +330,7 @@ def test_file_that_came_while_it_was_missed_differs_in_nothing(
         return fails(store)
 
     store.write("a", cells(), F16)
-    assert reason() == "nothing is kept under this key"
+    assert reason() == "no cells are saved under this key"
     store.write("a", cells(), Q8)
     assert reason() == "type_k is f16, was saved with q8_0"
 
@@ -343,7 +343,7 @@ def test_values_in_an_error_cannot_command_a_terminal(store: CacheStore) -> None
 def test_other_fingerprint_in_a_bad_file_is_as_none(store: CacheStore, folder: Path) -> None:
     store.write("a", cells(), F16)
     only(store).path.write_bytes(b"x")
-    assert fails(store, fingerprint=Q8) == "nothing is kept under this key"
+    assert fails(store, fingerprint=Q8) == "no cells are saved under this key"
 
 
 # ---- what is refused ----
@@ -558,7 +558,7 @@ def test_file_of_one_key_under_the_name_of_another_is_an_error(
     store.write("a", cells(), F16)
     (folder / file_name("a", F16)).rename(folder / file_name("b", F16))
     assert "another key" in fails(store, "b")
-    assert "nothing is kept" in fails(store, "a")
+    assert "no cells are saved" in fails(store, "a")
 
 
 def test_lengths_beyond_the_file_allocate_nothing(

@@ -118,7 +118,7 @@ def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
         (["--max-queue-tokens", "-1"], "max_queue_tokens must be 0 …"),
         (["--max-body-mib", "0"], "max_body_mib must be 1 … 1024"),
         (["--policy", "worst"], "policy must be one of"),
-        (["--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: other machines may call"),
+        (["--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: other machines can reach"),
         (["--host", "::", "--port", "0"], "or --no-auth to serve everybody"),
     ],
 )
@@ -135,7 +135,7 @@ def test_blank_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CBATCH_API_KEY", key)
     result = CliRunner().invoke(app, ["serve"])
     assert result.exit_code == 2
-    assert "CBATCH_API_KEY is blank: give a key, unset it, or say --no-auth" in result.stderr
+    assert "CBATCH_API_KEY is blank: set it to a key, unset it, or give --no-auth" in result.stderr
     result = CliRunner().invoke(app, ["serve", "--no-auth", "--policy", "worst"])
     assert "policy must be one of" in result.stderr
 

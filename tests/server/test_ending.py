@@ -248,4 +248,4 @@ def test_worker_killed_again_and_again_is_replaced_and_all_is_told(test_model: P
         assert process.stderr is not None
         told = process.stderr.read().splitlines()
     assert told[0].startswith("cbatch: worker 0 died: ended by SIGKILL")
-    assert told[-1] == "cbatch: worker 0 is replaced"
+    assert told[-1] == "cbatch: worker 0 is running again"

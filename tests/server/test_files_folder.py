@@ -278,7 +278,7 @@ def test_bad_row_of_a_batch_is_not_shown_and_kept(folder: Path, what: str) -> No
     assert id not in found["/v1/batches"]
     assert {batch["status"] for batch in found["/v1/batches"].values()} == {"completed"}
     assert (len(found["/v1/batches"]), len(found[BATCHES])) == (1, 1)
-    assert any(row[0][1] in note and "cannot be read" in note for note in found["notes"])
+    assert any(row[0][1] in note and "an unreadable row" in note for note in found["notes"])
     assert in_index(folder, "SELECT * FROM batches WHERE place = 1") == row
 
 

@@ -193,13 +193,13 @@ def test_cells_of_a_key_are_not_read_known_or_replaced_by_another(
 
         assert asked(SAVED, ADA).status_code == 200
         unknown = error_of(asked(REQUIRED, BOB), 400)
-        assert unknown["message"] == "cache_key: nothing is kept under this key"
+        assert unknown["message"] == "cache_key: no cells are saved under this key"
         assert (unknown["param"], unknown["code"]) == ("cache_key", "cache_unusable")
         never = error_of(asked({**REQUIRED, "cache_key": "never"}, BOB), 400)
         assert {**never, "message": unknown["message"]} == unknown
         read = {**SAVED, "save_cache": False}
         (warning,) = asked(read, BOB).json()["cbatch"]["warnings"]
-        assert warning == "cache_key: nothing is kept under this key"
+        assert warning == "cache_key: no cells are saved under this key"
         assert asked({**SAVED, "prompt": "z" * 30}, BOB).status_code == 200
         assert asked(REQUIRED, ADA).status_code == 200
     keys = sorted(file.key for file in CacheStore(tmp_path / "cells", 2**30).files())

@@ -141,5 +141,5 @@ def test_model_or_folder_is_asked_for(zoo: Callable[[str], Path], tmp_path: Path
     before = monkey.read_bytes()
     done = invoke("verify", monkey, "--html", monkey)
     assert (done.exit_code, monkey.read_bytes() == before) == (2, True)
-    assert "is no page of cbatch" in done.stderr
+    assert "is not a page of cbatch" in done.stderr
     assert invoke("verify", "--archs", tmp_path, "--html", tmp_path / "x").exit_code == 2

@@ -220,8 +220,8 @@ def test_death_within_a_frame_ends_that_frame_alone(caplog: pytest.LogCaptureFix
         results = all_results(engine.run(prompts(4)))
     assert [r.token_ids for r in results] == undisturbed(4)
     warnings = [r.getMessage() for r in caplog.records if r.name == "cbatch.worker"]
-    died = "worker 0 died: ended by SIGKILL; another is started now"
-    assert warnings == [died, "worker 0 is replaced"]
+    died = "worker 0 died: ended by SIGKILL; restarting now"
+    assert warnings == [died, "worker 0 is running again"]
 
 
 def test_worker_is_replaced_however_often_its_start_fails(
@@ -242,8 +242,8 @@ def test_worker_is_replaced_however_often_its_start_fails(
         assert [r.token_ids for r in all_results(engine.run(prompts(4)))] == undisturbed(4)
     assert ends(results) == ["WorkerDiedError"] * 2 + ["length"] * 2
     told = [r.getMessage() for r in caplog.records]
-    assert "worker 0 could not be started: no memory; another is started now" in told
-    assert told[-1] == "worker 0 is replaced"
+    assert "worker 0 could not be started: no memory; restarting now" in told
+    assert told[-1] == "worker 0 is running again"
 
 
 def test_pause_before_a_start_grows_to_half_a_minute() -> None:
@@ -278,9 +278,9 @@ def test_bug_in_a_place_ends_the_engine_and_all_are_told(monkeypatch: pytest.Mon
         monkeypatch.setattr(pool, "leave", leave)
         results = all_results(killed_at(launches, 3, engine, 4))
         assert ends(results) == ["EngineClosedError"] * 4
-        assert "a bug of cbatch: 'lost'" in str(results[0].error)
+        assert "internal error: 'lost'" in str(results[0].error)
         assert engine.outage is not None
-        assert (engine.outage.cause, engine.outage.retry_s) == ("a bug of cbatch: 'lost'", None)
+        assert (engine.outage.cause, engine.outage.retry_s) == ("internal error: 'lost'", None)
 
 
 def test_other_places_do_the_work_of_one_without_a_worker() -> None:

@@ -58,7 +58,7 @@ class FakeVocab:
         return list(text.encode("utf-8", "replace"))
 
     def n_tokens_least(self, text: str) -> int:
-        """Return 0: the text has to be made tokens."""
+        """Return 0: the text must be tokenized."""
         return 0
 
     def dry_breakers(self, strings: Sequence[str]) -> tuple[tuple[int, ...], ...]:

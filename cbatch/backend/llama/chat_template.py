@@ -26,10 +26,10 @@ _NO_TEMPLATE = (
 )
 
 _LIMITS = Limits(cpu_s=5, wall_s=60.0, n_bytes=2**30)
-"""For one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
+"""Of one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
 
 _N_PROCESSES = 2
-"""Chats that are rendered at once."""
+"""Most chats that are rendered at the same time."""
 
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
 _ASKED = {"role": "user", "content": "Hi"}
@@ -77,7 +77,7 @@ def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class _Renderer:
-    """Has chats rendered in processes of their own; in this process where none can be started. From any thread."""
+    """Renders chats in other processes, or in this one if none can be started. From any thread."""
 
     def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
         self._settings = {"source": source, "bos_token": bos_text, "eos_token": eos_text}
@@ -85,7 +85,7 @@ class _Renderer:
         self._turns = threading.BoundedSemaphore(_N_PROCESSES)
 
     def start(self) -> None:
-        """Have a process get ready for the first chat."""
+        """Start a process, so that it is ready for the first chat."""
         sandbox = self._take()
         sandbox.start()
         self._free.append(sandbox)
@@ -93,7 +93,7 @@ class _Renderer:
     def ask(
         self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> dict[str, str]:
-        """Return what `template_job` answers."""
+        """Return the answer of `template_job`: `text`, `broken` or `refused`."""
         question = {"messages": messages, "variables": dict(variables or {})}
         with self._turns:
             sandbox = self._take()
@@ -103,7 +103,8 @@ class _Renderer:
                 if sandbox.problem:
                     return template_job.begin(self._settings)(question)
                 return {
-                    "refused": f"it takes more than {_LIMITS.cpu_s} s of computing, or {_LIMITS.n_bytes >> 20} MiB"
+                    "refused": f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
+                    f"{_LIMITS.n_bytes >> 20} MiB of memory: simplify the template or shorten the chat"
                 }
             finally:
                 self._free.append(sandbox)
@@ -116,13 +117,13 @@ class _Renderer:
             return Sandbox(template_job.__file__, self._settings, _LIMITS)
 
     def close(self) -> None:
-        """End the processes that render nothing."""
+        """End the idle processes."""
         while self._free:
             self._free.pop().close()
 
 
 class ChatTemplate:
-    """A Jinja template. It is a program, so it runs in a process of its own, which can be given up."""
+    """A Jinja template. It is a program that may never end, so it runs in a process that can be killed."""
 
     def __init__(
         self,
@@ -140,12 +141,12 @@ class ChatTemplate:
         self._renderer = None if source is None else _Renderer(source, bos_text, eos_text)
 
     def start(self) -> None:
-        """Have a process get ready for the first chat."""
+        """Start a process, so that it is ready for the first chat."""
         if self._renderer is not None:
             self._renderer.start()
 
     def close(self) -> None:
-        """End the processes that render nothing; later chats start new ones."""
+        """End the idle processes; later chats start new ones."""
         if self._renderer is not None:
             self._renderer.close()
 
@@ -188,7 +189,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> str:
-        """Return the text of messages; of None the template is compiled only."""
+        """Return the text of messages; with None, only compile the template."""
         if self._renderer is None:
             raise PromptError(_NO_TEMPLATE)
         found = self._renderer.ask(messages, variables)

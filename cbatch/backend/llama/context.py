@@ -92,14 +92,14 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
 def sequences_of(options: EngineOptions, n_slots: int | None = None) -> int:
     """Return the sequences of a context of `n_slots` slots, the options' by default.
 
-    They are the slots, and with `exact` more for pad rows; see `n_sequences`.
+    `exact` needs more sequences than slots, for pad rows; see `n_sequences`.
     """
     n_slots = options.n_slots if n_slots is None else n_slots
     return n_sequences(n_slots, options.exact_slots or 1) if options.exact else n_slots
 
 
 def exact_batch(options: EngineOptions) -> int:
-    """Return the most tokens of a step under `exact`: the same for all engines that give the same bits."""
+    """Return the most tokens of a step with `exact`. Engines that give the same bits must agree on it."""
     return max(options.n_batch, n_sequences(options.n_exact_slots))
 
 

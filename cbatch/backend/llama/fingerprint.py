@@ -37,7 +37,9 @@ _SETTINGS = (*_OF_CELLS, "exact", "rope_scaling", *ROPE_VALUES)
 
 
 _N_CELLS_UNDIVIDED = 256
-"""Cells up to which they are not divided. Source: ggml/src/ggml-cpu/ops.cpp, use_split_kv_path."""
+"""Most cells of a row that flash attention does not divide among threads.
+
+Source: ggml/src/ggml-cpu/ops.cpp, use_split_kv_path."""
 
 
 def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
@@ -75,7 +77,7 @@ def answer_settings(
 def _exactly(options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window: int) -> str:
     if cuts.is_every and cuts.most >= n_window:  # every prompt is one chunk, as with `n_ubatch`
         cuts = PromptCuts.every(max(cuts.most, options.n_ubatch))
-    # flash attention divides the cells of a lone row among threads
+    # flash attention divides the cells of a single row among threads
     is_by_threads = options.flash_attn != "off" and (cuts.is_every or not shape.has_pads)
     threads = ("n_threads",) if is_by_threads and n_window > _N_CELLS_UNDIVIDED else ()
     devices = _said(options, ("flash_attn", *threads, *_DEVICES))

@@ -106,19 +106,19 @@ class LlamaGrammars:
 
 
 def grammar_sandbox() -> Sandbox:
-    """Return a process that tries grammars."""
+    """Return a sandbox that tries grammars."""
     job = Path(__file__).with_name("grammar_job.py")
     return Sandbox(str(job), _LIMITS, Limits(cpu_s=3, wall_s=30.0, n_bytes=2 * 2**30))
 
 
 def find_problem(sandbox: Sandbox, source: str) -> str:
-    """Return what is wrong with a grammar; empty where some steps under it worked, or no process can be started."""
+    """Return what is wrong with a grammar; "" if some steps under it worked, or no process can be started."""
     try:
         return str(sandbox.ask(source))
     except NoAnswerError:
         if sandbox.problem:
             return ""
-        return "it takes more time, memory or depth to compile than a grammar may have"
+        return "compiling it takes more time, memory or depth than is allowed: simplify it"
 
 
 def make_tokenizer(model: LlamaModel) -> Any:

@@ -1,4 +1,4 @@
-"""Tries grammars, in a process of its own: some make the compiler overflow its stack, or never end."""
+"""Tries grammars in a separate process: some make the compiler overflow its stack or run for ever."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _STACK_BYTES = 4 * 2**20
-"""Half of the usual stack of a thread, so that a grammar that passes here passes there too."""
+"""Half of a thread's usual stack: a grammar that compiles here compiles in the engine, too."""
 _N_STEPS = 30
 
 
 def begin(settings: dict[str, Any]) -> Callable[[str], str]:
-    """Return what says what is wrong with a grammar; `settings` are values of llguidance's `LLParserLimits`."""
+    """Return a function that tells what is wrong with a grammar; `settings` are fields of `LLParserLimits`."""
     import llguidance
 
     tokenizer = llguidance.LLTokenizer("byte")
@@ -25,14 +25,14 @@ def begin(settings: dict[str, Any]) -> Callable[[str], str]:
     def find_problem(source: str) -> str:
         with ThreadPoolExecutor(1) as thread:
             walked = thread.submit(_walk, tokenizer, source, limits)
-        error = walked.exception()  # a panic of the compiler is no Exception
+        error = walked.exception()  # a panic of the compiler is not an `Exception`
         return f"it could not be compiled: {error}" if error else walked.result()
 
     return find_problem
 
 
 def _walk(tokenizer: Any, source: str, limits: Any) -> str:
-    """Compile and take some steps, each with the lowest byte that is allowed; return what is wrong."""
+    """Compile a grammar and take some steps, each with the lowest allowed byte; return what is wrong."""
     import llguidance
 
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)

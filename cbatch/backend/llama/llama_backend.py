@@ -391,13 +391,13 @@ class LlamaBackend:
         self._cells.saved[key] = SavedState(data, n_cells, maybe_nonfinite=True)
 
     def import_zeros(self, key: int, n_cells: int) -> None:
-        """Take zeros for cells that were saved: a history that steps can be timed with, at no cost.
+        """Store zeros as saved cells: a free history for timing steps.
 
         Raises:
-            EngineError: this version does not know how the memory is laid out.
+            EngineError: the layout of saved cells is unknown.
         """
         if self._format is None:
-            raise EngineError("cells are laid out in a way that this version does not know")
+            raise EngineError("llama.cpp saves cells in an unknown layout")
         self._cells.saved[key] = SavedState(self._format.zeros(n_cells), n_cells)
 
     def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:

@@ -38,7 +38,9 @@ class LlamaLog:
             raise MemoryError("no memory for llama.cpp's log")
         self._buffer, self._n_dropped = ctypes.create_string_buffer(n_bytes), ctypes.c_int64()
         self._sizes = len(self._buffer), ctypes.byref(self._n_dropped)
-        self._lock = threading.RLock()  # a finalizer may free an engine here
+        self._lock = (
+            threading.RLock()
+        )  # a finalizer may free an engine while this thread has the lock
         self._n_users = 0
         self._level, self._partial = logging.INFO, b""
         self.recent: list[str] = []
@@ -75,7 +77,7 @@ class LlamaLog:
             n = self._lib.cbatch_log_drain(self.ring, self._buffer, *self._sizes)
             if not n:  # as after nearly every step
                 return []
-            data = ctypes.string_at(self._buffer, n)  # first: it may be filled again
+            data = ctypes.string_at(self._buffer, n)  # copied first: the buffer may be filled again
             lines = list(self._lines(data))
             found = [line for level, line in lines if level >= logging.WARNING]
             self.recent = [*self.recent, *found][-20:]
@@ -84,7 +86,7 @@ class LlamaLog:
         return found
 
     def _lines(self, data: bytes) -> Iterator[tuple[int, str]]:
-        """Yield the complete lines of what was drained."""
+        """Yield the complete lines of drained bytes."""
         if self._n_dropped.value:
             dropped = f"{self._n_dropped.value} older lines of llama.cpp's log were dropped"
             yield logging.WARNING, dropped

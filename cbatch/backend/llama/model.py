@@ -84,7 +84,7 @@ class LlamaModel:
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         """The contexts that compute with the model."""
         self._uses, self._n_uses = threading.Condition(), 0
-        """What works on the model outside a context; `close` waits for it."""
+        """Work in progress on the model outside a context; `close` waits for it."""
         self.name = name
         self.metadata: Mapping[str, str] = read_metadata(pointer)
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(pointer))
@@ -132,7 +132,7 @@ class LlamaModel:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the model from being freed for the block. From any thread; raises as `check_open`."""
+        """Keep the model from being freed during the block. From any thread; raises as `check_open`."""
         with self._uses:
             self.check_open()
             self._n_uses += 1

@@ -16,7 +16,7 @@ PAD_TOKEN = 0
 """What a pad row computes: any token does."""
 
 N_TILED = 8
-"""Rows from which products in tiles are taken. Source: ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_min_batch."""
+"""Fewest rows that llama.cpp multiplies in tiles. Source: ggml/src/ggml-cpu/tiled/tiled.cpp, ggml_tiled_min_batch."""
 
 N_GROUP = 4
 """Rows that llama.cpp's kernels for repacked weights take together, those that are left over one by one.
@@ -30,7 +30,7 @@ N_CUT_LEAST = 4 * CHUNK_ALIGNMENT
 """Where chunks cannot have as many tokens, every chunk is as long as it can be."""
 
 LAST_CHUNKS = (N_TILED, CHUNK_ALIGNMENT)
-"""Fewest tokens of a last chunk that are tried."""
+"""Fewest tokens of a last chunk that the probe tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ def shapes(n_slots: int, *, is_plain: bool) -> Sequence[RowShape]:
 
 
 def n_sequences(n_slots: int, n_exact_slots: int = 1) -> int:
-    """Return the sequences of a context in which the rows of every step can be padded: its slots, and up to 3 more.
+    """Return how many sequences a context needs so that every step can be padded: its slots, and up to 3 more.
 
-    One of several that share `n_exact_slots` has at least as many as the kernels of all of them need.
+    If several engines share `n_exact_slots`, each has as many as the kernels of all of them need.
     """
     return max(_in_groups(n_slots), min(N_TILED, _in_groups(n_exact_slots)))
 

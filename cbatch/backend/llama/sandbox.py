@@ -1,7 +1,7 @@
-"""A process for work that may never end, or take all memory: it ends alone then.
+"""A process for work that may never end or may take all memory: only that process is killed.
 
-`Sandbox` starts this very file as a script, which imports nothing of cbatch but the file of its job: the process
-stays for the next question, as starting it takes about 0.1 s.
+`Sandbox` starts this file as a script, which imports nothing of cbatch but the file of its job. Starting takes about
+0.1 s, so the process stays for the next question.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _N_BYTES_KEPT = 2**28
-"""A process that has grown beyond this ends after its answer, so that the next question has memory too."""
+"""A process larger than this ends after its answer, so that the next question has enough memory."""
 _READY = b"ready\n"
 _LAST = b"last "
-"""Stands before an answer after which the process ends."""
+"""Prefix of an answer after which the process ends."""
 _N_PART = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one question may take."""
+    """Limits of one question."""
 
     cpu_s: int
     wall_s: float
@@ -42,11 +42,11 @@ class Limits:
 
 
 class NoAnswerError(Exception):
-    """The process ended, or was ended, without an answer."""
+    """The process ended or was killed without an answer."""
 
 
 class Sandbox:
-    """Puts questions to a process of its own. One thread at a time."""
+    """Asks questions of a separate process. One thread at a time."""
 
     def __init__(self, job: str, settings: object, limits: Limits) -> None:
         """Make one; `start` or the first question starts the process.
@@ -55,17 +55,17 @@ class Sandbox:
             job: path of a file that imports nothing of cbatch and has `begin(settings)`, which returns the function
                 that answers questions.
             settings: for `begin`; as JSON, like questions and answers.
-            limits: what one question may take.
+            limits: of one question.
         """
         self._job, self._settings, self._limits = job, settings, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] | None = None
         self._is_ready = False
         self.problem = ""
-        """Why no process can be started here; empty where one runs, or none was needed yet."""
+        """Why no process can be started here; "" if one runs or none was needed yet."""
 
     def start(self) -> None:
-        """Start the process unless it runs; it gets ready while the caller goes on."""
+        """Start the process unless it runs. Does not wait until it is ready."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -86,7 +86,7 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                start_new_session=True,  # Ctrl-C in a terminal is not meant for the process
+                start_new_session=True,  # Ctrl-C in a terminal must not reach the process
             )
         except OSError as error:
             self.problem = str(error)
@@ -98,7 +98,7 @@ class Sandbox:
         """Return the answer.
 
         Raises:
-            NoAnswerError: there is none: it took more than the limits, or no process can be started (`problem`).
+            NoAnswerError: the question exceeded its limits, or no process can be started (`problem`).
         """
         self.start()
         process = self._process
@@ -118,14 +118,14 @@ class Sandbox:
         return json.loads(answer.removeprefix(_LAST))
 
     def close(self) -> None:
-        """End the process. Twice is harmless; from any thread it ends a question under way."""
+        """Kill the process, even while it answers a question. From any thread; twice is harmless."""
         end, self._process, self._end = self._end, None, None
         if end is not None:
             end()
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes, until_s: float) -> bytes:
-    """Write a line and return the one that comes; nothing where the process ended, or the time is over."""
+    """Write a line and return the answer; b"" if the process ended or the time is over."""
     if process.stdin is None or process.stdout is None:
         return b""
     out, back = process.stdin.fileno(), process.stdout.fileno()
@@ -152,7 +152,7 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes, until_s: float) -> 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with suppress(OSError):  # bytes that were not written any more
+    with suppress(OSError):  # the pipe is broken: unwritten bytes are lost
         process.communicate()
 
 
@@ -160,7 +160,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _limit_memory(n_bytes: int) -> None:
-    # Windows has no such limits: the time by the clock holds all the same
+    # Windows has no such limits; wall time is limited all the same
     with suppress(ImportError):
         import resource
 
@@ -169,7 +169,7 @@ def _limit_memory(n_bytes: int) -> None:
 
 
 def _limit_time(cpu_s: int) -> None:
-    """Give the process so many seconds more."""
+    """Allow the process so many more seconds of computing."""
     with suppress(ImportError):
         import resource
 
@@ -217,6 +217,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    # modules of this folder are not meant for `import`
+    # keep `import` from finding modules of this folder
     sys.path[:] = [p for p in sys.path if p != here]
     main()

@@ -1,4 +1,4 @@
-"""Renders chats by a Jinja template, in a process of its own: a template is a program, and may never end."""
+"""Renders chats with a Jinja template in a separate process: a template is a program and may never end."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _N_TEXT_MAX = 2**26
 
 
 class _GenerationTags(jinja2.ext.Extension):
-    """Leaves out the tag that Hugging Face's templates put around answers."""
+    """Ignores the tag `generation`, which Hugging Face's templates put around answers."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
     def parse(self, parser: Any) -> Any:
-        """Return what is between the tags."""
+        """Return the nodes between the tags."""
         parser.stream.skip(1)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    """Return what renders chats by a template, which is compiled for the first one.
+    """Return a function that renders chats; the first chat compiles the template.
 
     Args:
         settings: `source`, the template; `bos_token` and `eos_token`, which it may use.
 
     Returns:
-        A function of `messages`, None to compile only, and `variables`. Its answer has the chat's `text`; or `broken`,
-        why the template does not compile; or `refused`, the template's words.
+        A function of `messages` (None: only compile) and `variables`. Its answer has `text`, the chat; or `broken`, why
+        the template does not compile; or `refused`, why the template rejects the chat.
     """
     source = settings["source"]
     always: dict[str, Any] = {
@@ -56,24 +56,28 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         if not compiled:
             try:
                 compiled.append(_environment().from_string(source))
-            except Exception as error:  # besides syntax: too deep, or a number too large
+            except (
+                Exception
+            ) as error:  # not only syntax errors: also nesting too deep, or a number too large
                 return {"broken": _words_of(error)}
         messages = question["messages"]
         if messages is None:
             return {"text": ""}
         try:
             text = compiled[0].render({**always, "messages": messages, **question["variables"]})
-        except Exception as error:  # it may raise anything
+        except Exception as error:  # a template may raise anything
             return {"refused": _words_of(error)}
         if len(text) > _N_TEXT_MAX:
-            return {"refused": f"it writes {len(text):,} characters, the most is {_N_TEXT_MAX:,}"}
+            return {
+                "refused": f"the chat has {len(text):,} characters, the limit is {_N_TEXT_MAX:,}"
+            }
         return {"text": text}
 
     return render
 
 
 def _environment() -> jinja2.Environment:
-    """Return an environment as Transformers has it. Source: transformers, utils/chat_template_utils.py."""
+    """Return the same environment as Transformers. Source: transformers, utils/chat_template_utils.py."""
     environment = ImmutableSandboxedEnvironment(
         loader=jinja2.BaseLoader(),
         trim_blocks=True,

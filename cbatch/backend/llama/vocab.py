@@ -27,7 +27,7 @@ _N_TAIL_MAX = 20
 """Most tokens of a sequence after its first. Source: llama_sampler_init_dry, MAX_SEQ_LEN."""
 
 _N_PART = 2**14
-"""Bytes of a text up to which llama.cpp's time for special tokens, which grows with their square, is nothing."""
+"""Largest text, in bytes, that is not divided: the time for special tokens grows with the square of the length."""
 
 _N_BREAKERS_KEPT = 64
 """Most sets of strings whose sequences are kept."""
@@ -155,7 +155,7 @@ class LlamaVocab:
         return tokens
 
     def _parts(self, data: bytes) -> list[bytes]:
-        """Return a text in parts whose tokens together are its tokens."""
+        """Divide a text so that the tokens of its parts are the tokens of the whole."""
         if len(data) <= _N_PART or self._marks is None:
             return [data]
         cuts = [0]
@@ -177,15 +177,15 @@ class LlamaVocab:
         return self.tokenize(self.render_text(messages, variables))
 
     def start(self) -> None:
-        """Have the chat template's process get ready."""
+        """Start the chat template's process."""
         self._chat.start()
 
     def close(self) -> None:
-        """End what was started."""
+        """End the chat template's processes."""
         self._chat.close()
 
     def n_tokens_least(self, text: str) -> int:
-        """Return a number of tokens that a text has at least; see `cbatch.backend.Vocab`."""
+        """Return a lower bound of a text's tokens; see `cbatch.backend.Vocab`."""
         n_bytes = len(text.encode(errors="replace"))
         if n_bytes <= _N_PART or not self._keeps_bytes:
             return 0
@@ -193,7 +193,7 @@ class LlamaVocab:
 
     @cached_property
     def _keeps_bytes(self) -> bool:
-        """Whether every byte of a text is in a token's text. Source: src/llama-vocab.cpp, tokenize."""
+        """Whether tokenizing drops no byte of a text. Source: src/llama-vocab.cpp, tokenize."""
         kind = llama_cpp.llama_vocab_type(self.pointer)
         kinds = llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE
         strips = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP | llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
@@ -201,7 +201,7 @@ class LlamaVocab:
 
     @cached_property
     def _n_piece_max(self) -> int:
-        """Bytes of the longest token's text, control tokens written out."""
+        """Length of the longest token in bytes, control tokens written out."""
         return max(1, *(len(self.shown_piece(token)) for token in range(self.n_vocab)))
 
     def _attributes(self, token: int) -> int:
@@ -209,15 +209,15 @@ class LlamaVocab:
 
     @cached_property
     def _special(self) -> list[int]:
-        """The tokens that llama.cpp looks for in a text before all others."""
+        """The special tokens: llama.cpp looks for them in a text before all others."""
         special = _HIDDEN | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
         return [t for t in range(self.n_vocab) if self._attributes(t) & special]
 
     @cached_property
     def _marks(self) -> re.Pattern[bytes] | None:
-        """Finds special tokens before which a text can be divided; None where there are none.
+        """Matches special tokens before which a text can be divided; None if there are none.
 
-        They have nothing in common with another: each is a token wherever its text is, and no other one reaches over
+        These overlap no other special token: wherever the text of one occurs, it is a token, and no other token spans
         its beginning.
         """
         texts = {t: llama_cpp.llama_vocab_get_text(self.pointer, t) for t in self._special}

@@ -49,10 +49,10 @@ def has_sound_amx(model: Path) -> bool:
 
 
 def main() -> None:
-    """Compute two tokens with the model that the arguments name; for a process of its own.
+    """Compute two tokens with the model that the arguments name; runs in a separate process.
 
     Raises:
-        SystemExit: there is no room for the model, which says nothing of AMX.
+        SystemExit: no room for the model; this does not show whether AMX works.
     """
     params = llama_cpp.llama_model_default_params()
     loaded = llama_cpp.llama_model_load_from_file(os.fsencode(sys.argv[1]), params)

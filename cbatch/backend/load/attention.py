@@ -1,11 +1,11 @@
-"""Whether flash attention is faster for a model on this machine, tried when the model is loaded.
+"""Whether a model is faster with flash attention on this machine: tried when the model is loaded.
 
 llama.cpp's flash attention for the CPU goes cell by cell where a sequence has few new tokens, as in decoding, and works
-in tiles for prompts. Without it both are products of matrices, through a buffer as wide as a window. What is faster
+in tiles for prompts. Without it both are matrix products, through a buffer as wide as a window. Which is faster
 depends on model, processor and build, so a trial computes the same steps both ways, in turn. Flash attention is
-llama.cpp's default, and is turned off only where each round but a few shows a clear gain.
+llama.cpp's default, and is turned off only if nearly every round shows a clear gain.
 
-What was found is noted for all processes of this machine: their cells are laid out by it.
+A note keeps the result for all processes of this machine: the layout of their cells depends on it.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from cbatch.engine_options import EngineOptions
 
 GAIN, LEAST = 1.05, 0.95
-"""How many times as long a round must take with flash attention to count for turning it off: on average, and both
-where rows have many lengths and where all are long. Our choice: less is lost by any other decision."""
+"""Time with flash attention over time without, from which a round counts for turning it off: least average, and least
+of either kind of steps (rows of many lengths, long rows). Our choice: other decisions lose less."""
 
 _LEAD_OFF, _LEAD_ON, _N_ROUNDS_MOST = 4, -2, 9
-"""Rounds with a gain, less those without, at which a trial ends, off or on; on too where it ends at neither.
-By chance alone, with rounds that differ by 5 % without a cause, one trial in 800 would turn it off."""
+"""A trial ends when rounds with a gain, less those without, reach one of the first two: off, or on. After the most
+rounds it ends with on. With 5 % of noise a round and no true gain, one trial in 800 turns flash attention off."""
 
 _MOST_S = 0.5
-"""Seconds of a round above which there is no trial: the first round costs about as much as a model's own load."""
+"""Longest round, in seconds, with which a trial goes on: a first round costs about as much as loading the model."""
 
 _LEAST_CPU = 0.7
-"""CPU time by wall time below which other programs have disturbed a trial. Source: on 2 cores 0.97, 0.85 where steps
-take 3 ms, and 0.5 with a core taken."""
+"""CPU time over wall time below which other programs disturbed a trial. Source: on 2 cores 0.97; 0.85 if steps take
+3 ms; 0.5 if another program takes a core."""
 
 _DAY_S = 24 * 3600.0
 _CLEAR_S, _UNCLEAR_S, _DISTURBED_S = 30 * _DAY_S, _DAY_S, 600.0
-"""Seconds after which a note is made anew: where all rounds agreed, where some did not, and where other programs
-disturbed them. Our choice."""
+"""Seconds that a note is valid: if all rounds agreed, if some did not, and if other programs disturbed them. Our
+choice."""
 
 _N_BUFFER_MAX = 2**28
 """Bytes of scores (heads × rows × cells, f32) that llama.cpp may have to hold without flash attention."""
@@ -66,9 +66,9 @@ class AttentionFinding:
     made_s: float
     """When, in seconds since 1970."""
     due_s: float
-    """When it is to be made anew."""
+    """When the trial is to be repeated."""
     rounds: Sequence[TrialRound] = ()
-    """None where the model is too slow for a trial, or other programs have disturbed it."""
+    """Empty if the model is too slow for a trial or other programs disturbed it."""
 
     @property
     def gain(self) -> float:
@@ -76,23 +76,23 @@ class AttentionFinding:
         return median(map(_gain, self.rounds))
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to make it anew, or the clock was wrong."""
+        """Whether to repeat the trial: its note has expired, or the clock was wrong."""
         return not now_s < self.due_s <= now_s + _CLEAR_S
 
     def __str__(self) -> str:
-        """Say why attention is as it is."""
+        """Say why flash attention is on or off."""
         if not self.rounds:
-            return "llama.cpp's default; steps are too slow for a trial, or it was disturbed"
+            return "llama.cpp's default; steps are too slow for a trial, or other programs disturbed it"
         ratio = self.gain if self.is_off else 1 / self.gain
         other = "with" if self.is_off else "without"
         return f"tried on this model: {ratio:.2f} × as fast as {other}"
 
 
 def settle_attention(model: LlamaModel, options: EngineOptions) -> EngineOptions:
-    """Return the options with flash attention turned off where it is left open and this model is faster without.
+    """Return the options, with flash attention off if it is "auto" and this model is faster without.
 
-    It stays as llama.cpp has it where a device computes, under `exact` (whose probe decides), in one pool (without
-    flash attention every row looks at all its cells), for sliding windows and states, and for wide windows.
+    llama.cpp's default holds on devices, with `exact` (its probe decides), in one pool (where every row without flash
+    attention looks at all cells), for sliding windows and states, and for wide windows.
     """
     if options.flash_attn != "auto" or options.exact or not is_better_off(model, options):
         return options
@@ -106,7 +106,7 @@ def is_better_off(model: LlamaModel, options: EngineOptions) -> bool:
 
 
 def why_attention(model: LlamaModel, options: EngineOptions) -> str:
-    """Return why flash attention is on or off with these options, without a trial; empty where a probe decides."""
+    """Return why flash attention is on or off with these options, without a trial; "" if a probe decides."""
     if options.flash_attn != "auto":
         return "as asked for"
     if options.exact:
@@ -120,10 +120,10 @@ def why_attention(model: LlamaModel, options: EngineOptions) -> str:
 def find_attention(
     model: LlamaModel, options: EngineOptions, clock: Callable[[], float] = time.time
 ) -> AttentionFinding | None:
-    """Return what a trial finds, or found in an earlier load; None where there can be no trial, or none is noted.
+    """Return the result of a trial now or in an earlier load; None if there is no trial, or no note of one.
 
-    Where a trial cannot be noted there is none, for other processes of this machine must find the same. Another
-    process's note that was made meanwhile holds.
+    All processes of this machine must use the same result, so there is no trial if no note can be written, and a note
+    that another process has written meanwhile is used.
     """
     if not _may_be_off(model, options):
         return None
@@ -152,9 +152,9 @@ def find_attention(
 
 
 def judge(tried: Iterator[TrialRound], now_s: float) -> AttentionFinding | None:
-    """Return what rounds show, taking as few as tell; None where other programs disturbed them.
+    """Return what rounds show, taking as few as needed; None if other programs disturbed them.
 
-    The first round counts only for what it costs.
+    The first round only shows what a round costs.
     """
     first = next(tried, None)
     seen, lead = list[TrialRound](), 0
@@ -198,7 +198,7 @@ def _may_be_off(model: LlamaModel, options: EngineOptions) -> bool:
 
 
 def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
-    """Return what a finding depends on beside the machine: what a step of the model computes, and with what."""
+    """Return what a finding depends on besides the machine: what a step of the model computes, and with what."""
     sizes = (
         llama_cpp.llama_model_n_embd(model.pointer),
         llama_cpp.llama_model_n_head(model.pointer),
@@ -212,7 +212,7 @@ def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
 
 
 def _noted(*depends: str) -> AttentionFinding | None:
-    """Return what a note says; None where there is none, or it cannot be read."""
+    """Return the finding of a note; None if there is no readable one."""
     said = notes.read(_NAME, *depends)
     try:
         match json.loads(said or ""):

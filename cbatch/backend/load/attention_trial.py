@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.model import LlamaModel
 
 _N_ROWS = 16
-"""Rows that decode, where there are several slots: for fewer the difference is smaller, and of the same sign."""
+"""Rows that decode, if there are several slots. Fewer rows show a smaller difference of the same sign."""
 
 _N_HISTORY, _N_PROMPT = 448, 64
-"""Cells of a long row, and tokens of a prompt, from which on flash attention works in tiles.
+"""Cells of a long row, and tokens of a prompt: the fewest that flash attention computes in tiles.
 Source: ggml/src/ggml-cpu/common.h, GGML_FA_TILE_Q."""
 
 _LONGEST_MIXED = 0.75
-"""The longest of rows of many lengths, as part of a long row. Source: so the trial and *mixed* agree, where rates
-without flash attention over those with it are 0.78 and 0.76 (the shipped model, one thread)."""
+"""Longest row among rows of many lengths, as a fraction of a long row. Source: with it the trial agrees with *mixed*:
+rates without flash attention over those with it are 0.78 and 0.76 (the shipped model, one thread)."""
 
 _N_DECODED = 2
-"""Decoding steps of all rows for each such prompt, as in requests of about 150 tokens and answers of 70."""
+"""Decoding steps of all rows for each prompt, as with prompts of about 150 tokens and answers of 70."""
 
 _MOST_BYTES = 2**31
-"""Weights that are read too slowly, by any processor, for steps to be tried."""
+"""Bytes of weights from which no processor computes steps fast enough for a trial."""
 
 _KEY = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TrialShape:
-    """What is computed in a trial."""
+    """The sizes of a trial's steps."""
 
     n_rows: int
     n_history: int
@@ -49,7 +49,7 @@ class TrialShape:
 
     @classmethod
     def of(cls, model: LlamaModel, options: EngineOptions) -> TrialShape:
-        """Return the trial for a context: equal for all that divide one engine's slots and cores among processes."""
+        """Return the trial for a context. Processes that divide the slots and cores of one engine get equal trials."""
         n_ctx = options.n_ctx and options.n_ctx // options.n_slots
         n_window = options.ctx_per_seq or n_ctx or DEFAULT_WINDOW
         n_most = min(n_window, model.n_ctx_train or n_window) - 1
@@ -57,7 +57,7 @@ class TrialShape:
         return cls(n_rows, max(1, min(_N_HISTORY, n_most)), options.n_threads or 0)
 
     def __str__(self) -> str:
-        """Say it in words, for a note."""
+        """Describe the trial, for a note."""
         threads = f"{self.n_threads} threads" if self.n_threads else "all threads"
         return (
             f"{self.n_rows} rows of up to {self.n_history} cells, prompts of {_N_PROMPT}, {threads}"
@@ -66,21 +66,21 @@ class TrialShape:
 
 @dataclass(frozen=True, slots=True)
 class TrialRound:
-    """How many times as long steps took with flash attention as without, in turns that followed each other."""
+    """Times of the same steps with flash attention over those without, measured in turn."""
 
     mixed: float
-    """Decoding steps of rows from short to long, and prompts. Without flash attention each row looks at as many cells
-    as the longest has."""
+    """For decoding steps of rows of many lengths, and prompts. Without flash attention each row looks at as many cells
+    as the longest row has."""
     alike: float
-    """Decoding steps of rows that are all long."""
+    """For decoding steps of rows that are all long."""
     wall_s: float
-    """Seconds of all steps."""
+    """Seconds of all steps, both ways."""
     cpu_s: float
-    """CPU seconds of this process for each thread that computes: fewer where other programs took cores."""
+    """CPU seconds of this process per computing thread: fewer if other programs took cores."""
 
 
 def rounds(model: LlamaModel, shape: TrialShape) -> Generator[TrialRound, None, None]:
-    """Yield rounds without end, the first of which is slower than the others; none for a model that is too large.
+    """Yield rounds for ever; the first is slower than the others. Yield none for a model that is too large.
 
     Raises:
         CBatchError: the steps cannot be computed.
@@ -114,7 +114,7 @@ class _Took:
 
 
 class _Way:
-    """A context with or without flash attention, whose slots get histories of zeros; the last slot has none."""
+    """A context with or without flash attention. Every slot but the last gets a history of zeros."""
 
     def __init__(self, model: LlamaModel, shape: TrialShape, said: Literal["on", "off"]) -> None:
         n_rows, n_history = shape.n_rows, shape.n_history
@@ -147,7 +147,7 @@ class _Way:
             raise
 
     def turn(self) -> _Took:
-        """Compute the steps; return the seconds of each kind, and of all."""
+        """Compute the steps; return the seconds of each kind of steps, and of all."""
         self._run(self._fill)
         alike_s, alike_cpu_s = self._seconds(self._alike)
         self._run(self._shorten)

@@ -1,7 +1,7 @@
 """Whether llama.cpp computes several sequences together as it computes each alone, tried when a model is loaded.
 
-Where it does not, an engine computes one sequence at a time: slower, and right. Where it ends the process, that is
-found in another one, and an engine has the slots with which it does not; see `survival`.
+If it does not, an engine computes one sequence at a time: slower, but right. A crash of llama.cpp is found in a
+separate process, and the engine then gets settings that do not crash; see `survival`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Company:
 def tried_options(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
 ) -> tuple[EngineOptions, Company | None]:
-    """Return options with which llama.cpp survives, and what is known of company without another trial."""
+    """Return options that do not crash llama.cpp, and the company if it is known without another trial."""
     if found := find_known(model, options) or _remembered(model, options):
         return found.options, found
     return find_surviving(model, options, is_stopped), None
@@ -76,7 +76,7 @@ def tried_options(
 def try_company(
     backend: LlamaBackend, asked: EngineOptions, is_stopped: Callable[[], bool] = bool
 ) -> Company:
-    """Return what a new backend with the options of `tried_options` shows, and remember it."""
+    """Try a new backend with the options of `tried_options`; return the finding and note it."""
     found = _compared(find_company(backend, is_stopped), asked, backend.model.architecture)
     if parts := _parts(backend.model, asked):
         options = found.options
@@ -86,12 +86,12 @@ def try_company(
 
 
 def _compared(found: Company, asked: EngineOptions, architecture: str) -> Company:
-    """Tell how the options with which llama.cpp survives differ from those that were asked for."""
+    """Return the finding, with a text that says how its options differ from those asked for."""
     options = found.options
     if not found.is_sound or (options.n_slots, options.n_ubatch) == (asked.n_slots, asked.n_ubatch):
         return found
     if options.n_slots == 1:
-        why = f"llama.cpp ends the process at several sequences of a {architecture} model"
+        why = f"llama.cpp crashes on several sequences of a {architecture} model"
         return replace(found, text=_alone(why), is_sound=False)
     sizes = {
         "parallel": (options.n_slots, asked.n_slots),
@@ -100,12 +100,12 @@ def _compared(found: Company, asked: EngineOptions, architecture: str) -> Compan
     changed = {name: pair for name, pair in sizes.items() if pair[0] != pair[1]}
     now = " and ".join(f"{name}={pair[0]}" for name, pair in changed.items())
     before = " and ".join(f"{name}={pair[1]}" for name, pair in changed.items())
-    why = f"{now}, because llama.cpp ends the process with {before}"
+    why = f"{now}, because llama.cpp crashes with {before}"
     return replace(found, text=f"{found.text}; {why}", is_sound=False)
 
 
 def _parts(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
-    """Return what a finding depends on; empty where that is not known, or it takes no trial."""
+    """Return what a finding depends on; empty if that is unknown or no trial is needed."""
     if model.is_borrowed or (options.exact and options.n_slots > 1):
         return ()
     n_graph = min(options.n_ubatch, context_cells(model, options))
@@ -120,7 +120,7 @@ def _remembered(model: LlamaModel, options: EngineOptions) -> Company | None:
             case [str(text), int(n_slots), int(n_ubatch), bool(is_sound)] if (
                 1 <= n_slots <= options.n_slots and 1 <= n_ubatch <= options.n_ubatch
             ):
-                # `parallel` stays None only where nothing was changed
+                # `parallel` stays None if nothing was changed
                 changed = (
                     options if is_sound else replace(options, parallel=n_slots, n_ubatch=n_ubatch)
                 )
@@ -141,7 +141,7 @@ def find_known(model: LlamaModel, options: EngineOptions) -> Company | None:
 
 
 def find_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -> Company:
-    """Try it on a new backend, in some 50 small steps; every slot is empty afterwards."""
+    """Try a new backend in some 50 small steps; every slot is empty afterwards."""
     options = backend.options
     if options.exact and backend.n_slots > 1:
         return Company(BY_EXACT, options)
@@ -167,7 +167,7 @@ def _has_experts(model: LlamaModel) -> bool:
 
 
 class _Trial:
-    """Computes a sequence in each slot, of three texts: each text alone, token by token, and all together."""
+    """Computes one of three texts in each slot: each text alone, token by token, then all slots together."""
 
     def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool], seed: int) -> None:
         self._backend, self._is_stopped = backend, is_stopped
@@ -195,11 +195,11 @@ class _Trial:
         for place, n, slot, logits in found:
             if _difference(alone[slot % len(alone)], logits) > limit:
                 of_all = f"sequence {place} of {n}"
-                return f"llama.cpp computes {of_all} otherwise than alone", False
+                return f"llama.cpp computes {of_all} differently than alone", False
         return "", False
 
     def _companies(self) -> Iterator[range]:
-        """Yield slots to compute together: all of them, and fewer at either end."""
+        """Yield slots to compute together: all, then fewer at either end."""
         n = self._backend.n_slots
         yield range(n)
         for i, width in enumerate(sorted({*range(3, n, max(1, n // 4)), *range(n - 1, 2, -n)})):
@@ -220,11 +220,11 @@ class _Trial:
         return self._run([Chunk(Slot(i), 0, prompt, has_output=True)])
 
     def _together(self, slots: range) -> Iterator[tuple[int, int, int, list[Logits]]]:
-        """Compute these slots: prompts together, some beside rows of one token, rows without the first, rows of all.
+        """Compute these slots: prompts together, some prompts beside rows, rows without the first slot, rows of all.
 
         Yields:
-            the place of each, from 1 on, of how many, its slot, and the logits after its prompt and the tokens that
-            follow, as many as were computed.
+            its place (from 1), the number of slots, its slot, and the logits after its prompt and after each computed
+            token that follows.
         """
         self._clear()
         n_done = dict.fromkeys(slots, 0)

@@ -1,7 +1,7 @@
-"""What makes a model exact is found once: a note of it serves later loads with the same settings on this machine.
+"""Settings that make a model exact are found once: a note serves later loads with the same settings on this machine.
 
-The note does not depend on how an engine is divided: threads, slots and memory of one of several replicas. So all
-processes of a machine compute alike.
+The note does not depend on how an engine is divided into replicas, that is on the threads, slots and memory of each. So
+all processes of a machine compute the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def exact_finding(
     """Return what `find_exact` finds, or found when this model was loaded with these settings on this machine.
 
     Nothing is kept of a model that is borrowed, whose weights may not be its file's; nor with RPC servers, which may be
-    other machines the next time. What was found with another number of threads is tried with this one.
+    other machines the next time. A finding with another number of threads is checked with this one.
     """
     depends = _depends(model, options)
     start_s = perf_counter()
@@ -57,15 +57,15 @@ def exact_finding(
         settings = find_exact(model, options, is_stopped)
         found = ExactFinding(settings, round(perf_counter() - start_s, 3))
         is_found = depends and not settings.exactness.startswith(COULD_NOT_RUN)
-        if is_found and (known := _known(depends, options)):  # by another process, meanwhile
+        if is_found and (known := _known(depends, options)):  # another process was faster
             found = known
         elif is_found:
             notes.write(_written(found), _NAME, *depends)
             _tell_confirmed(found, depends, options)
     if found.settings.shape.least > sequences_of(options):
         why = (
-            f"not guaranteed: only steps of {found.settings.shape.least} rows give the same bits, and an engine of "
-            f"{options.n_slots} slots has fewer: leave replicas and exact_slots out"
+            f"not guaranteed: only steps of {found.settings.shape.least} rows or more give the same bits, but an "
+            f"engine of {options.n_slots} slots has fewer: leave replicas and exact_slots out"
         )
         return replace(found, settings=ExactSettings(why, options))
     return _confirmed(model, found, depends, is_stopped)
@@ -82,7 +82,7 @@ def _confirmed(
     depends: Sequence[str],
     is_stopped: Callable[[], bool],
 ) -> ExactFinding:
-    """Return a finding of another process, tried with this number of threads, once for each number."""
+    """Return a finding; one of another process is checked first, once for each number of threads."""
     options = found.settings.options
     is_own = not found.is_remembered or found.settings.exactness != BITWISE
     if is_own or notes.read(_CONFIRMED, *_by_threads(found, depends, options)):
@@ -93,7 +93,7 @@ def _confirmed(
     if exactness == BITWISE:
         _tell_confirmed(found, depends, options)
         return replace(found, probe_s=probe_s, is_remembered=False)
-    why = f"{exactness} (with n_threads={_n_threads(options)}, not with that of another process)"
+    why = f"{exactness} (with n_threads={_n_threads(options)}; another process found it exact with its own n_threads)"
     return ExactFinding(ExactSettings(why, options), probe_s)
 
 

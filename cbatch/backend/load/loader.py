@@ -319,7 +319,7 @@ def _make_backend(
     is_stopped: Callable[[], bool],
     stepper: Callable[..., NativeStepper] | None,
 ) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
-    """Make a backend with which llama.cpp survives, and another where several sequences are computed wrongly."""
+    """Make a backend that does not crash llama.cpp; make another if that one computes several sequences wrongly."""
     tried, found = tried_options(loaded, options, is_stopped)
     made = _make_untried(loaded, tried, is_stopped, stepper)
     if found is None:

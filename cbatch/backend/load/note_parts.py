@@ -1,4 +1,4 @@
-"""What findings about a model depend on: its file and the settings that change how it is computed."""
+"""What findings about a model depend on: its file, and settings that change how it is computed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LEFT_OUT = {f.name for f in fields(ScheduleOptions)}.union(_SIZES, _NO_MATTER)
 
 
 def note_parts(model: LlamaModel, options: EngineOptions, **sizes: object) -> Sequence[str]:
-    """Return what a finding depends on, for `notes`; empty where the model's file is not there, or servers compute.
+    """Return what a finding depends on, for `notes`; empty if the model's file is missing, or RPC servers compute.
 
     Args:
         model: the model.
-        options: those that change no bits, and sizes, are left out.
-        sizes: what the finding depends on of these.
+        options: sizes, and options that change no bits, are left out.
+        sizes: those on which the finding depends.
     """
     parts = model_parts(model.name)
     if options.rpc_servers or not parts:

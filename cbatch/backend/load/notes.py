@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _N_NAME = 16
 
 _HARMLESS = ("GGML_NO_BACKTRACE",)
-"""Variables that change nothing that is found out; worker processes have this one. See `cbatch.processes`."""
+"""Environment variables that change no finding. Worker processes have this one; see `cbatch.processes`."""
 
 
 def read(name: str, *parts: str) -> str | None:
@@ -56,7 +56,7 @@ def write(found: str, name: str, *parts: str) -> None:
 
 
 def can_write() -> bool:
-    """Whether notes can be kept."""
+    """Whether notes can be written."""
     try:
         _folder().mkdir(parents=True, exist_ok=True)
     except OSError:

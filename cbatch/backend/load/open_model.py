@@ -65,7 +65,7 @@ def open_model(
         model: the file (of a split model, the first one), or the `Llama`, taken as it was loaded.
         options: where the weights are put, and the chat template.
         has_weights: read the weights; nothing can be computed without.
-        may_repack: have llama.cpp lay weights out anew for this processor, which takes as much memory again.
+        may_repack: let llama.cpp repack weights for this processor, which doubles their memory.
         is_stopped: called for each tensor; once it is true, loading ends.
 
     Raises:

@@ -72,9 +72,9 @@ def find_exact(
 ) -> ExactSettings:
     """Return how a model is computed so that no logits depend on company, or why it cannot be.
 
-    Works on contexts of its own. The rows of a step are padded as the model's kernels need it. Where `flash_attn` is
-    "auto", it is turned off only where nothing holds with it: the order is fixed, and no time is measured, for all
-    processes that load this model must find the same.
+    Works on contexts of its own. The rows of a step are padded as the model's kernels need it. If `flash_attn` is
+    "auto", flash attention is turned off only if no shape is exact with it. The order is fixed and no time is measured,
+    because all processes that load this model must find the same.
     """
     first = _find(model, options, is_stopped)
     can_go_without = not options.has_quantised_values and options.split_mode != "tensor"
@@ -87,7 +87,7 @@ def find_exact(
 def confirm(
     model: LlamaModel, settings: ExactSettings, is_stopped: Callable[[], bool] = bool
 ) -> str:
-    """Return `bitwise`, or why settings that another process found do not hold in this one."""
+    """Return `bitwise`, or why settings that another process found are not exact in this one."""
     shape = settings.shape
     found = _find(model, settings.options, is_stopped, [shape])
     if found.exactness == BITWISE and found.shape != shape:
@@ -111,7 +111,7 @@ def _find(
     is_stopped: Callable[[], bool],
     possible: Sequence[RowShape] = (),
 ) -> ExactSettings:
-    """Try shapes, all by default, with as many rows as the engines have together that are to give the same bits."""
+    """Try shapes, by default all, with as many rows as all engines that must give the same bits have together."""
     n_rows = options.n_exact_slots
     n_probed = min(n_rows, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)

@@ -1,7 +1,7 @@
-"""Whether llama.cpp survives steps of several sequences: some of its models end the process instead.
+"""Whether llama.cpp survives steps of several sequences: on some models it crashes.
 
-They do so by what a model's graph asserts, when a context is made or at a step of some number of sequences. So this is
-tried in a process of its own, which has the weights from the same pages of memory, and is remembered.
+An assertion in the model's graph fails when a context is made, or at a step of some number of sequences. So such steps
+are tried in a separate process, which shares the pages of the weights. The result is noted.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _SURVIVED, _ENDED = "survived", "ended"
 
 _WALL_S = 300.0
 _ENOUGH_S = 20.0
-"""Seconds of steps after which the process has tried enough; what is likely comes first. Our choice."""
+"""Most seconds of steps; the steps most likely to crash come first. Our choice."""
 
 _N_WINDOW = 256
-_N_ALL = 32  # rows up to which every number of them is tried
-_SIZES = (3, 5, 2)  # of prompts that share a step
-_N_LONG = 70  # above 64: some layers work in chunks of that many tokens
+_N_ALL = 32  # up to so many rows, every number is tried
+_SIZES = (3, 5, 2)  # tokens of prompts that share a step
+_N_LONG = 70  # above 64, as some layers work in chunks of 64 tokens
 
 _KEPT = (
     *("kv", "flash_attn", "cache_type_k", "cache_type_v", "rope_scaling", "rope_freq_base"),
@@ -53,9 +53,9 @@ _KEPT = (
 def find_surviving(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
 ) -> EngineOptions:
-    """Return the options with which llama.cpp survives: the given ones, another `n_ubatch`, or fewer slots.
+    """Return options that do not crash llama.cpp: the given ones, another `n_ubatch`, or fewer slots.
 
-    Where it cannot be tried (no file, no process), those are the given ones.
+    If they cannot be tried (no file, no process), return the given ones.
     """
     for tried in _candidates(options):
         if tried.n_slots == 1 or survives(model, tried, is_stopped):
@@ -66,7 +66,7 @@ def find_surviving(
 def survives(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
 ) -> bool:
-    """Whether a process of its own survived steps of all numbers of sequences; tried once for a machine."""
+    """Whether a separate process survived steps of all numbers of sequences; tried once on a machine."""
     said = _for_process(model, options)
     depends = note_parts(model, options, **{n: said[n] for n in ("parallel", "ctx_per_seq")})
     if not depends:
@@ -87,7 +87,7 @@ def survives(
 def _candidates(options: EngineOptions) -> Iterator[EngineOptions]:
     """Yield the options, then with `n_ubatch` a multiple of the sequences, then with fewer and fewer slots.
 
-    A graph of `n_ubatch` tokens that sequences do not divide is what some models assert against, such as kimi-linear.
+    Some models, such as kimi-linear, assert that the number of sequences divides `n_ubatch`.
     """
     yield options
     fewer = (2**i for i in range(options.n_slots.bit_length(), -1, -1) if 2**i < options.n_slots)
@@ -109,7 +109,7 @@ def _for_process(model: LlamaModel, options: EngineOptions) -> dict[str, object]
         "n_batch": exact_batch(options) if options.exact else options.n_batch,
         "n_ubatch": max(n_ubatch, n_seqs) if options.exact else n_ubatch,
         "ctx_per_seq": max(1, n_cells // n_seqs),
-        "n_gpu_layers": 0,  # what is asserted does not depend on where it is computed
+        "n_gpu_layers": 0,  # assertions do not depend on the device
         **{name: getattr(options, name) for name in _KEPT},
     }
 
@@ -121,7 +121,7 @@ def main() -> None:
     """Compute steps with the model and options that the arguments name.
 
     Raises:
-        SystemExit: it cannot be tried, for want of memory as a rule, which is no crash.
+        SystemExit: the steps cannot be tried, mostly for lack of memory; this is no crash.
     """
     path, said = sys.argv[1:]
     options = EngineOptions.of(json.loads(said))
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def endure(backend: LlamaBackend, seconds: Callable[[], float] = perf_counter) -> None:
-    """Compute steps until they are done, one fails, or it is enough."""
+    """Compute steps until all are done, one fails, or the time is over."""
     end_s, n_cells = seconds() + _ENOUGH_S, [0] * backend.n_slots
     n_vocab = backend.vocab.n_vocab
     for step in _steps(backend.n_slots, backend.n_batch, backend.n_window):

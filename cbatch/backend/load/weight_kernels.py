@@ -38,9 +38,9 @@ def tiled_experts(model: LlamaModel, options: EngineOptions) -> str:
         return ""
     for name, type in _tiled_experts(model):
         return (
-            f"experts in {_TILED[type]} ({name}) have another kernel where {N_TILED} rows of a step choose "
-            "the same one, so logits depend on company: set GGML_CPU_TILED_MM=0 before the program starts, use "
-            f"parallel={N_GROUP} or less, or a file with experts in q8_0, q4_0, f16 or bf16"
+            f"experts in {_TILED[type]} ({name}) use another kernel when {N_TILED} rows of a step choose "
+            "the same expert, so logits depend on the other requests in the batch: set GGML_CPU_TILED_MM=0 before the "
+            f"program starts, use parallel={N_GROUP} or less, or a file with experts in q8_0, q4_0, f16 or bf16"
         )
     return ""
 
