@@ -83,6 +83,7 @@ class _Renderer:
         self._settings = {"source": source, "bos_token": bos_text, "eos_token": eos_text}
         self._free: list[Sandbox] = []
         self._turns = threading.BoundedSemaphore(_N_PROCESSES)
+        self._is_closed = False
 
     def start(self) -> None:
         """Start a process, so that it is ready for the first chat."""
@@ -100,14 +101,21 @@ class _Renderer:
             try:
                 found: dict[str, str] = sandbox.ask(question)
             except NoAnswerError:
-                if sandbox.problem:
+                if not sandbox.is_possible:
                     return template_job.begin(self._settings)(question)
+                if sandbox.problem:
+                    return {"refused": f"chats are rendered in a process of its own: {sandbox.problem}"}
                 return {
                     "refused": f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
                     f"{_LIMITS.n_bytes >> 20} MiB of memory: simplify the template or shorten the chat"
                 }
+            except (TypeError, ValueError) as error:  # such as bytes, or half a surrogate pair
+                return {"refused": f"messages and variables must be JSON: {error}"}
             finally:
-                self._free.append(sandbox)
+                if self._is_closed:
+                    sandbox.close()
+                else:
+                    self._free.append(sandbox)
             return found
 
     def _take(self) -> Sandbox:
@@ -117,7 +125,8 @@ class _Renderer:
             return Sandbox(template_job.__file__, self._settings, _LIMITS)
 
     def close(self) -> None:
-        """End the idle processes."""
+        """End the idle processes; others end with their chat."""
+        self._is_closed = True
         while self._free:
             self._free.pop().close()
 

@@ -115,6 +115,8 @@ def find_problem(sandbox: Sandbox, source: str) -> str:
     """Return what is wrong with a grammar; "" if some steps under it worked, or no process can be started."""
     try:
         return str(sandbox.ask(source))
+    except UnicodeEncodeError as error:
+        return f"it is not valid Unicode: {error}"
     except NoAnswerError:
         if sandbox.problem:
             return ""

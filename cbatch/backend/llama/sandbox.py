@@ -29,6 +29,8 @@ _READY = b"ready\n"
 _LAST = b"last "
 """Prefix of an answer after which the process ends."""
 _N_PART = 2**16
+_LAST_S = 0.2
+"""Seconds until a process whose pipe has ended is known to be dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,11 @@ class Limits:
 
 
 class NoAnswerError(Exception):
-    """The process ended or was killed without an answer."""
+    """The process ended, or was ended, without an answer."""
 
 
 class Sandbox:
-    """Asks questions of a separate process. One thread at a time."""
+    """Puts questions to a process of its own. One thread at a time."""
 
     def __init__(self, job: str, settings: object, limits: Limits) -> None:
         """Make one; `start` or the first question starts the process.
@@ -55,73 +57,88 @@ class Sandbox:
             job: path of a file that imports nothing of cbatch and has `begin(settings)`, which returns the function
                 that answers questions.
             settings: for `begin`; as JSON, like questions and answers.
-            limits: of one question.
+            limits: what one question may take.
         """
         self._job, self._settings, self._limits = job, settings, limits
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] | None = None
-        self._is_ready = False
+        self._end: weakref.finalize[Any, Any] | None = None
+        self._pid, self._is_ready = 0, False
         self.problem = ""
-        """Why no process can be started here; "" if one runs or none was needed yet."""
+        """Why the process could not be started the last time; empty where it runs, or none was needed yet."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is an interpreter to start."""
+        return not getattr(sys, "frozen", False) and bool(sys.executable)
 
     def start(self) -> None:
-        """Start the process unless it runs. Does not wait until it is ready."""
-        if self._process is not None and self._process.poll() is None:
+        """Start the process unless it runs; it gets ready while the caller goes on."""
+        is_ours = self._pid == os.getpid()  # after a fork it is the parent's
+        if self._process is not None and is_ours and self._process.poll() is None:
             return
         self.close()
+        self.problem = "" if self.is_possible else "there is no Python interpreter to start"
         if self.problem:
-            return
-        if getattr(sys, "frozen", False) or not sys.executable:
-            self.problem = "there is no Python interpreter to start"
             return
         try:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    self._job,
-                    json.dumps([self._settings, asdict(self._limits)]),
-                ],
+                [sys.executable, __file__, self._job],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-                start_new_session=True,  # Ctrl-C in a terminal must not reach the process
+                start_new_session=True,  # Ctrl-C in a terminal is not meant for the process
             )
         except OSError as error:
             self.problem = str(error)
             return
-        self._end = weakref.finalize(self, _end, self._process)
-        self._is_ready = False
+        self._pid, self._is_ready = os.getpid(), False
+        self._end = weakref.finalize(self, _end, self._process, self._pid)
 
     def ask(self, question: object) -> Any:
         """Return the answer.
 
         Raises:
-            NoAnswerError: the question exceeded its limits, or no process can be started (`problem`).
+            NoAnswerError: there is none: it took more than the limits, or no process can be started (`problem`).
+            TypeError, ValueError: the question has what JSON has not.
         """
-        self.start()
-        process = self._process
-        if process is None:
-            raise NoAnswerError
+        line = _line(question)
+        for is_last in (False, True):
+            self.start()
+            process = self._process
+            answer = b"" if process is None else self._answer(process, line)
+            if not answer or answer.startswith(_LAST):
+                self.close()
+            if answer:
+                return json.loads(answer.removeprefix(_LAST))
+            # where another program has killed it, another process may answer
+            if is_last or process is None or process.returncode != -signal.SIGKILL:
+                break
+        raise NoAnswerError
+
+    def _answer(self, process: subprocess.Popen[bytes], line: bytes) -> bytes:
+        """Return the line that comes for a line; nothing where the process ended, or the time is over."""
         until_s = time.monotonic() + self._limits.wall_s
         if not self._is_ready:
-            self._is_ready = _exchange(process, b"", until_s) == _READY
+            first = _line([self._settings, asdict(self._limits)])
+            self._is_ready = _exchange(process, first, until_s) == _READY
             if not self._is_ready:
                 self.problem = f"the process for {os.path.basename(self._job)} does not start"
-        line = json.dumps(question).encode() + b"\n"
         answer = _exchange(process, line, until_s) if self._is_ready else b""
-        if not answer or answer.startswith(_LAST):
-            self.close()
         if not answer:
-            raise NoAnswerError
-        return json.loads(answer.removeprefix(_LAST))
+            with suppress(subprocess.TimeoutExpired):  # else it took too long
+                process.wait(_LAST_S)
+        return answer
 
     def close(self) -> None:
-        """Kill the process, even while it answers a question. From any thread; twice is harmless."""
+        """End the process. Twice is harmless; from any thread it ends a question under way."""
         end, self._process, self._end = self._end, None, None
         if end is not None:
             end()
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes, until_s: float) -> bytes:
@@ -150,7 +167,9 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes, until_s: float) -> 
     return b""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], pid: int) -> None:
+    if os.getpid() != pid:  # a fork has it too; it is the parent's
+        return
     process.kill()
     with suppress(OSError):  # the pipe is broken: unwritten bytes are lost
         process.communicate()
@@ -200,7 +219,7 @@ def _answerer(job: str, settings: object) -> Callable[[Any], object]:
 def main() -> None:
     """Answer questions from stdin, one a line, by lines on stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    job, (settings, limits) = sys.argv[1], json.loads(sys.argv[2])
+    job, (settings, limits) = sys.argv[1], json.loads(sys.stdin.buffer.readline())
     _limit_memory(limits["n_bytes"])
     answer, out = _answerer(job, settings), sys.stdout.buffer
     out.write(_READY)

@@ -168,6 +168,7 @@ class LlamaVocab:
         self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
     ) -> str:
         """Return the text of a chat by the model's template; see `cbatch.backend.Vocab`."""
+        self._model.check_open()
         return self._chat.render(messages, variables)
 
     def render(
@@ -228,6 +229,7 @@ class LlamaVocab:
             text
             for token, text in texts.items()
             if known.count(text) == 1
+            and not text[:1].isspace()  # which a token before it may strip
             and not any(text[:i] in ends or text[i:] in begins for i in range(1, len(text)))
             and not self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
         ]
