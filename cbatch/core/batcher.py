@@ -79,28 +79,29 @@ class MultiRequestBatcher:
     def __init__(
         self,
         ledger: KvLedger,
-        tokenize: Callable[[SequenceDriver], bool],
+        tokenize: Callable[[SequenceDriver], object],
         options: ScheduleOptions,
         cuts: PromptCuts = ANYWHERE,
         *,
         n_ahead: int = 0,
+        takes_long: Callable[[SequenceDriver], bool] = lambda _: False,
     ) -> None:
         """Make one with nothing in flight.
 
         Args:
             ledger: slots and cells, all of them free.
-            tokenize: makes the prompt of a sequence tokens, at once or with a later call of `take_prompt`; returns
-                whether that takes long.
+            tokenize: makes the prompt of a sequence tokens, at once or before it has `take_prompt` called.
             options: how requests are scheduled.
             cuts: where prompts may be cut.
             n_ahead: prompts that become tokens before a slot is free for them.
+            takes_long: whether a prompt takes long to become tokens: others pass it until it is.
         """
         self.in_flight: dict[str, SequenceDriver] = {}
         self._wants: deque[Want] = deque()
         self._storing: dict[int, ToStore] = {}
         self._options, self._cuts, self._n_ahead = options, cuts, n_ahead
         self._open_books(ledger)
-        self._tokenize = tokenize
+        self._tokenize, self._takes_long = tokenize, takes_long
         self._is_by_prompt = options.policy in BY_PROMPT
         self._numbers = count()
         self._ended: list[SequenceDriver] = []
@@ -129,7 +130,7 @@ class MultiRequestBatcher:
         self._cells, self._saved, self._reads = self._state.cells, saved, self._state.reads
         self._followers = self._state.followers
         self._builds = GrammarBuilds(self._wants)
-        self._untokenized = PromptWaiters()
+        self._untokenized = PromptWaiters(ledger.n_slots + self._n_ahead)
         self._waiters: dict[Wait, PromptWaiters | GrammarBuilds | PrefixWaiters | CacheReads] = {
             Wait.PROMPT: self._untokenized,
             Wait.COMPILE: self._builds,
@@ -222,9 +223,9 @@ class MultiRequestBatcher:
             self.in_flight[driver.request.id] = driver
             self._deadlines.add(driver)
             is_early = self._is_by_prompt or driver.is_early
-            takes_long = (is_early or driver.request.prompt.tokens is not None) and self._tokenize(
-                driver
-            )
+            takes_long = not driver.is_tokenized and self._takes_long(driver)
+            if is_early or (driver.request.prompt.tokens is not None and not takes_long):
+                self._tokenize(driver)
             if driver.error is not None:
                 driver.finish("error", driver.clock.submitted_s, driver.error)
                 self.retire(driver)
@@ -242,7 +243,7 @@ class MultiRequestBatcher:
         if driver.error is not None:
             self.fail(driver, driver.error, now)
         elif driver.waits_for is Wait.PROMPT:
-            self._untokenized.drop(driver)
+            self._untokenized.let_go(driver)
             self._go_on_compiled([driver])
 
     def begin_step(self, now: float, ending: Collection[SequenceDriver] = ()) -> None:
@@ -258,6 +259,8 @@ class MultiRequestBatcher:
             self.retire(driver)
         for driver in self._followers.pop_ready():
             self._release(driver)
+        for driver in self._untokenized.due():
+            self._tokenize(driver)
         n_open = self._ledger.n_slots - len(self._rows()) + len(ending)
         if self._queue and (n_wanted := n_open + self._state.n_ahead):
             self._tokenize_prompts(n_wanted, ending, now)
@@ -272,18 +275,17 @@ class MultiRequestBatcher:
         refused: list[tuple[SequenceDriver, CBatchError]] = []
         slow: list[SequenceDriver] = []
         n_ready, n_passed = 0, N_LOOK - 1 if self._ledger.is_overcommitted else 0
-        n_slow_max = self._ledger.n_slots + self._state.n_ahead - len(self._untokenized)
         for driver in self._queue.candidates(self._ledger.holders, ending):
-            if len(slow) == max(0, n_slow_max):
-                break
-            if self._tokenize(driver):
+            if not driver.is_tokenized and self._takes_long(driver):
                 slow.append(driver)
-                continue
-            n_ready += driver.error is None
-            n_passed = min(n_passed + (driver.request.options.cache_key is not None), N_LOOK - 1)
-            if driver.error is not None:
-                refused.append((driver, driver.error))
-            if n_ready == n_wanted + n_passed or len(refused) == N_REFUSED_MAX:
+            else:
+                self._tokenize(driver)
+                n_ready += driver.error is None
+                has_key = driver.request.options.cache_key is not None
+                n_passed = min(n_passed + has_key, N_LOOK - 1)
+                if driver.error is not None:
+                    refused.append((driver, driver.error))
+            if n_ready == n_wanted + n_passed or N_REFUSED_MAX in (len(refused), len(slow)):
                 break
         for driver, error in refused:
             self.fail(driver, error, now)

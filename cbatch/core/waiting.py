@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from cbatch.core.driver import Status
@@ -71,21 +72,32 @@ class PrefixWaiters:
 
 
 class PromptWaiters:
-    """Sequences outside the queue until their prompts are tokenized."""
+    """Sequences outside the queue until their prompts are tokens; few are made tokens before they can run."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_max: int) -> None:
+        self._n_max = n_max
         self._drivers: dict[int, SequenceDriver] = {}  # by number
-
-    def __len__(self) -> int:
-        return len(self._drivers)
+        self._let_go: list[SequenceDriver] = []
 
     def add(self, driver: SequenceDriver) -> None:
-        """Have a sequence wait."""
+        """Have a driver wait."""
         self._drivers[driver.number] = driver
 
     def drop(self, driver: SequenceDriver) -> None:
         """Forget a sequence, if it waits here."""
         self._drivers.pop(driver.number, None)
+
+    def let_go(self, driver: SequenceDriver) -> None:
+        """Have a driver wait no more: its prompt is tokens."""
+        self.drop(driver)
+        self._let_go.append(driver)
+
+    def due(self) -> list[SequenceDriver]:
+        """Return the first sequences whose prompts may become tokens now."""
+        if not self._drivers:
+            return []
+        self._let_go = [d for d in self._let_go if not d.has_run and d.finish_reason is None]
+        return [*islice(self._drivers.values(), max(0, self._n_max - len(self._let_go)))]
 
 
 class WantWaiters(Generic[C, V]):

@@ -80,7 +80,12 @@ class LocalRuntime:
         )
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
         self.batcher = MultiRequestBatcher(
-            ledger, lanes.order, schedule, backend.cuts, n_ahead=lanes.n_ahead
+            ledger,
+            lanes.order,
+            schedule,
+            backend.cuts,
+            n_ahead=lanes.n_ahead,
+            takes_long=lanes.takes_long,
         )
         scheduler = ContinuousBatchScheduler(
             self.batcher,

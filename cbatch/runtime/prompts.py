@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,6 +30,9 @@ Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 _N_LONG = 2**15
 """Characters or tokens above which a prompt is long. Tokenizing it takes some milliseconds."""
 
+_N_VALUE = 16
+"""Characters that a value counts for that is no text."""
+
 _GATHER_S = 0.004
 """Prompts tokenized within this time of the first are given together, so that they can share a step."""
 
@@ -47,14 +52,10 @@ class PromptTokenizer:
     def __init__(self, tokenize: Tokenize, n_window: int) -> None:
         self._tokenize, self._n_window = tokenize, n_window
 
-    def tokenize(self, driver: SequenceDriver) -> bool:
-        """Tokenize a sequence's prompt unless that was done; set the sequence's error if it fails.
-
-        Return False, because nothing is left to wait for.
-        """
+    def tokenize(self, driver: SequenceDriver) -> None:
+        """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
         if not driver.is_tokenized:
             self.give(driver, self.find(driver.request))
-        return False
 
     def find(self, request: Request) -> FoundPrompt | CBatchError:
         """Return the tokens of a request's prompt, or the error."""
@@ -113,20 +114,17 @@ class PromptLanes:
         """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
         self._post, self._take = post, take
 
-    def order(self, driver: SequenceDriver) -> bool:
-        """Have a sequence's prompt tokenized unless that is done or under way; return whether it takes long.
-
-        From any thread.
-        """
-        if driver.is_tokenized:
-            return False
+    def order(self, driver: SequenceDriver) -> None:
+        """Have a sequence's prompt made tokens, unless that was done or is under way. From any thread."""
         if not self._is_threaded:
-            return self._prompts.tokenize(driver)
-        is_long = _is_long(driver.request.prompt)
-        if driver not in self._ordered:
+            self._prompts.tokenize(driver)
+        elif not driver.is_tokenized and driver not in self._ordered:
             self._ordered.add(driver)
-            (self._long if is_long else self._short).put(driver)
-        return is_long
+            (self._long if self.takes_long(driver) else self._short).put(driver)
+
+    def takes_long(self, driver: SequenceDriver) -> bool:
+        """Whether a prompt takes long to become tokens, so that others should pass it."""
+        return self._is_threaded and _is_long(driver.request)
 
     def order_first(self, drivers: Iterable[SequenceDriver], n_waiting: int) -> None:
         """Order prompts of new sequences, behind `n_waiting` others, that may soon get a slot. From any thread."""
@@ -198,15 +196,25 @@ def _nowhere(command: Callable[[], object]) -> None:
     raise RuntimeError("the lanes have not begun")
 
 
-def _is_long(prompt: BatchPrompt) -> bool:
-    """Whether a prompt may take long to tokenize, by its length; of a chat, that of its messages."""
+def _is_long(request: Request) -> bool:
+    """Whether a prompt takes long to become tokens, or may: all of a chat counts, and what its template gets."""
+    prompt, options = request.prompt, request.options
     if prompt.messages is not None:
-        return sum(len(str(m.get("content", ""))) + _A_MESSAGE for m in prompt.messages) > _N_LONG
+        return _is_large([*prompt.messages, options.template_variables])
     return len(prompt.prompt or prompt.tokens or ()) > _N_LONG
 
 
-_A_MESSAGE = 64
-"""Characters that each message counts besides its text."""
+def _is_large(value: object) -> bool:
+    """Whether JSON has more than `_N_LONG` characters, about; looks at no more of it."""
+    n, todo = 0, [value]
+    while todo and n <= _N_LONG:
+        inner = todo.pop()
+        n += len(inner) if isinstance(inner, str) else _N_VALUE
+        if isinstance(inner, Mapping):
+            todo += islice(inner.values(), _N_LONG // _N_VALUE)
+        elif isinstance(inner, list | tuple):
+            todo += inner[: _N_LONG // _N_VALUE]
+    return n > _N_LONG
 
 
 def tokenize(

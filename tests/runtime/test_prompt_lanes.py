@@ -54,12 +54,12 @@ def slow_engine(**schedule: Any) -> tuple[Engine, SlowVocab]:
 def test_long_prompt_holds_up_no_other_request(policy: Any) -> None:
     engine, vocab = slow_engine(policy=policy)
     with engine:
-        long = engine.run([LONG] * 12, options=SHORT)
+        long = engine.run([LONG] * 60, options=SHORT)
         assert vocab.is_held.wait(PATIENCE_S)
         short = engine.run(["a", "b", "c"], options=SHORT).results()
         assert [len(r.token_ids) for r in short] == [3, 3, 3]
         vocab.go.set()
-        assert [len(r.token_ids) for r in long.results()] == [3] * 12
+        assert [len(r.token_ids) for r in long.results()] == [3] * 60
 
 
 def test_any_number_of_long_calls_of_a_server_holds_up_no_other() -> None:

@@ -29,6 +29,14 @@ _N_TAIL_MAX = 20
 _N_PART = 2**14
 """Largest text, in bytes, that is not divided: the time for special tokens grows with the square of the length."""
 
+_N_DEEP = 2**12
+_N_DEEP_BYTES = 1024
+"""Bytes of a text from which it is tokenized on a stack of its own, and of stack for each. Measured: a word of 30,000
+letters overflows 8 MiB, one of 100,000 does not overflow 128 MiB."""
+_STACK_BYTES = 2**23
+_stacks = threading.RLock()
+"""Held while the size of the next thread's stack is set."""
+
 _N_BREAKERS_KEPT = 64
 """Most sets of strings whose sequences are kept."""
 
@@ -244,11 +252,15 @@ class LlamaVocab:
 
     def _tokenize(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         n_room = len(data) + 8  # a byte is one token at most; a few more for BOS, EOS and spaces
+        tokenize = llama_cpp.llama_tokenize
         while True:
             tokens = (ctypes.c_int32 * n_room)()
             with self._model.in_use():
-                n = llama_cpp.llama_tokenize(
-                    self.pointer, data, len(data), tokens, n_room, add_special, parse_special
+                given = self.pointer, data, len(data), tokens, n_room, add_special, parse_special
+                n = (
+                    tokenize(*given)
+                    if len(data) < _N_DEEP
+                    else _with_stack(len(data), tokenize, *given)
                 )
             if n >= 0:
                 return tokens[:n]
@@ -303,6 +315,28 @@ class LlamaVocab:
         lacks_bos = llama_cpp.llama_vocab_get_add_bos(self.pointer) and bos < 0
         lacks_eos = llama_cpp.llama_vocab_get_add_eos(self.pointer) and eos < 0
         return not (lacks_bos or lacks_eos)
+
+
+def _with_stack(n_bytes: int, tokenize: Callable[..., int], *given: Any) -> int:
+    """Return what `tokenize` returns, called with a stack for texts of `n_bytes`.
+
+    llama.cpp splits texts by `std::regex` for some vocabularies, which calls itself for every character of a word.
+
+    Raises:
+        PromptError: the system has no memory for such a stack.
+    """
+    found: list[int] = []
+    with _stacks:
+        before = threading.stack_size(_STACK_BYTES + _N_DEEP_BYTES * n_bytes)
+        thread = threading.Thread(target=lambda: found.append(tokenize(*given)), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            raise PromptError(f"no memory for the stack to tokenize {n_bytes:,} bytes") from None
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return found[0]
 
 
 def _read(fill: Callable[[Any, int], int]) -> bytes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -124,3 +127,45 @@ def test_template_that_never_ends_costs_its_own_request_alone(source: str) -> No
     with pytest.raises(RequestFailedError, match="refuses"):
         template.render([USER])
     assert template.render([USER, USER]) == "ok"
+
+
+def test_template_of_any_size_runs_in_its_process() -> None:
+    template = ChatTemplate("{#" + "é" * 200_000 + "#}" + ECHO)
+    assert template.render([USER]) == "[Hi]"
+    with pytest.raises(RequestFailedError, match="refuses"):
+        ChatTemplate("{#" + "é" * 200_000 + "#}{% for i in range(9999999) %}{% endfor %}").render(
+            [USER]
+        )
+
+
+def children() -> list[int]:
+    files = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def test_killed_process_costs_no_chat() -> None:
+    template = ChatTemplate(ECHO)
+    before = set(children())
+    for _ in range(3):
+        template.start()
+        for pid in set(children()) - before:
+            os.kill(pid, signal.SIGKILL)
+        assert template.render([USER]) == "[Hi]"
+    template.close()
+
+
+def test_fork_that_ends_leaves_the_process_to_its_parent() -> None:
+    template = ChatTemplate(ECHO)
+    assert template.render([USER]) == "[Hi]"
+    pid = os.fork()
+    if not pid:
+        template.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert template.render([USER]) == "[Hi]"
+
+
+@pytest.mark.parametrize("content", [b"bytes", {1, 2}, "half \ud83d of a pair"])
+def test_what_json_has_not_is_refused(content: object) -> None:
+    with pytest.raises(RequestFailedError, match="JSON"):
+        ChatTemplate(ECHO).render([{"role": "user", "content": content}])
