@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import check_flag, shown
@@ -311,20 +313,21 @@ def _string(
 def joined(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a chat in which messages of one role that follow each other are one; answers of tools stay apart."""
     joined: list[dict[str, Any]] = []
-    for message in chat:
-        if joined and joined[-1]["role"] == message["role"] != "tool":
-            joined[-1] = _both(joined[-1], message)
-        else:
-            joined.append(message)
+    for role, run in groupby(chat, key=itemgetter("role")):
+        messages = [*run]
+        is_one = role != "tool" and len(messages) > 1
+        joined += [_one_of(messages)] if is_one else messages
     return joined
 
 
-def _both(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    both = {**first, **second}
+def _one_of(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return messages as one. Their texts are joined at once, so that the time grows with their length only."""
+    one: dict[str, Any] = {}
+    for message in messages:
+        one.update(message)
     for key in ("content", "reasoning_content"):
-        if key in both:
-            texts = [message.get(key) for message in (first, second)]
-            both[key] = "\n".join(text for text in texts if text)
-    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
-        both["tool_calls"] = calls
-    return both
+        if key in one:
+            one[key] = "\n".join(filter(None, (message.get(key) for message in messages)))
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
+        one["tool_calls"] = calls
+    return one

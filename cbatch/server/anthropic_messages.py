@@ -41,9 +41,11 @@ class MessagesCall(Call):
     prompt_field = "messages"
 
     @classmethod
-    def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> MessagesCall:
-        """Return the call that a body asks for. Raises a `HttpProblemError`."""
-        fields = Fields(body, is_strict=is_strict, is_capped=True)
+    def of(
+        cls, body: Mapping[str, Any], *, is_strict: bool = False, is_capped: bool = True
+    ) -> MessagesCall:
+        """Return the call that a body asks for; `is_capped` as for `Fields`. Raises a `HttpProblemError`."""
+        fields = Fields(body, is_strict=is_strict, is_capped=is_capped)
         return cls(fields.asked, [fields.prompt])
 
     def see_facts(self, facts: ModelFacts) -> None:
@@ -228,7 +230,6 @@ def _tokens(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:
 
 async def count_tokens(desk: Desk, exchange: Exchange) -> None:
     """Count the tokens of a prompt, tools included."""
-    fields = Fields(
-        await body_of(desk, exchange), is_strict=desk.settings.strict_fields, is_capped=False
-    )
-    await tell_n_tokens(desk, exchange, MessagesCall(fields.asked, [fields.prompt]))
+    body, is_strict = await body_of(desk, exchange), desk.settings.strict_fields
+    call = await exchange.aside(MessagesCall.of, body, is_strict=is_strict, is_capped=False)
+    await tell_n_tokens(desk, exchange, call)

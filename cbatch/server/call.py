@@ -16,7 +16,7 @@ from cbatch.errors import CBatchError
 from cbatch.logs import Log
 from cbatch.options import NO_OPTIONS, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
-from cbatch.server.exchange import ClientGoneError
+from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
 from cbatch.server.request_fields import ignored_header, with_param
@@ -249,8 +249,12 @@ class Answering:
             return
         results = await results_of(response)
         self._count(results)
-        body = self._call.body(results, self._model)
-        await self._exchange.respond_json(body, headers=self._headers)
+        content = await self._exchange.aside(self._content, results)
+        await self._exchange.respond(200, content, self._headers)
+
+    def _content(self, results: Sequence[BatchResult]) -> bytes:
+        """Return the whole answer in JSON: some dialects repeat the request in it."""
+        return dumps(self._call.body(results, self._model))
 
     def _count(self, results: Sequence[BatchResult]) -> None:
         """Count prompts that were answered."""

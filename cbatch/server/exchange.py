@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -11,12 +12,14 @@ from cbatch.checks import MAX_DEPTH, is_too_deep, read_json, why_unread
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from starlette.types import Message, Receive, Scope, Send
 
     from cbatch.server.call_record import CallRecord
     from cbatch.server.server_settings import SizeLimit
+
+T = TypeVar("T")
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -111,9 +114,13 @@ class Exchange:
             raise HttpProblemError(415, f"content-type must be {JSON}", "unsupported_media_type")
         data = await self.body(limit, seconds)
         self.is_small = len(data) <= _N_SMALL
+        return await self.aside(object_of, data)
+
+    async def aside(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Return what `work` makes of the body: in a thread, so that other clients go on, unless the body is small."""
         if self.is_small:
-            return object_of(data)
-        return await anyio.to_thread.run_sync(object_of, data)
+            return work(*args, **named)
+        return await anyio.to_thread.run_sync(partial(work, *args, **named))
 
     async def wait_until_left(self) -> None:
         """Return when the client has left. The body has been read."""

@@ -284,5 +284,5 @@ def _usage(result: BatchResult) -> dict[str, Any]:
 async def count_input(desk: Desk, exchange: Exchange) -> None:
     """Count the tokens of an input, tools and instructions included."""
     body = await body_of(desk, exchange)
-    call = ResponsesCall.of(body, is_strict=desk.settings.strict_fields)
+    call = await exchange.aside(ResponsesCall.of, body, is_strict=desk.settings.strict_fields)
     await tell_n_tokens(desk, exchange, call, object="response.input_tokens")

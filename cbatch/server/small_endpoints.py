@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import cbatch
 from cbatch.checks import check_flag, shown, token_ids
 from cbatch.errors import CBatchError, PromptError
-from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, Sampling
+from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
     bad_request,
@@ -25,6 +25,7 @@ from cbatch.server.request_fields import field_errors, ignored_header, with_para
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.engine import Engine
     from cbatch.server.call import Call
     from cbatch.server.desk import Desk, Sizes
     from cbatch.server.exchange import Exchange
@@ -159,18 +160,23 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
         has_special = _flag(body, "add_special", default=False)
         tokens = await _tokens(desk, sizes, body["content"], "content", has_special=has_special)
         if _flag(body, "with_pieces", default=False):
-            tokens = await _with_pieces(desk, tokens)
-        await exchange.respond_json({"tokens": tokens})
+            tokens = await desk.ask(_with_pieces, desk.engine, tokens)
+        await _respond_long(desk, exchange, {"tokens": tokens})
         return
     if "messages" in body:
-        call = ChatCall.of(body)
+        call = await exchange.aside(ChatCall.of, body)
         (prompt,), options = call.prompts, call.asked.options
         tokens = await desk.ask(desk.engine.tokenize, prompt, options=options)
     else:
         has_special = _flag(body, "add_special_tokens", default=True)
         tokens = await _tokens(desk, sizes, body.get("prompt"), "prompt", has_special=has_special)
     said = {"count": len(tokens), "max_model_len": sizes.n_window, "tokens": tokens}
-    await exchange.respond_json(said)
+    await _respond_long(desk, exchange, said)
+
+
+async def _respond_long(desk: Desk, exchange: Exchange, said: Mapping[str, Any]) -> None:
+    """Send an answer that can be long: it becomes JSON in a thread."""
+    await exchange.respond(200, await desk.in_thread(dumps, said))
 
 
 async def _tokens(
@@ -182,14 +188,14 @@ async def _tokens(
     if not text:
         return []
     with field_errors(field):
-        tokens = await desk.ask(desk.engine.tokenize, BatchPrompt(prompt=text))
+        tokens = await desk.ask(desk.engine.tokenize, text)
     facts = sizes.facts
     is_added = tokens[:1] == [facts.bos_id] and not text.startswith(facts.bos_token or "\0")
     return tokens[1:] if is_added and not has_special else tokens
 
 
-async def _with_pieces(desk: Desk, tokens: Sequence[int]) -> list[Any]:
-    pieces = await desk.ask(desk.engine.pieces, tokens)
+def _with_pieces(engine: Engine, tokens: Sequence[int]) -> list[Any]:
+    pieces = engine.pieces(tokens)
     return [
         {"id": token, "piece": _piece(piece)} for token, piece in zip(tokens, pieces, strict=True)
     ]
@@ -207,21 +213,24 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
     """Return the text of tokens, by llama-server's name and by vLLM's."""
     body = await body_of(desk, exchange)
     with field_errors("tokens"):
-        tokens = token_ids("tokens", body.get("tokens"))
+        tokens = await exchange.aside(token_ids, "tokens", body.get("tokens"))
     try:
-        pieces = await desk.ask(desk.engine.pieces, tokens)
+        text = await desk.ask(_text_of, desk.engine, tokens)
     except PromptError as error:
         raise problem_of(error, "tokens") from None
-    text = b"".join(pieces).decode("utf-8", "replace")
-    await exchange.respond_json({"content": text, "prompt": text})
+    await _respond_long(desk, exchange, {"content": text, "prompt": text})
+
+
+def _text_of(engine: Engine, tokens: Sequence[int]) -> str:
+    return b"".join(engine.pieces(tokens)).decode("utf-8", "replace")
 
 
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
     """Return a chat as the model sees it."""
-    call = ChatCall.of(await body_of(desk, exchange))
+    call = await exchange.aside(ChatCall.of, await body_of(desk, exchange))
     (prompt,), options = call.prompts, call.asked.options
     text = await desk.ask(desk.engine.render, prompt, options=options)
-    await exchange.respond_json({"prompt": text})
+    await _respond_long(desk, exchange, {"prompt": text})
 
 
 async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from cbatch import Engine, load
 from cbatch.errors import PromptTooLongError
 from cbatch.server import create_app
 from cbatch.server.answer_events import Reasoning, Text
-from cbatch.server.anthropic_fields import Fields
+from cbatch.server.anthropic_fields import Fields, joined
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.http_errors import problem_of
 from tests.profiles import examples
@@ -31,6 +32,7 @@ from tests.test_tool_calls import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import FrameType
 
     import httpx
 
@@ -267,6 +269,48 @@ def test_failed_tool_is_told_as_one() -> None:
     assert [message["role"] for message in chat] == ["user", "assistant", "tool", "tool"]
     assert [message["content"] for message in chat[1:]] == [None, "Error: no\nclock", ""]
     assert len(chat[1]["tool_calls"]) == 2
+
+
+def test_texts_of_a_long_run_are_joined_at_once() -> None:
+    chat = [{"role": "user", "content": f"{i}", "reasoning_content": ""} for i in range(20_000)]
+    n_joins = 0
+
+    def watch(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal n_joins
+        n_joins += event == "c_call" and called.__name__ == "join"
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        (message,) = joined(chat)
+    finally:
+        sys.setprofile(before)
+    text = "\n".join(map(str, range(20_000)))
+    assert message == {"role": "user", "content": text, "reasoning_content": ""}
+    assert n_joins == 2
+
+
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.sampled_from("ab")},
+    optional={
+        "reasoning_content": st.sampled_from(["", "c", "d"]),
+        "tool_calls": st.lists(st.integers(0, 9), max_size=2),
+        "tool_call_id": st.sampled_from("ef"),
+    },
+)
+
+
+@given(st.lists(MESSAGE, max_size=8))
+@settings(max_examples=examples(200))
+def test_a_chat_is_joined_as_by_adding_each_message_to_those_before(
+    chat: list[dict[str, Any]],
+) -> None:
+    expected: list[dict[str, Any]] = []
+    for message in chat:
+        expected = joined([*expected, message])
+    assert joined(chat) == expected
+    n_calls = sum(len(message.get("tool_calls", ())) for message in chat)
+    assert sum(len(message.get("tool_calls", ())) for message in expected) == n_calls
 
 
 def test_turns_of_one_role_are_one() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch import Engine, load
 from cbatch.backend.fake import FakeBackend
+from cbatch.messages import BatchPrompt
 from cbatch.server import create_app
-from tests.server.clients import USER, call, error_of, fake_app
+from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, USER, call, error_of, fake_app
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,3 +101,37 @@ def test_shipped_model_tells_its_tokens_and_template(test_model: Path) -> None:
         props = call(app, "/props").json()
         assert (props["total_slots"], props["chat_template"]) == (1, info["chat_template"])
         assert props["model_path"] == test_model.name
+
+
+LONG = "a" * 2**17
+LONG_CHAT = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, LONG_CHAT),
+        (COMPLETIONS, {"prompt": LONG}),
+        (MESSAGES, LONG_CHAT),
+        (f"{MESSAGES}/count_tokens", LONG_CHAT),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/responses/input_tokens", {"input": LONG}),
+        ("/tokenize", LONG_CHAT),
+        ("/tokenize", {"prompt": LONG}),
+        ("/apply-template", LONG_CHAT),
+    ],
+)
+def test_prompt_of_a_large_body_is_made_outside_of_the_event_loop(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, threads = BatchPrompt.__post_init__, set()
+
+    def watched(prompt: BatchPrompt) -> None:
+        threads.add(get_ident())
+        check(prompt)
+
+    monkeypatch.setattr(BatchPrompt, "__post_init__", watched)
+    with fake_app() as app:
+        call(app, path, body)
+    assert threads
+    assert get_ident() not in threads
