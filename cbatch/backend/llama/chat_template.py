@@ -104,7 +104,9 @@ class _Renderer:
                 if not sandbox.is_possible:
                     return template_job.begin(self._settings)(question)
                 if sandbox.problem:
-                    return {"refused": f"chats are rendered in a process of its own: {sandbox.problem}"}
+                    return {
+                        "refused": f"chats are rendered in a process of its own: {sandbox.problem}"
+                    }
                 return {
                     "refused": f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
                     f"{_LIMITS.n_bytes >> 20} MiB of memory: simplify the template or shorten the chat"
