@@ -478,7 +478,10 @@ def test_leaving_ends_the_reading(
     threaded: Engine, leave: Callable[[Engine, BatchResponse], None]
 ) -> None:
     source = Source()
-    leave(threaded, threaded.run(source.prompts(), options={"max_tokens": None}))
+    response = threaded.run(source.prompts(), options={"max_tokens": None})
+    wait_until(lambda: source.n_read > 0)  # a generator that was never begun has no end
+    leave(threaded, response)
+    del response
     gc.collect()
     assert source.has_ended.wait(PATIENCE_S)
     assert_no_feed()

@@ -419,7 +419,7 @@ def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
     schedule, others = ScheduleOptions(max_queue=0), threading.enumerate()
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
         response = engine.run(iter(prompts("a", "b", "c")))
-        wait_until(lambda: "b" in ids_outside(engine))
+        wait_until(lambda: "b" in ids_outside(engine) and population(engine)[1] == 1)
         response.wind_down()
         own = [t for t in threading.enumerate() if t.name == "cbatch-feed" and t not in others]
         wait_until(lambda: not any(t.is_alive() for t in own))

@@ -44,11 +44,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def seen(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
+def seen(engine: Engine, caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
     """Return what gives the values of all lines of requests so far."""
     caplog.set_level(logging.INFO, "cbatch")
 
     def values() -> list[dict[str, Any]]:
+        engine.stats()  # the lines of a step come behind it
         lines = [r for r in caplog.records if r.getMessage().startswith("request ")]
         return [getattr(line, FIELDS) for line in lines]
 
@@ -105,6 +106,7 @@ def test_name_of_a_request_makes_up_no_line(
     caplog.set_level(logging.INFO, "cbatch")
     prompt = cbatch.BatchPrompt(prompt="a", id='a "b"\nrequest c=1 é')
     engine.run([prompt]).results()
+    engine.stats()  # the lines of a step come behind it
     message = caplog.records[-1].getMessage()
     assert "\n" not in message
     assert message.isascii()

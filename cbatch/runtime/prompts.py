@@ -132,6 +132,14 @@ class PromptLanes:
             if driver.is_early or n_waiting + len(self._ordered) < self.n_ahead:
                 self.order(driver)
 
+    def check(self, driver: SequenceDriver) -> None:
+        """Tokenize a short text in the caller's thread, and raise its error: a run in flight is not waited for."""
+        prompt = driver.request.prompt
+        if prompt.messages is None and not _is_long(prompt):
+            self._prompts.tokenize(driver)
+            if driver.error is not None:
+                raise driver.error
+
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller's thread tokenizes prompts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 import threading
@@ -353,15 +354,26 @@ class Chaos:
         self.engine, self.chance, self.n_left = engine, chance, n_orders
         self.responses: dict[str, BatchResponse] = {}
         self.cut: set[str] = set()
-        self.n_new = 0
+        self.new_ids = map("r{}".format, itertools.count())
+        self.ids: list[str] = []
         self.places: set[str] = set()
+        self.under_way: list[str] = []
+        self.is_over = False
 
     def submit(self) -> None:
-        id = f"r{self.n_new}"
-        self.n_new += 1
+        id = next(self.new_ids)
+        self.ids.append(id)  # first: another thread may cancel all
         self.responses[id] = self.engine.submit(named(id)[0])
 
     def order(self, place: str) -> None:
+        self.under_way.append(place)
+        try:
+            if not self.is_over:
+                self.order_in(place)
+        finally:
+            self.under_way.pop()
+
+    def order_in(self, place: str) -> None:
         if self.n_left <= 0 or self.chance.random() < 0.5:
             return
         self.n_left -= 1
@@ -386,7 +398,7 @@ class Chaos:
             case 7:
                 self.extend(id)
             case 8 if self.chance.random() < 0.2:
-                self.cut |= {*self.responses}
+                self.cut |= {*self.ids}
                 engine.cancel_all()
 
     def extend(self, id: str) -> None:
@@ -398,12 +410,19 @@ class Chaos:
                     self.responses[f"{id} {self.n_left}"] = self.engine.extend(result, 5)
 
     def results(self) -> dict[str, BatchResult]:
+        """Every result, once no order can bring another request."""
+        self.go_on()
+        self.is_over = True
+        wait_until(lambda: not self.under_way)
+        self.go_on()
+        return {id: all_results(r)[0] for id, r in self.responses.items()}
+
+    def go_on(self) -> None:
         while still := [r for r in [*self.responses.values()] if r.n_open]:
             for id in [*self.responses]:
                 self.engine.resume(id)
             with suppress(TimeoutError, EngineError):  # it was paused again
                 still[0].results(timeout=0.01, return_errors=True)
-        return {id: all_results(r)[0] for id, r in [*self.responses.items()]}
 
 
 @thread_only(Reason.LONG)
