@@ -135,7 +135,7 @@ class PromptLanes:
     def check(self, driver: SequenceDriver) -> None:
         """Tokenize a short text in the caller's thread, and raise its error: a run in flight is not waited for."""
         prompt = driver.request.prompt
-        if prompt.messages is None and not _is_long(prompt):
+        if prompt.messages is None and not _is_long(driver.request):
             self._prompts.tokenize(driver)
             if driver.error is not None:
                 raise driver.error
