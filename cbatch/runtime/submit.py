@@ -63,6 +63,7 @@ class Feed:
     def _run(self) -> None:
         while self._mailbox.items.wait_for_room():
             self._read()
+        self._source = iter(())  # a generator ends here, in its own thread
 
     def _read(self) -> None:
         try:
