@@ -36,7 +36,8 @@ def test_storm_with_deaths_leaves_nothing_and_tells_everybody(n_replicas: int) -
             await storm(server.port, tally, 8, 24, goes_on, random.Random(1))
             after = await holding_again(server, before)
             assert (after.n_in_flight, after.n_busy_slots, after.n_waiting) == (0, 0, 0)
-            assert after.n_files <= before.n_files
+            # a worker may have started its second process for chat templates
+            assert after.n_files <= before.n_files + 2 * n_replicas
             last = await ask(server.port, request(CHAT, chat(1, 4)))
             assert last.status == 200
 

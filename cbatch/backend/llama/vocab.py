@@ -185,10 +185,6 @@ class LlamaVocab:
         """Return the tokens of a chat by the model's template; see `cbatch.backend.Vocab`."""
         return self.tokenize(self.render_text(messages, variables))
 
-    def start(self) -> None:
-        """Start the chat template's process."""
-        self._chat.start()
-
     def close(self) -> None:
         """End the chat template's processes."""
         self._chat.close()
