@@ -187,15 +187,15 @@ class Slow(FakeBackend):
 engine = Engine(Slow(4, 256))
 desk = create_app(engine, files_dir=sys.argv[1]).state.desk
 store = desk.batches.store
-if not store.batches(None, 1)[0]:
+if not store.batches("", None, 1)[0]:
     with store.arriving() as arriving:
         arriving.write(Path(sys.argv[2]).read_bytes())
-        file = arriving.keep("in", BATCH, None)
+        file = arriving.keep("in", BATCH, None, "")
     desk.batches.create(file, 86400, endpoint="/v1/chat/completions", completion_window="24h")
 print("ready", flush=True)
-while not store.batches(None, 1)[0][0].has_ended:
+while not store.batches("", None, 1)[0][0].has_ended:
     time.sleep(0.01)
-    print(store.batches(None, 1)[0][0].status, flush=True)
+    print(store.batches("", None, 1)[0][0].status, flush=True)
 """
 
 
