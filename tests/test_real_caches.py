@@ -387,7 +387,7 @@ def test_nan_that_a_model_computed_reaches_no_neighbour_from_its_file(
         again = streams(engine.run(items, options=GREEDY))
     assert isinstance(failed.error, CacheError)
     assert "NaN or infinite numbers" in failed.error.reason
-    assert first.warnings == (str(failed.error),)
+    assert first.warnings == (f"cache_key: {failed.error.reason}",)
     assert [(r.finish_reason, r.token_ids) for r in (first, second)] == expected == again
 
 

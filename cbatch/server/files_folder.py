@@ -14,6 +14,7 @@ import shlex
 import sqlite3
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -113,10 +114,13 @@ class FilesFolder:
                     "folders of cbatch serve: give a new or empty folder; if cbatch serve made this one, run: touch "
                     + shlex.quote(str(marker))
                 )
-        self._marker = open(marker, "ab", 0, opener=_private)  # noqa: SIM115  # until `close`
+        self._marker = os.open(marker, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._closing = weakref.finalize(
+            self, os.close, self._marker
+        )  # also without `close`, as in an app never ended
         with suppress(OSError):  # the file's name is enough
-            if not self._marker.tell():
-                self._marker.write(_ABOUT)
+            if not os.fstat(self._marker).st_size:
+                os.write(self._marker, _ABOUT)
 
     def _lock(self) -> None:
         try:
@@ -128,7 +132,7 @@ class FilesFolder:
 
     def close(self) -> None:
         """Let other servers open the folder. Twice is harmless."""
-        self._marker.close()
+        self._closing()
 
     def note(self, text: str, names: Iterable[str] = ()) -> None:
         """Note a problem, with the first of some names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError, EngineClosedError
+from cbatch.server import create_app
 from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_store import BatchStore
 from tests.runtime.backends import GatedBackend
@@ -130,6 +133,14 @@ def test_new_file_system_is_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     BatchStore(tmp_path, 100).close()
     assert (tmp_path / MARKER).is_file()
+
+
+def test_app_that_was_never_ended_lets_go_of_its_folder(tmp_path: Path) -> None:
+    with Engine(FakeBackend(1, 64)) as engine:
+        app = create_app(engine, files_dir=tmp_path)
+        del app
+        gc.collect()  # a ResourceWarning is an error
+        create_app(engine, files_dir=tmp_path).state.desk.close()
 
 
 def test_folder_of_an_earlier_version_is_taken(folder: Path) -> None:

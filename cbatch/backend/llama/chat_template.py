@@ -111,7 +111,9 @@ class _Renderer:
                     "refused": f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
                     f"{_LIMITS.n_bytes >> 20} MiB of memory: simplify the template or shorten the chat"
                 }
-            except (TypeError, ValueError) as error:  # such as bytes, or half a surrogate pair
+            except UnicodeEncodeError as error:  # half a surrogate pair
+                return {"refused": f"messages and variables must be valid Unicode: {error}"}
+            except (TypeError, ValueError) as error:  # such as bytes
                 return {"refused": f"messages and variables must be JSON: {error}"}
             finally:
                 if self._is_closed:
