@@ -154,13 +154,23 @@ class LlamaVocab:
         data = _encode(text)
         has_bos = bool(self.bos_text) and text.startswith(self.bos_text)
         add_special = self._may_add_special and not has_bos
-        if add_special and len(data) > _N_PART and llama_cpp.llama_vocab_get_add_eos(self.pointer):
-            return self._tokenize(data, add_special=True, parse_special=True)
         first, *others = self._parts(data)
         tokens = self._tokenize(first, add_special=add_special, parse_special=True)
+        n_text = len(tokens) - (self._n_end if add_special else 0)
+        end = tokens[n_text:]
+        del tokens[n_text:]
         for part in others:
             tokens += self._tokenize(part, add_special=False, parse_special=True)
-        return tokens
+        return tokens + end
+
+    @cached_property
+    def _n_end(self) -> int:
+        """Number of special tokens added after a text: EOS or SEP. Source: src/llama-vocab.cpp, tokenize."""
+        kind = llama_cpp.llama_vocab_type(self.pointer)
+        if kind in (llama_cpp.LLAMA_VOCAB_TYPE_RWKV, llama_cpp.LLAMA_VOCAB_TYPE_PLAMO2):
+            return 0
+        has_sep = kind == llama_cpp.LLAMA_VOCAB_TYPE_WPM
+        return int(has_sep or llama_cpp.llama_vocab_get_add_eos(self.pointer))
 
     def _parts(self, data: bytes) -> list[bytes]:
         """Divide a text so that the tokens of its parts are the tokens of the whole."""
@@ -233,7 +243,9 @@ class LlamaVocab:
             text
             for token, text in texts.items()
             if known.count(text) == 1
-            and not text[:1].isspace()  # which a token before it may strip
+            # which the tokens beside it may strip
+            and not text[:1].isspace()
+            and not text[-1:].isspace()
             and not any(text[:i] in ends or text[i:] in begins for i in range(1, len(text)))
             and not self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
         ]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import llama_cpp
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from cbatch.backend.llama import vocab as vocab_module
+from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_vocabulary import BOS, CONTROL_TOKENS, EOS, TURN_END, TURN_START
 from cbatch.errors import EngineClosedError, RequestFailedError
+from tests.backend.llama.vocabularies import KINDS, MARKS, write_model_of
+from tests.bench.test_synthetic_tokenizer import BPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,11 +206,12 @@ def test_closed_vocab_raises_instead_of_crashing(random_model: Path) -> None:
 
 
 def _in_one_call(vocab: LlamaVocab, text: str) -> list[int]:
-    data, add_special = text.encode(), not text.startswith(vocab.bos_text)
-    tokens = (ctypes.c_int32 * len(data))()
-    n = llama_cpp.llama_tokenize(
-        vocab.pointer, data, len(data), tokens, len(data), add_special, True
-    )
+    data = text.encode()
+    add_special = not (vocab.bos_text and text.startswith(vocab.bos_text))
+    n_room = 2 * len(data) + 2
+    tokens = (ctypes.c_int32 * n_room)()
+    n = llama_cpp.llama_tokenize(vocab.pointer, data, len(data), tokens, n_room, add_special, True)
+    assert n >= 0
     return tokens[:n]
 
 
@@ -220,3 +227,50 @@ def test_long_text_has_the_tokens_of_one_call(vocab: LlamaVocab, seed: int) -> N
 def test_marks_by_the_ten_thousands_are_tokenized_in_parts(vocab: LlamaVocab) -> None:
     n = 60_000  # one call would take half a minute
     assert vocab.tokenize("<|im_end|>" * n)[1:] == [TURN_END] * n
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def marked(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LlamaVocab]:
+    """A vocabulary with marks, which divides texts of a few bytes."""
+    path, log = tmp_path_factory.mktemp("marked") / "model.gguf", llama_log()
+    log.install()
+    opened = open_model(write_model_of(path, *KINDS[request.param]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_module, "_N_PART", 8)
+        yield opened.vocab
+    opened.close()
+    log.remove()
+
+
+_WORDS = (" ", "  ", "\n", "\t", "\v", "a", "ab", "hello", "<", ">", "<a", "[", "é", "\u3000")
+
+
+@pytest.mark.real
+@given(words=st.lists(st.sampled_from((*MARKS, *_WORDS)), max_size=40))
+@example(words=["a" * 8, "<x>\t", "[MASK]"])
+def test_divided_text_has_the_tokens_of_one_call_beside_any_white_space(
+    marked: LlamaVocab, words: list[str]
+) -> None:
+    text = "".join(words)
+    assert marked.tokenize(text) == _in_one_call(marked, text)
+
+
+_ONE_WORD = """
+import sys
+from cbatch.backend.load.open_model import open_model
+vocab = open_model(sys.argv[1]).vocab
+print(len(vocab.tokenize("." * 10**6)))
+"""
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-coder", "default"])
+def test_one_word_of_a_megabyte_ends_no_process(tmp_path: Path, name: str) -> None:
+    """These vocabularies split texts by `std::regex`, which takes stack for every character of a word."""
+    path = write_model_of(tmp_path / "model.gguf", BPE, {"tokenizer.ggml.pre": name})
+    asked = [sys.executable, "-c", _ONE_WORD, str(path)]
+    done = subprocess.run(asked, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (0, b"1000000\n")

@@ -1,0 +1,59 @@
+"""Tiny models with vocabularies of several kinds, some with marks beside which llama.cpp removes white space."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cbatch.bench.synthetic import Shape, write_model
+from cbatch.bench.synthetic_tokenizer import Tokenizer, Value
+from tests.bench.test_synthetic_tokenizer import BPE, UGM, WPM, Pairs, kind, types
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MARKS = (
+    *("<mask>", "[MASK]", "<|endoftext|>", "<s>", "</s>", "<unk>"),
+    *("<e> ", " <b>", "\n<n>", "<a> <c>", "<ab", "ab>", "<x>\t"),
+)
+"""Control tokens of the vocabularies; some begin or end with white space, or overlap."""
+
+_CONTROL = 3
+SPM = kind(
+    "llama",
+    [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁▁"],
+    scores=([0.0] * 256 + [-float(i) for i in range(6)], "ARRAY", "FLOAT32"),
+    token_type=types(*[6] * 256, *[1] * 6),
+)
+# Source: llama-vocab.cpp, which gives marks their attributes by the names of models and pre-tokenizers
+_TO_THE_LEFT, _TO_THE_RIGHT = {"general.name": "modern-bert"}, {"general.name": "Phi-3"}
+KINDS: Mapping[str, tuple[Pairs, dict[str, object]]] = {
+    "bpe": (BPE, {}),
+    "bpe, left of <mask>": (BPE, {"tokenizer.ggml.pre": "jina-v2-de"}),
+    "bpe, with an end": (BPE, {"tokenizer.ggml.add_eos_token": True}),
+    "spm": (SPM, {}),
+    "spm, left of [MASK]": (SPM, _TO_THE_LEFT),
+    "spm, right of most": (SPM, _TO_THE_RIGHT),
+    "ugm, right of most": (UGM, _TO_THE_RIGHT),
+    "wpm, left of [MASK]": (WPM, {**_TO_THE_LEFT, "tokenizer.ggml.bos_token_id": 2}),
+}
+"""Vocabularies and further metadata; the names tell where white space is removed."""
+
+
+def write_model_of(path: Path, vocabulary: Pairs, metadata: Mapping[str, object]) -> Path:
+    """Write a model with a vocabulary, to which `MARKS` are added."""
+    values = {key: Value(*pair) for key, pair in vocabulary.items()}
+    tokens = values["tokenizer.ggml.tokens"].value
+    assert isinstance(tokens, list)
+    new = [mark for mark in MARKS if mark not in tokens]
+    more = {"tokens": new, "token_type": [_CONTROL] * len(new), "scores": [0.0] * len(new)}
+    for name, items in more.items():
+        if (old := values.get(f"tokenizer.ggml.{name}")) is not None:
+            assert isinstance(old.value, list)
+            values[f"tokenizer.ggml.{name}"] = Value([*old.value, *items], old.type, old.item_type)
+    n = len(tokens) + len(new)
+    tokenizer = Tokenizer(n, values, np.ones(n, np.float32))
+    shape = Shape(1, 32, 1, 1, 32, n, "f32")
+    return write_model(path, shape, tokenizer=tokenizer, metadata=metadata)
