@@ -134,6 +134,8 @@ class SequenceDriver:
     window: MovingWindow | None = None
     is_early: bool = False
     """Whether its prompt is tokenized on submission, however many requests wait."""
+    takes_long: bool | None = None
+    """Whether its prompt takes long to become tokens; None until somebody asks."""
     is_done_with_disk: bool = False
     """Whether its file is not to be asked for (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)

@@ -124,7 +124,9 @@ class PromptLanes:
 
     def takes_long(self, driver: SequenceDriver) -> bool:
         """Whether a prompt takes long to become tokens, so that others should pass it."""
-        return self._is_threaded and _is_long(driver.request)
+        if driver.takes_long is None:
+            driver.takes_long = self._is_threaded and _is_long(driver.request)
+        return driver.takes_long
 
     def order_first(self, drivers: Iterable[SequenceDriver], n_waiting: int) -> None:
         """Order prompts of new sequences, behind `n_waiting` others, that may soon get a slot. From any thread."""
@@ -135,7 +137,7 @@ class PromptLanes:
     def check(self, driver: SequenceDriver) -> None:
         """Tokenize a short text in the caller's thread, and raise its error: a run in flight is not waited for."""
         prompt = driver.request.prompt
-        if prompt.messages is None and not _is_long(driver.request):
+        if prompt.messages is None and not self.takes_long(driver):
             self._prompts.tokenize(driver)
             if driver.error is not None:
                 raise driver.error
