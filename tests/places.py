@@ -159,10 +159,12 @@ def expects_little(place: Place, engine: Engine) -> None:
     backend.plans.clear()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_so: Callable[[], object]) -> None:
+    """Let other threads and processes run until it is so; fails rather than hangs."""
     end_s = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < end_s
+        time.sleep(0)
 
 
 def ask_held(engine: Engine, backend: GatedBackend, ask: Callable[[], T]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,6 +34,7 @@ from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
+from tests.places import wait_until
 from tests.runtime.backends import (
     PATIENCE_S,
     GatedBackend,
@@ -139,12 +139,6 @@ def population(engine: Engine) -> tuple[int, int, list[str]]:
 def steps(engine: Engine, n: int) -> None:
     for _ in range(n):
         engine.step()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end_s
 
 
 def ends(response: BatchResponse) -> list[tuple[str, int]]:

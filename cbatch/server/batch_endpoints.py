@@ -11,7 +11,7 @@ from cbatch.checks import shown
 from cbatch.plain import int_of
 from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_questions import CALLS
-from cbatch.server.batch_store import disk_problems
+from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.http_errors import HttpProblemError, bad_request, draining, refused, too_large
 from cbatch.server.multipart_upload import FILE, Upload
 from cbatch.server.request_fields import ignored_header
@@ -241,7 +241,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     asked = Query(exchange)
     limit = asked.limit(_N_BATCHES_USUAL, _N_BATCHES)
     found, has_more = await desk.in_thread(
-        batches_of(desk).newest, exchange.owner, asked.text("after"), limit
+        batches_of(desk).newest, exchange.owner, Page(limit, asked.text("after"))
     )
     told = [batch.as_json() for batch in found]
     await exchange.respond_json(_listed(told, has_more=has_more))

@@ -15,7 +15,7 @@ import sqlite3
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,18 @@ def default_folder(port: int, socket_path: Path | None) -> Path:
         path = os.fsencode(socket_path.absolute())
         name = f"socket-{hashlib.sha256(path).hexdigest()[:16]}"
     return Path(platformdirs.user_state_dir("cbatch", appauthor=False), "serve", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a list of batches, the newest first."""
+
+    limit: int
+    """Most batches."""
+    after: str | None = None
+    """Id of the batch that they follow."""
+    before: str | None = None
+    """Id of the batch that they precede; those next to it are returned."""
 
 
 class BatchStore:
@@ -311,33 +323,19 @@ class BatchStore:
             raise not_there("Batch", id)
         return batch_of(row)
 
-    def batches(
-        self,
-        viewer: str,
-        after: str | None,
-        limit: int,
-        kind: Kind = "batch",
-        before: str | None = None,
-    ) -> tuple[list[Batch], bool]:
-        """Return a viewer's batches, the newest first, and whether there are more.
-
-        Args:
-            viewer: the owner of the batches.
-            after: the id of the one that they follow.
-            limit: most batches.
-            kind: of batches.
-            before: the id of the one that they precede; those next to it are returned.
-        """
-        older, newer = (self._place("batches", "Batch", id, viewer) for id in (after, before))
+    def batches(self, viewer: str, page: Page, kind: Kind = "batch") -> tuple[list[Batch], bool]:
+        """Return a page of the viewer's own batches, and whether there are more."""
+        ends = page.after, page.before
+        older, newer = (self._place("batches", "Batch", id, viewer) for id in ends)
         order = "DESC" if newer is None else "ASC"
         rows = self._rows(
             f"SELECT {_BATCH} FROM shown_batches WHERE (? IS NULL OR place < ?) "
             "AND (? IS NULL OR place > ?) "
             f"AND id GLOB ? AND {_IS_SEEN} ORDER BY place {order} LIMIT ?",
-            *(older, older, newer, newer, f"{kind}_*", viewer, viewer, limit + 1),
+            *(older, older, newer, newer, f"{kind}_*", viewer, viewer, page.limit + 1),
         )
-        found = [batch_of(row) for row in rows[:limit]]
-        return found if newer is None else found[::-1], len(rows) > limit
+        found = [batch_of(row) for row in rows[: page.limit]]
+        return found if newer is None else found[::-1], len(rows) > page.limit
 
     def delete_batch(self, batch: Batch) -> None:
         """Remove a batch that has ended, and the files of its answers."""

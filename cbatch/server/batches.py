@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.server.batch_index import Batch, Kind, StoredFile
     from cbatch.server.batch_room import BatchRoom
-    from cbatch.server.batch_store import BatchStore
+    from cbatch.server.batch_store import BatchStore, Page
     from cbatch.server.server_settings import ServerSettings
 
 _log = Log("cbatch.server")
@@ -163,17 +163,10 @@ class Batches:
         with self._changed:
             return self._told(self.store.batch(id, viewer, kind))
 
-    def newest(
-        self,
-        viewer: str,
-        after: str | None,
-        limit: int,
-        kind: Kind = "batch",
-        before: str | None = None,
-    ) -> tuple[list[Batch], bool]:
+    def newest(self, viewer: str, page: Page, kind: Kind = "batch") -> tuple[list[Batch], bool]:
         """Return copies of batches as `BatchStore.batches` does, and whether there are more."""
         with self._changed:
-            found, has_more = self.store.batches(viewer, after, limit, kind, before)
+            found, has_more = self.store.batches(viewer, page, kind)
             return [self._told(batch) for batch in found], has_more
 
     def cancel(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from cbatch.checks import shown
 from cbatch.server.batch_endpoints import Query, batches_of, id_in
 from cbatch.server.batch_index import MESSAGES
-from cbatch.server.batch_store import disk_problems
+from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, draining, told, too_large
 from cbatch.server.request_fields import ignored_header
@@ -111,7 +111,7 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
         raise bad_request("after_id and before_id exclude each other", "before_id")
     batches = batches_of(desk)
     found, has_more = await desk.in_thread(
-        batches.newest, exchange.owner, after, limit, _KIND, before
+        batches.newest, exchange.owner, Page(limit, after, before), _KIND
     )
     data = [_as_json(batch) for batch in found]
     ends = {

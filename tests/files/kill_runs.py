@@ -349,6 +349,15 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is there; one that has ended but was not waited for is not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import httpx
     from starlette.applications import Starlette
 
+    from cbatch.server.batch_store import BatchStore
+    from tests.runtime.backends import GatedBackend
+
 SHORT = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "seed": 1}
 
 
@@ -47,10 +50,16 @@ def lines(*requests: dict[str, Any]) -> bytes:
     return b"".join(json.dumps(request).encode() + b"\n" for request in requests)
 
 
-def upload(app: Starlette, data: bytes, name: str = "in.jsonl", **fields: str) -> httpx.Response:
+def upload(
+    app: Starlette,
+    data: bytes,
+    name: str = "in.jsonl",
+    headers: Any = None,
+    **fields: str,
+) -> httpx.Response:
     said = {"purpose": "batch", **fields}
     files = {"file": (name, data)}
-    return call(app, "/v1/files", method="POST", files=files, data=said)
+    return call(app, "/v1/files", method="POST", files=files, data=said, headers=headers)
 
 
 def begun(app: Starlette, data: bytes, endpoint: str = CHAT, **more: Any) -> str:
@@ -68,6 +77,18 @@ def begun_over(app: Starlette, file: str, endpoint: str = CHAT, **more: Any) -> 
     assert batch["status"] == "validating"
     id: str = batch["id"]
     return id
+
+
+def begun_and_held(app: Starlette, backend: GatedBackend, data: bytes) -> tuple[str, Path]:
+    """The id of a new batch and the file of its answers, of which there are some; more come when the app ends."""
+    id = begun(app, data)
+    backend.wait_until_held()
+    store: BatchStore = app.state.desk.batches.store
+    place = store.folder_of(store.batch(id, "")) / "answers.jsonl"
+    wait_until(lambda: place.exists() and place.stat().st_size > 0)
+    # what is still read of the batch hurries the engine too
+    backend.release_when_asked(lambda: app.state.desk.batches.is_closed)
+    return id, place
 
 
 def batch_of(app: Starlette, id: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tests.server.kept import (
     answers,
     batch_of,
     begun,
+    begun_and_held,
     begun_over,
     ended,
     kept_app,
@@ -41,12 +42,7 @@ MANY = lines(*(line(f"r{i}") for i in range(N)))
 def ended_by(folder: Path, backend: GatedBackend) -> tuple[str, bytes]:
     """A batch whose server ended amid it: its id, and its answers so far."""
     with kept_app(folder, Engine(backend)) as app:
-        id = begun(app, MANY)
-        backend.wait_until_held()
-        place = folder / "kept" / "work" / id / "answers.jsonl"
-        wait_until(lambda: place.exists() and place.stat().st_size > 0)
-        # what is still read of the batch hurries the engine too
-        backend.release_when_asked(lambda: app.state.desk.batches.is_closed)
+        id, place = begun_and_held(app, backend, MANY)
     found = place.read_bytes()
     assert 0 < found.count(b"\n") < N
     return id, found
@@ -177,6 +173,7 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.server import create_app
 from cbatch.server.batch_index import BATCH
+from cbatch.server.batch_store import Page
 
 class Slow(FakeBackend):
     def run(self, plan):
@@ -187,15 +184,15 @@ class Slow(FakeBackend):
 engine = Engine(Slow(4, 256))
 desk = create_app(engine, files_dir=sys.argv[1]).state.desk
 store = desk.batches.store
-if not store.batches("", None, 1)[0]:
+if not store.batches("", Page(1))[0]:
     with store.arriving() as arriving:
         arriving.write(Path(sys.argv[2]).read_bytes())
         file = arriving.keep("in", BATCH, None, "")
     desk.batches.create(file, 86400, endpoint="/v1/chat/completions", completion_window="24h")
 print("ready", flush=True)
-while not store.batches("", None, 1)[0][0].has_ended:
+while not store.batches("", Page(1))[0][0].has_ended:
     time.sleep(0.01)
-    print(store.batches("", None, 1)[0][0].status, flush=True)
+    print(store.batches("", Page(1))[0][0].status, flush=True)
 """
 
 

@@ -20,7 +20,7 @@ from cbatch.errors import EngineClosedError
 from cbatch.server import create_app, ending
 from cbatch.server.ending import Ending
 from cbatch.server.serving import bound_socket, serve
-from tests.files.kill_runs import children_of
+from tests.files.kill_runs import children_of, lives
 from tests.runtime.backends import PATIENCE_S, FailingBackend, in_thread
 from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
 from tests.worker.links import Launches, MortalBackend
@@ -180,15 +180,6 @@ def test_call_while_no_worker_can_be_started_is_told_when_to_try_again(
 def serving(model: Path, *arguments: str) -> Any:
     own = ("--threads", "1", "--parallel", "2", "--replicas", "1", "--port", "0")
     return http_load.serving(*own, "-m", str(model), *arguments)
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.real

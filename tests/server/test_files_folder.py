@@ -19,7 +19,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError, EngineClosedError
 from cbatch.server import create_app
 from cbatch.server.batch_index import BATCH
-from cbatch.server.batch_store import BatchStore
+from cbatch.server.batch_store import BatchStore, Page
 from tests.runtime.backends import GatedBackend
 from tests.server import test_message_batches as messages
 from tests.server.clients import call, wait_until
@@ -27,6 +27,7 @@ from tests.server.kept import (
     answers,
     batch_of,
     begun,
+    begun_and_held,
     begun_over,
     ended,
     kept_app,
@@ -56,11 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         upload(app, b"first")
         ended(app, begun(app, TWO))
         messages.ended(app, messages.created(app, messages.request("a"))["id"])
-        id = begun(app, lines(*(line(f"r{i}") for i in range(40))))
-        backend.wait_until_held()
-        place = folder / "kept" / "work" / id / "answers.jsonl"
-        wait_until(lambda: place.exists() and place.stat().st_size > 0)
-        backend.release_when_asked(lambda: app.state.desk.batches.is_closed)
+        begun_and_held(app, backend, lines(*(line(f"r{i}") for i in range(40))))
     return folder
 
 
@@ -506,7 +503,7 @@ def test_any_damage_costs_only_what_is_damaged(folder: Path, seed: int) -> None:
     random = Random(seed)
     with closing(BatchStore(folder, 10**6)) as store:
         files, _ = store.files("", None, 99, is_newest_first=False, purpose=None)
-        batches = [*store.batches("", None, 99)[0], *store.batches("", None, 99, "msgbatch")[0]]
+        batches = [*store.batches("", Page(99))[0], *store.batches("", Page(99), "msgbatch")[0]]
     contents = {file.id: store.path_of(file).read_bytes() for file in files}
     index = (folder / INDEX).read_bytes()
     for _ in range(random.randint(1, 3)):
@@ -532,7 +529,7 @@ def test_any_damage_costs_only_what_is_damaged(folder: Path, seed: int) -> None:
             place = folder / "content" / id
             if place.is_file() and place.read_bytes() == data:
                 assert id in ids or (id in said and not is_whole)
-        found = [*store.batches("", None, 99)[0], *store.batches("", None, 99, "msgbatch")[0]]
+        found = [*store.batches("", Page(99))[0], *store.batches("", Page(99), "msgbatch")[0]]
         if is_whole:
             assert found == batches
         assert len(found) == len(batches) or "index" in said

@@ -24,7 +24,7 @@ from tests.server.clients import (
     fake_app,
     wait_until,
 )
-from tests.server.kept import SHORT, kept_app, line, lines
+from tests.server.kept import SHORT, kept_app, line, lines, upload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,11 +58,7 @@ OLD = """
 
 
 def uploaded(app: Starlette, headers: dict[str, str]) -> str:
-    form: dict[str, Any] = {
-        "files": {"file": ("a", lines(line("a")))},
-        "data": {"purpose": "batch"},
-    }
-    answer = call(app, "/v1/files", method="POST", headers=headers, **form)
+    answer = upload(app, lines(line("a")), "a", headers)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,11 +16,11 @@ import cbatch
 from cbatch.errors import EngineError, ModelLoadError, PromptTooLongError, WorkerDiedError
 from cbatch.messages import BatchPrompt
 from cbatch.worker.host import DEBUG
-from tests.files.kill_runs import children_of
+from tests.files.kill_runs import children_of, lives
+from tests.places import wait_until
 from tests.runtime.backends import PATIENCE_S, all_results, connections_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(sys.platform == "win32", reason="needs signals")]
@@ -39,22 +38,6 @@ def pids_of(engine: cbatch.Engine) -> list[int]:
 
 def prompts(n: int) -> list[BatchPrompt]:
     return [BatchPrompt(prompt=f"question {i}", id=f"r{i}") for i in range(n)]
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end_s
-        os.sched_yield()
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is there; one that nobody has waited for yet is not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_abort_fails_one_request_by_name_and_the_next_is_answered(

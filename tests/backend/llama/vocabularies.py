@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,8 @@ SPM = kind(
     token_type=types(*[6] * 256, *[1] * 6),
 )
 # Source: llama-vocab.cpp, which gives marks their attributes by the names of models and pre-tokenizers
-_TO_THE_LEFT, _TO_THE_RIGHT = {"general.name": "modern-bert"}, {"general.name": "Phi-3"}
+_TO_THE_LEFT: dict[str, object] = {"general.name": "modern-bert"}
+_TO_THE_RIGHT: dict[str, object] = {"general.name": "Phi-3"}
 KINDS: Mapping[str, tuple[Pairs, dict[str, object]]] = {
     "bpe": (BPE, {}),
     "bpe, left of <mask>": (BPE, {"tokenizer.ggml.pre": "jina-v2-de"}),
@@ -48,7 +49,11 @@ def write_model_of(path: Path, vocabulary: Pairs, metadata: Mapping[str, object]
     tokens = values["tokenizer.ggml.tokens"].value
     assert isinstance(tokens, list)
     new = [mark for mark in MARKS if mark not in tokens]
-    more = {"tokens": new, "token_type": [_CONTROL] * len(new), "scores": [0.0] * len(new)}
+    more: dict[str, list[Any]] = {
+        "tokens": new,
+        "token_type": [_CONTROL] * len(new),
+        "scores": [0.0] * len(new),
+    }
     for name, items in more.items():
         if (old := values.get(f"tokenizer.ggml.{name}")) is not None:
             assert isinstance(old.value, list)
