@@ -248,25 +248,19 @@ def serve(
         "model_required": model_required,
     }
     ServerSettings(**settings)  # checked before the model is loaded
-    if no_auth and settings["api_keys"]:
-        raise ConfigError(
-            "--no-auth is for a server without keys: leave out --no-auth, or the keys (--api-key-file, "
-            f"{KEY_VARIABLE})"
-        )
-    is_guarded = no_auth or bool(settings["api_keys"])
+    is_guarded = _is_guarded(settings["api_keys"], no_auth=no_auth)
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
-    tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
     load = partial(cbatch.load, given["model"], options=options, replicas=n_replicas)
+    tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
     with (
         Ending(grace_s).on_signals() as ending,
         _opened(uds, partial(_bound, host, port, is_guarded=is_guarded)) as address,
         _loaded(partial(load, **engine_settings), ending) as engine,
     ):
-        scheme = "https" if tls.certificate else "http"
-        where = str(uds) if uds else f"{scheme}://{_shown(host)}:{address.getsockname()[1]}"
         app, why_no_files = _with_files(
             partial(create_app, engine, **settings), files_dir, default_folder(port, uds)
         )
+        where = str(uds) if uds else _url(host, address, is_secure=bool(tls.certificate))
         slots = f"{engine.parallel} slots of {engine.n_window} tokens"
         serve_app(
             app,
@@ -393,9 +387,20 @@ def _keys(file: Path | None, *, no_auth: bool) -> list[str]:
     return keys
 
 
+def _is_guarded(keys: Sequence[str], *, no_auth: bool) -> bool:
+    """Whether other machines may reach the server: it has keys, or `--no-auth` allows it."""
+    if no_auth and keys:
+        raise ConfigError(
+            "--no-auth is for a server without keys: leave out --no-auth, or the keys (--api-key-file, "
+            f"{KEY_VARIABLE})"
+        )
+    return no_auth or bool(keys)
+
+
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _url(host: str, address: socket.socket, *, is_secure: bool) -> str:
+    scheme, name = "https" if is_secure else "http", f"[{host}]" if ":" in host else host
+    return f"{scheme}://{name}:{address.getsockname()[1]}"

@@ -85,12 +85,6 @@ class _Renderer:
         self._turns = threading.BoundedSemaphore(_N_PROCESSES)
         self._is_closed = False
 
-    def start(self) -> None:
-        """Start a process, so that it is ready for the first chat."""
-        sandbox = self._take()
-        sandbox.start()
-        self._free.append(sandbox)
-
     def ask(
         self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> dict[str, str]:
@@ -152,11 +146,6 @@ class ChatTemplate:
         """
         self._source, self._name = source, name
         self._renderer = None if source is None else _Renderer(source, bos_text, eos_text)
-
-    def start(self) -> None:
-        """Start a process, so that it is ready for the first chat."""
-        if self._renderer is not None:
-            self._renderer.start()
 
     def close(self) -> None:
         """End the idle processes; later chats start new ones."""

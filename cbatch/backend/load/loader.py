@@ -166,49 +166,62 @@ def _describe(
         if company is None and has_proof and exactness == BITWISE:
             said_of_company = BY_EXACT
         n_short = N_CELLS if _has_short_pool(loaded, options, settled, room) else 0
-        n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
         return {
-            "path": loaded.name,
-            "name": loaded.metadata.get("general.name", ""),
-            "architecture": loaded.architecture,
-            "file_type": loaded.file_type,
-            "n_bytes": sum(size for _, size, _ in model_parts(loaded.name)),
-            "n_params": loaded.n_params,
-            "n_ctx_train": loaded.n_ctx_train,
-            "has_chat_template": "tokenizer.chat_template" in loaded.metadata,
-            "n_vocab": loaded.vocab.n_vocab,
-            "end_tokens": list(loaded.vocab.end_tokens),
-            "sampling_defaults": dict(loaded.sampling_defaults),
-            "parallel": n_slots,
-            "n_window": slot_window(
-                settled, n_cells, loaded.n_ctx_train, is_pool=settled.kv == "unified"
-            ),
-            "n_cells": n_cells,
-            "kv": settled.kv,
-            "cache_type_k": settled.cache_type_k,
-            "cache_type_v": settled.cache_type_v,
-            "flash_attn": (proof.settings.options if proof else settled).flash_attn,
-            "flash_attn_why": why_attention(
-                loaded, replace(settled, flash_attn=options.flash_attn)
-            ),
-            "n_cell_bytes": cost and cost.n_cell_bytes,
-            "n_state_bytes": cost and cost.n_state_bytes,
-            "is_about": cost is None or cost.is_about,
+            **_told_of_file(loaded),
+            **_told_of_memory(loaded, options, settled, room),
             "n_short_cells": n_short,
-            "n_short_bytes": cost and cost.of(0, n_short),
-            "n_memory_bytes": cost and cost.of(sequences_of(settled), n_cells),
-            "n_weight_bytes": loaded.n_bytes,
-            "n_free_bytes": room.n_free,
-            "n_budget_bytes": room.n_budget,
+            "n_short_bytes": room.footprint and room.footprint.of(0, n_short),
             "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
-            "n_slots_fit": room.most_slots(n_cells // n_slots),
-            "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
+            "flash_attn": (proof.settings.options if proof else settled).flash_attn,
             "company": said_of_company,
             "exactness": exactness,
             "step_rows": str(proof.settings.shape) if proof and exactness == BITWISE else None,
             "probe_s": proof and proof.probe_s,
             "is_remembered": proof and proof.is_remembered,
         }
+
+
+def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
+    """Return what the file itself says of the model."""
+    return {
+        "path": loaded.name,
+        "name": loaded.metadata.get("general.name", ""),
+        "architecture": loaded.architecture,
+        "file_type": loaded.file_type,
+        "n_bytes": sum(size for _, size, _ in model_parts(loaded.name)),
+        "n_params": loaded.n_params,
+        "n_ctx_train": loaded.n_ctx_train,
+        "has_chat_template": "tokenizer.chat_template" in loaded.metadata,
+        "n_vocab": loaded.vocab.n_vocab,
+        "end_tokens": list(loaded.vocab.end_tokens),
+        "sampling_defaults": dict(loaded.sampling_defaults),
+    }
+
+
+def _told_of_memory(
+    loaded: LlamaModel, options: EngineOptions, settled: EngineOptions, room: Room
+) -> dict[str, Any]:
+    """Return the slots and cells that an engine would have, and the memory that they take."""
+    n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
+    is_pool = settled.kv == "unified"
+    return {
+        "parallel": n_slots,
+        "n_window": slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool),
+        "n_cells": n_cells,
+        "kv": settled.kv,
+        "cache_type_k": settled.cache_type_k,
+        "cache_type_v": settled.cache_type_v,
+        "flash_attn_why": why_attention(loaded, replace(settled, flash_attn=options.flash_attn)),
+        "n_cell_bytes": cost and cost.n_cell_bytes,
+        "n_state_bytes": cost and cost.n_state_bytes,
+        "is_about": cost is None or cost.is_about,
+        "n_memory_bytes": cost and cost.of(sequences_of(settled), n_cells),
+        "n_weight_bytes": loaded.n_bytes,
+        "n_free_bytes": room.n_free,
+        "n_budget_bytes": room.n_budget,
+        "n_slots_fit": room.most_slots(n_cells // n_slots),
+        "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
+    }
 
 
 def _load(
