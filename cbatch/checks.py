@@ -269,12 +269,7 @@ def json_object(name: str, value: object) -> str:
 
 @lru_cache(maxsize=64)  # a batch's options are merged anew for each of its items
 def _json_object_of_text(name: str, text: str) -> str:
-    try:
-        value = read_json(text)
-    except RecursionError:
-        raise ConfigError(TOO_DEEP.format(name)) from None
-    except ValueError as error:
-        raise ConfigError(f"{name}: {why_unread(error, text)}") from None
+    value = parsed(name, text)
     if not isinstance(value, dict):
         raise ConfigError(f"{name} must be a JSON object, not {type(value).__name__}")
     return json_text(name, value)
@@ -282,6 +277,20 @@ def _json_object_of_text(name: str, text: str) -> str:
 
 class _LongIntegerError(ValueError):
     """An integer with more digits than Python reads."""
+
+
+def parsed(name: str, text: str) -> object:
+    """Return the value of a JSON text.
+
+    Raises:
+        ConfigError: it is none, or is nested too deep; the message calls it `name`.
+    """
+    try:
+        return read_json(text)
+    except RecursionError:
+        raise ConfigError(TOO_DEEP.format(name)) from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: {why_unread(error, text)}") from None
 
 
 def why_unread(error: ValueError, text: str) -> str:

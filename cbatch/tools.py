@@ -12,7 +12,7 @@ import string
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from cbatch.checks import TOO_DEEP, check_depth, read_json, shown, why_unread
+from cbatch.checks import check_depth, parsed, shown
 from cbatch.errors import ConfigError
 from cbatch.plain import list_of, plain, plain_for_json, text_of
 
@@ -142,13 +142,7 @@ def _arguments(place: str, value: object) -> dict[str, Any]:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
-        text = value
-        try:
-            value = read_json(text)
-        except RecursionError:
-            raise ConfigError(TOO_DEEP.format(place)) from None
-        except ValueError as error:
-            raise ConfigError(f"{place}: {why_unread(error, text)}") from None
+        value = parsed(place, value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{place} must be an object, not {shown(value)}")
     settled: dict[str, Any] = as_json(place, value)

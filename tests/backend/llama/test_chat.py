@@ -167,5 +167,5 @@ def test_fork_that_ends_leaves_the_process_to_its_parent() -> None:
 
 @pytest.mark.parametrize("content", [b"bytes", {1, 2}, "half \ud83d of a pair"])
 def test_what_json_has_not_is_refused(content: object) -> None:
-    with pytest.raises(RequestFailedError, match="JSON|Unicode"):
+    with pytest.raises(RequestFailedError, match=r"JSON|Unicode"):
         ChatTemplate(ECHO).render([{"role": "user", "content": content}])
