@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import PromptCuts, StepPlan, StepResult
     from cbatch.core.slots import Leave, Place
-    from cbatch.core.waiting import Want
+    from cbatch.core.waiting import ToCompile, Want
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CBatchError
 
@@ -301,6 +301,10 @@ class MultiRequestBatcher:
         driver.waits_for = Wait.COMPILE
         return True
 
+    def is_wanted(self, want: ToCompile) -> bool:
+        """Whether a sequence still waits for something to be compiled. From any thread."""
+        return self._builds.is_wanted(want)
+
     def take_want(self) -> Want | None:
         """Return the next thing that sequences want from outside, each once, or None."""
         return self._wants.popleft() if self._wants else None
@@ -310,9 +314,9 @@ class MultiRequestBatcher:
 
         Args:
             want: what sequences wait for.
-            found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, a `CacheError`, or None
-                where no sequence waited for it any more; of cells to write the `CacheEntry` of their file, or why they
-                were not saved.
+            found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, or a `CacheError`; None
+                where no sequence waited for it any more, so that it was neither compiled nor read; of cells to write
+                the `CacheEntry` of their file, or why they were not saved.
             now: when that was.
 
         Returns:
@@ -330,6 +334,8 @@ class MultiRequestBatcher:
                     self._release(driver)
             loads = [(driver, what) for driver, what in given.items() if isinstance(what, int)]
             return loads + [load for driver, _ in loads[:1] for load in self._adopt(driver)]
+        elif found is None:
+            self._builds.pass_over(want)
         elif isinstance(found, GrammarError):
             for driver in self._builds.resolve(want, None):
                 self.fail(driver, GrammarError(found.kind, found.reason), now)

@@ -296,6 +296,17 @@ class GrammarBuilds(WantWaiters[ToCompile, object]):
             driver.compiled[want] = self._known[want]
         return False
 
+    def is_wanted(self, want: ToCompile) -> bool:
+        """Whether a sequence waits for something. From any thread."""
+        return bool(self._waiting.get(want))
+
+    def pass_over(self, want: ToCompile) -> None:
+        """Note that something was not compiled, for no sequence waited for it; ask again if one does by now."""
+        if self.is_wanted(want):
+            self._wants.append(want)
+        else:
+            self._waiting.pop(want, None)
+
     def resolve(self, want: ToCompile, made: object) -> list[SequenceDriver]:
         """Take what was compiled, None where that failed; return the sequences that waited for it."""
         drivers = self._pop_waiting(want)

@@ -168,7 +168,8 @@ class Loop:
         """Have compiled, read and written what sequences wait for."""
         while (want := self._batcher.take_want()) is not None:
             if isinstance(want, Grammar | DryBreakers):
-                self._compiler.compile(want, self._take_compiled)
+                is_wanted = partial(self._batcher.is_wanted, want)
+                self._compiler.compile(want, is_wanted, self._take_compiled)
             else:
                 self._cache_io.order(want)
 
