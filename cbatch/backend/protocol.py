@@ -88,11 +88,21 @@ class Grammars(Protocol):
     """Grammars for one model's tokens."""
 
     def compile(self, grammar: Grammar) -> object:
-        """Return a compiled grammar, for `Binding.constraint`; may take a while. One thread at a time, not the owner.
+        """Return a compiled grammar, for `Binding.constraint`; may take seconds. One thread at a time, not the owner.
 
         Raises:
-            GrammarError: it cannot be compiled, or is larger than the limits.
+            GrammarError: it cannot be compiled, or is larger than the limits; so it is each time.
+            Exception: any other: it could not be compiled now.
         """
+
+    def compile_quickly(self, grammar: Grammar) -> object | None:
+        """Return what `compile` does, or None if that takes longer than a moment. One thread at a time; else as there.
+
+        Another thread may call `compile` at the same time.
+        """
+
+    def takes_long(self, grammar: Grammar) -> bool:
+        """Whether a grammar may take longer than a moment, by its text. From any thread."""
 
 
 class Backend(Protocol):

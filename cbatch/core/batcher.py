@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import PromptCuts, StepPlan, StepResult
     from cbatch.core.slots import Leave, Place
-    from cbatch.core.waiting import Want
+    from cbatch.core.waiting import ToCompile, Want
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CBatchError
 
@@ -53,7 +53,7 @@ class Occupancy:
     n_paused: int
     """Paused with a slot, which they give up when it is needed."""
     n_unserved: int
-    """Waiting for a slot, or for their grammar first."""
+    """Waiting for a slot, or for their tokens or grammar first."""
     n_open_slots: int
     """Slots that sequences which come now could have; below 0 where more are waited for than are free."""
     n_storing: int
@@ -163,6 +163,11 @@ class MultiRequestBatcher:
         """Sequences without a slot that could take one. From any thread."""
         return len(self._queue)
 
+    @property
+    def n_ended(self) -> int:
+        """Requests that ended, and were not yet returned by `take_ended`."""
+        return len(self._ended)
+
     def occupancy(self) -> Occupancy:
         """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
         n_free, n_waiting = self._ledger.n_free_slots, self.n_waiting
@@ -173,7 +178,7 @@ class MultiRequestBatcher:
             n_held=len(self.in_flight) - n_used_slots - n_waiting,
             n_running=n_used_slots - n_paused,
             n_paused=n_paused,
-            n_unserved=n_waiting + len(self._builds),
+            n_unserved=n_waiting + len(self._untokenized) + len(self._builds),
             n_open_slots=n_free + n_paused - len(self._followers) - len(self._reads),
             n_storing=len(self._storing),
             n_ended=len(self._ended),
@@ -224,12 +229,13 @@ class MultiRequestBatcher:
             self._deadlines.add(driver)
             is_early = self._is_by_prompt or driver.is_early
             takes_long = not driver.is_tokenized and self._takes_long(driver)
+            needs_prompt = self._is_by_prompt or driver.request.is_grammar_open
             if is_early or (driver.request.prompt.tokens is not None and not takes_long):
                 self._tokenize(driver)
             if driver.error is not None:
                 driver.finish("error", driver.clock.submitted_s, driver.error)
                 self.retire(driver)
-            elif takes_long or (self._is_by_prompt and not driver.is_tokenized):
+            elif takes_long or (needs_prompt and not driver.is_tokenized):
                 driver.waits_for = Wait.PROMPT
                 self._untokenized.add(driver)
             elif not self._waits_to_compile(driver):
@@ -261,6 +267,8 @@ class MultiRequestBatcher:
             self._release(driver)
         for driver in self._untokenized.due():
             self._tokenize(driver)
+            if driver.is_tokenized:  # at once, in an engine without threads
+                self.take_prompt(driver, now)
         n_open = self._ledger.n_slots - len(self._rows()) + len(ending)
         if self._queue and (n_wanted := n_open + self._state.n_ahead):
             self._tokenize_prompts(n_wanted, ending, now)
@@ -301,6 +309,10 @@ class MultiRequestBatcher:
         driver.waits_for = Wait.COMPILE
         return True
 
+    def is_wanted(self, want: ToCompile) -> bool:
+        """Whether a sequence still waits for something to be compiled. From any thread."""
+        return self._builds.is_wanted(want)
+
     def take_want(self) -> Want | None:
         """Return the next thing that sequences want from outside, each once, or None."""
         return self._wants.popleft() if self._wants else None
@@ -310,9 +322,9 @@ class MultiRequestBatcher:
 
         Args:
             want: what sequences wait for.
-            found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, a `CacheError`, or None
-                where no sequence waited for it any more; of cells to write the `CacheEntry` of their file, or why they
-                were not saved.
+            found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, or a `CacheError`; None
+                where no sequence waited for it any more, so that it was neither compiled nor read; of cells to write
+                the `CacheEntry` of their file, or why they were not saved.
             now: when that was.
 
         Returns:
@@ -330,6 +342,8 @@ class MultiRequestBatcher:
                     self._release(driver)
             loads = [(driver, what) for driver, what in given.items() if isinstance(what, int)]
             return loads + [load for driver, _ in loads[:1] for load in self._adopt(driver)]
+        elif found is None:
+            self._builds.pass_over(want)
         elif isinstance(found, GrammarError):
             for driver in self._builds.resolve(want, None):
                 self.fail(driver, GrammarError(found.kind, found.reason), now)

@@ -79,6 +79,9 @@ class PromptWaiters:
         self._drivers: dict[int, SequenceDriver] = {}  # by number
         self._let_go: list[SequenceDriver] = []
 
+    def __len__(self) -> int:
+        return len(self._drivers)
+
     def add(self, driver: SequenceDriver) -> None:
         """Have a driver wait."""
         self._drivers[driver.number] = driver
@@ -97,7 +100,8 @@ class PromptWaiters:
         if not self._drivers:
             return []
         self._let_go = [d for d in self._let_go if not d.has_run and d.finish_reason is None]
-        return [*islice(self._drivers.values(), max(0, self._n_max - len(self._let_go)))]
+        n_ready = sum(d.status is Status.WAITING and d.waits_for is None for d in self._let_go)
+        return [*islice(self._drivers.values(), max(0, self._n_max - n_ready))]
 
 
 class WantWaiters(Generic[C, V]):
@@ -295,6 +299,17 @@ class GrammarBuilds(WantWaiters[ToCompile, object]):
             self._known[want] = self._known.pop(want)  # use counts as learning
             driver.compiled[want] = self._known[want]
         return False
+
+    def is_wanted(self, want: ToCompile) -> bool:
+        """Whether a sequence waits for something. From any thread."""
+        return bool(self._waiting.get(want))
+
+    def pass_over(self, want: ToCompile) -> None:
+        """Note that something was not compiled, for no sequence waited for it; ask again if one does by now."""
+        if self.is_wanted(want):
+            self._wants.append(want)
+        else:
+            self._waiting.pop(want, None)
 
     def resolve(self, want: ToCompile, made: object) -> list[SequenceDriver]:
         """Take what was compiled, None where that failed; return the sequences that waited for it."""

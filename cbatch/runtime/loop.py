@@ -111,10 +111,12 @@ class Loop:
         self._commands.do_all()
         start = self._clock()
         self._commands.do_due(start)
-        self._order_wants()
         if not self._batcher.in_flight:
             self._check_books()
         self._scheduler.begin_step(start)
+        self._order_wants()
+        if self._batcher.n_ended:  # refused ones are told before the run
+            self.deliver(())
         begun = self._clock()
         plan = self._scheduler.plan(start)
         if plan is None:
@@ -168,7 +170,8 @@ class Loop:
         """Have compiled, read and written what sequences wait for."""
         while (want := self._batcher.take_want()) is not None:
             if isinstance(want, Grammar | DryBreakers):
-                self._compiler.compile(want, self._take_compiled)
+                is_wanted = partial(self._batcher.is_wanted, want)
+                self._compiler.compile(want, is_wanted, self._take_compiled)
             else:
                 self._cache_io.order(want)
 
@@ -260,10 +263,10 @@ class Loop:
         self._commands.put(command)
         self.hurry()
 
-    def _resolve_prompts(self, command: Callable[[], object]) -> None:
-        """Have tokenized prompts taken between two runs; interrupt the run if a slot is free."""
+    def _resolve_prompts(self, command: Callable[[], object], *, is_refused: bool) -> None:
+        """Have prompts taken between two runs; interrupt the run if one is refused, or a slot is free."""
         self._commands.put(command)
-        if self._batcher.occupancy().n_open_slots > self.n_entering:
+        if is_refused or self._batcher.occupancy().n_open_slots > self.n_entering:
             self.hurry()
 
     def _take_prompt(self, driver: SequenceDriver) -> None:

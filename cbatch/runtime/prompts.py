@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
+from cbatch.messages import BatchPrompt
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
 
@@ -19,11 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cbatch.backend import Vocab
+    from cbatch.chat.chat_format import ChatFormat
     from cbatch.core.driver import SequenceDriver
-    from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions
+    from cbatch.options import Grammar, RunOptions
     from cbatch.request import Request
-    from cbatch.runtime.cache_io import Post
+
+    class PostPrompts(Protocol):
+        """Has a command done by the owner thread between two runs."""
+
+        def __call__(self, command: Callable[[], object], *, is_refused: bool) -> object:
+            """Take a command; one for refused prompts is to be done soon. From any thread."""
+
 
 Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 
@@ -44,13 +51,16 @@ class FoundPrompt:
     tokens: Sequence[int]
     n_first: int = 0
     """With a moving window: tokens of a chat's first message, 1 for other prompts."""
+    grammar: Grammar | None = None
+    """Where the request's grammar was open."""
 
 
 class PromptTokenizer:
     """Tokenizes prompts. From any thread."""
 
-    def __init__(self, tokenize: Tokenize, n_window: int) -> None:
-        self._tokenize, self._n_window = tokenize, n_window
+    def __init__(self, tokenize: Tokenize, n_window: int, chats: ChatFormat | None = None) -> None:
+        """Make one; `chats` is for requests whose grammar is open."""
+        self._tokenize, self._n_window, self._chats = tokenize, n_window, chats
 
     def tokenize(self, driver: SequenceDriver) -> None:
         """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
@@ -58,10 +68,12 @@ class PromptTokenizer:
             self.give(driver, self.find(driver.request))
 
     def find(self, request: Request) -> FoundPrompt | CBatchError:
-        """Return the tokens of a request's prompt, or the error."""
+        """Return the tokens of a request's prompt, or the error; a prompt that does not fit is an error, too."""
         try:
-            tokens = self._tokenize(request.prompt, request.options)
-            return FoundPrompt(tokens, self._n_first(request, tokens))
+            prompt, grammar = self._settled(request)
+            tokens = self._tokenize(prompt, request.options)
+            request.cap(len(tokens), self._n_window)
+            return FoundPrompt(tokens, self._n_first(request, tokens), grammar)
         except CBatchError as error:
             return error
         except Exception as error:
@@ -69,11 +81,21 @@ class PromptTokenizer:
             failure.__cause__ = error
             return failure
 
+    def _settled(self, request: Request) -> tuple[BatchPrompt, Grammar | None]:
+        """Return the prompt to tokenize, and the grammar where it was open: then the prompt is the chat's text."""
+        if not request.is_grammar_open or self._chats is None:
+            return request.prompt, request.grammar
+        text = self._chats.render(request.prompt, request.options)
+        grammar = self._chats.grammar(request.prompt, request.options, text)
+        return BatchPrompt(prompt=text), grammar
+
     def give(self, driver: SequenceDriver, found: FoundPrompt | CBatchError) -> None:
-        """Give a sequence its tokens or error. A prompt that does not fit is an error, too."""
+        """Give a sequence its tokens or error."""
         if isinstance(found, CBatchError):
             driver.error = found
             return
+        if driver.request.is_grammar_open:
+            driver.set_grammar(found.grammar)
         try:
             driver.set_prompt(found.tokens, self._n_window)
             if driver.request.options.n_discard:
@@ -105,12 +127,12 @@ class PromptLanes:
         self.n_ahead = n_ahead if is_threaded else 0
         self._prompts, self._is_threaded = prompts, is_threaded
         self._ordered: set[SequenceDriver] = set()
-        self._post: Post = _nowhere
+        self._post: PostPrompts = _nowhere
         self._take: Callable[[SequenceDriver], object] = bool
         names = "cbatch-prompts", "cbatch-long-prompts"
         self._short, self._long = (_Lane(name, self._find) for name in names)
 
-    def begin(self, post: Post, take: Callable[[SequenceDriver], object]) -> None:
+    def begin(self, post: PostPrompts, take: Callable[[SequenceDriver], object]) -> None:
         """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
         self._post, self._take = post, take
 
@@ -134,14 +156,6 @@ class PromptLanes:
             if driver.is_early or n_waiting + len(self._ordered) < self.n_ahead:
                 self.order(driver)
 
-    def check(self, driver: SequenceDriver) -> None:
-        """Tokenize a short text in the caller's thread, and raise its error: a run in flight is not waited for."""
-        prompt = driver.request.prompt
-        if prompt.messages is None and not self.takes_long(driver):
-            self._prompts.tokenize(driver)
-            if driver.error is not None:
-                raise driver.error
-
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller's thread tokenizes prompts."""
@@ -162,7 +176,8 @@ class PromptLanes:
             else:
                 self._ordered.discard(driver)
         if found:
-            self._post(partial(self._give, found))
+            is_refused = any(isinstance(prompt, CBatchError) for _, prompt in found)
+            self._post(partial(self._give, found), is_refused=is_refused)
 
     def _give(self, found: Sequence[tuple[SequenceDriver, FoundPrompt | CBatchError]]) -> None:
         for driver, prompt in found:
@@ -202,7 +217,7 @@ class _Lane:
         return self._todo.popleft() if self._todo and not self._is_closed else None
 
 
-def _nowhere(command: Callable[[], object]) -> None:
+def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
     raise RuntimeError("the lanes have not begun")
 
 

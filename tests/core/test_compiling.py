@@ -89,6 +89,22 @@ def test_bad_grammar_is_not_kept() -> None:
     assert rig.batcher.take_want() is None
 
 
+def test_grammar_that_was_passed_over_is_asked_for_by_the_next_that_wants_it() -> None:
+    rig = rig_with("1")
+    assert rig.batcher.take_want() == ODD
+    assert rig.batcher.is_wanted(ODD)
+    rig.cancel("0")
+    assert not rig.batcher.is_wanted(ODD)
+    rig.submit(make_request("late", max_tokens=3, regex="1"))
+    assert rig.batcher.take_want() is None
+    rig.batcher.resolve(ODD, None, rig.now)
+    assert rig.batcher.take_want() == ODD
+    rig.cancel("late")
+    rig.batcher.resolve(ODD, None, rig.now)
+    assert rig.batcher.take_want() is None
+    assert not rig.batcher._builds._waiting
+
+
 @pytest.mark.parametrize("regex", ["1", "x"])
 def test_cancel_while_compiling_ends_it_at_once(regex: str) -> None:
     rig = rig_with(regex, regex)

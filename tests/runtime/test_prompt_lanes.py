@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab
 from cbatch.engine import Engine, run_soon
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
-from tests.runtime.backends import PATIENCE_S
+from tests.runtime.backends import PATIENCE_S, in_thread
+from tests.test_tool_calls import THINK_END, Speaker
 from tests.worker.links import workers_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cbatch.core.plan import StepPlan, StepResult
+
 LONG = "x" * 40_000
+CHAT = BatchPrompt([{"role": "user", "content": "Hi"}])
 SHORT: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True}
 
 
@@ -102,6 +106,59 @@ def test_request_ends_while_its_prompt_is_made_tokens(
         assert len(engine.run(["a"], options=SHORT).results()) == 1
 
 
+def test_chat_whose_template_is_slow_holds_up_no_submission() -> None:
+    backend = Speaker([65] * 8)
+    render, is_held, go = backend.vocab.render_text, threading.Event(), threading.Event()
+
+    def render_text(*given: Any) -> str:
+        is_held.set()
+        assert go.wait(PATIENCE_S)
+        return render(*given)
+
+    backend.vocab.render_text = render_text  # type: ignore[method-assign,assignment]
+    chat = [{"role": "user", "content": "Hi" * 40_000}]
+    with Engine(backend) as engine:
+        bound = {**SHORT, "thinking_budget": 2}
+        wait = in_thread(lambda: engine.run([BatchPrompt(chat)] * 40, options=bound))
+        assert is_held.wait(PATIENCE_S)
+        chats = wait()
+        assert len(engine.run(["a"], options=SHORT).result().token_ids) == 3
+        go.set()
+        assert all(
+            isinstance(r.error, PromptTooLongError) for r in chats.results(return_errors=True)
+        )
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+@pytest.mark.parametrize(("end", "n_thought"), [("<think>", 3), ("", 0), ("<think></think>", 0)])
+def test_thinking_that_begins_in_the_prompt_is_limited(
+    end: str, n_thought: int, *, is_threaded: bool
+) -> None:
+    backend = Speaker([*b"abcdefgh", END_TOKEN])
+    render, shown = backend.vocab.render_text, list[str]()
+
+    def render_text(*given: Any) -> str:
+        shown.append(render(*given) + end)
+        return shown[-1]
+
+    backend.vocab.render_text = render_text  # type: ignore[method-assign,assignment]
+    with Engine(backend, threaded=is_threaded) as engine:
+        result = engine.run([CHAT], options={"thinking_budget": 3}).result()
+    assert (THINK_END in result.token_ids) == bool(n_thought)
+    assert len(shown) == 1
+
+
+def test_places_before_the_queue_are_for_prompts_that_can_run() -> None:
+    engine, vocab = slow_engine()
+    with engine:
+        paused = engine.run([LONG] * 30, options=SHORT)
+        assert vocab.is_held.wait(PATIENCE_S)
+        assert all(engine.pause(id) for id in paused.ids)
+        vocab.go.set()
+        assert len(engine.run([LONG], options=SHORT).result().token_ids) == 3
+        assert all(engine.cancel(id) for id in paused.ids)
+
+
 def test_deadline_passes_while_a_prompt_is_made_tokens() -> None:
     engine, vocab = slow_engine()
     with engine:
@@ -133,6 +190,62 @@ def test_close_ends_requests_whose_prompts_are_no_tokens_yet() -> None:
     reasons = [r.finish_reason for r in response.results(return_errors=True)]
     assert reasons == ["cancelled"] * 3
     assert vocab.n_slow <= 2  # a prompt that waited in its lane was not begun
+
+
+class TurnsBackend(FakeBackend):
+    """Holds each run before its only step until it is given a turn: by the next interrupt, once that is wanted."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.turns, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.is_interrupt_wanted = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            self.begun.release()
+            assert self.turns.acquire(timeout=PATIENCE_S)
+        super().interrupt()
+        return super().run(plan)
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        if self.is_interrupt_wanted:
+            self.is_interrupt_wanted = False
+            self.turns.release()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        BatchPrompt(prompt="a" * 100),
+        BatchPrompt(tokens=[1] * 100),
+        BatchPrompt([{"role": "user", "content": "a" * 100}]),
+        BatchPrompt([{"role": "user", "content": LONG}]),
+    ],
+    ids=["text", "tokens", "chat", "long chat"],
+)
+@pytest.mark.parametrize("is_soon", [True, False])
+def test_refused_prompt_ends_the_run_in_flight_and_is_told_before_the_next(
+    prompt: BatchPrompt, *, is_soon: bool
+) -> None:
+    backend = TurnsBackend(1, 64, 16)
+    runtime = partial(LocalRuntime, backend, ScheduleOptions())
+    with Engine(opener=lambda _: workers_over(runtime)) as engine:
+        running = engine.run(["a", "b"], options=SHORT)
+        assert backend.begun.acquire(timeout=PATIENCE_S)
+        backend.is_interrupt_wanted = True
+        options = RunOptions.of(SHORT)
+        if is_soon:
+            refused = run_soon(engine, prompt, options, streamed=False)
+        else:
+            refused = engine.run([prompt], options=options)
+        assert refused is not None
+        [result] = refused.results(return_errors=True)
+        assert isinstance(result.error, PromptTooLongError)
+        assert backend.begun.acquire(timeout=PATIENCE_S)
+        assert not backend.turns.acquire(blocking=False)
+        backend.turns.release(100)
+        assert [len(r.token_ids) for r in running.results()] == [3, 3]
 
 
 def test_prompt_of_too_many_bytes_is_refused_before_it_is_tokenized() -> None:

@@ -168,6 +168,14 @@ class FakeGrammars:
         except (TypeError, ValueError) as error:
             raise GrammarError(grammar.kind, f"not parity:last:bad: {error}") from error
 
+    def compile_quickly(self, grammar: Grammar) -> FakeConstraint | None:
+        """Compile a grammar; see `Grammars.compile_quickly`."""
+        return self.compile(grammar)
+
+    def takes_long(self, grammar: Grammar) -> bool:
+        """Whether a grammar may take long: none does."""
+        return False
+
 
 class FakeMatcher:
     """Follows a constraint; what it forces depends on all of the output so far, so a wrong output raises an error."""

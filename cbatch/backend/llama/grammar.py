@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,9 @@ _N_PLAIN_PARTS = 250
 _N_PLAIN_CROSSED = 3
 """Most characters, lines or keys, and patterns of a grammar that is compiled where none can be tried first."""
 
+_QUICK_S = 0.5
+"""What ordinary grammars take at most; one with 400 properties takes 0.3 s. Measured."""
+
 _SPECIAL = b"\xff"
 """Marks a token that is no text: grammars can only name it. Source: llguidance, toktrie."""
 
@@ -56,21 +60,39 @@ class LlamaGrammars:
 
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
-        self._sandbox = grammar_sandbox()
+        self._sandbox, self._quick_sandbox = grammar_sandbox(), grammar_sandbox()
         self._tokenizer: Any = None
+        self._making = threading.Lock()
+        """Held while the tokenizer is made."""
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Compile a grammar, after a process of its own tried it; see `Grammars.compile`."""
+        return self._compiled(grammar, self._sandbox, None)
+
+    def compile_quickly(self, grammar: Grammar) -> Constraint | None:
+        """Compile a grammar that its process tries within a moment; see `Grammars.compile_quickly`."""
+        try:
+            return self._compiled(grammar, self._quick_sandbox, _QUICK_S)
+        except NoAnswerError:
+            self._quick_sandbox.start()  # it gets ready while the caller goes on
+            return None
+
+    def takes_long(self, grammar: Grammar) -> bool:
+        """Whether a grammar may take long; see `Grammars.takes_long`."""
+        return is_suspicious(grammar)
+
+    def _compiled(self, grammar: Grammar, sandbox: Sandbox, within_s: float | None) -> Constraint:
+        """Compile a grammar. Raises a `NoAnswerError` if its trial does not end `within_s`, where given."""
         if not self._model.vocab.has_pieces:
             raise GrammarError(
                 grammar.kind, "this model has no vocabulary, so its tokens write no text"
             )
         source = _source(grammar)
-        self._sandbox.start()
-        with self._model.in_use():
+        sandbox.start()
+        with self._model.in_use(), self._making:
             if self._tokenizer is None:
                 self._tokenizer = make_tokenizer(self._model)
-        problem = self._find_problem(grammar, source)
+        problem = _problem_of(grammar, source, sandbox, within_s)
         if not problem:
             with self._model.in_use():
                 constraint = self._compile(source)
@@ -78,18 +100,6 @@ class LlamaGrammars:
         if problem:
             raise GrammarError(grammar.kind, readable_problem(problem))
         return constraint
-
-    def _find_problem(self, grammar: Grammar, source: str) -> str:
-        """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
-        # a vocabulary of bytes has no named tokens
-        tried = re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
-        problem = find_problem(self._sandbox, tried)
-        if self._sandbox.problem and is_suspicious(grammar):
-            return (
-                "it must be tried in a process of its own first, which cannot be done here: "
-                f"{self._sandbox.problem}"
-            )
-        return problem
 
     def _compile(self, source: str) -> Constraint:
         import llguidance  # slow to import
@@ -103,6 +113,7 @@ class LlamaGrammars:
         """Drop the tokenizer, before the model is closed; nothing may be compiled or followed afterwards."""
         self._tokenizer = None
         self._sandbox.close()
+        self._quick_sandbox.close()
 
 
 def grammar_sandbox() -> Sandbox:
@@ -111,15 +122,38 @@ def grammar_sandbox() -> Sandbox:
     return Sandbox(str(job), _LIMITS, Limits(cpu_s=3, wall_s=30.0, n_bytes=2 * 2**30))
 
 
-def find_problem(sandbox: Sandbox, source: str) -> str:
-    """Return what is wrong with a grammar; "" if some steps under it worked, or no process can be started."""
+def _problem_of(grammar: Grammar, source: str, sandbox: Sandbox, within_s: float | None) -> str:
+    """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
+    # a vocabulary of bytes has no named tokens
+    tried = re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
+    problem = find_problem(sandbox, tried, within_s)
+    if sandbox.problem and is_suspicious(grammar):
+        raise OSError(
+            f"it must be tried in a process of its own first, which cannot be done here: {sandbox.problem}"
+        )
+    return problem
+
+
+def find_problem(sandbox: Sandbox, source: str, within_s: float | None = None) -> str:
+    """Return what is wrong with a grammar; "" if some steps under it worked, or no process can be started.
+
+    Raises:
+        NoAnswerError: the trial does not end `within_s`, where given.
+        OSError: the process was ended from outside, or got too little of a processor.
+    """
     try:
-        return str(sandbox.ask(source))
+        return str(sandbox.ask(source, within_s))
     except UnicodeEncodeError as error:
         return f"it is not valid Unicode: {error}"
-    except NoAnswerError:
+    except NoAnswerError as error:
         if sandbox.problem:
             return ""
+        if within_s is not None:
+            raise
+        if not error.is_lasting:
+            raise OSError(
+                "this machine had too little time or memory to try it: ask again"
+            ) from error
         return "compiling it takes more time, memory or depth than is allowed: simplify it"
 
 

@@ -46,6 +46,11 @@ class Limits:
 class NoAnswerError(Exception):
     """The process ended, or was ended, without an answer."""
 
+    def __init__(self, *, is_lasting: bool) -> None:
+        """Keep whether the question itself ended the process, so that asking again is of no use."""
+        self.is_lasting = is_lasting
+        super().__init__()
+
 
 class Sandbox:
     """Puts questions to a process of its own. One thread at a time."""
@@ -95,38 +100,42 @@ class Sandbox:
         self._pid, self._is_ready = os.getpid(), False
         self._end = weakref.finalize(self, _end, self._process, self._pid)
 
-    def ask(self, question: object) -> Any:
-        """Return the answer.
+    def ask(self, question: object, within_s: float | None = None) -> Any:
+        """Return the answer; wait `within_s` seconds for it where given, instead of the wall time of the limits.
 
         Raises:
             NoAnswerError: there is none: it took more than the limits, or no process can be started (`problem`).
             TypeError, ValueError: the question has what JSON has not.
         """
         line = _line(question)
-        for is_last in (False, True):
+        wall_s = self._limits.wall_s if within_s is None else within_s
+        for _ in range(2):
             self.start()
             process = self._process
-            answer = b"" if process is None else self._answer(process, line)
+            answer = b"" if process is None else self._answer(process, line, wall_s)
+            ended_by = None if process is None else process.returncode
             if not answer or answer.startswith(_LAST):
                 self.close()
             if answer:
                 return json.loads(answer.removeprefix(_LAST))
             # where another program has killed it, another process may answer
-            if is_last or process is None or process.returncode != -signal.SIGKILL:
+            if ended_by != -signal.SIGKILL:
                 break
-        raise NoAnswerError
+        is_lasting = ended_by not in (None, -signal.SIGKILL) and not self.problem
+        raise NoAnswerError(is_lasting=is_lasting)
 
-    def _answer(self, process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    def _answer(self, process: subprocess.Popen[bytes], line: bytes, wall_s: float) -> bytes:
         """Return the line that comes for a line; nothing where the process ended, or the time is over."""
-        until_s = time.monotonic() + self._limits.wall_s
         if not self._is_ready:
+            until_s = time.monotonic() + self._limits.wall_s
             first = _line([self._settings, asdict(self._limits)])
             self._is_ready = _exchange(process, first, until_s) == _READY
             if not self._is_ready:
                 self.problem = f"the process for {os.path.basename(self._job)} does not start"
+        until_s = time.monotonic() + wall_s
         answer = _exchange(process, line, until_s) if self._is_ready else b""
-        if not answer:
-            with suppress(subprocess.TimeoutExpired):  # else it took too long
+        if not answer and time.monotonic() < until_s:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_LAST_S)
         return answer
 
