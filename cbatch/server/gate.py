@@ -185,7 +185,7 @@ def _bad_host(hosts: list[bytes], scope: Scope) -> str | None:
     """Return why the `Host` headers of a request are not those of its version of HTTP, or None."""
     if len(hosts) > 1:
         return "it has more than one Host header"
-    if not hosts and scope["http_version"] == "1.1":
+    if not hosts and scope.get("http_version") == "1.1":
         return "it has no Host header"
     if hosts and _HOST.fullmatch(hosts[0].decode("latin-1").strip(" \t")) is None:
         return "its Host header is no name or address with a port"
