@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
-    from starlette.types import Message
+    from starlette.types import Message, Scope
 
 LOOPBACK = "http://127.0.0.1:8080"
 ASKED = {"messages": USER, "max_tokens": 2}
@@ -181,7 +181,8 @@ def test_request_whose_host_or_length_is_not_clear_is_refused(
     ],
 )
 def test_host_that_is_no_host_is_refused(host: str) -> None:
-    for settings in ({}, {"api_keys": "k"}, {"allowed_hosts": "*"}):
+    every: list[dict[str, Any]] = [{}, {"api_keys": "k"}, {"allowed_hosts": "*"}]
+    for settings in every:
         with fake_app(**settings) as app:
             for path in ("/health", CHAT):
                 headers = [(b"host", host.encode("latin-1")), (b"x-api-key", b"k")]
@@ -200,7 +201,7 @@ def test_request_of_http_1_1_needs_a_host(version: str, status: int) -> None:
         sent.append(message)
 
     with fake_app() as app:
-        scope = {
+        scope: Scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": version,
