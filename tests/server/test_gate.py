@@ -201,7 +201,7 @@ def test_request_of_http_1_1_needs_a_host(version: str, status: int) -> None:
         sent.append(message)
 
     with fake_app() as app:
-        scope: Scope = dict(type="http", asgi={"version": "3.0"}, http_version=version, headers=[])
+        scope: Scope = {"type": "http", "http_version": version, "headers": []}
         scope.update(method="GET", scheme="http", path="/health", raw_path=b"/health", root_path="")
         scope.update(query_string=b"", server=("127.0.0.1", 80), client=None)
         anyio.run(app, scope, receive, send)
