@@ -1,49 +1,52 @@
 """Continuous batching for GGUF models, on top of llama-cpp-python."""
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from cbatch.engine import Engine
-from cbatch.errors import (
-    BannedTokensError,
-    CacheError,
-    CBatchError,
-    ConfigError,
-    DeadlineError,
-    DecodeError,
-    DuplicateIdError,
-    EngineClosedError,
-    EngineError,
-    GrammarError,
-    IncompatibleLlamaError,
-    InsideStepError,
-    ModelLoadError,
-    OutputError,
-    PromptError,
-    PromptTooLongError,
-    QueueFullError,
-    RequestCancelledError,
-    RequestError,
-    RequestFailedError,
-    UnsupportedOptionError,
-    WorkerDiedError,
-)
-from cbatch.loading import load
-from cbatch.messages import BatchPrompt, LookAhead
-from cbatch.options import RunOptions
-from cbatch.response import (
-    BatchError,
-    BatchOutputChunk,
-    BatchResult,
-    FinishReason,
-    Timings,
-    TokenLogprob,
-    ToolCall,
-    Usage,
-)
-from cbatch.runtime.batch_response import BatchResponse
-from cbatch.runtime.row_comparison import RowComparison
-from cbatch.runtime.step_record import StepRecord, StepRow
-from cbatch.stats import EngineStats
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+    from cbatch.errors import (
+        BannedTokensError,
+        CacheError,
+        CBatchError,
+        ConfigError,
+        DeadlineError,
+        DecodeError,
+        DuplicateIdError,
+        EngineClosedError,
+        EngineError,
+        GrammarError,
+        IncompatibleLlamaError,
+        InsideStepError,
+        ModelLoadError,
+        OutputError,
+        PromptError,
+        PromptTooLongError,
+        QueueFullError,
+        RequestCancelledError,
+        RequestError,
+        RequestFailedError,
+        UnsupportedOptionError,
+        WorkerDiedError,
+    )
+    from cbatch.loading import load
+    from cbatch.messages import BatchPrompt, LookAhead
+    from cbatch.options import RunOptions
+    from cbatch.response import (
+        BatchError,
+        BatchOutputChunk,
+        BatchResult,
+        FinishReason,
+        Timings,
+        TokenLogprob,
+        ToolCall,
+        Usage,
+    )
+    from cbatch.runtime.batch_response import BatchResponse
+    from cbatch.runtime.row_comparison import RowComparison
+    from cbatch.runtime.step_record import StepRecord, StepRow
+    from cbatch.stats import EngineStats
 
 __version__ = "0.1.0"
 
@@ -92,3 +95,68 @@ __all__ = [
     "__version__",
     "load",
 ]
+
+_MODULES = {
+    "engine": ("Engine",),
+    "errors": (
+        "BannedTokensError",
+        "CacheError",
+        "CBatchError",
+        "ConfigError",
+        "DeadlineError",
+        "DecodeError",
+        "DuplicateIdError",
+        "EngineClosedError",
+        "EngineError",
+        "GrammarError",
+        "IncompatibleLlamaError",
+        "InsideStepError",
+        "ModelLoadError",
+        "OutputError",
+        "PromptError",
+        "PromptTooLongError",
+        "QueueFullError",
+        "RequestCancelledError",
+        "RequestError",
+        "RequestFailedError",
+        "UnsupportedOptionError",
+        "WorkerDiedError",
+    ),
+    "loading": ("load",),
+    "messages": (
+        "BatchPrompt",
+        "LookAhead",
+    ),
+    "options": ("RunOptions",),
+    "response": (
+        "BatchError",
+        "BatchOutputChunk",
+        "BatchResult",
+        "FinishReason",
+        "Timings",
+        "TokenLogprob",
+        "ToolCall",
+        "Usage",
+    ),
+    "runtime.batch_response": ("BatchResponse",),
+    "runtime.row_comparison": ("RowComparison",),
+    "runtime.step_record": (
+        "StepRecord",
+        "StepRow",
+    ),
+    "stats": ("EngineStats",),
+}
+"""The modules of the public names, imported at the first use of one: a command handles signals before that."""
+
+if not TYPE_CHECKING:  # so that types are checked by the imports above
+
+    def __getattr__(name: str) -> object:
+        """Return a public name from its module."""
+        for module, names in _MODULES.items():
+            if name in names:
+                globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), name)
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,5 +1,39 @@
-"""`python -m cbatch`: the same as `cbatch`."""
+"""The program: `cbatch` and `python -m cbatch`. It handles signals before it imports what takes long."""
 
-from cbatch.cli import app
+from __future__ import annotations
 
-app(prog_name="cbatch")
+import os
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+def main() -> None:
+    """Run the command that this process's arguments name.
+
+    A signal for which the command has no handler of its own, while it is imported or later, ends the process at once:
+    with one line and with 128 plus the signal's number.
+    """
+    for number in [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _leave)
+    from cbatch.cli import app
+
+    app(prog_name="cbatch")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # no exception: the interrupted import might catch it, or show it where nobody can
+    words = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    try:
+        os.write(2, f"cbatch: {words}\n".encode())
+    finally:
+        os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

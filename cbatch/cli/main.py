@@ -92,18 +92,20 @@ class Interrupts:
         """Whether errors and the log are JSON lines (`--json`)."""
         self._clock = clock
         self._first_s: float | None = None
-        self._is_installed = False
+        self._before: Any = None
+        """The handler that this one replaces; None if it replaces none."""
 
     def __enter__(self) -> None:
         """Handle Ctrl-C until the end of the block; once pressed, until the process ends."""
+        before = signal.getsignal(signal.SIGINT)
         is_ours = threading.current_thread() is threading.main_thread()
-        if is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if is_ours and before is not signal.SIG_IGN:
+            self._before = before
             signal.signal(signal.SIGINT, self.press)
-            self._is_installed = True
 
     def __exit__(self, *error: object) -> None:
-        if self._is_installed and self._first_s is None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._before is not None and self._first_s is None:
+            signal.signal(signal.SIGINT, self._before)
 
     def press(self, number: int = signal.SIGINT, frame: object = None) -> None:
         """Handle one Ctrl-C."""

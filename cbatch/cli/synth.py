@@ -170,7 +170,7 @@ def _ended_softly() -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    ours = {number for number, handler in before.items() if handler is signal.SIG_DFL}
+    ours = {number for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in ours:
         signal.signal(number, _end)
     try:

@@ -20,7 +20,7 @@ from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
 from cbatch.server.request_fields import ignored_header, with_param
-from cbatch.server.sse import EventStream
+from cbatch.server.sse import COMMENT, EventStream
 from cbatch.server.telemetry import add_answers
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Answering:
         self._desk, self._exchange, self._call = desk, exchange, call
         self._model = call.asked.model or desk.model_name
         self._encoder: StreamEncoder | None = None
+        """What encodes the stream, once the engine has the prompts."""
         self._headers: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -187,8 +188,13 @@ class Answering:
         with visit.scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
+                stream = self._opened(tasks) if self._call.asked.is_streamed else None
                 try:
-                    await self._send(tasks, await self._queue(visit, n_slots))
+                    response = await self._queue(visit, n_slots)
+                    if stream is None:
+                        await self._send(response)
+                    else:
+                        await self._stream(tasks, stream, response)
                     is_done = True
                 except Exception as error:  # not in a group of exceptions
                     problem = error
@@ -242,11 +248,8 @@ class Answering:
         engine = self._desk.engine
         return engine.run(self._named(), options=asked.options, streamed=asked.is_streamed)
 
-    async def _send(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
-        """Answer with what the engine says."""
-        if self._call.asked.is_streamed:
-            await self._stream(tasks, response)
-            return
+    async def _send(self, response: BatchResponse) -> None:
+        """Send the whole answer."""
         results = await results_of(response)
         self._count(results)
         content = await self._exchange.aside(self._content, results)
@@ -275,19 +278,29 @@ class Answering:
         settled = run_options_of(engine, self._call.asked.options)
         return sum(checked_tokens(engine, prompt, settled) for prompt in self._call.prompts)
 
-    async def _stream(self, tasks: anyio.abc.TaskGroup, response: BatchResponse) -> None:
+    def _opened(self, tasks: anyio.abc.TaskGroup) -> EventStream:
+        """Return a stream whose silences are filled from now on, also while prompts are counted."""
         settings = self._desk.settings
         stream = EventStream(self._exchange, self._headers, self._desk.clock)
-        encoder = self._encoder = self._call.stream(self._model)
-        events = Events(response, self._call.n_choices)
         tasks.start_soon(
-            stream.keep_alive, settings.status_after_s, settings.keep_alive_s, encoder.idle
+            stream.keep_alive, settings.status_after_s, settings.keep_alive_s, self._idle
         )
+        return stream
+
+    def _idle(self) -> bytes:
+        return COMMENT if self._encoder is None else self._encoder.idle()
+
+    async def _stream(
+        self, tasks: anyio.abc.TaskGroup, stream: EventStream, response: BatchResponse
+    ) -> None:
+        events = Events(response, self._call.n_choices)
         progress: PromptProgress | None = None
-        if self._call.tells_progress and isinstance(encoder, ProgressEncoder):
-            progress = PromptProgress(self._desk, self._exchange.id, stream, encoder)
-            tasks.start_soon(progress.tell)
         try:
+            encoder = await self._exchange.aside(self._call.stream, self._model)
+            self._encoder = encoder
+            if self._call.tells_progress and isinstance(encoder, ProgressEncoder):
+                progress = PromptProgress(self._desk, self._exchange.id, stream, encoder)
+                tasks.start_soon(progress.tell)
             data = b""
             while not events.have_ended:
                 some = await events.next()

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from cbatch.logs import Log
 from cbatch.server.exchange import JSON, dumps
-from cbatch.server.http_errors import CROWDED, HttpProblemError
+from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 _log = Log("cbatch.server")
 
-_N_TOLD = 64
-"""Connections above the limit that are answered; those above these are closed at once. Our choice."""
+_N_HEARD = 64
+"""Connections above the limit whose request is read; those above these are told unheard. Our choice."""
+
+_N_TOLD = 128
+"""Connections above the limit that have time to read the answer; those above these are closed with it. Our choice."""
 
 _SURPLUS_S = 1.0
 """Seconds for a header over a connection above the limit, so that a question for health finds room. Our choice."""
@@ -70,9 +73,11 @@ class GuardedProtocol(_Parser):
         super().__init__(**given)
         self._limits = limits
         self._header_s = limits.header_timeout_s
+        self._is_unheard = False
+        """Whether the answer is sent already, and what comes is dropped."""
         self._n_header_bytes = self._n_unsent = 0
         self._n_framing = 0
-        """Framing bytes of the newest request, less those that its body allows."""
+        """Framing bytes of the newest request, less those that its body allows, after the read in which it began."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -90,13 +95,24 @@ class GuardedProtocol(_Parser):
         """Begin to wait for a request."""
         super().connection_made(transport)
         n_above = len(self.connections) - self._limits.n_max
-        if n_above > _N_TOLD:
-            transport.abort()
-            return
         if n_above > 0:
             self.app_state = {**self.app_state, CROWDED: True}
             self._header_s = min(self._header_s, _SURPLUS_S)
+        if n_above > _N_HEARD:
+            self._dismiss(may_read=n_above <= _N_TOLD)
         self._await_header()
+
+    def _dismiss(self, *, may_read: bool) -> None:
+        """Send the answer to any request before one comes.
+
+        A client `may_read` it before the connection is closed: closing while a request arrives may discard the answer.
+        """
+        self._is_unheard = True
+        self.transport.write(_whole(crowded()))
+        if may_read and self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End all waiting."""
@@ -108,6 +124,8 @@ class GuardedProtocol(_Parser):
 
     def data_received(self, data: bytes) -> None:
         """Read on; a header that is too long or takes too long is refused."""
+        if self._is_unheard:
+            return
         n_room = self._limits.n_header_bytes - self._n_header_bytes
         if len(data) > n_room and self._is_between and not self._is_left_over:
             self._read(data[:n_room])
@@ -122,9 +140,11 @@ class GuardedProtocol(_Parser):
         before = self.cycle
         n_body = 0 if before is None else len(before.body)
         super().data_received(data)
-        if (cycle := self.cycle) is not None:
-            if cycle is not before:
-                n_body = self._n_framing = 0
+        if (cycle := self.cycle) is not before:
+            self._n_framing = (
+                0  # these bytes may also end the body of a request that was answered early
+            )
+        elif cycle is not None:
             n_new = len(cycle.body) - n_body
             self._n_framing += len(data) - n_new - _N_FRAMING_PER_BYTE * n_new
             if self._n_framing > 2 * self._limits.n_header_bytes and not self._is_between:
@@ -172,12 +192,7 @@ class GuardedProtocol(_Parser):
         has_begun = self.cycle is not None and self.cycle.response_started
         if not has_begun or (self._is_between and not self._is_left_over):
             problem = HttpProblemError(status, f"this is no request: {why}", "invalid_http")
-            content = dumps(problem.as_openai())
-            head = (
-                f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: {JSON}\r\n"
-                f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + content)
+            self.transport.write(_whole(problem))
         _log.tell("broken http", status=status.value, why=why)
         self.transport.close()
 
@@ -232,3 +247,12 @@ class GuardedProtocol(_Parser):
             (n_queued,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
             n_unsent += n_queued
         return n_unsent
+
+
+def _whole(problem: HttpProblemError) -> bytes:
+    """Return an answer behind which the connection is closed."""
+    content, status = dumps(problem.as_openai()), HTTPStatus(problem.status)
+    headers = {"content-type": JSON, "content-length": str(len(content)), "connection": "close"}
+    lines = [f"{name}: {value}\r\n" for name, value in {**headers, **problem.headers}.items()]
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{''.join(lines)}\r\n"
+    return head.encode() + content

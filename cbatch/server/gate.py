@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from cbatch.checks import shown
 from cbatch.logs import Log
@@ -34,6 +34,11 @@ _OPEN_PATHS = ("/health", "/v1/health")
 
 _READING = ("GET", "HEAD")
 """Methods that change nothing. Browsers hide their answers from pages of other origins."""
+
+_HOST = re.compile(
+    r"(\[[0-9A-Fa-f:.]+(?:%[\w.~-]+)?\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::\d*)?", re.ASCII
+)
+"""A `Host`: a name or an address, and a port. Source: RFC 9110, 7.2; RFC 3986, 3.2.2; RFC 6874 for zones."""
 
 
 class Gate:
@@ -159,18 +164,31 @@ def _unclear(scope: Scope) -> str | None:
 
     Source: RFC 9112, 3.2 and 6.1.
     """
-    n_hosts, n_lengths, codings = 0, 0, []
+    hosts: list[bytes] = []
+    n_lengths, codings = 0, []
     for name, value in scope["headers"]:
-        n_hosts += name == b"host"
+        if name == b"host":
+            hosts.append(value)
         n_lengths += name == b"content-length"
         if name == b"transfer-encoding":
             codings.append(value.strip().lower())
-    if n_hosts > 1:
-        return "it has more than one Host header"
+    if (why := _bad_host(hosts, scope)) is not None:
+        return why
     if codings and codings != [b"chunked"]:
         return "its transfer-encoding is not supported"
     if n_lengths + len(codings) > 1:
         return "it gives its length more than once"
+    return None
+
+
+def _bad_host(hosts: list[bytes], scope: Scope) -> str | None:
+    """Return why the `Host` headers of a request are not those of its version of HTTP, or None."""
+    if len(hosts) > 1:
+        return "it has more than one Host header"
+    if not hosts and scope.get("http_version") == "1.1":
+        return "it has no Host header"
+    if hosts and _HOST.fullmatch(hosts[0].decode("latin-1").strip(" \t")) is None:
+        return "its Host header is no name or address with a port"
     return None
 
 
@@ -225,14 +243,13 @@ def _is_foreign(headers: dict[bytes, str], settings: ServerSettings) -> bool:
 
 
 def _name_in(host: str) -> str:
-    """Return the name in a `Host` without its port; "" if there is none."""
-    with suppress(ValueError):
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
-    return ""
+    """Return the name in a `Host` without its port and brackets, in lower case."""
+    found = _HOST.fullmatch(host.strip(" \t"))
+    return "" if found is None else found[1].strip("[]").lower().removesuffix(".")
 
 
 def _is_address(name: str) -> bool:
     with suppress(ValueError):
-        ip_address(name.partition("%")[0])
+        ip_address(name)
         return True
     return False

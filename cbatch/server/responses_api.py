@@ -10,6 +10,7 @@ from cbatch.openai_format import chat_logprobs
 from cbatch.server.answer_events import Reasoning, Text
 from cbatch.server.block_stream import BlockStream
 from cbatch.server.call import Call
+from cbatch.server.exchange import dumps
 from cbatch.server.responses_fields import ResponsesFields
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import COMMENT, named_frame
@@ -83,15 +84,18 @@ class ResponsesCall(Call):
 
     def stream(self, model: str) -> ResponsesStream:
         """Return what encodes the answer's events."""
-        return ResponsesStream(self.response(model))
+        repeated = {name: value for name, value in self.said.items() if name not in _SAMPLED}
+        return ResponsesStream(self.response(model), repeated)
 
 
 class ResponsesStream(BlockStream):
     """Encodes the events of one response."""
 
-    def __init__(self, response: dict[str, Any]) -> None:
+    def __init__(self, response: Mapping[str, Any], repeated: Mapping[str, Any]) -> None:
+        """Make one. `repeated` are fields of the response that never change and may be large: they are encoded once."""
         super().__init__()
-        self._response = response
+        self._response = {name: value for name, value in response.items() if name not in repeated}
+        self._repeated = dumps(repeated)[1:-1]
         self._output: list[dict[str, Any]] = []
         self._open: list[str] = []
         """The parts of the text of the item that is open."""
@@ -114,17 +118,25 @@ class ResponsesStream(BlockStream):
         """Return the frames of an error: a response that failed."""
         error = {"code": problem.code or "server_error", "message": problem.message}
         failed = {"status": "failed", "error": error, "output": self._output}
-        return self.begun() + self._event("failed", response={**self._response, **failed})
+        return self.begun() + self._told("failed", {**self._response, **failed})
 
     def _event(self, kind: str, **more: Any) -> bytes:
         value = {"type": f"response.{kind}", "sequence_number": self._n_events, **more}
         self._n_events += 1
         return named_frame(value)
 
+    def _told(self, kind: str, response: Mapping[str, Any]) -> bytes:
+        """Return the frame of an event with the whole response."""
+        event = self._event(kind, response=response)
+        if not self._repeated:
+            return event
+        end = b"}}\n\n"
+        return event.removesuffix(end) + b"," + self._repeated + end
+
     def beginning(self) -> bytes:
         """Return that the response was created, and is in progress."""
         kinds = ("created", "in_progress")
-        return b"".join(self._event(kind, response=self._response) for kind in kinds)
+        return b"".join(self._told(kind, self._response) for kind in kinds)
 
     def frame(self, event: Event) -> bytes:
         """Return the frames of one event, whose log-probabilities are kept for the item's end."""
@@ -212,7 +224,7 @@ class ResponsesStream(BlockStream):
         status = _status(result)
         first += self._closed(status)
         response = _ended(self._response, self._output, result)
-        return first + self._event(status, response=response)
+        return first + self._told(status, response)
 
 
 def _id(prefix: str) -> str:

@@ -38,7 +38,7 @@ _LAST_S = 5
 _TOLD_S = 0.2
 """Seconds for sending errors to calls when the grace period is over, before the engine is closed. Our choice."""
 
-_N_OTHER_FILES = 192
+_N_OTHER_FILES = 256
 """Files that are open beside connections: those of workers, of the log, of answers to surplus connections."""
 
 _PEER_S = (60, 15, 4)

@@ -13,8 +13,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.worker.service import load_and_serve
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -30,6 +28,8 @@ def main() -> None:
     """Serve the engine of this process to its client, until stdin ends or the client asks for the end."""
     _die_with_client()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the client
+    from cbatch.worker.service import load_and_serve  # takes long: a client may go meanwhile
+
     source, sink = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -103,9 +103,10 @@ def test_probe_compares_live_rows_and_keeps_nothing(prompt: Callable[..., Path])
 
 
 @pytest.mark.real
-def test_oldest_command_answers_with_bare_numbers(prompt: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_oldest_command_answers_with_bare_numbers(prompt: Callable[..., Path], end: str) -> None:
     with daemon() as process:
-        lines = f"{prompt(*A)} 5\n{prompt(*B)} 3".encode("utf-8-sig")  # as some editors write it
+        lines = f"{prompt(*A)} 5{end}{prompt(*B)} 3".encode("utf-8-sig")  # as some editors write it
         frames, _ = process.communicate(lines, PATIENCE_S)
         assert process.returncode == 0
     values = [value for (value,) in struct.iter_unpack("<i", frames)]

@@ -57,6 +57,14 @@ def test_input_of_a_program_that_is_closed_at_once_is_answered(mark: bytes, end:
 
 
 @pytest.mark.real
+def test_last_line_needs_no_end() -> None:
+    with daemon() as process:
+        out, _ = process.communicate(lines_of(HELLO, RUN).removesuffix(b"\n"), PATIENCE_S)
+        assert process.returncode == 0
+    assert answers_in(out) == expected()
+
+
+@pytest.mark.real
 def test_frames_go_to_a_descriptor_with_lengths() -> None:
     source, sink = os.pipe()
     with open(source, "rb") as frames, daemon(f"--stream-fd={sink}", pass_fds=(sink,)) as process:

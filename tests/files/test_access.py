@@ -94,7 +94,12 @@ def test_nothing_that_is_written_on_the_way_is_read_by_others(
     run_pass(tmp_path, 1)
     sort_in_place(tmp_path / "out")
     sort_to(tmp_path / "out", tmp_path / "sorted")
-    assert {"out.manifest", "out.manifest-wal", ".out.part", ".errors.part"} <= seen.keys()
+    assert {
+        "out.manifest",
+        "out.manifest-wal",
+        ".out.cbatch-part",
+        ".errors.cbatch-part",
+    } <= seen.keys()
     assert set(seen.values()) == {0o600}
     assert {mode(path) for path in tmp_path.iterdir()} == {0o600}
 

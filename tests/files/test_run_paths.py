@@ -124,7 +124,7 @@ def test_adapter_is_not_written_over(source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "taken", ["out", "link", "hard", "out.manifest", "out.manifest-wal", ".out.part"]
+    "taken", ["out", "link", "hard", "out.manifest", "out.manifest-wal", ".out.cbatch-part"]
 )
 @pytest.mark.parametrize("name", ["errors", "report", "trace"])
 def test_file_beside_the_output_in_its_place_is_refused(
@@ -147,7 +147,7 @@ def test_one_file_for_report_and_trace_is_refused(engine: Engine, source: Path) 
         run_file(source, source.with_name("out"), engine=engine, **both)
 
 
-@pytest.mark.parametrize("name", ["x.manifest", ".x.part", "x.records"])
+@pytest.mark.parametrize("name", ["x.manifest", ".x.cbatch-part", "x.records"])
 def test_input_where_the_run_keeps_its_own_files_is_refused(
     engine: Engine, tmp_path: Path, name: str
 ) -> None:

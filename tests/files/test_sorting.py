@@ -51,6 +51,12 @@ def test_sort_in_place_restores_the_order_of_both_files(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
 
 
+def test_file_of_the_user_beside_the_output_stays(tmp_path: Path) -> None:
+    (tmp_path / ".out.part").write_text("mine")
+    sort_in_place(fill(tmp_path, [3, 1]))
+    assert (tmp_path / ".out.part").read_text() == "mine"
+
+
 def test_run_goes_on_with_a_sorted_file(tmp_path: Path) -> None:
     out = fill(tmp_path, [3, 2, 1])
     sort_in_place(out)

@@ -12,6 +12,7 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
+from cbatch.errors import ModelLoadError
 from cbatch.files.output import durable
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
@@ -359,6 +360,26 @@ def test_batch_over_workers_survives_a_death(tmp_path: Path) -> None:
     assert len(launches.backends) == 2
     assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
     assert len({str(each["response"]["body"]["choices"]) for each in found.values()}) == 1
+
+
+def test_batch_waits_while_a_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0, 0.01))
+    backend = MortalBackend(2, 256)
+    launches = Launches(lambda: backend if not launches.backends else MortalBackend(2, 256))
+    with kept_app(tmp_path, launches.engine(1)) as app:
+        call(app, CHAT, {"messages": USER, **SHORT})
+        launches.error = ModelLoadError("the file is not there now")
+        backend.die_at = backend.n_runs + 12
+        id = begun(app, many(20))
+        wait_until(lambda: launches.n_failed > 2)
+        assert batch_of(app, id)["status"] == "in_progress"
+        launches.error = None
+        batch = ended(app, id)
+        assert len(answers(app, batch)) == 20
+    assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
 # ---- disks, files, other servers ----

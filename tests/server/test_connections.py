@@ -239,6 +239,22 @@ def test_client_hears_a_refusal_though_it_still_sends_its_body() -> None:
         assert client.get("/health").status_code == 200
 
 
+@pytest.mark.real
+def test_request_that_arrives_with_the_rest_of_a_refused_body_is_answered() -> None:
+    refused = request(CHAT, {"user": "x" * 2**18}).replace(b"connection: close\r\n", b"")
+    asked = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    head, rest = refused[:1000], refused[1000:]
+    with fake_app(api_keys="k") as app, running(app) as server, connected(server, head) as one:
+        got = one.recv(2**16)
+        while not got.endswith(b"}"):
+            got += one.recv(2**16)
+        protocol = next(iter(server.server.server_state.connections))
+        loop = server.server.servers[0].get_loop()
+        loop.call_soon_threadsafe(protocol.data_received, rest + asked)
+        assert rest_of(one).status == 200
+    assert heard(got).status == 401
+
+
 # ---- too many, and clients that do not read ----
 
 
@@ -261,10 +277,16 @@ def test_connection_above_the_limit_is_told_and_may_ask_for_health() -> None:
 
 
 @pytest.mark.real
-def test_connections_far_above_the_limit_are_closed() -> None:
+def test_connections_far_above_the_limit_are_told_unheard() -> None:
     with fake_app() as app, running(app, n_max=1) as server:
-        opened = [connected(server) for _ in range(100)]
-        assert rest_of(opened[-1]).data == b""
+        opened = [connected(server) for _ in range(64 + 1)]
+        opened += [connected(server, request(CHAT, ASKED)) for _ in range(64)]
+        opened += [connected(server) for _ in range(64)]
+        for one in opened[1 + 64 :]:
+            got = rest_of(one)
+            assert got.status == 503
+            assert error_in(got)["code"] == "too_many_connections"
+            assert b"retry-after: 1" in got.data
         for one in opened:
             one.close()
         with server.client() as client:
@@ -334,6 +356,18 @@ def test_surplus_connection_that_asks_nothing_makes_room_soon() -> None:
 
 
 # ---- clients that vanish ----
+
+
+@pytest.mark.real
+def test_client_that_closes_its_side_of_the_connection_has_left() -> None:
+    backend = GatedBackend(1, 256, hold_at=0)
+    with Engine(backend) as engine, running(app := create_app(engine)) as server:
+        with connected(server, request(CHAT, ASKED)) as one:
+            backend.wait_until_held()
+            one.shutdown(socket.SHUT_WR)
+            assert rest_of(one).data == b""
+        wait_until(lambda: not app.state.desk.n_in_flight)
+        backend.release()
 
 
 @pytest.mark.real

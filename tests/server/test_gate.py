@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from cbatch.errors import ConfigError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
+    from starlette.types import Message, Scope
 
 LOOPBACK = "http://127.0.0.1:8080"
 ASKED = {"messages": USER, "max_tokens": 2}
@@ -42,7 +44,14 @@ def test_address_or_localhost_is_a_name_of_a_server_without_keys(host: str) -> N
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", "", "["],
+    [
+        "evil.example",
+        "evil.example:8080",
+        "127.0.0.1.evil.example",
+        "localhost.evil",
+        "",
+        "127.0.0.1%2e5",
+    ],
 )
 @pytest.mark.parametrize("address", [LOOPBACK, "http://192.0.2.7", "http://[::1]:80"])
 def test_other_name_is_refused_without_keys(host: str, address: str) -> None:
@@ -161,6 +170,42 @@ def test_request_whose_host_or_length_is_not_clear_is_refused(
             answer = call(app, path, method="POST", headers=[("x-api-key", "k"), *headers])
             assert error_of(answer, 400)["code"] == "invalid_http"
             assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("localhost#x", "localhost/x", "localhost?x", "evil@localhost", "localhost:80:80"),
+        *("localhost:x", "[", "[::1", "::1", "[::1]x", "[x]", "local host", "localhost\\"),
+        *("localhost%2", "ä"),
+    ],
+)
+def test_host_that_is_no_host_is_refused(host: str) -> None:
+    every: list[dict[str, Any]] = [{}, {"api_keys": "k"}, {"allowed_hosts": "*"}]
+    for settings in every:
+        with fake_app(**settings) as app:
+            for path in ("/health", CHAT):
+                headers = [(b"host", host.encode("latin-1")), (b"x-api-key", b"k")]
+                answer = call(app, LOOPBACK + path, headers=headers)
+                assert error_of(answer, 400)["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400), ("2", 200)])
+def test_request_of_http_1_1_needs_a_host(version: str, status: int) -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    with fake_app() as app:
+        scope: Scope = {"type": "http", "http_version": version, "headers": []}
+        scope.update(method="GET", scheme="http", path="/health", raw_path=b"/health", root_path="")
+        scope.update(query_string=b"", server=("127.0.0.1", 80), client=None)
+        anyio.run(app, scope, receive, send)
+    assert sent[0]["status"] == status
 
 
 def test_applications_of_others_choose_their_names() -> None:

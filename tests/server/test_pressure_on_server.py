@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -188,10 +189,39 @@ def test_message_in_silence_has_its_beginning_and_pings() -> None:
 
     with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
         text = _by_hand(app, {**SHORT, "stream": True}, send, parts, MESSAGES)
-    names = [frame.partition("\n")[0].removeprefix("event: ") for frame in text.split("\n\n")]
+    frames = [frame for frame in text.split("\n\n") if frame != ":"]
+    names = [frame.partition("\n")[0].removeprefix("event: ") for frame in frames]
     assert names[:4] == ["message_start", "ping", "ping", "ping"]
     assert names.count("message_start") == 1
     assert names[-2:] == ["message_stop", ""]
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [(MESSAGES, {}), (CHAT, {"max_queue_tokens": 99})],
+    ids=["messages", "queue"],
+)
+def test_silence_while_tokens_are_counted_has_comments(
+    path: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = threading.Event()
+    parts: list[bytes] = []
+
+    def count(engine: Engine, prompt: Any, options: Any) -> int:
+        assert counts.wait(60)
+        return 1
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+        if parts.count(b":\n\n") == 3:
+            counts.set()
+
+    monkeypatch.setattr("cbatch.server.call.checked_tokens", count)
+    monkeypatch.setattr(Desk, "has_queue", lambda desk, n_slots: True)
+    with fake_app(status_after_s=0, keep_alive_s=0.01, **settings) as app:
+        text = _by_hand(app, {**SHORT, "stream": True}, send, parts, path)
+    assert text.startswith(":\n\n:\n\n:\n\n")
+    assert text.endswith(("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n'))
 
 
 def _by_hand(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -15,6 +16,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.errors import WorkerDiedError
 from cbatch.server import create_app
 from cbatch.server.answer_events import Text
+from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import problem_of
 from cbatch.server.responses_api import ResponsesCall
 from tests.profiles import examples
@@ -95,6 +97,24 @@ def test_response_has_its_output_and_repeats_its_request() -> None:
         "response",
     )
     assert response["usage"]["output_tokens"] == 6
+
+
+def test_what_a_stream_repeats_is_made_json_once_and_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    large: list[bool] = []
+
+    def noted(value: object) -> bytes:
+        data = dumps(value)
+        if len(data) > 2**18:
+            large.append(threading.current_thread() is threading.main_thread())
+        return data
+
+    monkeypatch.setattr("cbatch.server.sse.dumps", noted)
+    monkeypatch.setattr("cbatch.server.responses_api.dumps", noted)
+    with fake_app(2, 2**20) as app:
+        asked = {**ASKED, "instructions": "x" * 2**18, "stream": True}
+        response = response_of(call(app, PATH, asked))
+    assert response["instructions"] == "x" * 2**18
+    assert large == [False]
 
 
 def test_response_tells_how_it_was_sampled() -> None:

@@ -359,8 +359,8 @@ def write_all(fd: int, pieces: Iterable[bytes]) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """Return the place of the next version of a file."""
-    return path.with_name(f".{path.name}.part")
+    """Return the place of the next version of a file, by a name that nobody else gives to a file."""
+    return path.with_name(f".{path.name}.cbatch-part")
 
 
 def check_file(path: Path) -> None:
