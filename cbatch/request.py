@@ -45,6 +45,8 @@ class Request:
     """The number of the earlier request's sequence."""
     grammar: Grammar | None = None
     """What the output must match."""
+    is_grammar_open: bool = False
+    """Whether the end of the prompt's text decides its grammar, which is None until then."""
     dry_breakers: DryBreakers | None = None
     """Strings past which DRY looks for no repetition."""
 

@@ -11,7 +11,7 @@ from cbatch.chat.answers import AnswerReader
 from cbatch.chat.formats import AnswerFormat, answer_format
 from cbatch.chat.thinking_budget import budget_grammar
 from cbatch.chat.tool_grammar import call_grammar
-from cbatch.errors import RequestFailedError, UnsupportedOptionError
+from cbatch.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ class _Vocab(Protocol):
 
 
 class ChatFormat:
-    """How a model's chats are answered. From one thread at a time."""
+    """How a model's chats are answered. From any thread."""
 
     def __init__(self, vocab: _Vocab) -> None:
         self._vocab = vocab
@@ -64,10 +64,22 @@ class ChatFormat:
         shown = vocab.shown_piece
         return AnswerReader(self._format, shown, controls, tools, splits, opened, n_calls_max)
 
-    def grammar(self, prompt: BatchPrompt, options: RunOptions) -> Grammar | None:
+    def is_grammar_open(self, prompt: BatchPrompt, options: RunOptions) -> bool:
+        """Whether `grammar` needs the prompt's text: it tells whether the answer begins within thinking."""
+        is_bound = options.demanded_tools or options.thinking_budget is not None
+        if not is_bound or self._format.thinking is None or prompt.messages is None:
+            return False
+        return not _opened_text(prompt.messages)
+
+    def render(self, prompt: BatchPrompt, options: RunOptions) -> str:
+        """Return the text of a chat. Raises a `RequestFailedError` if the template refuses it."""
+        return self._vocab.render_text(prompt.messages or (), options.template_variables)
+
+    def grammar(self, prompt: BatchPrompt, options: RunOptions, text: str = "") -> Grammar | None:
         """Return the grammar of an answer that has to call tools, or whose thinking is limited; None for any other.
 
-        The last few grammars are kept, since the requests of a batch are alike.
+        `text` is the prompt's; without it, an answer for which that `is_grammar_open` may begin with thinking. The last
+        few grammars are kept, since the requests of a batch are alike.
 
         Raises:
             UnsupportedOptionError: the answers of this chat template cannot be held to calls, or to a limit.
@@ -80,15 +92,17 @@ class ChatFormat:
             words = "thinking in channels, as this chat template has it (gpt-oss), cannot be limited yet"
             raise UnsupportedOptionError("thinking_budget", reason=words)
         is_one = isinstance(options.tool_choice, Mapping) or options.parallel_tool_calls is False
-        thinking = self._thinking(prompt, options)
+        thinking = self._thinking(prompt, text)
         if not tools and thinking == "none":
             return None
         key = (json.dumps(tools), is_one, thinking, n_thought)
-        if key not in self._grammars:
+        found = self._grammars.get(key)
+        if found is None:
+            found = self._made(tools, thinking, n_thought, is_one=is_one)
             if len(self._grammars) >= _N_GRAMMARS_MAX:
                 self._grammars.clear()
-            self._grammars[key] = self._made(tools, thinking, n_thought, is_one=is_one)
-        return self._grammars[key]
+            self._grammars[key] = found
+        return found
 
     def _made(
         self, tools: Tools, thinking: Thinking, n_thought: int | None, *, is_one: bool
@@ -116,18 +130,11 @@ class ChatFormat:
         is_marked = marks is None or None not in map(named_token, marks)
         return is_marked and not self._format.has_channels
 
-    def _thinking(self, prompt: BatchPrompt, options: RunOptions) -> Thinking:
-        """Return whether the answer has thinking, which the end of the prompt tells."""
+    def _thinking(self, prompt: BatchPrompt, text: str) -> Thinking:
+        """Return whether the answer has thinking, which the end of the prompt's text tells."""
         if self._format.thinking is None or prompt.messages is None:
             return "none"
-        opened, tail = _opened_text(prompt.messages), ""
-        if not opened:
-            try:
-                text = self._vocab.render_text(prompt.messages, options.template_variables)
-            except RequestFailedError:  # the request fails when it is tokenized
-                return "none"
-            tail = text[-_N_TAIL_TEXT:]
-        return self._format.thinking_after(opened, tail)
+        return self._format.thinking_after(_opened_text(prompt.messages), text[-_N_TAIL_TEXT:])
 
     @cached_property
     def _format(self) -> AnswerFormat:

@@ -53,7 +53,7 @@ class Occupancy:
     n_paused: int
     """Paused with a slot, which they give up when it is needed."""
     n_unserved: int
-    """Waiting for a slot, or for their grammar first."""
+    """Waiting for a slot, or for their tokens or grammar first."""
     n_open_slots: int
     """Slots that sequences which come now could have; below 0 where more are waited for than are free."""
     n_storing: int
@@ -173,7 +173,7 @@ class MultiRequestBatcher:
             n_held=len(self.in_flight) - n_used_slots - n_waiting,
             n_running=n_used_slots - n_paused,
             n_paused=n_paused,
-            n_unserved=n_waiting + len(self._builds),
+            n_unserved=n_waiting + len(self._untokenized) + len(self._builds),
             n_open_slots=n_free + n_paused - len(self._followers) - len(self._reads),
             n_storing=len(self._storing),
             n_ended=len(self._ended),
@@ -224,12 +224,13 @@ class MultiRequestBatcher:
             self._deadlines.add(driver)
             is_early = self._is_by_prompt or driver.is_early
             takes_long = not driver.is_tokenized and self._takes_long(driver)
+            needs_prompt = self._is_by_prompt or driver.request.is_grammar_open
             if is_early or (driver.request.prompt.tokens is not None and not takes_long):
                 self._tokenize(driver)
             if driver.error is not None:
                 driver.finish("error", driver.clock.submitted_s, driver.error)
                 self.retire(driver)
-            elif takes_long or (self._is_by_prompt and not driver.is_tokenized):
+            elif takes_long or (needs_prompt and not driver.is_tokenized):
                 driver.waits_for = Wait.PROMPT
                 self._untokenized.add(driver)
             elif not self._waits_to_compile(driver):
@@ -261,6 +262,8 @@ class MultiRequestBatcher:
             self._release(driver)
         for driver in self._untokenized.due():
             self._tokenize(driver)
+            if driver.is_tokenized:  # at once, in an engine without threads
+                self.take_prompt(driver, now)
         n_open = self._ledger.n_slots - len(self._rows()) + len(ending)
         if self._queue and (n_wanted := n_open + self._state.n_ahead):
             self._tokenize_prompts(n_wanted, ending, now)

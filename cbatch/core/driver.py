@@ -79,7 +79,7 @@ class Wait(Enum):
     """What a waiting sequence is held for, outside the queue: others pass it meanwhile."""
 
     PROMPT = "prompt"
-    """The tokens of its long prompt; of any prompt, if the queue is ordered by prompt tokens."""
+    """The tokens of its long prompt; of any prompt, if that decides its grammar or its place in the queue."""
     COMPILE = "compile"
     """Its grammar, or what DRY needs of the vocabulary."""
     LEADER = "leader"
@@ -265,6 +265,10 @@ class SequenceDriver:
     def is_tokenized(self) -> bool:
         """Whether its prompt is tokens already, or was refused."""
         return bool(self.tokens) or self.error is not None
+
+    def set_grammar(self, grammar: Grammar | None) -> None:
+        """Take the grammar of a request for which it was open."""
+        self.request = replace(self.request, grammar=grammar, is_grammar_open=False)
 
     def set_prompt(self, tokens: Sequence[int], n_window: int) -> None:
         """Take the prompt's tokens.

@@ -79,6 +79,9 @@ class PromptWaiters:
         self._drivers: dict[int, SequenceDriver] = {}  # by number
         self._let_go: list[SequenceDriver] = []
 
+    def __len__(self) -> int:
+        return len(self._drivers)
+
     def add(self, driver: SequenceDriver) -> None:
         """Have a driver wait."""
         self._drivers[driver.number] = driver
@@ -97,7 +100,8 @@ class PromptWaiters:
         if not self._drivers:
             return []
         self._let_go = [d for d in self._let_go if not d.has_run and d.finish_reason is None]
-        return [*islice(self._drivers.values(), max(0, self._n_max - len(self._let_go)))]
+        n_ready = sum(d.status is Status.WAITING and d.waits_for is None for d in self._let_go)
+        return [*islice(self._drivers.values(), max(0, self._n_max - n_ready))]
 
 
 class WantWaiters(Generic[C, V]):

@@ -71,9 +71,9 @@ class LocalRuntime:
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
         self._stats = stats = EngineStats()
-        n_window = backend.n_window
+        n_window, chats = backend.n_window, ChatFormat(backend.vocab)
         self._prompts = PromptTokenizer(
-            partial(tokenize, backend.vocab, n_window=n_window), n_window
+            partial(tokenize, backend.vocab, n_window=n_window), n_window, chats
         )
         self._lanes = lanes = PromptLanes(
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
@@ -102,7 +102,7 @@ class LocalRuntime:
             backend, self.batcher, scheduler, stats, clock, store, lanes, is_threaded=is_threaded
         )
         self.orders = InFlight(loop, self.batcher, clock)
-        self.sequences = SequenceMaker(backend, schedule)
+        self.sequences = SequenceMaker(backend, schedule, chats)
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
         self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         if is_threaded:
@@ -191,9 +191,7 @@ class LocalRuntime:
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
-        note(self._submitting)
-        with self._submitting:
-            driver, *_ = self.sequences.of_prompt(prompt, UNNAMED, options, 0.0, math.inf)
+        driver, *_ = self.sequences.of_prompt(prompt, UNNAMED, options, 0.0, math.inf)
         self._prompts.tokenize(driver)
         if driver.error is not None:
             raise driver.error
@@ -242,12 +240,12 @@ class LocalRuntime:
     def _enter(self, asked: Submission, routes: dict[str, Route]) -> list[SequenceDriver]:
         """Return the sequences of requests, which are known by their routes now."""
         now = time.perf_counter() - asked.age_s
+        items = [
+            self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
+            for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
+        ]
         note(self._submitting)
         with self._submitting:
-            items = [
-                self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
-                for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
-            ]
             self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
         drivers = [driver for item in items for driver in item]
         if asked.is_checked:
@@ -268,9 +266,7 @@ class LocalRuntime:
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, as `enter` makes it, for the `Origin` of a result from elsewhere."""
-        note(self._submitting)
-        with self._submitting:
-            return self.sequences.request(prompt, id, options, 0.0, math.inf)
+        return self.sequences.request(prompt, id, options, 0.0, math.inf)
 
     def extend(
         self, result: BatchResult, n_tokens: int, target: Target, *, is_paused: bool = False

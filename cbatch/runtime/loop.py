@@ -111,10 +111,10 @@ class Loop:
         self._commands.do_all()
         start = self._clock()
         self._commands.do_due(start)
-        self._order_wants()
         if not self._batcher.in_flight:
             self._check_books()
         self._scheduler.begin_step(start)
+        self._order_wants()
         begun = self._clock()
         plan = self._scheduler.plan(start)
         if plan is None:

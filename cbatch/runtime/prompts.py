@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
+from cbatch.messages import BatchPrompt
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cbatch.backend import Vocab
+    from cbatch.chat.chat_format import ChatFormat
     from cbatch.core.driver import SequenceDriver
-    from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions
+    from cbatch.options import Grammar, RunOptions
     from cbatch.request import Request
     from cbatch.runtime.cache_io import Post
 
@@ -44,13 +45,16 @@ class FoundPrompt:
     tokens: Sequence[int]
     n_first: int = 0
     """With a moving window: tokens of a chat's first message, 1 for other prompts."""
+    grammar: Grammar | None = None
+    """Where the request's grammar was open."""
 
 
 class PromptTokenizer:
     """Tokenizes prompts. From any thread."""
 
-    def __init__(self, tokenize: Tokenize, n_window: int) -> None:
-        self._tokenize, self._n_window = tokenize, n_window
+    def __init__(self, tokenize: Tokenize, n_window: int, chats: ChatFormat | None = None) -> None:
+        """Make one; `chats` is for requests whose grammar is open."""
+        self._tokenize, self._n_window, self._chats = tokenize, n_window, chats
 
     def tokenize(self, driver: SequenceDriver) -> None:
         """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
@@ -60,8 +64,9 @@ class PromptTokenizer:
     def find(self, request: Request) -> FoundPrompt | CBatchError:
         """Return the tokens of a request's prompt, or the error."""
         try:
-            tokens = self._tokenize(request.prompt, request.options)
-            return FoundPrompt(tokens, self._n_first(request, tokens))
+            prompt, grammar = self._settled(request)
+            tokens = self._tokenize(prompt, request.options)
+            return FoundPrompt(tokens, self._n_first(request, tokens), grammar)
         except CBatchError as error:
             return error
         except Exception as error:
@@ -69,11 +74,21 @@ class PromptTokenizer:
             failure.__cause__ = error
             return failure
 
+    def _settled(self, request: Request) -> tuple[BatchPrompt, Grammar | None]:
+        """Return the prompt to tokenize, and the grammar where it was open: then the prompt is the chat's text."""
+        if not request.is_grammar_open or self._chats is None:
+            return request.prompt, request.grammar
+        text = self._chats.render(request.prompt, request.options)
+        grammar = self._chats.grammar(request.prompt, request.options, text)
+        return BatchPrompt(prompt=text), grammar
+
     def give(self, driver: SequenceDriver, found: FoundPrompt | CBatchError) -> None:
         """Give a sequence its tokens or error. A prompt that does not fit is an error, too."""
         if isinstance(found, CBatchError):
             driver.error = found
             return
+        if driver.request.is_grammar_open:
+            driver.set_grammar(found.grammar)
         try:
             driver.set_prompt(found.tokens, self._n_window)
             if driver.request.options.n_discard:

@@ -7,7 +7,6 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.chat.chat_format import ChatFormat
 from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
 from cbatch.errors import (
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend import Backend, Vocab
+    from cbatch.chat.chat_format import ChatFormat
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt
     from cbatch.options import Grammar
@@ -51,13 +51,13 @@ class OptionsMerger:
 
 
 class SequenceMaker:
-    """Makes sequences from prompts, with merged and checked options; from one thread at a time."""
+    """Makes sequences from prompts, with merged and checked options. From any thread; renders no chat."""
 
-    def __init__(self, backend: Backend, schedule: ScheduleOptions) -> None:
+    def __init__(self, backend: Backend, schedule: ScheduleOptions, chats: ChatFormat) -> None:
         self.owner = secrets.token_hex(8)
         """The mark of the engine, by which its results are known."""
         self._backend, self._schedule = backend, schedule
-        self._chats = ChatFormat(backend.vocab)
+        self._chats = chats
         self._settled = OptionsMerger()
 
     def of_prompt(
@@ -93,12 +93,14 @@ class SequenceMaker:
             check_fits(options, self._backend, self._schedule)
             check_chat(item, options, self._backend.vocab)
             grammar = options.structure or self._chats.grammar(item, options)
+            is_open = options.structure is None and self._chats.is_grammar_open(item, options)
         except UnsupportedOptionError:
             raise
         except ConfigError as error:
             raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
-        return self._request(item, id, options, deadline_s, grammar)
+        request = self._request(item, id, options, deadline_s, grammar)
+        return replace(request, grammar=None, is_grammar_open=True) if is_open else request
 
     def of_request(self, request: Request, now: float) -> SequenceDriver:
         """Return the sequence of one request, submitted `now`."""

@@ -128,8 +128,24 @@ def test_grammar_is_made_where_there_may_be_thinking() -> None:
     assert format.grammar(chat, limited) is made
     assert "{0,6}" in str(format.grammar(chat, RunOptions(thinking_budget=6)))
     without = format_of("<tool_call>")
+    assert not without.is_grammar_open(chat, limited)
     assert without.limits_thinking
     assert without.grammar(chat, limited) is None
+
+
+def test_end_of_the_prompts_text_decides_the_grammar() -> None:
+    format, limited = format_of(), RunOptions(thinking_budget=5)
+    asked = {"role": "user", "content": "Hi"}
+    chat = BatchPrompt([asked])
+    assert format.is_grammar_open(chat, limited)
+    assert not format.is_grammar_open(chat, RunOptions())
+    assert not format.is_grammar_open(BatchPrompt(prompt="Hi"), limited)
+    assert format.grammar(chat, limited, "Hi<think></think>\n") is None
+    begun = format.grammar(chat, limited, "Hi<think>\n")
+    assert begun is not format.grammar(chat, limited, "Hi")
+    opened = BatchPrompt([asked, {"role": "assistant", "content": "<think>"}])
+    assert not format.is_grammar_open(opened, limited)
+    assert format.grammar(opened, limited) is begun
 
 
 @pytest.mark.parametrize(

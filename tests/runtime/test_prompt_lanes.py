@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab
 from cbatch.engine import Engine, run_soon
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
-from tests.runtime.backends import PATIENCE_S
+from tests.runtime.backends import PATIENCE_S, in_thread
+from tests.test_tool_calls import THINK_END, Speaker
 from tests.worker.links import workers_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 LONG = "x" * 40_000
+CHAT = BatchPrompt([{"role": "user", "content": "Hi"}])
 SHORT: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True}
 
 
@@ -100,6 +102,59 @@ def test_request_ends_while_its_prompt_is_made_tokens(
         assert result.finish_reason == "cancelled"
         vocab.go.set()
         assert len(engine.run(["a"], options=SHORT).results()) == 1
+
+
+def test_chat_whose_template_is_slow_holds_up_no_submission() -> None:
+    backend = Speaker([65] * 8)
+    render, is_held, go = backend.vocab.render_text, threading.Event(), threading.Event()
+
+    def render_text(*given: Any) -> str:
+        is_held.set()
+        assert go.wait(PATIENCE_S)
+        return render(*given)
+
+    backend.vocab.render_text = render_text  # type: ignore[method-assign,assignment]
+    chat = [{"role": "user", "content": "Hi" * 40_000}]
+    with Engine(backend) as engine:
+        bound = {**SHORT, "thinking_budget": 2}
+        wait = in_thread(lambda: engine.run([BatchPrompt(chat)] * 40, options=bound))
+        assert is_held.wait(PATIENCE_S)
+        chats = wait()
+        assert len(engine.run(["a"], options=SHORT).result().token_ids) == 3
+        go.set()
+        assert all(
+            isinstance(r.error, PromptTooLongError) for r in chats.results(return_errors=True)
+        )
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+@pytest.mark.parametrize(("end", "n_thought"), [("<think>", 3), ("", 0), ("<think></think>", 0)])
+def test_thinking_that_begins_in_the_prompt_is_limited(
+    end: str, n_thought: int, *, is_threaded: bool
+) -> None:
+    backend = Speaker([*b"abcdefgh", END_TOKEN])
+    render, shown = backend.vocab.render_text, list[str]()
+
+    def render_text(*given: Any) -> str:
+        shown.append(render(*given) + end)
+        return shown[-1]
+
+    backend.vocab.render_text = render_text  # type: ignore[method-assign,assignment]
+    with Engine(backend, threaded=is_threaded) as engine:
+        result = engine.run([CHAT], options={"thinking_budget": 3}).result()
+    assert (THINK_END in result.token_ids) == bool(n_thought)
+    assert len(shown) == 1
+
+
+def test_places_before_the_queue_are_for_prompts_that_can_run() -> None:
+    engine, vocab = slow_engine()
+    with engine:
+        paused = engine.run([LONG] * 30, options=SHORT)
+        assert vocab.is_held.wait(PATIENCE_S)
+        assert all(engine.pause(id) for id in paused.ids)
+        vocab.go.set()
+        assert len(engine.run([LONG], options=SHORT).result().token_ids) == 3
+        assert all(engine.cancel(id) for id in paused.ids)
 
 
 def test_deadline_passes_while_a_prompt_is_made_tokens() -> None:
