@@ -163,6 +163,11 @@ class MultiRequestBatcher:
         """Sequences without a slot that could take one. From any thread."""
         return len(self._queue)
 
+    @property
+    def n_ended(self) -> int:
+        """Requests that ended, and were not yet returned by `take_ended`."""
+        return len(self._ended)
+
     def occupancy(self) -> Occupancy:
         """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
         n_free, n_waiting = self._ledger.n_free_slots, self.n_waiting

@@ -121,10 +121,13 @@ class InFlight:
     def submit(self, drivers: Sequence[SequenceDriver]) -> None:
         """Queue sequences whose routes are set. Does not wait.
 
-        Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free.
+        Behind others that wait there is no hurry: a run in flight ends by itself before a slot is free. But a refused
+        prompt ends its request at once.
         """
         is_first = self._batcher.n_waiting <= self._loop.n_entering
         self._loop.post(partial(self._loop.enqueue, drivers), is_urgent=is_first)
+        if any(driver.error is not None for driver in drivers):
+            self._loop.hurry()
 
     def submit_paused(self, drivers: Sequence[SequenceDriver]) -> None:
         """Queue sequences whose routes are set, and pause them before the next plan. Does not wait, not for room."""

@@ -251,7 +251,6 @@ class LocalRuntime:
         if asked.is_checked:
             for driver in drivers:
                 driver.is_early = True
-                self._lanes.check(driver)
         self._lanes.order_first(drivers, self.batcher.n_waiting)
         return drivers
 

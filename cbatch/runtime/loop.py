@@ -115,6 +115,8 @@ class Loop:
             self._check_books()
         self._scheduler.begin_step(start)
         self._order_wants()
+        if self._batcher.n_ended:  # refused ones are told before the run
+            self.deliver(())
         begun = self._clock()
         plan = self._scheduler.plan(start)
         if plan is None:
@@ -261,10 +263,10 @@ class Loop:
         self._commands.put(command)
         self.hurry()
 
-    def _resolve_prompts(self, command: Callable[[], object]) -> None:
-        """Have tokenized prompts taken between two runs; interrupt the run if a slot is free."""
+    def _resolve_prompts(self, command: Callable[[], object], *, is_refused: bool) -> None:
+        """Have prompts taken between two runs; interrupt the run if one is refused, or a slot is free."""
         self._commands.put(command)
-        if self._batcher.occupancy().n_open_slots > self.n_entering:
+        if is_refused or self._batcher.occupancy().n_open_slots > self.n_entering:
             self.hurry()
 
     def _take_prompt(self, driver: SequenceDriver) -> None:

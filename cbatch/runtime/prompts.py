@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.options import Grammar, RunOptions
     from cbatch.request import Request
-    from cbatch.runtime.cache_io import Post
+
+    class PostPrompts(Protocol):
+        """Has a command done by the owner thread between two runs."""
+
+        def __call__(self, command: Callable[[], object], *, is_refused: bool) -> object:
+            """Take a command; one for refused prompts is to be done soon. From any thread."""
+
 
 Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 
@@ -62,10 +68,11 @@ class PromptTokenizer:
             self.give(driver, self.find(driver.request))
 
     def find(self, request: Request) -> FoundPrompt | CBatchError:
-        """Return the tokens of a request's prompt, or the error."""
+        """Return the tokens of a request's prompt, or the error; a prompt that does not fit is an error, too."""
         try:
             prompt, grammar = self._settled(request)
             tokens = self._tokenize(prompt, request.options)
+            request.cap(len(tokens), self._n_window)
             return FoundPrompt(tokens, self._n_first(request, tokens), grammar)
         except CBatchError as error:
             return error
@@ -83,7 +90,7 @@ class PromptTokenizer:
         return BatchPrompt(prompt=text), grammar
 
     def give(self, driver: SequenceDriver, found: FoundPrompt | CBatchError) -> None:
-        """Give a sequence its tokens or error. A prompt that does not fit is an error, too."""
+        """Give a sequence its tokens or error."""
         if isinstance(found, CBatchError):
             driver.error = found
             return
@@ -120,12 +127,12 @@ class PromptLanes:
         self.n_ahead = n_ahead if is_threaded else 0
         self._prompts, self._is_threaded = prompts, is_threaded
         self._ordered: set[SequenceDriver] = set()
-        self._post: Post = _nowhere
+        self._post: PostPrompts = _nowhere
         self._take: Callable[[SequenceDriver], object] = bool
         names = "cbatch-prompts", "cbatch-long-prompts"
         self._short, self._long = (_Lane(name, self._find) for name in names)
 
-    def begin(self, post: Post, take: Callable[[SequenceDriver], object]) -> None:
+    def begin(self, post: PostPrompts, take: Callable[[SequenceDriver], object]) -> None:
         """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
         self._post, self._take = post, take
 
@@ -147,14 +154,6 @@ class PromptLanes:
             if driver.is_early or n_waiting + len(self._ordered) < self.n_ahead:
                 self.order(driver)
 
-    def check(self, driver: SequenceDriver) -> None:
-        """Tokenize a short text in the caller's thread, and raise its error: a run in flight is not waited for."""
-        prompt = driver.request.prompt
-        if prompt.messages is None and not _is_long(driver.request):
-            self._prompts.tokenize(driver)
-            if driver.error is not None:
-                raise driver.error
-
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller's thread tokenizes prompts."""
@@ -175,7 +174,8 @@ class PromptLanes:
             else:
                 self._ordered.discard(driver)
         if found:
-            self._post(partial(self._give, found))
+            is_refused = any(isinstance(prompt, CBatchError) for _, prompt in found)
+            self._post(partial(self._give, found), is_refused=is_refused)
 
     def _give(self, found: Sequence[tuple[SequenceDriver, FoundPrompt | CBatchError]]) -> None:
         for driver, prompt in found:
@@ -215,7 +215,7 @@ class _Lane:
         return self._todo.popleft() if self._todo and not self._is_closed else None
 
 
-def _nowhere(command: Callable[[], object]) -> None:
+def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
     raise RuntimeError("the lanes have not begun")
 
 

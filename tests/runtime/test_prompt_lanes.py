@@ -22,6 +22,8 @@ from tests.worker.links import workers_over
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cbatch.core.plan import StepPlan, StepResult
+
 LONG = "x" * 40_000
 CHAT = BatchPrompt([{"role": "user", "content": "Hi"}])
 SHORT: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True}
@@ -188,6 +190,62 @@ def test_close_ends_requests_whose_prompts_are_no_tokens_yet() -> None:
     reasons = [r.finish_reason for r in response.results(return_errors=True)]
     assert reasons == ["cancelled"] * 3
     assert vocab.n_slow <= 2  # a prompt that waited in its lane was not begun
+
+
+class TurnsBackend(FakeBackend):
+    """Holds each run before its only step until it is given a turn: by the next interrupt, once that is wanted."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.turns, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+        self.is_interrupt_wanted = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.chunks:
+            self.begun.release()
+            assert self.turns.acquire(timeout=PATIENCE_S)
+        super().interrupt()
+        return super().run(plan)
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        if self.is_interrupt_wanted:
+            self.is_interrupt_wanted = False
+            self.turns.release()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        BatchPrompt(prompt="a" * 100),
+        BatchPrompt(tokens=[1] * 100),
+        BatchPrompt([{"role": "user", "content": "a" * 100}]),
+        BatchPrompt([{"role": "user", "content": LONG}]),
+    ],
+    ids=["text", "tokens", "chat", "long chat"],
+)
+@pytest.mark.parametrize("is_soon", [True, False])
+def test_refused_prompt_ends_the_run_in_flight_and_is_told_before_the_next(
+    prompt: BatchPrompt, *, is_soon: bool
+) -> None:
+    backend = TurnsBackend(1, 64, 16)
+    runtime = partial(LocalRuntime, backend, ScheduleOptions())
+    with Engine(opener=lambda _: workers_over(runtime)) as engine:
+        running = engine.run(["a", "b"], options=SHORT)
+        assert backend.begun.acquire(timeout=PATIENCE_S)
+        backend.is_interrupt_wanted = True
+        options = RunOptions.of(SHORT)
+        if is_soon:
+            refused = run_soon(engine, prompt, options, streamed=False)
+        else:
+            refused = engine.run([prompt], options=options)
+        assert refused is not None
+        [result] = refused.results(return_errors=True)
+        assert isinstance(result.error, PromptTooLongError)
+        assert backend.begun.acquire(timeout=PATIENCE_S)
+        assert not backend.turns.acquire(blocking=False)
+        backend.turns.release(100)
+        assert [len(r.token_ids) for r in running.results()] == [3, 3]
 
 
 def test_prompt_of_too_many_bytes_is_refused_before_it_is_tokenized() -> None:
