@@ -81,6 +81,7 @@ def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) ->
             _check(call, settings)
             call.see_client(batch.kept_owner, settings)
             call.see_facts(facts)
+            call.see_vocabulary(engine, facts)
             call.see_defaults(engine.options, facts.sampling)
             return LineQuestion(call, call.asked.model or model, endpoint)
         except (HttpProblemError, CBatchError) as error:

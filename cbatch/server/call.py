@@ -19,13 +19,14 @@ from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
-from cbatch.server.request_fields import ignored_header, with_param
+from cbatch.server.request_fields import field_errors, ignored_header, with_param
 from cbatch.server.sse import EventStream
 from cbatch.server.telemetry import add_answers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
@@ -41,6 +42,15 @@ _log = Log("cbatch.server")
 
 _OF_CELLS = ("cache_key", "save_cache", "cache_required")
 """Options that use cells on disk."""
+
+
+def text_tokens(
+    engine: Engine, facts: ModelFacts, text: str, *, has_special: bool = False
+) -> list[int]:
+    """Return the tokens of a text; the one that begins a prompt only with `has_special`, or where the text has it."""
+    tokens = engine.tokenize(text)
+    is_added = tokens[:1] == [facts.bos_id] and not text.startswith(facts.bos_token or "\0")
+    return tokens[1:] if is_added and not has_special else tokens
 
 
 class StreamEncoder(Protocol):
@@ -98,6 +108,21 @@ class Call(ABC):
         if asked.model in facts.adapters and asked.options.adapter is None:
             asked.options = replace(asked.options, adapter=asked.model)
 
+    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
+        """Find the tokens of texts that have a bias, which are added to those of tokens. May wait for the engine.
+
+        Raises:
+            HttpProblemError: the biases are too many or too large.
+        """
+        asked = self.asked
+        biases = dict(asked.options.logit_bias or {})
+        for text, bias in asked.biased_texts:
+            for token in text_tokens(engine, facts, text):
+                biases[token] = biases.get(token, 0.0) + bias
+        if asked.biased_texts:
+            with field_errors("logit_bias"):
+                asked.options = replace(asked.options, logit_bias=biases)
+
     def see_defaults(self, of_engine: RunOptions, of_model: Mapping[str, float]) -> None:
         """See what holds where the request says nothing."""
         self._defaults = of_engine, of_model
@@ -152,6 +177,8 @@ class Answering:
         sizes = await desk.sizes()
         call.see_client(self._exchange.owner, desk.settings)
         call.see_facts(sizes.facts)
+        if call.asked.biased_texts:
+            await desk.ask(call.see_vocabulary, desk.engine, sizes.facts)
         if call.asked.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")
         self._name_ignored()
