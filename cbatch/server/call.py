@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import traceback
 from abc import ABC, abstractmethod
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import anyio
 
+import cbatch
 from cbatch.checks import MAX_KEY_LENGTH, shown
 from cbatch.engine import checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError
@@ -42,6 +45,15 @@ _log = Log("cbatch.server")
 
 _OF_CELLS = ("cache_key", "save_cache", "cache_required")
 """Options that use cells on disk."""
+
+
+def fingerprint_of(engine: Engine) -> str:
+    """Return `system_fingerprint`: a digest of what answers depend on besides the request. May wait for the engine.
+
+    It begins with a `b`, as llama-server's number of a build does.
+    """
+    said = json.dumps([cbatch.__version__, engine.fingerprint], sort_keys=True)
+    return f"b{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 
 def text_tokens(
@@ -79,6 +91,8 @@ class Call(ABC):
         self.asked, self.prompts = asked, prompts
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
+        self.fingerprint: str | None = None
+        """What the engine is, once `see_defaults` has told it."""
         self._defaults: tuple[RunOptions, Mapping[str, float]] = NO_OPTIONS, {}
 
     def see_client(self, owner: str, settings: ServerSettings) -> None:
@@ -123,9 +137,11 @@ class Call(ABC):
             with field_errors("logit_bias"):
                 asked.options = replace(asked.options, logit_bias=biases)
 
-    def see_defaults(self, of_engine: RunOptions, of_model: Mapping[str, float]) -> None:
-        """See what holds where the request says nothing."""
-        self._defaults = of_engine, of_model
+    def see_defaults(
+        self, of_engine: RunOptions, of_model: Mapping[str, float], fingerprint: str
+    ) -> None:
+        """See what holds where the request says nothing, and `fingerprint_of` the engine."""
+        self._defaults, self.fingerprint = (of_engine, of_model), fingerprint
 
     @property
     def sampling(self) -> Sampling:
@@ -244,7 +260,8 @@ class Answering:
     async def _queue(self, visit: Visit, n_slots: int) -> BatchResponse:
         """Give the prompts to the engine. Where they are to wait or are many, each is checked before any runs."""
         desk, call = self._desk, self._call
-        call.see_defaults(desk.engine.options, (await desk.sizes()).facts.sampling)
+        sizes = await desk.sizes()
+        call.see_defaults(desk.engine.options, sizes.facts.sampling, sizes.fingerprint)
         is_counted = call.is_counted or len(call.prompts) > 1
         has_queue = not is_counted and desk.has_queue(n_slots)
         counts_queue = has_queue and desk.settings.max_queue_tokens is not None

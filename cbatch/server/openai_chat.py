@@ -56,7 +56,7 @@ class ChatCall(OpenAICall):
 
     def stream(self, model: str) -> ChatStream:
         """Return what encodes the answer's events."""
-        return ChatStream(self, Head.of(self.prefix, "chat.completion.chunk", model))
+        return ChatStream(self, Head.of(self, "chat.completion.chunk", model))
 
 
 class ChatStream(OpenAIStream):

@@ -84,7 +84,7 @@ class CompletionCall(OpenAICall):
 
     def stream(self, model: str) -> CompletionStream:
         """Return what encodes the answer's events."""
-        return CompletionStream(self, Head.of(self.prefix, self.object, model))
+        return CompletionStream(self, Head.of(self, self.object, model))
 
 
 class CompletionStream(OpenAIStream):

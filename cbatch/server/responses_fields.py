@@ -239,7 +239,7 @@ def _content(place: str, content: Any) -> str:
         raise bad_request(
             f"{place} must be a string or a list of parts, not {shown(content)}", "input"
         )
-    return "".join(_part(f"{place}[{i}]", part, _TEXTS) for i, part in enumerate(content))
+    return "\n".join(_part(f"{place}[{i}]", part, _TEXTS) for i, part in enumerate(content))
 
 
 def _part(place: str, part: Any, kinds: tuple[str, ...]) -> str:

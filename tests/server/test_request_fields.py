@@ -108,6 +108,18 @@ def test_text_has_no_last_message() -> None:
     assert read(COMPLETIONS, **said).asked.ignored == [*said]
 
 
+# ---- parts ----
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [(CHAT, "text"), (MESSAGES, "text"), (RESPONSES, "input_text")]
+)
+def test_parts_of_a_text_are_lines(path: str, kind: str) -> None:
+    parts = [{"type": kind, "text": word} for word in ("a", "b", "")]
+    found = read(path, **{CHATS[path]: [{"role": "user", "content": parts[:2]}]})
+    assert found.prompts[0].messages == ({"role": "user", "content": "a\nb"},)
+
+
 # ---- samplers, and others that would change the answer ----
 
 
