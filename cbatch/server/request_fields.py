@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_text, reading, shown
+from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_float, check_text, reading, shown
 from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
-from cbatch.options import MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions, check_logit_bias
+from cbatch.options import MAX_BIASES, MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.plain import int_of
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.sampler_order import left_out
@@ -317,11 +317,12 @@ def _read_biases(asked: Asked, options: dict[str, tuple[str, Any]]) -> None:
         return
     found: dict[Any, float] = {}
     with field_errors(name), reading(name):
+        if len(pairs) > MAX_BIASES:
+            raise ConfigError(f"{name} has {len(pairs)} biases; at most {MAX_BIASES} are allowed")
         for key, bias in pairs:
             if not (isinstance(key, str) and key) and int_of(key) is None:
                 raise ConfigError(f"{name} must have token ids or texts, not {shown(key)}")
-            (checked,) = check_logit_bias(name, {0: -math.inf if bias is False else bias}).values()
-            found[key] = found.get(key, 0.0) + checked
+            found[key] = found.get(key, 0.0) + _bias(f"{name} of {shown(key)}", bias)
     asked.biased_texts = [(key, bias) for key, bias in found.items() if isinstance(key, str)]
     ids = {key: bias for key, bias in found.items() if not isinstance(key, str)}
     options["logit_bias"] = name, ids
@@ -331,6 +332,10 @@ def _id_or_text(key: Any) -> Any:
     """Return the token id that a key of a JSON object is, if it is one."""
     is_id = isinstance(key, str) and re.fullmatch(r"[+-]?[0-9]{1,20}", key)
     return int(key) if is_id else key
+
+
+def _bias(name: str, value: Any) -> float:
+    return -math.inf if value is False else float(check_float(name, value, -1e4, 1e4))
 
 
 def check_continued(asked: Asked, prompt: BatchPrompt) -> None:
