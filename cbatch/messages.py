@@ -281,13 +281,16 @@ def _name(place: str, key: str, message: Mapping[object, object]) -> str:
 
 
 def _content(place: str, content: object) -> str:
-    """Return the text of a message; OpenAI's list of text parts is joined."""
+    """Return the text of a message; OpenAI's list of text parts is joined, a line for each.
+
+    Source: llama.cpp common/chat.cpp, common_chat_msg::to_json_oaicompat.
+    """
     text, parts = text_of(content), list_of(content)
     if text is not None:
         return text
     if parts is None or not all(isinstance(part, Mapping) for part in parts):
         raise ConfigError(f"{place} content must be a string, not {_kind(content)}")
-    return "".join(_part(place, plain(part)) for part in parts)
+    return "\n".join(_part(place, plain(part)) for part in parts)
 
 
 def _part(place: str, part: Any) -> str:

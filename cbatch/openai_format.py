@@ -53,19 +53,24 @@ def logprob_of(token: TokenLogprob) -> float | None:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log-probabilities as a chat completion has them."""
+    """Return log-probabilities as a chat completion has them, with llama-server's ids of tokens."""
     content = [_token(t) | {"top_logprobs": list(map(_token, t.top))} for t in tokens]
     return {"content": content, "refusal": None}
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token_text(token), "logprob": logprob_of(token), "bytes": list(token.data)}
+    return {
+        "id": token.token_id,
+        "token": token_text(token),
+        "logprob": logprob_of(token),
+        "bytes": list(token.data),
+    }
 
 
 def completion_logprobs(
     tokens: Sequence[TokenLogprob], *, has_tops: bool | None = None, place: TextPlace | None = None
 ) -> dict[str, Any]:
-    """Return log-probabilities as a completion has them: lists of equal length.
+    """Return log-probabilities as a completion has them, with ids of tokens: lists of equal length.
 
     Args:
         tokens: the tokens.
@@ -77,6 +82,7 @@ def completion_logprobs(
     place = place or TextPlace()
     return {
         "tokens": [token_text(token) for token in tokens],
+        "token_ids": [token.token_id for token in tokens],
         "token_logprobs": [logprob_of(_alternative(token)) for token in tokens],
         "top_logprobs": [_tops(token) for token in tokens] if has_tops else None,
         "text_offset": [place.pass_by(token) for token in tokens],

@@ -42,6 +42,8 @@ from cbatch.tools import (
     check_tools,
     demanded,
     offered,
+    read_choice,
+    template_choice,
 )
 
 MAX_SEED = 2**64 - 1
@@ -301,7 +303,8 @@ class RunOptions:
         n_keep: tokens that are never removed; −1 for the whole prompt. Default: a chat's first message, else 1.
         adapter: the LoRA adapter to answer with, by the name it was loaded under, or a mapping of names to scales.
         tools: functions that the model may call, as in OpenAI's API; its calls are in the result.
-        tool_choice: "none", "auto", "required" or one function by name. Default: auto.
+        tool_choice: "none", "auto", "required" (also "any"), one function by name, or OpenAI's "allowed_tools", which
+            offers the listed ones alone. Default: auto.
         parallel_tool_calls: False for at most one call: an answer that must call has no second call, any other keeps
             its first. Default: True.
         chat_template_kwargs: variables for the chat template, such as `enable_thinking`.
@@ -421,7 +424,7 @@ class RunOptions:
             raise ConfigError(f"{' and '.join(given)} both constrain the answer: give one of them")
         if self.response_format is not None:
             schema_of(str(self.response_format))
-        if self.tool_choice not in (None, "none", "auto") and self.structure is not None:
+        if read_choice(self.tool_choice).mode == "required" and self.structure is not None:
             raise ConfigError(
                 f"{given[0]} and tool_choice={self.tool_choice!r} both constrain the answer: give one of them"
             )
@@ -575,7 +578,7 @@ class RunOptions:
         if tools := self.offered_tools:
             variables["tools"] = list(tools)
             if self.demanded_tools:
-                variables["tool_choice"] = self.tool_choice
+                variables["tool_choice"] = template_choice(self.tool_choice)
         return variables
 
     def sampling(

@@ -10,7 +10,7 @@ import json
 import re
 import string
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from cbatch.checks import check_depth, parsed, shown
 from cbatch.errors import ConfigError
@@ -31,7 +31,10 @@ _OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedPro
 """Keys of a schema that may allow an object more than its `properties`."""
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
-_CHOICES = ("none", "auto", "required")
+_CHOICES = {name: name for name in ("none", "auto", "required")} | {"any": "required"}
+"""Choices without a name, and what each is called here. Source of "any": Mistral's API, vLLM, LangChain."""
+_MODES = ("auto", "required")
+"""Modes of a choice of type "allowed_tools". Source: OpenAI's API reference, chat completions, `tool_choice`."""
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -92,20 +95,76 @@ def _tool(place: str, tool: object) -> Tool:
 
 
 def check_tool_choice(value: object) -> ToolChoice | None:
-    """Return a tool choice: "none", "auto", "required" or one function by name."""
+    """Return a tool choice: "none", "auto", "required" (or "any"), one function by name, or the functions allowed."""
     check_depth("tool_choice", value)
     choice = plain(value)
-    if choice is None or (isinstance(choice, str) and choice in _CHOICES):
-        return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        called = function.get("name") if isinstance(function, dict) else None
-        if isinstance(called, str) and called:
-            return {"type": "function", "function": {"name": called}}
+    if choice is None:
+        return None
+    if isinstance(choice, str) and choice in _CHOICES:
+        return _CHOICES[choice]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"))
+    if (called := _function_name(choice)) is not None:
+        return _named(called)
     raise ConfigError(
         f"tool_choice must be one of {', '.join(_CHOICES)}, or "
-        f'{{"type": "function", "function": {{"name": …}}}}, not {shown(value)}'
+        f'{{"type": "function", "function": {{"name": …}}}}, or {{"type": "allowed_tools", …}}, not {shown(value)}'
     )
+
+
+def _function_name(choice: object) -> str | None:
+    """Return the name in `{"type": "function", "function": {"name": …}}`; None for anything else."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    function = choice.get("function")
+    called = function.get("name") if isinstance(function, dict) else None
+    return called if isinstance(called, str) and called else None
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _allowed(value: object) -> ToolChoice:
+    """Return a choice of type "allowed_tools" by its inner object."""
+    mode, tools = (
+        (value.get("mode"), value.get("tools")) if isinstance(value, dict) else (None,) * 2
+    )
+    names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if mode not in _MODES or not names or None in names:
+        raise ConfigError(
+            'tool_choice of type "allowed_tools" needs {"allowed_tools": {"mode": "auto" or "required", "tools": '
+            f'[{{"type": "function", "function": {{"name": …}}}}, …]}}}}, not {shown(value)}'
+        )
+    listed = [_named(str(name)) for name in dict.fromkeys(names)]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+class Choice(NamedTuple):
+    """What a checked tool choice asks for."""
+
+    mode: str
+    """`none`, `auto`, or `required` for an answer that must call."""
+    names: tuple[str, ...] | None = None
+    """The only functions that may be called; None for all."""
+    is_one: bool = False
+    """Whether it names the one function to call."""
+
+
+def read_choice(choice: ToolChoice | None) -> Choice:
+    """Return what a checked choice asks for."""
+    if not isinstance(choice, Mapping):
+        return Choice(choice or "auto")
+    if choice["type"] == "function":
+        return Choice("required", (choice["function"]["name"],), is_one=True)
+    allowed = choice["allowed_tools"]
+    return Choice(allowed["mode"], tuple(tool["function"]["name"] for tool in allowed["tools"]))
+
+
+def template_choice(choice: ToolChoice | None) -> ToolChoice:
+    """Return a choice as chat templates know it: that of allowed tools, which alone are offered, is its mode."""
+    asked = read_choice(choice)
+    return choice if asked.is_one and choice is not None else asked.mode
 
 
 def check_calls(place: str, role: str, value: object) -> list[dict[str, Any]]:
@@ -184,32 +243,31 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
     Raises:
         ConfigError: the choice needs tools and there are none, or it names an unknown tool.
     """
-    tools = tools or Tools()
-    if choice == "none":
+    tools, asked = tools or Tools(), read_choice(choice)
+    if asked.mode == "none":
         return Tools()
-    if choice in (None, "auto"):
+    if asked == Choice("auto"):
         return tools
     if not tools:
         raise ConfigError(f"tool_choice={choice!r} needs tools")
-    name = chosen_name(choice)
-    if name is not None and name not in tools.names:
-        raise ConfigError(
-            f"tool_choice names {name!r}, which is not among the tools: {', '.join(tools.names)}"
-        )
-    return tools
-
-
-def chosen_name(choice: ToolChoice | None) -> str | None:
-    """Return the function that a choice names; None where it names none."""
-    return choice["function"]["name"] if isinstance(choice, Mapping) else None
+    for name in asked.names or ():
+        if name not in tools.names:
+            known = ", ".join(tools.names)
+            raise ConfigError(f"tool_choice names {name!r}, which is not among the tools: {known}")
+    return tools if asked.is_one else _listed(tools, asked.names)
 
 
 def demanded(tools: Tools, choice: ToolChoice | None) -> Tools:
     """Return those of the offered tools of which the answer has to call one; none where calls are optional."""
-    if choice in (None, "none", "auto"):
-        return Tools()
-    name = chosen_name(choice)
-    return Tools(t for t in tools if name in (None, t["function"]["name"]))
+    asked = read_choice(choice)
+    return _listed(tools, asked.names) if asked.mode == "required" else Tools()
+
+
+def _listed(tools: Tools, names: tuple[str, ...] | None) -> Tools:
+    """Return the tools with these names; all for None."""
+    if names is None:
+        return tools
+    return Tools(tool for tool in tools if tool["function"]["name"] in names)
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,10 +90,10 @@ def test_nonsense_is_refused_and_its_place_is_named(prompts: Any, named: str) ->
         as_prompts(prompts)
 
 
-def test_text_parts_are_joined_and_other_keys_kept() -> None:
+def test_text_parts_are_lines_and_other_keys_kept() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     [prompt] = as_prompts([{"role": "user", "content": parts, "name": "ann"}])
-    assert prompt.messages == ({"role": "user", "content": "ab", "name": "ann"},)
+    assert prompt.messages == ({"role": "user", "content": "a\nb", "name": "ann"},)
 
 
 def test_message_changed_later_does_not_change_the_prompt() -> None:

@@ -74,10 +74,45 @@ def test_malformed_tools_are_refused_where_they_stand(tools: Any, words: str) ->
         RunOptions(tools=tools)
 
 
-@pytest.mark.parametrize("choice", ["any", True, {}, {"type": "function"}, {"name": "f"}])
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(True, {}, {"type": "function"}, {"name": "f"}, {"type": "allowed_tools"}),
+        *(allowed("none", "get_time"), allowed("auto"), {**allowed("auto"), "allowed_tools": []}),
+    ],
+)
 def test_unknown_choice_is_refused(choice: Any) -> None:
-    with pytest.raises(ConfigError, match="tool_choice must be one of none, auto, required"):
+    with pytest.raises(
+        ConfigError, match=r"tool_choice (must be one of none, auto, required|of type)"
+    ):
         RunOptions(tool_choice=choice)
+
+
+def test_choice_of_any_is_that_of_a_required_call() -> None:
+    assert RunOptions(tools=[TIME], tool_choice="any") == RunOptions(
+        tools=[TIME], tool_choice="required"
+    )
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_alone_are_offered(mode: str) -> None:
+    options = RunOptions(tools=[WEATHER, TIME], tool_choice=allowed(mode, "get_time", "get_time"))
+    assert options.offered_tools == (TIME,)
+    assert options.demanded_tools == ((TIME,) if mode == "required" else ())
+    choice = {"tool_choice": "required"} if mode == "required" else {}
+    assert options.template_variables == {"tools": [TIME], **choice}
+    assert options == RunOptions.of({"tools": options.tools, "tool_choice": options.tool_choice})
+
+
+def test_structure_beside_allowed_tools_is_refused_where_one_must_be_called() -> None:
+    RunOptions(tools=[TIME], tool_choice=allowed("auto", "get_time"), regex="a")
+    with pytest.raises(ConfigError, match="give one of them"):
+        RunOptions(tools=[TIME], tool_choice=allowed("required", "get_time"), regex="a")
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
@@ -136,6 +171,8 @@ def test_choice_without_its_tool_is_refused() -> None:
         _ = RunOptions(tool_choice="required").offered_tools
     with pytest.raises(ConfigError, match="'get_time', which is not among the tools: get_weather"):
         _ = RunOptions(tools=[WEATHER], tool_choice=NAMED).offered_tools
+    with pytest.raises(ConfigError, match="'get_time', which is not among the tools: get_weather"):
+        _ = RunOptions(tools=[WEATHER], tool_choice=allowed("auto", "get_time")).offered_tools
 
 
 @pytest.mark.parametrize(

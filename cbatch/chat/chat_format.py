@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,9 +11,10 @@ from cbatch.chat.formats import AnswerFormat, answer_format
 from cbatch.chat.thinking_budget import budget_grammar
 from cbatch.chat.tool_grammar import call_grammar
 from cbatch.errors import UnsupportedOptionError
+from cbatch.tools import read_choice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.chat.formats import Thinking
     from cbatch.messages import BatchPrompt, Message
@@ -91,7 +91,7 @@ class ChatFormat:
         if n_thought is not None and self._format.has_channels and prompt.messages is not None:
             words = "thinking in channels, as this chat template has it (gpt-oss), cannot be limited yet"
             raise UnsupportedOptionError("thinking_budget", reason=words)
-        is_one = isinstance(options.tool_choice, Mapping) or options.parallel_tool_calls is False
+        is_one = read_choice(options.tool_choice).is_one or options.parallel_tool_calls is False
         thinking = self._thinking(prompt, text)
         if not tools and thinking == "none":
             return None

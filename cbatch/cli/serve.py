@@ -131,7 +131,7 @@ def serve(
         list[str] | None,
         option(
             "--cors-origin",
-            help="Web pages from there may call, * for all; may be given again.",
+            help="Web pages from there may call, localhost for any port of it, * for all; may be given again.",
             default="none",
             panel=HTTP,
         ),

@@ -80,7 +80,7 @@ def _check_key(options: RunOptions, memory: KvCapabilities) -> None:
 
 
 def _check_window(options: RunOptions, backend: Backend) -> None:
-    if options.n_keep is not None and options.n_discard is None:
+    if (options.n_keep or 0) > 0 and options.n_discard is None:
         raise ConfigError(f"n_keep={options.n_keep} has no effect without n_discard")
     if not options.n_discard or (backend.memory.can_shift and not backend.cuts):
         return

@@ -13,6 +13,7 @@ from cbatch.server.anthropic_fields import Fields
 from cbatch.server.block_stream import BlockStream
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
+from cbatch.server.request_fields import check_continued
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import named_frame
 
@@ -46,7 +47,9 @@ class MessagesCall(Call):
     ) -> MessagesCall:
         """Return the call that a body asks for; `is_capped` as for `Fields`. Raises a `HttpProblemError`."""
         fields = Fields(body, is_strict=is_strict, is_capped=is_capped)
-        return cls(fields.asked, [fields.prompt])
+        asked, prompt = fields.asked, fields.prompt
+        check_continued(asked, prompt)
+        return cls(asked, [prompt])
 
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is: where its thinking cannot be limited, the limit is ignored by name."""

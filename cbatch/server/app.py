@@ -170,6 +170,7 @@ def _middleware(desk: Desk) -> list[Middleware]:
     cors = Middleware(
         CORSMiddleware,
         allow_origins=[*settings.cors_origins],
+        allow_origin_regex=settings.cors_pattern,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "request-id", "x-ignored-fields"],

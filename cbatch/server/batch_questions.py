@@ -11,6 +11,7 @@ from cbatch.errors import CBatchError
 from cbatch.files.served_batch import Reply
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.batch_index import MESSAGES
+from cbatch.server.call import fingerprint_of
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused, told
 from cbatch.server.openai_chat import ChatCall
@@ -71,7 +72,7 @@ def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) ->
         model: name of the model in answers to lines that name none.
         engine: answers the requests; `model` may name one of its adapters.
     """
-    endpoint, facts = batch.endpoint, engine.model_facts
+    endpoint, facts, fingerprint = batch.endpoint, engine.model_facts, fingerprint_of(engine)
     call_of = _OF_ALL[endpoint]
 
     def ask(body: dict[str, Any]) -> LineQuestion | Reply:
@@ -81,7 +82,8 @@ def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) ->
             _check(call, settings)
             call.see_client(batch.kept_owner, settings)
             call.see_facts(facts)
-            call.see_defaults(engine.options, facts.sampling)
+            call.see_vocabulary(engine, facts)
+            call.see_defaults(engine.options, facts.sampling, fingerprint)
             return LineQuestion(call, call.asked.model or model, endpoint)
         except (HttpProblemError, CBatchError) as error:
             return _refusal(problem_of(error), endpoint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import traceback
 from abc import ABC, abstractmethod
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import anyio
 
+import cbatch
 from cbatch.checks import MAX_KEY_LENGTH, shown
 from cbatch.engine import checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError
@@ -19,13 +22,14 @@ from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
-from cbatch.server.request_fields import ignored_header, with_param
+from cbatch.server.request_fields import field_errors, ignored_header, with_param
 from cbatch.server.sse import COMMENT, EventStream
 from cbatch.server.telemetry import add_answers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
     from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
@@ -41,6 +45,24 @@ _log = Log("cbatch.server")
 
 _OF_CELLS = ("cache_key", "save_cache", "cache_required")
 """Options that use cells on disk."""
+
+
+def fingerprint_of(engine: Engine) -> str:
+    """Return `system_fingerprint`: a digest of what answers depend on besides the request. May wait for the engine.
+
+    It begins with a `b`, as llama-server's number of a build does.
+    """
+    said = json.dumps([cbatch.__version__, engine.fingerprint], sort_keys=True)
+    return f"b{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+
+
+def text_tokens(
+    engine: Engine, facts: ModelFacts, text: str, *, has_special: bool = False
+) -> list[int]:
+    """Return the tokens of a text; the one that begins a prompt only with `has_special`, or where the text has it."""
+    tokens = engine.tokenize(text)
+    is_added = tokens[:1] == [facts.bos_id] and not text.startswith(facts.bos_token or "\0")
+    return tokens[1:] if is_added and not has_special else tokens
 
 
 class StreamEncoder(Protocol):
@@ -69,6 +91,8 @@ class Call(ABC):
         self.asked, self.prompts = asked, prompts
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
+        self.fingerprint: str | None = None
+        """What the engine is, once `see_defaults` has told it."""
         self._defaults: tuple[RunOptions, Mapping[str, float]] = NO_OPTIONS, {}
 
     def see_client(self, owner: str, settings: ServerSettings) -> None:
@@ -98,9 +122,26 @@ class Call(ABC):
         if asked.model in facts.adapters and asked.options.adapter is None:
             asked.options = replace(asked.options, adapter=asked.model)
 
-    def see_defaults(self, of_engine: RunOptions, of_model: Mapping[str, float]) -> None:
-        """See what holds where the request says nothing."""
-        self._defaults = of_engine, of_model
+    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
+        """Find the tokens of texts that have a bias, which are added to those of tokens. May wait for the engine.
+
+        Raises:
+            HttpProblemError: the biases are too many or too large.
+        """
+        asked = self.asked
+        biases = dict(asked.options.logit_bias or {})
+        for text, bias in asked.biased_texts:
+            for token in text_tokens(engine, facts, text):
+                biases[token] = biases.get(token, 0.0) + bias
+        if asked.biased_texts:
+            with field_errors("logit_bias"):
+                asked.options = replace(asked.options, logit_bias=biases)
+
+    def see_defaults(
+        self, of_engine: RunOptions, of_model: Mapping[str, float], fingerprint: str
+    ) -> None:
+        """See what holds where the request says nothing, and `fingerprint_of` the engine."""
+        self._defaults, self.fingerprint = (of_engine, of_model), fingerprint
 
     @property
     def sampling(self) -> Sampling:
@@ -153,6 +194,8 @@ class Answering:
         sizes = await desk.sizes()
         call.see_client(self._exchange.owner, desk.settings)
         call.see_facts(sizes.facts)
+        if call.asked.biased_texts:
+            await desk.ask(call.see_vocabulary, desk.engine, sizes.facts)
         if call.asked.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")
         self._name_ignored()
@@ -223,7 +266,8 @@ class Answering:
     async def _queue(self, visit: Visit, n_slots: int) -> BatchResponse:
         """Give the prompts to the engine. Where they are to wait or are many, each is checked before any runs."""
         desk, call = self._desk, self._call
-        call.see_defaults(desk.engine.options, (await desk.sizes()).facts.sampling)
+        sizes = await desk.sizes()
+        call.see_defaults(desk.engine.options, sizes.facts.sampling, sizes.fingerprint)
         is_counted = call.is_counted or len(call.prompts) > 1
         has_queue = not is_counted and desk.has_queue(n_slots)
         counts_queue = has_queue and desk.settings.max_queue_tokens is not None

@@ -16,6 +16,7 @@ from anyio.lowlevel import RunVar
 from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import CLOSE_S, Batches
+from cbatch.server.call import fingerprint_of
 from cbatch.server.exposition import Exposition
 from cbatch.server.http_errors import (
     NO_WORKER,
@@ -97,6 +98,7 @@ class Sizes:
     n_slots: int
     n_window: int
     facts: ModelFacts
+    fingerprint: str
 
 
 class Desk:
@@ -182,7 +184,8 @@ class Desk:
 
     def _ask_sizes(self) -> Sizes:
         engine = self.engine
-        return Sizes(engine.parallel, engine.n_window, engine.model_facts)
+        facts = engine.model_facts
+        return Sizes(engine.parallel, engine.n_window, facts, fingerprint_of(engine))
 
     # ---- who is in ----
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cbatch.checks import shown
 from cbatch.server.http_errors import bad_request, refused
-from cbatch.server.request_fields import READ_BY_ALL, asked_under
+from cbatch.server.request_fields import OF_OPENAI, RENAMED, asked_under
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -39,11 +39,11 @@ class DialectFields:
         """Sort one field. Raises a `HttpProblemError` where it is refused."""
         if name in self.OWN:
             return
-        if name in self.REFUSED:
-            raise refused(name, self.REFUSED[name])
+        if (why := self.REFUSED.get(RENAMED.get(name, name))) is not None:
+            raise refused(name, why)
         if name in self.IGNORED:
             self.ignored.append(name)
-        elif name not in READ_BY_ALL or name in ("model", "stream"):
+        elif name not in OF_OPENAI:
             self.rest[name] = value
         elif self._is_strict:
             raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+_FORM = b"application/x-www-form-urlencoded"
+"""What `curl -d` calls a body that has no type given. From others than browsers it is read as JSON."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -110,11 +112,26 @@ class Exchange:
     async def json(self, limit: SizeLimit, seconds: float) -> dict[str, Any]:
         """Return the body's JSON object. Raises as `body`, and a `HttpProblemError` where it is none."""
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != JSON.encode() and not kind.endswith(b"+json"):
-            raise HttpProblemError(415, f"content-type must be {JSON}", "unsupported_media_type")
+        is_json = kind == JSON.encode() or kind.endswith(b"+json")
+        if not is_json and (kind != _FORM or self._is_from_browser):
+            message = f"the header content-type must be {JSON}"
+            raise HttpProblemError(415, message, "unsupported_media_type")
         data = await self.body(limit, seconds)
         self.is_small = len(data) <= _N_SMALL
         return await self.aside(object_of, data)
+
+    @property
+    def _is_from_browser(self) -> bool:
+        """Whether a browser has sent the request: a web page can have it send a form to any server, but not JSON.
+
+        Each browser tells its origin or has a `User-Agent` that begins with these words, neither of which a page can
+        change in such a request. Source: Fetch, "append a request Origin header", "request-no-cors" guard.
+        """
+        agent = self.headers.get(b"user-agent", b"").lower()
+        marks = (b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode")
+        return agent.startswith((b"mozilla", b"opera")) or any(
+            name in self.headers for name in marks
+        )
 
     async def aside(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` makes of the body: in a thread, so that other clients go on, unless the body is small."""

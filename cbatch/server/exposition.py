@@ -256,6 +256,12 @@ class Exposition(Collector):
             ("llamacpp:tokens_predicted_seconds_total", "First to last token.", meters.output_s),
         ):
             yield from self._figures((name,), words, seconds)
+        for name, n, seconds in (
+            ("llamacpp:prompt_tokens_seconds", meters.n_computed, meters.prompt_s),
+            ("llamacpp:predicted_tokens_seconds", meters.n_decoded, meters.output_s),
+        ):
+            words = "Tokens per second, the mean of all answers."
+            yield from self._figures((name,), words, n / seconds if seconds else 0.0)
         name, words = "cbatch:http_requests_total", "HTTP requests by route and status."
         family = CounterMetricFamily(name, words, labels=["route", "status"])
         for (route, status), n in sorted(meters.n_http.items()):

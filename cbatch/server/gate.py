@@ -235,7 +235,7 @@ def _is_ours(host: str, scope: Scope, settings: ServerSettings) -> bool:
 def _is_foreign(headers: dict[bytes, str], settings: ServerSettings) -> bool:
     """Whether the request comes from a web page of an origin that is not allowed."""
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
-    if "*" in settings.cors_origins or origin in settings.cors_origins:
+    if settings.is_allowed_origin(origin or ""):
         return False
     if site is not None:  # only browsers send it
         return site not in ("same-origin", "none")

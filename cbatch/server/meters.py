@@ -75,6 +75,8 @@ class Meters:
         """Seconds from slots to ends: a mean of which the newest answers have the most; None before the first."""
         self.prompt_s = self.output_s = 0.0
         """Seconds from slots to first tokens, and from there to last ones, of all answers."""
+        self.n_computed = self.n_decoded = 0
+        """Tokens of these times: prompt tokens that were computed, and output tokens but for the first ones."""
 
     def count_answers(self, results: Iterable[BatchResult]) -> None:
         """Count prompts that were answered."""
@@ -91,3 +93,5 @@ class Meters:
                 self.ttft_s.add(times.ttft_s)
                 self.prompt_s += times.prompt_s
                 self.output_s += times.output_s
+                self.n_computed += usage.prompt_tokens - usage.cached_tokens
+                self.n_decoded += usage.completion_tokens - len(result.choices or (result,))

@@ -30,11 +30,13 @@ class Head:
     object: str
     created: int
     model: str
+    fingerprint: str | None = None
 
     @classmethod
-    def of(cls, prefix: str, object: str, model: str) -> Head:
-        """Return one for a new answer."""
-        return cls(f"{prefix}-{secrets.token_hex(12)}", object, int(time.time()), model)
+    def of(cls, call: OpenAICall, object: str, model: str) -> Head:
+        """Return one for a new answer to a call."""
+        id = f"{call.prefix}-{secrets.token_hex(12)}"
+        return cls(id, object, int(time.time()), model, call.fingerprint)
 
     def as_dict(self) -> dict[str, Any]:
         """Return its fields."""
@@ -43,6 +45,7 @@ class Head:
             "object": self.object,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
         }
 
 
@@ -69,7 +72,7 @@ class OpenAICall(Call):
         if len(results) == 1:
             more = {"timings": timings_of(results[0]), **extensions(results[0])}
         return {
-            **Head.of(self.prefix, self.object, model).as_dict(),
+            **Head.of(self, self.object, model).as_dict(),
             "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
             "usage": usage_of(results),
             **more,
@@ -181,7 +184,10 @@ class OpenAIStream(ABC):
         """Return the last frames."""
         if not self._has_usage:
             return DONE
-        return frame({**self._head, "choices": [], "usage": usage_of(self._results)}) + DONE
+        timings = [timings_of(result) for result in self._results] if self._is_alone else []
+        more = {"timings": timings[-1]} if timings else {}
+        last = {**self._head, "choices": [], "usage": usage_of(self._results), **more}
+        return frame(last) + DONE
 
     def idle(self) -> bytes:
         """Return what is sent in silence."""
@@ -207,17 +213,23 @@ def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:
 
 
 def timings_of(result: BatchResult) -> dict[str, Any]:
-    """Return a prompt's times as llama-server has them. Source: llama.cpp tools/server, result_timings."""
+    """Return a prompt's times as llama-server has them; 0 of what was not timed, as of one token's rate.
+
+    Source: llama.cpp tools/server, result_timings.
+    """
     times, usage = result.timings, result.usage
+    prompt_tps, output_tps = times.prompt_tps or 0.0, times.generation_tps or 0.0
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": usage.prompt_tokens - usage.cached_tokens,
-        "prompt_ms": round(times.prompt_s * 1e3, 3),
-        "prompt_per_second": times.prompt_tps,
+        "prompt_ms": times.prompt_s * 1e3,
+        "prompt_per_token_ms": 1e3 / prompt_tps if prompt_tps else 0.0,
+        "prompt_per_second": prompt_tps,
         "predicted_n": usage.completion_tokens,
-        "predicted_ms": round(times.output_s * 1e3, 3),
-        "predicted_per_second": times.generation_tps,
-        "queue_ms": round(times.queue_s * 1e3, 3),
+        "predicted_ms": times.output_s * 1e3,
+        "predicted_per_token_ms": 1e3 / output_tps if output_tps else 0.0,
+        "predicted_per_second": output_tps,
+        "queue_ms": times.queue_s * 1e3,
     }
 
 

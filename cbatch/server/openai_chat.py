@@ -9,9 +9,9 @@ from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.openai_format import chat_logprobs, chat_message
 from cbatch.server.answer_events import Called, Reasoning
-from cbatch.server.http_errors import bad_request, refused
+from cbatch.server.http_errors import bad_request
 from cbatch.server.openai_answers import Head, OpenAICall, OpenAIStream
-from cbatch.server.request_fields import asked_of
+from cbatch.server.request_fields import asked_of, check_continued
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult, TokenLogprob
     from cbatch.server.answer_events import Event, Text
     from cbatch.server.http_errors import HttpProblemError
-    from cbatch.server.request_fields import Asked
 
 OWN = ("messages",)
 
@@ -38,7 +37,7 @@ class ChatCall(OpenAICall):
             raise bad_request(f"logprobs must be true or false, not {shown(logprobs)}", "logprobs")
         asked = asked_of(body, OWN, defaults={}, is_strict=is_strict)
         prompt = chat_of(asked.own.get("messages"))
-        _check_continued(asked, prompt)
+        check_continued(asked, prompt)
         return cls(asked, [prompt])
 
     def said(self, result: BatchResult) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class ChatCall(OpenAICall):
 
     def stream(self, model: str) -> ChatStream:
         """Return what encodes the answer's events."""
-        return ChatStream(self, Head.of(self.prefix, "chat.completion.chunk", model))
+        return ChatStream(self, Head.of(self, "chat.completion.chunk", model))
 
 
 class ChatStream(OpenAIStream):
@@ -128,14 +127,3 @@ def _wrong_messages(error: ConfigError) -> HttpProblemError:
     place = message.partition(" ")[0].rstrip(":")
     is_place = place.startswith("messages[") and place.endswith("]")
     return bad_request(message, place if is_place else "messages")
-
-
-def _check_continued(asked: Asked, prompt: BatchPrompt) -> None:
-    """Refuse a wish about the last message that is not what is done: one of the assistant is continued."""
-    wish, is_continued = asked.own.pop("continue_final_message"), False
-    if prompt.messages:
-        is_continued = prompt.messages[-1]["role"] == "assistant"
-    if wish is not None and wish is not is_continued:
-        what = "is" if is_continued else "is not"
-        why = f"the last message {what} the assistant's, so it {what} continued"
-        raise refused("continue_final_message", why)

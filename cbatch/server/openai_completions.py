@@ -17,11 +17,21 @@ from cbatch.server.request_fields import asked_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
     from cbatch.server.answer_events import Event, Reasoning, Text
 
 OWN = ("prompt",)
+
+_OF_CHATS = ("continue_final_message", "add_generation_prompt")
+"""Names that concern the messages of a chat, so that they do nothing here."""
+
+_BEGINNING = BatchPrompt(tokens=[0])
+"""Stands for an empty prompt until the model is known.
+
+Source: OpenAI's API reference, completions: without a prompt, the model generates as from the beginning of a document.
+"""
 
 N_TOKENS = 16
 """Tokens of an answer where the request names no cap. Source: OpenAI's API reference, completions, `max_tokens`."""
@@ -40,14 +50,24 @@ class CompletionCall(OpenAICall):
         if logprobs is not None and int_of(logprobs) is None:
             raise bad_request(f"logprobs must be a number, not {shown(logprobs)}", "logprobs")
         asked = asked_of(body, OWN, defaults={"max_tokens": N_TOKENS}, is_strict=is_strict)
-        asked.own.pop("continue_final_message")
+        asked.ignored += [name for name in _OF_CHATS if body.get(name) is not None]
         asked.options = _with_end(asked.options)
         options = asked.options
         if asked.is_streamed and options.n_choices > (options.n or 1):
             raise bad_request(
                 "best_of cannot be streamed: its answers are known at the end", "best_of"
             )
-        return cls(asked, _prompts(asked.own.get("prompt")))
+        return cls(asked, _prompts(body))
+
+    def see_facts(self, facts: ModelFacts) -> None:
+        """See what the model is: an empty prompt is the token that begins a text."""
+        super().see_facts(facts)
+        if any(prompt is _BEGINNING for prompt in self.prompts):
+            if facts.bos_id < 0:
+                words = "the prompt is empty, and this model has no token that begins a text"
+                raise bad_request(words, "prompt")
+            first = BatchPrompt(tokens=[facts.bos_id])
+            self.prompts = [first if prompt is _BEGINNING else prompt for prompt in self.prompts]
 
     @property
     def has_tops(self) -> bool:
@@ -64,7 +84,7 @@ class CompletionCall(OpenAICall):
 
     def stream(self, model: str) -> CompletionStream:
         """Return what encodes the answer's events."""
-        return CompletionStream(self, Head.of(self.prefix, self.object, model))
+        return CompletionStream(self, Head.of(self, self.object, model))
 
 
 class CompletionStream(OpenAIStream):
@@ -100,10 +120,11 @@ def _with_end(options: RunOptions) -> RunOptions:
     return options
 
 
-def _prompts(said: Any) -> list[BatchPrompt]:
-    """Return prompts: a text, token ids, or a list of these. Raises a `HttpProblemError`."""
-    if said is None:
+def _prompts(body: Mapping[str, Any]) -> list[BatchPrompt]:
+    """Return prompts: a text, token ids, or a list of these; null is an empty text. Raises a `HttpProblemError`."""
+    if "prompt" not in body:
         raise bad_request("prompt is missing", "prompt")
+    said = "" if body["prompt"] is None else body["prompt"]
     is_one = isinstance(said, str) or (isinstance(said, list) and said and _is_token(said[0]))
     listed = [said] if is_one else said
     if not isinstance(listed, list) or not listed:
@@ -119,7 +140,7 @@ def _is_token(value: Any) -> bool:
 def _prompt(item: Any, place: str) -> BatchPrompt:
     try:
         if isinstance(item, str):
-            return BatchPrompt(prompt=item)
+            return BatchPrompt(prompt=item) if item else _BEGINNING
         if isinstance(item, list):
             return BatchPrompt(tokens=item)
     except ConfigError as error:

@@ -5,41 +5,59 @@ Source of the names: OpenAI's API reference; llama.cpp tools/server; vLLM's samp
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_text, reading, shown
+from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_float, check_text, reading, shown
 from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
-from cbatch.options import MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
+from cbatch.options import MAX_BIASES, MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.plain import int_of
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
+from cbatch.server.sampler_order import left_out
+from cbatch.tools import check_tool_choice, read_choice
+
+if TYPE_CHECKING:
+    from cbatch.messages import BatchPrompt
 
 Convert = Callable[[Any], Any]
 
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "prediction", "safety_identifier", "verbosity"}
     | {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-    | {"cache_prompt", "id_slot", "samplers", "backend_sampling"}
-    | {"timings_per_token", "post_sampling_probs", "request_id", "spaces_between_special_tokens"}
+    | {"cache_prompt", "n_cache_reuse", "backend_sampling"}
+    | {"timings_per_token", "request_id", "spaces_between_special_tokens"}
 )
 """Names that do not change the answer."""
 
-HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "bad_words": ([],),
+HARMLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "modalities": ((["text"],), "answers are text"),
+    "suffix": (("",), "write it into the prompt"),
+    "add_special_tokens": ((True,), "give token ids as the prompt"),
+    "min_tokens": ((0,), "use ignore_eos with max_tokens"),
+    "use_beam_search": ((False,), "use best_of"),
+    "length_penalty": ((1,), "there is no beam search"),
+    "mirostat": ((0,), "use temperature with min_p"),
+    "dynatemp_range": ((0,), "use temperature"),
+    "adaptive_target": ((-1,), "use temperature with min_p"),
+    "bad_words": (([],), "use logit_bias"),
+    "post_sampling_probs": ((False,), "log-probabilities are the model's own"),
+    "min_keep": ((0, 1), "lower top_k, top_p or min_p to keep more tokens"),
+    "t_max_predict_ms": ((-1, 0), "use timeout_s"),
+    "n_indent": ((0,), "use a grammar"),
+    "grammar_lazy": ((False,), "a grammar binds the whole answer"),
+    "lora": (([],), "use adapter"),
 }
-"""Names that are ignored where their value asks for what is done anyway."""
+"""Names that are ignored where their value asks for what is done anyway: these values, and what to do instead."""
+
+_UNSAID: Mapping[str, str] = dict.fromkeys(
+    ("model", "grammar", "regex", "guided_grammar", "guided_regex"), ""
+)
+"""Values that mean, as null does, that a field is not said."""
 
 REFUSED: Mapping[str, str] = {
     "functions": "use tools",
@@ -61,6 +79,8 @@ RENAMED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_grammar": "grammar",
+    "id_slot": "slot",
+    "n_cmpl": "n",
     **dict.fromkeys(
         ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"), "thinking_budget"
     ),
@@ -75,11 +95,16 @@ MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
 
 READ_BY_ALL = (
     *("model", "stream", "stream_options", "n_probs", "return_tokens", "return_token_ids"),
-    *("reasoning_effort", "structured_outputs", "guided_choice", "continue_final_message"),
-    "return_progress",
+    *("reasoning_effort", "structured_outputs", "guided_choice", "samplers", "return_progress"),
+    *("continue_final_message", "add_generation_prompt"),
     *MAX_TOKENS,
 )
 """Names that the server itself reads."""
+
+OF_OPENAI = (
+    *("stream_options", "n_probs", "return_tokens", "return_token_ids", "return_progress"),
+)
+"""Those of them for which no other dialect has a place. They do not change the answer."""
 
 _OPTIONS = frozenset(f.name for f in fields(RunOptions))
 
@@ -96,6 +121,12 @@ class Asked:
     """Whether the ids of tokens are wanted."""
     has_progress: bool = False
     """Whether a stream is to tell how far its prompt is."""
+    continues: bool | None = None
+    """Whether the chat's last message is to be continued (`continue_final_message`)."""
+    opens: bool | None = None
+    """Whether a message of the assistant is to be begun (`add_generation_prompt`)."""
+    biased_texts: list[tuple[str, float]] = field(default_factory=list)
+    """Texts whose tokens have a bias, until `see_vocabulary` has found these."""
     options: RunOptions = NO_OPTIONS
     ignored: list[str] = field(default_factory=list)
     fields: dict[str, str] = field(default_factory=dict)
@@ -122,7 +153,11 @@ def asked_of(
     Raises:
         HttpProblemError: a field is wrong, or would change the answer and is not there.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    given = {
+        name: value
+        for name, value in body.items()
+        if value is not None and not (name in _UNSAID and value == _UNSAID[name])
+    }
     asked = Asked(own={name: given[name] for name in own if name in given})
     options: dict[str, tuple[str, Any]] = {}
     for name, value in given.items():
@@ -135,6 +170,7 @@ def asked_of(
             asked.ignored.append(name)
     _read_common(asked, given)
     options |= _more_options(given)
+    _read_biases(asked, options)
     for option, value in defaults.items():
         options.setdefault(option, (option, value))
     if "max_tokens" in options and options["max_tokens"][1] is None:
@@ -148,18 +184,19 @@ def asked_of(
 def _ignore_moot_format(options: dict[str, tuple[str, Any]], ignored: list[str]) -> None:
     """Leave out the format of a text where tools must be called: such an answer has no text."""
     _, choice = options.get("tool_choice", ("", None))
-    if "tools" in options and (choice == "required" or isinstance(choice, Mapping)):
-        name, _ = options.pop("response_format", ("", None))
-        ignored += filter(None, [name])
+    with suppress(ConfigError):  # which is raised where options are built
+        if "tools" in options and read_choice(check_tool_choice(choice)).mode == "required":
+            name, _ = options.pop("response_format", ("", None))
+            ignored += filter(None, [name])
 
 
 def _check_without_effect(name: str, value: Any, *, is_strict: bool) -> None:
     """Refuse a name that would change the answer; with `is_strict`, an unknown one too."""
     if name in REFUSED:
         raise refused(name, REFUSED[name])
-    if name in HARMLESS and not any(_is_same(value, allowed) for allowed in HARMLESS[name]):
-        can = " or ".join(map(repr, HARMLESS[name]))
-        raise refused(name, f"it can only be {can}")
+    can, instead = HARMLESS.get(name, ((), ""))
+    if can and not any(_is_same(value, allowed) for allowed in can):
+        raise refused(name, f"it can only be {' or '.join(map(json.dumps, can))}; {instead}")
     if is_strict and name not in IGNORED and name not in HARMLESS:
         raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")
 
@@ -177,9 +214,10 @@ def _read_common(asked: Asked, given: Mapping[str, Any]) -> None:
     for name, kept in {**flags, "return_progress": "has_progress"}.items():
         setattr(asked, kept, _flag(given, name))
     asked.has_tokens = asked.has_tokens or _flag(given, "return_token_ids")
-    asked.own["continue_final_message"] = (
-        _flag(given, "continue_final_message") if "continue_final_message" in given else None
-    )
+    if "continue_final_message" in given:
+        asked.continues = _flag(given, "continue_final_message")
+    if "add_generation_prompt" in given:
+        asked.opens = _flag(given, "add_generation_prompt")
     said = given.get("stream_options", {})
     if not isinstance(said, Mapping):
         raise bad_request(f"stream_options must be an object, not {shown(said)}", "stream_options")
@@ -228,6 +266,8 @@ def _more_options(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if "structured_outputs" in given:
         option, value = _structure(given["structured_outputs"])
         found[option] = "structured_outputs", value
+    if "samplers" in given:
+        found |= left_out(given["samplers"])
     if int_of(n_probs := given.get("n_probs", 0)) != 0 and "logprobs" not in given:
         found["logprobs"], found["top_logprobs"] = ("n_probs", True), ("n_probs", n_probs)
     return found
@@ -263,6 +303,59 @@ def _alternatives(name: str, choices: Any) -> str:
     return f"({'|'.join(escaped)})"
 
 
+def _read_biases(asked: Asked, options: dict[str, tuple[str, Any]]) -> None:
+    """Read biases: of tokens by their ids, or of the tokens of a text; false bans, and several of a token add up.
+
+    Source: llama.cpp tools/server, `logit_bias`.
+    """
+    name, value = options.get("logit_bias", ("", None))
+    if isinstance(value, Mapping):
+        pairs = [(_id_or_text(key), bias) for key, bias in value.items()]
+    elif isinstance(value, list) and all(isinstance(v, list) and len(v) == 2 for v in value):
+        pairs = [(key, bias) for key, bias in value]
+    else:
+        return
+    found: dict[Any, float] = {}
+    with field_errors(name), reading(name):
+        if len(pairs) > MAX_BIASES:
+            raise ConfigError(f"{name} has {len(pairs)} biases; at most {MAX_BIASES} are allowed")
+        for key, bias in pairs:
+            if not (isinstance(key, str) and key) and int_of(key) is None:
+                raise ConfigError(f"{name} must have token ids or texts, not {shown(key)}")
+            found[key] = found.get(key, 0.0) + _bias(f"{name} of {shown(key)}", bias)
+    asked.biased_texts = [(key, bias) for key, bias in found.items() if isinstance(key, str)]
+    ids = {key: bias for key, bias in found.items() if not isinstance(key, str)}
+    options["logit_bias"] = name, ids
+
+
+def _id_or_text(key: Any) -> Any:
+    """Return the token id that a key of a JSON object is, if it is one."""
+    is_id = isinstance(key, str) and re.fullmatch(r"[+-]?[0-9]{1,20}", key)
+    return int(key) if is_id else key
+
+
+def _bias(name: str, value: Any) -> float:
+    return -math.inf if value is False else float(check_float(name, value, -1e4, 1e4))
+
+
+def check_continued(asked: Asked, prompt: BatchPrompt) -> None:
+    """Refuse a wish about a chat's last message that is not what is done: one of the assistant is continued.
+
+    Source: vLLM's chat completions; transformers, `apply_chat_template`.
+    """
+    if asked.continues and asked.opens:
+        words = "continue_final_message and add_generation_prompt cannot both be true"
+        raise bad_request(f"{words}: leave out add_generation_prompt", "continue_final_message")
+    messages = prompt.messages or ()
+    is_continued = bool(messages) and messages[-1]["role"] == "assistant"
+    what = "is" if is_continued else "is not"
+    why = f"the last message {what} the assistant's, so it {what} continued"
+    if asked.continues is not None and asked.continues is not is_continued:
+        raise refused("continue_final_message", why)
+    if asked.opens is False and not is_continued:
+        raise refused("add_generation_prompt", f"{why}: only then it can be false")
+
+
 # ---- values that others write differently ----
 
 
@@ -295,15 +388,8 @@ def _budget(value: Any) -> Any:
     return None if int_of(value) == -1 else value
 
 
-def _bias(value: Any) -> Any:
-    """Return biases by token; false bans a token, and llama-server's list of pairs is the same."""
-    if isinstance(value, list) and all(isinstance(v, list) and len(v) == 2 for v in value):
-        if not all(int_of(token) is not None for token, _ in value):
-            raise ConfigError(f"logit_bias must have token ids, not {shown(value)}")
-        value = {str(token): bias for token, bias in value}
-    if not isinstance(value, Mapping):
-        return value
-    return {token: -math.inf if bias is False else bias for token, bias in value.items()}
+def _slot(value: Any) -> Any:
+    return None if int_of(value) == -1 else value
 
 
 def _reasoning(value: Any) -> Any:
@@ -322,7 +408,7 @@ _CONVERTED: Mapping[str, Convert] = {
     "seed": _seed,
     "repeat_last_n": _last_n,
     "dry_penalty_last_n": _last_n,
-    "logit_bias": _bias,
+    "slot": _slot,
     "reasoning_format": _reasoning,
     "thinking_budget": _budget,
     "response_format": _format,

@@ -11,6 +11,7 @@ from cbatch.server.answer_events import Reasoning, Text
 from cbatch.server.block_stream import BlockStream
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
+from cbatch.server.request_fields import check_continued
 from cbatch.server.responses_fields import ResponsesFields
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import COMMENT, named_frame
@@ -48,7 +49,9 @@ class ResponsesCall(Call):
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> ResponsesCall:
         """Return the call that a body asks for. Raises a `HttpProblemError`."""
         fields = ResponsesFields(body, is_strict=is_strict)
-        return cls(fields.asked, [fields.prompt], fields.said)
+        asked, prompt = fields.asked, fields.prompt
+        check_continued(asked, prompt)
+        return cls(asked, [prompt], fields.said)
 
     def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
         """Return the whole answer."""

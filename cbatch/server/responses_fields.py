@@ -9,7 +9,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.server.anthropic_fields import joined
 from cbatch.server.dialect_fields import DialectFields, mapping
 from cbatch.server.http_errors import bad_request, refused
-from cbatch.server.request_fields import field_errors
+from cbatch.server.request_fields import MAX_TOKENS, field_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,8 @@ REFUSED: Mapping[str, str] = {
     "n": "a response is one answer",
     "best_of": "a response is one answer",
     "logprobs": "use include and top_logprobs",
+    "reasoning_effort": "use reasoning.effort",
+    **dict.fromkeys(MAX_TOKENS, "use max_output_tokens"),
 }
 LOGPROBS = "message.output_text.logprobs"
 _FUNCTION = dict.fromkeys(("description", "parameters", "strict"))
@@ -129,11 +131,28 @@ class ResponsesFields(DialectFields):
             self.options["tools"] = "tools", found
         choice = self.given.get("tool_choice")
         if isinstance(choice, dict):
-            if choice.get("type") != "function":
-                raise bad_request(f"tool_choice cannot be {shown(choice)}", "tool_choice")
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+            choice = self._nested(choice)
         if choice is not None:
             self.options["tool_choice"] = "tool_choice", choice
+
+    def _nested(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a tool choice in the form of chats; allowed tools that are no functions are ignored by name."""
+        if choice.get("type") == "function":
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        tools = choice.get("tools")
+        if choice.get("type") != "allowed_tools" or not isinstance(tools, list):
+            raise bad_request(f"tool_choice cannot be {shown(choice)}", "tool_choice")
+        found = []
+        for i, tool in enumerate(tools):
+            tool = mapping(f"tool_choice.tools[{i}]", tool, "tool_choice")
+            if tool.get("type") == "function":
+                found.append(self._nested(tool))
+            else:
+                self.ignored.append(f"tool_choice.tools[{i}]")
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.get("mode"), "tools": found},
+        }
 
     def _read_text(self) -> None:
         text = mapping("text", self.given.get("text", {}), "text")
@@ -220,7 +239,7 @@ def _content(place: str, content: Any) -> str:
         raise bad_request(
             f"{place} must be a string or a list of parts, not {shown(content)}", "input"
         )
-    return "".join(_part(f"{place}[{i}]", part, _TEXTS) for i, part in enumerate(content))
+    return "\n".join(_part(f"{place}[{i}]", part, _TEXTS) for i, part in enumerate(content))
 
 
 def _part(place: str, part: Any, kinds: tuple[str, ...]) -> str:

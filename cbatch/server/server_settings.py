@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
+_LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
+"""What `localhost` stands for. Source: llama.cpp tools/server, origin_is_localhost."""
+
 
 class SizeLimit(NamedTuple):
     """How large something of a client may be, and the option that says so."""
@@ -51,7 +55,8 @@ class ServerSettings:
     Args:
         model_name: what answers call the model. Default: the engine's name.
         api_keys: clients must give one of these; without any, everybody is served.
-        cors_origins: web pages from these origins may call, "*" for all. Default: none.
+        cors_origins: web pages from these origins may call, "localhost" for those of this machine at any port, "*" for
+            all. Default: none.
         allowed_hosts: host names that requests may use besides IP addresses and localhost, "*" for all; others are
             refused. With keys, every name is allowed.
         max_queue: most requests, each choice counted, that wait beside those that run; further ones get status 429.
@@ -110,6 +115,17 @@ class ServerSettings:
     def __post_init__(self) -> None:
         """Check every value."""
         check_fields(self)
+
+    @property
+    def cors_pattern(self) -> str | None:
+        """A regular expression of more origins that may call; None for no more."""
+        return _LOCAL_ORIGIN if "localhost" in self.cors_origins else None
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """Return whether web pages of an origin may call."""
+        pattern, origins = self.cors_pattern, self.cors_origins
+        is_local = pattern is not None and re.fullmatch(pattern, origin) is not None
+        return "*" in origins or origin in origins or is_local
 
     @property
     def body_limit(self) -> SizeLimit:

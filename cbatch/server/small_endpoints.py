@@ -11,6 +11,7 @@ import cbatch
 from cbatch.checks import check_flag, shown, token_ids
 from cbatch.errors import CBatchError, PromptError
 from cbatch.options import RunOptions, Sampling
+from cbatch.server.call import text_tokens
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -182,16 +183,14 @@ async def _respond_long(desk: Desk, exchange: Exchange, said: Mapping[str, Any])
 async def _tokens(
     desk: Desk, sizes: Sizes, text: Any, field: str, *, has_special: bool
 ) -> list[Any]:
-    """Return the tokens of a text; the one that begins a prompt only with `has_special`, or where the text has it."""
+    """Return the tokens of a text, as `text_tokens` does. Raises a `HttpProblemError` that names the field."""
     if not isinstance(text, str):
         raise bad_request(f"{field} must be a string, not {shown(text)}", field)
     if not text:
         return []
     with field_errors(field):
-        tokens = await desk.ask(desk.engine.tokenize, text)
-    facts = sizes.facts
-    is_added = tokens[:1] == [facts.bos_id] and not text.startswith(facts.bos_token or "\0")
-    return tokens[1:] if is_added and not has_special else tokens
+        engine, facts = desk.engine, sizes.facts
+        return await desk.ask(text_tokens, engine, facts, text, has_special=has_special)
 
 
 def _with_pieces(engine: Engine, tokens: Sequence[int]) -> list[Any]:

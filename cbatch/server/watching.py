@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 async def metrics(desk: Desk, exchange: Exchange) -> None:
     """Tell all metrics, as Prometheus reads them."""
     await desk.pulse.ask()
-    await exchange.respond(200, desk.exposition.text(), media_type=CONTENT_TYPE)
+    headers = {"process-start-time-unix": str(desk.created)}
+    await exchange.respond(200, desk.exposition.text(), headers, media_type=CONTENT_TYPE)
 
 
 async def slots(desk: Desk, exchange: Exchange) -> None:
@@ -55,7 +56,7 @@ def _as_json(slot: SlotState, n_window: int) -> dict[str, Any]:
         "next_token": [
             {
                 "has_next_token": is_processing,
-                "n_remain": slot.n_left,
+                "n_remain": -1 if slot.id is None else slot.n_left,
                 "n_decoded": slot.n_output,
             }
         ],

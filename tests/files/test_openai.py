@@ -194,12 +194,11 @@ def test_line_with_a_wrong_key_names_it(tmp_path: Path, change: dict[str, Any]) 
 
 
 def test_other_model_than_before_is_refused(tmp_path: Path) -> None:
-    a, b, c = read(
-        path_of(tmp_path, request("a"), request("b", model="n"), request("c", model=None))
-    )
+    requests = [request(id, model=m) for id, m in zip("abcd", ("m", "n", None, ""), strict=True)]
+    a, b, c, d = read(path_of(tmp_path, *requests))
     assert error_of(b).code == "model_mismatch"
     assert "'n' is not that of the lines before: 'm'" in error_of(b).message
-    assert (a.error, c.error) == (None, None)
+    assert (a.error, c.error, d.error) == (None, None, None)
 
 
 def test_requests_of_openais_types_are_read(tmp_path: Path) -> None:

@@ -37,6 +37,13 @@ def test_slot_is_one_of_the_engines() -> None:
         check(RunOptions(slot=2))
 
 
+@pytest.mark.parametrize("n_keep", [0, -1])
+def test_kept_tokens_need_a_window_that_moves_but_where_none_are_named(n_keep: int) -> None:
+    check(RunOptions(n_keep=n_keep))
+    with pytest.raises(ConfigError, match="n_keep=1 has no effect without n_discard"):
+        check(RunOptions(n_keep=1))
+
+
 def test_saving_what_is_scored_needs_pieces_that_a_step_can_score() -> None:
     options = RunOptions(cache_key="k", save_cache=True, prompt_logprobs=0)
     check(options, chunk_alignment=N_TARGETS_MAX)

@@ -214,3 +214,42 @@ def test_applications_of_others_choose_their_names() -> None:
         mine = create_app(engine, allowed_hosts=["models.example.org"])
         headers = {"host": "models.example.org"}
         assert call(mine, f"{LOOPBACK}/v1/models", headers=headers).status_code == 200
+
+
+# ---- pages of this machine ----
+
+LOCAL = {"cors_origins": "localhost"}
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("http://localhost", "http://localhost:3000", "https://localhost:8443"),
+        *("http://127.0.0.1:5173", "http://[::1]:3000"),
+    ],
+)
+def test_localhost_stands_for_pages_of_this_machine_at_any_port(origin: str) -> None:
+    headers = {"origin": origin, "sec-fetch-site": "cross-site"}
+    answer = asked(headers, **LOCAL)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == origin
+    error_of(asked(headers), 403)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("http://localhost.evil.example", "http://evil.example:3000", "null", ""),
+        *(
+            "http://localhost:3000.evil.example",
+            "http://127.0.0.1.evil.example",
+            "file://localhost",
+        ),
+        *("http://evil.example/http://localhost:3000", "http://localhost:3000@evil.example"),
+        "http://app.localhost:3000",
+    ],
+)
+def test_localhost_stands_for_no_other_page(origin: str) -> None:
+    answer = asked({"origin": origin, "sec-fetch-site": "cross-site"}, **LOCAL)
+    assert error_of(answer, 403)["code"] == "origin_not_allowed"
+    assert "access-control-allow-origin" not in answer.headers

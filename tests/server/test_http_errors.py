@@ -139,10 +139,46 @@ def test_body_over_the_limit_is_refused_by_its_header_and_as_it_comes() -> None:
 def test_other_media_types_are_refused() -> None:
     with fake_app() as app:
         body = json.dumps(ASKED).encode()
-        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        for kind in ("text/plain", "multipart/form-data", ""):
             error_of(call(app, CHAT, body, headers={"content-type": kind}), 415)
         kind = "application/json; charset=utf-8"
         assert call(app, CHAT, body, headers={"content-type": kind}).status_code == 200
+
+
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/tokenize"])
+def test_body_that_curl_calls_a_form_is_read_as_json(path: str) -> None:
+    with fake_app() as app:
+        body = json.dumps({**ASKED, "content": "a"}).encode()
+        for agent in ("curl/8.5.0", ""):
+            headers = {**FORM, "user-agent": agent}
+            assert call(app, path, body, headers=headers).status_code == 200
+        error = error_of(call(app, CHAT, b"messages=Hi", headers=FORM), 400)
+        assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_keys": "k"}])
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"user-agent": "Mozilla/5.0 (X11; Linux x86_64; rv:60.0) Firefox/60.0"},
+        {"user-agent": "Opera/9.80 (X11; Linux)"},
+        {"referer": "http://127.0.0.1:8080/"},
+        {"sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none"},
+        {"origin": "http://127.0.0.1:8080"},
+    ],
+)
+def test_form_of_a_browser_is_refused(marks: dict[str, str], settings: dict[str, Any]) -> None:
+    with fake_app(**settings) as app:
+        body = json.dumps(ASKED).encode()
+        url = f"http://127.0.0.1:8080{CHAT}"
+        headers = {**FORM, "x-api-key": "k", **marks}
+        error_of(call(app, url, body, headers=headers), 415)
+        as_json = {**headers, "content-type": "application/json"}
+        assert call(app, url, body, headers=as_json).status_code == 200
 
 
 def test_paths_and_methods_that_are_not_there_have_the_same_body() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any, cast
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -23,6 +24,7 @@ from cbatch.server.answer_events import (
     chunk_events,
     joined_events,
 )
+from cbatch.server.call import fingerprint_of
 from cbatch.server.openai_answers import Head
 from cbatch.server.openai_chat import ChatCall, ChatStream
 from cbatch.server.pulse import Question
@@ -100,6 +102,61 @@ def test_one_application_answers_in_loops_of_both_kinds() -> None:
         ]
         assert [answer.status_code for answer in answers] == [200] * 6
         assert call(app, "/health", backend="trio").status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_times_are_numbers_also_of_one_token_and_stand_beside_the_usage(path: str) -> None:
+    prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
+    asked = {**prompt, "max_tokens": 1, "seed": 1}
+    with fake_app() as app:
+        told = call(app, path, asked).json()["timings"]
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, before, last = events_of(call(app, path, {**asked, **usage}))
+        several = {"prompt": ["a", "b"], "max_tokens": 1, "seed": 1, **usage}
+        assert "timings" not in events_of(call(app, COMPLETIONS, several))[-1]
+    rates = {
+        f"{of}_per_{unit}" for of in ("prompt", "predicted") for unit in ("second", "token_ms")
+    }
+    sizes = {"cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "queue_ms"}
+    assert told.keys() == rates | sizes
+    assert all(isinstance(value, int | float) and value >= 0 for value in told.values())
+    assert told["predicted_per_second"] == told["predicted_per_token_ms"] == 0.0
+    assert last["choices"] == []
+    assert last["timings"] == before["timings"]
+    assert last["timings"].keys() == told.keys()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_fingerprint_is_that_of_the_engine(path: str) -> None:
+    prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
+    asked = {**prompt, "max_tokens": 2, "seed": 1}
+    usage = {"include_usage": True}
+    found = set()
+    for size in (256, 512):  # sizes do not change answers
+        with fake_app(4, size) as app:
+            whole = call(app, path, asked).json()
+            events = events_of(call(app, path, {**asked, "stream": True, "stream_options": usage}))
+            found |= {each["system_fingerprint"] for each in (whole, *events)}
+            assert found == {fingerprint_of(app.state.desk.engine)}
+    with Engine(FakeBackend(4, 256)) as engine:
+        other = {**engine.fingerprint, "model": "other"}
+        with patch.object(Engine, "fingerprint", other), fake_app(engine=engine) as app:
+            assert call(app, path, asked).json()["system_fingerprint"] not in found
+
+
+def test_log_probabilities_have_the_ids_of_their_tokens() -> None:
+    asked = {"max_tokens": 3, "seed": 1, "return_tokens": True}
+    with fake_app() as app:
+        tops = {"messages": USER, "logprobs": True, "top_logprobs": 2}
+        (chat,) = call(app, CHAT, {**asked, **tops}).json()["choices"]
+        (text,) = call(app, COMPLETIONS, {**asked, "prompt": "Hi", "logprobs": 1}).json()["choices"]
+    content = chat["logprobs"]["content"]
+    assert [token["id"] for token in content] == chat["token_ids"]
+    for token in content:
+        tops_of = {top["id"]: top["logprob"] for top in token["top_logprobs"]}
+        assert len(tops_of) == 2
+        assert tops_of.get(token["id"], token["logprob"]) == token["logprob"]
+    assert text["logprobs"]["token_ids"] == text["token_ids"]
 
 
 def test_stream_without_usage_has_none() -> None:

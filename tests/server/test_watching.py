@@ -130,6 +130,14 @@ def test_figures_of_answers_have_the_names_of_three_servers() -> None:
         assert of(found, f"{name}_bucket", le="+Inf") == of(found, f"{name}_count") == 16
 
 
+def test_metrics_tell_since_when_they_count_and_rates_of_no_answer_are_zero() -> None:
+    with fake_app() as app:
+        answer, found = call(app, "/metrics"), scrape(app)
+        assert answer.headers["process-start-time-unix"] == str(app.state.desk.created)
+    for name in ("llamacpp:prompt_tokens_seconds", "llamacpp:predicted_tokens_seconds"):
+        assert of(found, name) == 0
+
+
 def test_log_timings_metrics_and_stats_tell_the_same_times(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -141,11 +149,13 @@ def test_log_timings_metrics_and_stats_tell_the_same_times(
         timings = call(app, CHAT, ASKED).json()["timings"]
         found, stats = scrape(app), engine.stats()
     [line] = [getattr(r, FIELDS) for r in caplog.records if r.getMessage().startswith("request ")]
-    names = {"queue_ms": "queue_ms", "completion_tokens": "predicted_n", "cached_tokens": "cache_n"}
+    names = {"completion_tokens": "predicted_n", "cached_tokens": "cache_n"}
     assert {name: line[name] for name in names} == {n: timings[t] for n, t in names.items()}
     for tps, per_second in (("prompt_tps", "prompt"), ("generation_tps", "predicted")):
         told = timings[f"{per_second}_per_second"]
-        assert line[tps] == (None if told is None else round(told, 2))
+        assert (line[tps] or 0.0) == round(told, 2)
+        assert timings[f"{per_second}_per_token_ms"] * told == pytest.approx(1e3 if told else 0.0)
+    assert line["queue_ms"] == pytest.approx(timings["queue_ms"], abs=0.001)
     assert line["ttft_ms"] == pytest.approx(timings["queue_ms"] + timings["prompt_ms"], abs=0.002)
     in_s = {
         "cbatch:queue_seconds_sum": line["queue_ms"],
@@ -156,6 +166,12 @@ def test_log_timings_metrics_and_stats_tell_the_same_times(
     }
     for name, ms in in_s.items():
         assert of(found, name) == pytest.approx(ms / 1e3, abs=1e-6), name
+    for name, (per_second, n) in {
+        "llamacpp:prompt_tokens_seconds": ("prompt", 7),
+        "llamacpp:predicted_tokens_seconds": ("predicted", 9 - 1),
+    }.items():
+        expected = n * 1e3 / timings[f"{per_second}_ms"]
+        assert of(found, name) == pytest.approx(expected, rel=1e-6), name
     assert stats.n_output_tokens == timings["predicted_n"] == 9
     assert (stats.ttft_s.at(50) or 0.0) == pytest.approx(line["ttft_ms"] / 1e3, rel=0.05)
 
@@ -257,6 +273,7 @@ def test_slots_tell_who_computes_and_no_text() -> None:
     assert running["n_prompt_tokens_processed"] == 7
     (next_token,) = running["next_token"]
     assert next_token["n_decoded"] + next_token["n_remain"] == 9
+    assert free["next_token"][0]["n_remain"] == -1
     assert "user" not in found["/slots"].text
 
 

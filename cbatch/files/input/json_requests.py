@@ -244,7 +244,7 @@ class OpenAIReader(RequestReader):
 
     def _model_of(self, body: dict[str, Any]) -> str:
         model = body.pop("model", None)
-        if model is None:
+        if model is None or model == "":
             return ""
         if not isinstance(model, str):
             raise LineError("invalid_request", f"model must be a string, not {model!r}", "model")
