@@ -140,8 +140,7 @@ def _end(summary: RunSummary, view: View) -> None:
     if summary.resume_hint:
         _tell(view, f"cbatch: {summary.resume_hint}")
     if summary.n_errors:
-        n, n_all = summary.n_errors, summary.n_items
-        _tell(view, f'cbatch: {n} of {n_all} items failed: see "error" in their records')
+        _tell(view, f"cbatch: {summary.failures}")
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 

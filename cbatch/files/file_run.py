@@ -150,7 +150,9 @@ class _Run:
                 view.say(line)
             title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
             with (
-                self.recording.of(engine, title, settings, self.on_result) as on_ended,
+                self.recording.of(
+                    engine, title, settings, self.on_result, lambda: work.tally.n_before
+                ) as on_ended,
                 _shown(view, work, engine),
                 self.stop,
             ):

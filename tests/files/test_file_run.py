@@ -766,6 +766,26 @@ class Notes(SilentView):
         self.lines.append(line)
 
 
+def test_run_without_work_keeps_report_and_trace(engine: Engine, source: Path, out: Path) -> None:
+    report, trace = out.with_name("r.html"), out.with_name("t.json")
+    run_file(source, out, engine=engine, report=report, trace=trace)
+    before = report.read_bytes(), trace.read_bytes()
+    summary = run_file(source, out, engine=engine, report=report, trace=trace)
+    assert (summary.n_done, summary.n_before) == (0, summary.n_items)
+    assert (report.read_bytes(), trace.read_bytes()) == before
+
+
+def test_report_of_a_later_part_tells_how_many_items_ran_before(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    report, trace = out.with_name("r.html"), out.with_name("t.json")
+    run_file(source, out, engine=engine, report=report, trace=trace, limit=5)
+    run_file(source, out, engine=engine, report=report, trace=trace, limit=2)
+    assert "none failed; 5 in earlier runs" in report.read_text()
+    names = {event.get("name") for event in json.loads(trace.read_text())}
+    assert {"run", "deliver"} <= names
+
+
 @pytest.fixture
 def lost(tmp_path: Path) -> Path:
     """A report whose folder is gone when it is to be written."""
