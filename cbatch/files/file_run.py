@@ -79,8 +79,8 @@ def run_file(
         settings: those of `FileOptions` and, where a model is loaded, of `cbatch.load`, by name.
 
     Raises:
-        ConfigError: a wrong setting; the input cannot be read; the output has other settings, belongs to another run
-            or is not of cbatch, see `open_outputs`. After every record is written: the report cannot be written.
+        ConfigError: a wrong setting; a schema, grammar or template that cannot be compiled; the input cannot be read;
+            the output has other settings, belongs to another run or is not of cbatch, see `open_outputs`. After every record is written: the report cannot be written.
         Interrupted: a signal ended the run. It is a KeyboardInterrupt and has the `summary`.
         OutputError: a record cannot be written. Committed records stay.
         EngineError: the model cannot be loaded, or its engine failed.
@@ -106,6 +106,7 @@ def run_file(
                 load_settings,
                 lambda: stream.look_ahead(defaults, n_ahead),
                 asked=asked,
+                options=defaults,
                 threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
                 isolates=True,
             )

@@ -20,8 +20,8 @@ from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
-from cbatch.loading import check_replicas, load
-from cbatch.options import MAX_SEED
+from cbatch.loading import check_replicas, check_structure, load
+from cbatch.options import MAX_SEED, RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -142,6 +142,7 @@ def engine_for(
     look_ahead: Callable[[], LookAhead | None],
     *,
     asked: FileOptions,
+    options: RunOptions,
     threaded: bool = False,
     isolates: bool = False,
 ) -> Iterator[Engine]:
@@ -152,14 +153,16 @@ def engine_for(
         model: to load, see `cbatch.load`.
         settings: of `cbatch.load`, by name.
         look_ahead: returns the first prompts, for the size of windows; called if an engine is loaded.
+        options: of the run, of which a schema, regex or grammar is compiled before anything is loaded.
         asked: says which processes the model is loaded into.
         threaded: whether a loaded engine has a thread of its own; else it computes while a result is awaited.
         isolates: whether a model file is loaded into a worker process where nothing is said.
 
     Raises:
-        ConfigError: an engine is given, and a model or settings too.
+        ConfigError: an engine is given, and a model or settings too; a schema, regex or grammar cannot be compiled.
         EngineError: the model cannot be loaded.
     """
+    check_structure(options)
     if given is None:
         is_file = model is None or isinstance(model, str | os.PathLike)
         n = asked.n_workers(isolates=isolates and is_file)

@@ -165,6 +165,27 @@ def test_failed_item_has_its_error_and_the_others_are_fine(
 
 
 @pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--set", "regex=a(b"), "regex: "),
+        (("--set", "regex=a(b", "--check"), "regex: "),
+        (("--set", "regex=a(b", "--dry-run"), "regex: "),
+        (("--set", 'json_schema={"type": "foo"}'), "json_schema: Invalid type: foo"),
+        (("--set", "grammar=start: ("), "grammar: "),
+        (("--chat-template", "{{ x"), "chat_template does not compile"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_no_item_could_follow_stops_the_run_before_the_model_loads(
+    write_input: WriteInput, out: Path, tmp_path: Path, given: tuple[str, ...], words: str
+) -> None:
+    source = write_input({"prompt": "a"})
+    done = invoke("run", source, "-o", out, "-m", tmp_path / "not-there.gguf", *given)
+    assert (done.exit_code, out.exists()) == (2, False)
+    assert f"cbatch: {words}" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("bad", "words"),
     [
         ("{", "not JSON"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,7 @@ class LlamaGrammars:
 
     def _find_problem(self, grammar: Grammar, source: str) -> str:
         """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
-        # a vocabulary of bytes has no named tokens
-        tried = re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
-        problem = find_problem(self._sandbox, tried)
+        problem = find_problem(self._sandbox, _for_bytes(source))
         if self._sandbox.problem and is_suspicious(grammar):
             return (
                 "it must be tried in a process of its own first, which cannot be done here: "
@@ -103,6 +101,22 @@ class LlamaGrammars:
         """Drop the tokenizer, before the model is closed; nothing may be compiled or followed afterwards."""
         self._tokenizer = None
         self._sandbox.close()
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Try a grammar without a model.
+
+    Raises:
+        GrammarError: no model could follow it.
+    """
+    with closing(grammar_sandbox()) as sandbox:
+        if problem := find_problem(sandbox, _for_bytes(_source(grammar))):
+            raise GrammarError(grammar.kind, readable_problem(problem))
+
+
+def _for_bytes(source: str) -> str:
+    """Return a grammar for a vocabulary of bytes, which has no numbered tokens."""
+    return re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
 
 
 def grammar_sandbox() -> Sandbox:
