@@ -52,7 +52,8 @@ def load(
             `n_threads`, …), devices (`n_gpu_layers`, …), the cache (`cache_dir`, …) and scheduling (`policy`, …).
 
     Raises:
-        ConfigError: a wrong setting, a schema, grammar or template that cannot be compiled, or `exact=True` where it cannot hold; the message says why.
+        ConfigError: a wrong setting, a schema, grammar or template that cannot be compiled, or `exact=True`
+            where it cannot hold; the message says why.
         ModelLoadError: no such file, damaged, or not a model that generates text.
         IncompatibleLlamaError: the installed llama-cpp-python does not fit.
     """

@@ -14,13 +14,7 @@ import cbatch
 from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import (
-    ConfigError,
-    DeadlineError,
-    GrammarError,
-    QueueFullError,
-    RequestCancelledError,
-)
+from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
 from cbatch.files.file_run import run_file
 from cbatch.messages import BatchPrompt
 from tests import structure_runs
@@ -84,11 +78,6 @@ def test_bad_grammar_fails_alone_and_the_next_request_runs(engine: Engine) -> No
     assert "unclosed group" in str(bad.error)
     assert (good.error, free.error) == (None, None)
     assert engine.submit("D", options={"max_tokens": 2}).result().error is None
-
-
-def test_bad_grammar_of_all_requests_is_refused_before_the_model_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="regex: (.|\n)*unclosed group"):
-        cbatch.load("not-there.gguf", options={"regex": "a(b"})
 
 
 def test_schema_that_ends_its_compiler_fails_its_line_of_a_file_alone(

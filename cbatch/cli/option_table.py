@@ -1,6 +1,7 @@
 """The options of the commands, each declared once: its name, type and help, and the setting that its value becomes."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
@@ -12,7 +13,7 @@ from typing import Any
 import typer
 
 from cbatch.checks import check_flag, check_float, check_int, check_path, check_seconds
-from cbatch.cli.sets import set_options
+from cbatch.cli.sets import read_text, set_options
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
@@ -118,6 +119,17 @@ def shares_of(text: str | None) -> list[float] | None:
         raise ConfigError(
             f"tensor_split must be numbers separated by commas, such as 3,1, not {text!r}"
         ) from None
+
+
+def template_of(text: str | None) -> str | None:
+    """Return a chat template: a name or Jinja as it is, `@FILE` or the path of a file as what the file holds."""
+    place = "--chat-template"
+    if text is None or text.startswith("@"):
+        return text and read_text(place, text[1:])
+    if "{{" in text or "{%" in text:
+        return text
+    is_path = os.path.isfile(os.path.expanduser(text)) or "/" in text or Path(text).suffix
+    return read_text(place, text) if is_path else text
 
 
 def _or_none(value: Any) -> Any:
@@ -258,7 +270,13 @@ OPTIONS = (
         "Folder of cells that requests keep under a cache_key.",
         "the user's, or CBATCH_CACHE_DIR",
     ),
-    _model("chat_template", '"chatml" or Jinja.', "the model's own"),
+    _model(
+        "chat_template",
+        '"chatml", Jinja, or a file of it.',
+        "the model's own",
+        metavar="NAME|JINJA|FILE",
+        read=template_of,
+    ),
     _answer("max_tokens", "Most tokens of an answer.", "what the slot holds", type=int),
     _answer("temperature", "0 is greedy.", "the model's, else 0.8"),
     _answer("top_k", "0 keeps all.", "the model's, else 40"),

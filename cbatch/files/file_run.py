@@ -80,7 +80,8 @@ def run_file(
 
     Raises:
         ConfigError: a wrong setting; a schema, grammar or template that cannot be compiled; the input cannot be read;
-            the output has other settings, belongs to another run or is not of cbatch, see `open_outputs`. After every record is written: the report cannot be written.
+            the output has other settings, belongs to another run or is not of cbatch, see `open_outputs`. After
+            every record is written: the report cannot be written.
         Interrupted: a signal ended the run. It is a KeyboardInterrupt and has the `summary`.
         OutputError: a record cannot be written. Committed records stay.
         EngineError: the model cannot be loaded, or its engine failed.

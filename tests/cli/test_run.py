@@ -13,7 +13,7 @@ import pytest
 
 import cbatch
 from cbatch.bench.synthetic import SHAPES
-from cbatch.errors import PromptTooLongError
+from cbatch.errors import ConfigError, PromptTooLongError
 from tests.cli.conftest import Done, forbid_opening, invoke, parse, start
 
 if TYPE_CHECKING:
@@ -164,6 +164,13 @@ def test_failed_item_has_its_error_and_the_others_are_fine(
     assert [lines[id]["finish_reason"] for id in ("fine", "also fine")] == ["length", "length"]
 
 
+@pytest.mark.real
+def test_load_refuses_a_bad_grammar_of_all_requests_before_the_model() -> None:
+    with pytest.raises(ConfigError, match="regex: "):
+        cbatch.load("not-there.gguf", options={"regex": "a(b"})
+
+
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("given", "words"),
     [
