@@ -78,11 +78,13 @@ def test_ask_answers_what_the_library_answers(test_model: Path, engine: cbatch.E
 
 
 def test_every_answer_of_several_is_shown(test_model: Path, engine: cbatch.Engine) -> None:
-    result = engine.submit([user("Hi")], options={"n": 3, "temperature": 9}).result()
+    loose = {"temperature": 5, "min_p": 0, "top_p": 1}
+    result = engine.submit([user("Hi")], options={"n": 3, **loose}).result()
     texts = [line_of(choice.text) for choice in result.choices]
     expected = "".join(f"[{i}]\n{text}" for i, text in enumerate(texts, 1))
     assert len(set(texts)) == 3
-    assert ask(test_model, "Hi", "--set", "n=3", "--temperature", 9) == Done(0, expected, "")
+    more = [word for name, value in loose.items() for word in ("--set", f"{name}={value}")]
+    assert ask(test_model, "Hi", "--set", "n=3", *more) == Done(0, expected, "")
 
 
 def test_log_probabilities_and_warnings_go_to_stderr(

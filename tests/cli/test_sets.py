@@ -283,7 +283,8 @@ def test_chat_template_is_a_name_jinja_or_a_file(
     for given in ("mine.jinja", "@mine.jinja", str(tmp_path / "mine.jinja")):
         assert template_of(given) == "{{ messages }}"
     assert template_of("mine") == "{% for m in messages %}{% endfor %}"
-    for given in (None, "chatml", "{{ messages }}", "{% if a %}a/b.c{% endif %}", "x" * 9000):
+    assert template_of(None) is None
+    for given in ("chatml", "{{ messages }}", "{% if a %}a/b.c{% endif %}", "x" * 9000):
         assert template_of(given) == given
     for missing in ("other.jinja", "@other", "folder/other", "@"):
         with pytest.raises(ConfigError, match="--chat-template: .*: cannot be read"):
