@@ -191,7 +191,7 @@ class Work:
         key, rival = item_key(item), rival_key(item)
         claim = context.ledger.claim(key, digest, item.number, rival, place=item.place)
         if claim == "duplicate":
-            self._refuse(duplicate(item))
+            self._refuse(duplicate(item, context.ledger.first))
         elif claim in ("done", "failed"):
             tally.n_before += 1
             tally.n_failed_before += claim == "failed"

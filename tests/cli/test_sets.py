@@ -78,6 +78,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "json_schema": (json.dumps(SCHEMA), json.dumps(SCHEMA, separators=(",", ":"))),
     "response_format": ('{"type": "json_object"}', '{"type":"json_object"}'),
     "regex": ("@[a-z]+=1", "@[a-z]+=1"),
+    "choice": ('["a", "b, c"]', ("a", "b, c")),
     "grammar": ("start: /a=b/", "start: /a=b/"),
 }
 
@@ -287,7 +288,7 @@ def test_chat_template_is_a_name_jinja_or_a_file(
     for given in ("chatml", "{{ messages }}", "{% if a %}a/b.c{% endif %}", "x" * 9000):
         assert template_of(given) == given
     for missing in ("other.jinja", "@other", "folder/other", "@"):
-        with pytest.raises(ConfigError, match="--chat-template: .*: cannot be read"):
+        with pytest.raises(ConfigError, match=r"--chat-template: .*: cannot be read"):
             template_of(missing)
 
 

@@ -529,6 +529,26 @@ def test_stream_gives_duplicates_with_their_error(engine: Engine, tmp_path: Path
     assert [item.prompt for item in wrong.values()] == [None, None]
 
 
+def test_duplicates_name_their_line_and_the_first_of_their_id(
+    engine: Engine, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": "other", "prompt": "b"}, *[{"id": "a", "prompt": "a"}] * 7]
+    source.write_text("\n\n".join(map(json.dumps, lines)))
+    for n_failed in (6, 0):
+        summary = run_file(source, out, engine=engine)
+        assert (summary.n_errors, summary.n_failed) == (6, n_failed)
+        if n_failed:
+            assert summary.errors == {"duplicate_custom_id": 6}
+            assert "line 5: the id 'a' stands twice, first in request 2: " in summary.failures
+    errors = [
+        r["error"]["message"] for r in map(json.loads, out.read_text().splitlines()) if r["error"]
+    ]
+    assert [f"line {5 + 2 * i}: " in message for i, message in enumerate(errors)] == [True] * 6
+    with pytest.raises(ConfigError, match="line 5: .*first in request 2"):
+        run_file(source, tmp_path / "b.jsonl", engine=engine, strict=True)
+
+
 def test_report_counts_duplicates_among_the_errors(engine: Engine, tmp_path: Path) -> None:
     told: list[str | None] = []
     report = tmp_path / "report.html"
