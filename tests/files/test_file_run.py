@@ -545,7 +545,7 @@ def test_duplicates_name_their_line_and_the_first_of_their_id(
         r["error"]["message"] for r in map(json.loads, out.read_text().splitlines()) if r["error"]
     ]
     assert [f"line {5 + 2 * i}: " in message for i, message in enumerate(errors)] == [True] * 6
-    with pytest.raises(ConfigError, match="line 5: .*first in request 2"):
+    with pytest.raises(ConfigError, match=r"line 5: .*first in request 2"):
         run_file(source, tmp_path / "b.jsonl", engine=engine, strict=True)
 
 
