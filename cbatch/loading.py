@@ -11,6 +11,7 @@ from cbatch.checks import check_flag, check_int, readable, reading
 from cbatch.engine import Engine, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.options import RunOptions
 from cbatch.runtime.waking import is_in_event_loop
 
 MAX_REPLICAS = 64
@@ -19,9 +20,9 @@ MAX_REPLICAS = 64
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.engine import Opener
+    from cbatch.engine import IsStopped, Opener
     from cbatch.messages import LookAhead
-    from cbatch.options import RunOptions
+    from cbatch.runtime.interface import Runtime
 
 
 def load(
@@ -51,7 +52,8 @@ def load(
             `n_threads`, …), devices (`n_gpu_layers`, …), the cache (`cache_dir`, …) and scheduling (`policy`, …).
 
     Raises:
-        ConfigError: a wrong setting, or `exact=True` where it cannot hold; the message says why.
+        ConfigError: a wrong setting, a schema, grammar or template that cannot be compiled, or `exact=True`
+            where it cannot hold; the message says why.
         ModelLoadError: no such file, damaged, or not a model that generates text.
         IncompatibleLlamaError: the installed llama-cpp-python does not fit.
     """
@@ -64,7 +66,9 @@ def load(
         from cbatch.worker.start import open_workers
 
         opener = partial(open_workers, model, engine_options, look_ahead, n=n_replicas)
-    engine = Engine(options=options, opener=opener, model_name=model_name(model))
+    defaults = RunOptions.of(options)
+    opener = partial(_open_checked, defaults, opener)
+    engine = Engine(options=defaults, opener=opener, model_name=model_name(model))
     if not is_in_event_loop():
         try:
             engine.open()
@@ -72,6 +76,24 @@ def load(
             engine.close()
             raise
     return engine
+
+
+def _open_checked(options: RunOptions, opener: Opener, is_stopped: IsStopped) -> Runtime:
+    """Open after a check of the defaults of all requests."""
+    check_structure(options)
+    return opener(is_stopped)
+
+
+def check_structure(options: RunOptions) -> None:
+    """Compile the schema, regex or grammar of all requests, without a model.
+
+    Raises:
+        ConfigError: it cannot be compiled.
+    """
+    if options.structure is not None:
+        from cbatch.backend.load import early_checks  # llama_cpp is slow to import
+
+        early_checks.check_structure(options.structure)
 
 
 def check_replicas(name: str, value: object) -> int | Literal["auto"]:

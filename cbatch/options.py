@@ -32,7 +32,7 @@ from cbatch.checks import (
     token_ids,
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.plain import flag_of, int_of, number_of, text_of
+from cbatch.plain import flag_of, int_of, list_of, number_of, text_of
 from cbatch.tools import (
     Tool,
     ToolChoice,
@@ -47,6 +47,14 @@ from cbatch.tools import (
 )
 
 MAX_SEED = 2**64 - 1
+
+MAX_TEXTS = 1000
+"""Most texts of `choice`: our choice."""
+
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~\n\r\t-]")
+"""Characters that mean something in a regular expression, or cannot be in its line."""
+
+_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 MAX_LAST_N = 2**20
 """Most tokens that penalties and DRY look back over. Source: native/include/cbatch.h, CBATCH_LAST_N_MAX."""
@@ -129,7 +137,7 @@ class DryBreakers:
     strings: tuple[str, ...]
 
 
-_STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
+_STRUCTURE = ("json_schema", "response_format", "regex", "choice", "grammar")
 """Options for what an answer must match; a request has one of them at most."""
 
 
@@ -218,6 +226,25 @@ def _bias(name: str, value: object) -> float:
     if number_of(value) == -math.inf:
         return -math.inf
     return float(check_float(name, value, -1e4, 1e4))
+
+
+def check_texts(name: str, value: object) -> tuple[str, ...]:
+    """Return the different texts of which an answer is to be one."""
+    found = None if text_of(value) is not None else list_of(value)
+    texts = tuple(text for item in found or () if (text := text_of(item)))
+    if found is None or not 0 < len(texts) == len(found) <= MAX_TEXTS:
+        raise ConfigError(
+            f"{name} must be a list of 1 … {MAX_TEXTS} texts that are not empty, not {shown(value)}"
+        )
+    if len(set(texts)) < len(texts):
+        raise ConfigError(f"{name} has a text twice: {shown(value)}")
+    check_text(name, "".join(texts), MAX_GRAMMAR_LENGTH)
+    return texts
+
+
+def _literal(text: str) -> str:
+    """Return a regular expression that matches this text alone."""
+    return _META.sub(lambda found: _ESCAPES.get(found[0], f"\\{found[0]}"), text)
 
 
 def check_runs_through(options: RunOptions) -> RunOptions:
@@ -317,6 +344,8 @@ class RunOptions:
         response_format: OpenAI's form of it: `{"type": "json_schema", "json_schema": {"schema": …}}`, the type
             "json_object" for any JSON object, or "text" for no constraint. Kept as JSON text.
         regex: a regular expression that the whole answer matches, in the syntax of Rust's regex crate.
+        choice: texts of which the answer is one, such as the labels of a class, at most 1,000; give `max_tokens` room
+            for the longest.
         grammar: a grammar that the answer matches, in llguidance's Lark, or in llama.cpp's GBNF, recognised by `::=`.
 
     Raises:
@@ -381,6 +410,7 @@ class RunOptions:
     json_schema: str | Mapping[str, Any] | None = checked(json_object)
     response_format: str | Mapping[str, Any] | None = checked(json_object)
     regex: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
+    choice: Sequence[str] | None = checked(check_texts)
     grammar: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
     _copied: InitVar[_Copied | None] = None
     """In a copy by `dataclasses.replace`: the original's checked values, to find what the copy changes."""
@@ -533,6 +563,8 @@ class RunOptions:
         """What the answer must match, by whichever option."""
         if self.regex is not None:
             return Grammar("regex", self.regex)
+        if self.choice is not None:
+            return Grammar("regex", "|".join(map(_literal, self.choice)))
         if self.grammar is not None:
             is_gbnf = re.search(r"^\s*[\w-]+\s*::=", self.grammar, re.MULTILINE)
             return Grammar("gbnf" if is_gbnf else "lark", self.grammar)

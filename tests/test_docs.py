@@ -121,6 +121,17 @@ def test_commands_run_one_after_another(page: Path, workplace: Path) -> None:
         assert result.exit_code == 0, (args, result.output)
 
 
+def test_commands_of_all_pages_write_files_of_their_own() -> None:
+    written = [
+        (args[i + 1], page.name)
+        for page in PAGES
+        for args in commands(page)
+        for i, word in enumerate(args)
+        if args[0] == "run" and word in ("-o", "--report", "--trace")
+    ]
+    assert len(dict(written)) == len(written) >= 7, written
+
+
 def test_commands_of_the_readme_answer_as_it_says(workplace: Path) -> None:
     demo, ask, run = commands(ROOT / "README.md")
     shown = CliRunner().invoke(app, demo).stdout

@@ -79,6 +79,7 @@ RAW: dict[str, tuple[dict[str, Any], Any]] = {
     "json_schema": (GREEDY, SCHEMA),
     "response_format": (GREEDY, {"type": "json_object"}),
     "regex": (GREEDY, "[0-9]+"),
+    "choice": (GREEDY, ["one", "two"]),
     "grammar": (GREEDY, 'start: "x"'),
 }
 CHAT: dict[str, tuple[dict[str, Any], Any]] = {

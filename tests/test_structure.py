@@ -80,6 +80,18 @@ def test_bad_grammar_fails_alone_and_the_next_request_runs(engine: Engine) -> No
     assert engine.submit("D", options={"max_tokens": 2}).result().error is None
 
 
+def test_answer_is_one_of_the_choices(engine: Engine) -> None:
+    texts = ["yes", "yes, but", 'a/b "c"', "(x|y)*", "two\nlines", "größer", "-", "[^a]", "\\d"]
+    options = [{"choice": [text], "max_tokens": 80} for text in texts]
+    prompts = [BatchPrompt(prompt="A", options=o) for o in options]
+    results = engine.run(prompts).results()
+    assert [r.text for r in results] == texts
+    assert {r.finish_reason for r in results} == {"stop"}
+    for seed in range(6):
+        asked = {"choice": texts, "max_tokens": 80, "temperature": 9, "min_p": 0, "seed": seed}
+        assert engine.submit("A", options=asked).result().text in texts
+
+
 def test_schema_that_ends_its_compiler_fails_its_line_of_a_file_alone(
     engine: Engine, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """`cbatch ask`: one answer, streamed, or a conversation."""
 
+import json
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
@@ -17,11 +18,24 @@ from cbatch.cli.option_table import Given, name_of, option, takes
 from cbatch.cli.terminal import printable, say
 from cbatch.files.places import stdin
 
+_MAX_SLOTS = 16  # for several answers at once: as many as other commands have
+
 
 @takes(
     *("model", "ctx_per_seq", "cache_type_k", "cache_type_v", "flash_attn", "memory_mib"),
     *("threads", "gpu_layers", "adapter", "chat_template"),
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "set"),
+    *(
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "ignore_eos",
+        "choice",
+        "set",
+    ),
 )
 def ask(
     ctx: typer.Context,
@@ -39,12 +53,15 @@ def ask(
 ) -> None:
     """Answer one question as a chat; the answer goes to stdout as it comes.
 
-    Without a question it is read from stdin. Ctrl-C ends the command; with -i
+    Without a question it is read from stdin. Of several answers (--set n=3) the
+    first is streamed, the others follow. Warnings and log-probabilities (--set
+    logprobs=3) go to stderr. Ctrl-C ends the command; with -i
     it ends the answer only, and the partial answer stays in the conversation.
 
     Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
     """
-    options, settings = given.run_options(), {"parallel": 1, **given.engine_settings()}
+    options = given.run_options()
+    settings = {"parallel": min(options.n_choices, _MAX_SLOTS), **given.engine_settings()}
     if system is not None:
         check_whole("system", system)
     question = "" if interactive and prompt is None else _first_question(prompt)
@@ -66,30 +83,38 @@ class Conversation:
 
     def __init__(self, engine: cbatch.Engine, system: str | None = None) -> None:
         self._engine = engine
-        self.has_filled_slot = False
-        """Whether the last answer ended because the slot is full."""
+        self.n_answers = engine.options.n or 1
+        self.result: cbatch.BatchResult | None = None
+        """Of the last question; None where it failed or was left."""
+        self.others: list[str] = []
+        """The texts of its other answers."""
         self.messages: list[Mapping[str, str]] = []
         if system is not None:
             self._add("system", system)
 
     def answer(self, question: str) -> Generator[str, None, None]:
-        """Yield the answer as it comes, thinking included, which does not stay in the conversation.
+        """Yield the first answer as it comes, thinking included, which does not stay in the conversation.
 
-        A partial answer stays; a question without one does not.
+        A partial answer stays; a question without one does not. `result` and `others` have the rest at the end.
 
         Raises:
             RequestError: the question cannot be answered.
         """
         parts: list[str] = []
+        others = [""] * (self.n_answers - 1)
+        self.result, self.others = None, others
         self._add("user", question)
         try:
             response = self._engine.submit(self.messages)
             with closing(iter(response)) as chunks:
                 for chunk in chunks:
+                    if chunk.index:
+                        others[chunk.index - 1] += chunk.text
+                        continue
                     parts.append(chunk.content)
                     if chunk.text:
                         yield chunk.text
-            self.has_filled_slot = response.result().finish_reason == "window"
+            self.result = response.result()
         finally:
             self._keep("".join(parts))
 
@@ -133,13 +158,34 @@ def _show(conversation: Conversation, question: str) -> int:
     except cbatch.RequestError as error:
         say(f"cbatch: {_advice(error)}")
         return 1
-    if conversation.has_filled_slot:
-        say("cbatch: the answer ends here because the slot is full: raise --ctx-per-seq")
+    if conversation.result is not None:
+        _tell(conversation.result)
     return 0
+
+
+def _tell(result: cbatch.BatchResult) -> None:
+    """Print the log-probabilities and warnings of an answer on stderr."""
+    for number, choice in enumerate(result.choices or (result,), 1):
+        if choice.logprobs is not None:
+            name = f"answer {number}, " if result.choices else ""
+            say(f"{name}log-probability {sum(t.logprob for t in choice.logprobs):.4f}")
+        for token in choice.logprobs or ():
+            rest = "  ".join(f"{_quoted(t)} {t.logprob:.4f}" for t in token.top)
+            say(f"{token.logprob:9.4f}  {_quoted(token)}{'   of ' if rest else ''}{rest}")
+    for warning in dict.fromkeys(w for r in (result, *result.choices) for w in r.warnings):
+        say(f"cbatch: warning: {warning}")
+    if any(choice.finish_reason == "window" for choice in result.choices or (result,)):
+        say("cbatch: the answer ends here because the slot is full: raise --ctx-per-seq")
+
+
+def _quoted(token: cbatch.TokenLogprob) -> str:
+    return json.dumps(token.text, ensure_ascii=False)
 
 
 def _stream(conversation: Conversation, question: str) -> None:
     end = ""
+    if conversation.n_answers > 1:
+        write("[1]\n")
     try:
         with closing(conversation.answer(question)) as parts:
             for text in parts:
@@ -147,6 +193,8 @@ def _stream(conversation: Conversation, question: str) -> None:
                 write(text)
     finally:
         write(end)
+    for number, text in enumerate(conversation.others, 2):
+        write(f"[{number}]\n{text}{'' if text.endswith(chr(10)) else chr(10)}")
 
 
 def _advice(error: cbatch.RequestError) -> str:

@@ -1,6 +1,7 @@
 """The options of the commands, each declared once: its name, type and help, and the setting that its value becomes."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, wraps
@@ -12,7 +13,7 @@ from typing import Any
 import typer
 
 from cbatch.checks import check_flag, check_float, check_int, check_path, check_seconds
-from cbatch.cli.sets import set_options
+from cbatch.cli.sets import read_text, set_options
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
@@ -120,6 +121,24 @@ def shares_of(text: str | None) -> list[float] | None:
         ) from None
 
 
+def template_of(text: str | None) -> str | None:
+    """Return a chat template: a name or Jinja as it is, `@FILE` or the path of a file as what the file holds."""
+    place = "--chat-template"
+    if text is None or text.startswith("@"):
+        return text and read_text(place, text[1:])
+    if "{{" in text or "{%" in text:
+        return text
+    is_path = os.path.isfile(os.path.expanduser(text)) or "/" in text or Path(text).suffix
+    return read_text(place, text) if is_path else text
+
+
+def parts_of(text: str | None) -> list[str] | None:
+    """Return the parts of `a,b,c`; none of an empty text."""
+    if text is None:
+        return None
+    return [part.strip() for part in text.split(",")] if text.strip() else []
+
+
 def _or_none(value: Any) -> Any:
     """Return None for an absent flag and for an empty list: they say nothing."""
     return value or None
@@ -168,9 +187,26 @@ OPTIONS = (
     _file("errors", "A file of their own for items that fail.", "in the output"),
     _file("format", "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow."),
     _file("output_format", "Of the output.", "as its name says, else as the input"),
+    _file(
+        "output_column", "The name of the answer's column, in tables.", "response", metavar="NAME"
+    ),
+    _file(
+        "keep_columns",
+        "Columns of the input that a table of answers has, such as id,review.",
+        "all",
+        metavar="NAMES",
+        read=parts_of,
+        type=str,
+    ),
     _file("template", "The prompt of a row: 'Classify: {review}'.", "none"),
     _file("system", "A system message for each row, a template too.", "none"),
-    _file("raw", "Rows are text to complete, not chats.", setting="is_raw"),
+    _file(
+        "raw",
+        "Rows, and a prompt in JSON lines, are text to complete, or chats.",
+        "rows are chats, a prompt is text",
+        names=("--raw/--chat",),
+        setting="is_raw",
+    ),
     _file("limit", "Most items to run.", "all"),
     _file("shuffle", "Run the items in random order."),
     _file("strict", "Check the whole input first, stop at a bad item."),
@@ -258,7 +294,13 @@ OPTIONS = (
         "Folder of cells that requests keep under a cache_key.",
         "the user's, or CBATCH_CACHE_DIR",
     ),
-    _model("chat_template", '"chatml" or Jinja.', "the model's own"),
+    _model(
+        "chat_template",
+        '"chatml", Jinja, or a file of it.',
+        "the model's own",
+        metavar="NAME|JINJA|FILE",
+        read=template_of,
+    ),
     _answer("max_tokens", "Most tokens of an answer.", "what the slot holds", type=int),
     _answer("temperature", "0 is greedy.", "the model's, else 0.8"),
     _answer("top_k", "0 keeps all.", "the model's, else 40"),
@@ -267,6 +309,14 @@ OPTIONS = (
     _answer("seed", "For answers that repeat.", "drawn"),
     _answer("stop", "Text that ends an answer; may be given again.", read=_or_none, type=list[str]),
     _answer("ignore_eos", "Go on where the model would end.", read=_or_none),
+    _answer(
+        "choice",
+        "The answer is one of these texts, such as good,bad.",
+        "any text",
+        metavar="TEXTS",
+        read=parts_of,
+        type=str,
+    ),
     _answer("slot", "The slot to run in, 0 and up: each waits until it is free.", "any"),
     _answer("timeout_s", "Seconds for each request, from now on.", "as long as it takes"),
     _answer(

@@ -48,9 +48,9 @@ def run(
 
     OpenAI batch lines, or cbatch's: {"id": "a", "messages": [{"role": "user",
     "content": "Hi"}], "options": {"max_tokens": 9}}; instead of messages, prompt
-    (text) or tokens (ids); id and options may be left out. Rows of CSV, TSV,
-    Parquet or JSON, and lines of text, by a template. An item's options come
-    before those given here.
+    (text to complete, with --chat a question) or tokens (ids); id and options may
+    be left out. Rows of CSV, TSV, Parquet or JSON, and lines of text, by a
+    template. An item's options come before those given here.
 
     Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it
     was. Ctrl-C once finishes what runs, twice stops now.
@@ -140,8 +140,7 @@ def _end(summary: RunSummary, view: View) -> None:
     if summary.resume_hint:
         _tell(view, f"cbatch: {summary.resume_hint}")
     if summary.n_errors:
-        n, n_all = summary.n_errors, summary.n_items
-        _tell(view, f'cbatch: {n} of {n_all} items failed: see "error" in their records')
+        _tell(view, f"cbatch: {summary.failures}")
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 

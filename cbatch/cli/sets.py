@@ -59,7 +59,7 @@ def _check_name(name: str, taken: Collection[str], found: Collection[str]) -> No
 def _value_of(name: str, text: str) -> Any:
     kinds = _kinds()[name]
     if text.startswith("@") and name in FROM_FILE:
-        text = _read(name, text[1:])
+        text = read_text(f"--set {name}", text[1:])
     for kind, read in ((bool, _flag), (int, _whole), (float, _number), (list, _json)):
         wanted = kinds & {list, dict} if kind is list else kinds & {kind}
         if wanted and (value := read(text, kinds)) is not None:
@@ -95,13 +95,15 @@ def _json(text: str, kinds: Collection[type]) -> Any:
     return value if type(value) in kinds and isinstance(value, list | dict) else None
 
 
-def _read(name: str, path: str) -> str:
+def read_text(place: str, path: str) -> str:
+    """Return the text of a file; a ConfigError calls the option by its `place`."""
     try:
-        return Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")
-    except OSError as error:
-        raise ConfigError(f"--set {name}: {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--set {name}: {path}: not UTF-8: {error.reason}") from error
+        return Path(path).expanduser().read_text(encoding="utf-8").removeprefix("\ufeff")
+    except (OSError, ValueError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, UnicodeDecodeError):
+            raise ConfigError(f"{place}: {path}: not UTF-8: {error.reason}") from error
+        raise ConfigError(f"{place}: {path}: cannot be read: {why}") from error
 
 
 @cache

@@ -16,7 +16,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
 from cbatch.files.outcome import Interrupted, Stopper
-from cbatch.files.output.encoders import Encoder
+from cbatch.files.output.encoders import Encoder, RowEncoder
 from cbatch.files.output.identity import Digests, Origin
 from cbatch.files.output.opening import OUTPUT_FORMAT
 from cbatch.files.output.run_paths import check_places, check_replaceable, written_by
@@ -46,7 +46,17 @@ if TYPE_CHECKING:
     from cbatch.files.work import Ended, Ledger, OnEnded
     from cbatch.progress import View
 
-_OF_OUTPUT = ("output_format", "errors", "retry_errors", "adopt", "force", "report", "trace")
+_OF_OUTPUT = (
+    "output_format",
+    "output_column",
+    "keep_columns",
+    "errors",
+    "retry_errors",
+    "adopt",
+    "force",
+    "report",
+    "trace",
+)
 """Options that have no effect without an output."""
 
 
@@ -79,8 +89,9 @@ def run_file(
         settings: those of `FileOptions` and, where a model is loaded, of `cbatch.load`, by name.
 
     Raises:
-        ConfigError: a wrong setting; the input cannot be read; the output has other settings, belongs to another run
-            or is not of cbatch, see `open_outputs`. After every record is written: the report cannot be written.
+        ConfigError: a wrong setting; a schema, grammar or template that cannot be compiled; the input cannot be read;
+            the output has other settings, belongs to another run or is not of cbatch, see `open_outputs`. After
+            every record is written: the report cannot be written.
         Interrupted: a signal ended the run. It is a KeyboardInterrupt and has the `summary`.
         OutputError: a record cannot be written. Committed records stay.
         EngineError: the model cannot be loaded, or its engine failed.
@@ -96,7 +107,10 @@ def run_file(
     with Recording(asked, view.say) as recording:
         run = _Run(asked, defaults, view, recording, stop or Stopper(), on_result)
         with ExitStack() as stack:
-            stream, target = _opened(stack, source, place, asked)
+            if engine is not None:
+                check_engine(engine)
+            wants = defaults if engine is None else defaults.over(engine.options)
+            stream, target = _opened(stack, source, place, asked, has_logprob=bool(wants.logprobs))
             if engine is None:
                 view.say(f"loading {model or 'the model that ships inside'}")
             n_ahead = asked.window or N_LOOKED_AHEAD
@@ -106,6 +120,7 @@ def run_file(
                 load_settings,
                 lambda: stream.look_ahead(defaults, n_ahead),
                 asked=asked,
+                options=defaults,
                 threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
                 isolates=True,
             )
@@ -146,11 +161,13 @@ class _Run:
                 ledger, target.encoder, digests, options, model_name(model), prefix
             )
             work = Work(stream, context, engine, asked, self.stop)
-            for line in (*ledger.notes, *_resumed(ledger)):
+            for line in (*_notes(engine, stream, asked), *ledger.notes, *_resumed(ledger)):
                 view.say(line)
             title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
             with (
-                self.recording.of(engine, title, settings, self.on_result) as on_ended,
+                self.recording.of(
+                    engine, title, settings, self.on_result, lambda: work.tally.n_before
+                ) as on_ended,
                 _shown(view, work, engine),
                 self.stop,
             ):
@@ -227,14 +244,14 @@ class FileStream:
 
 
 def _opened(
-    stack: ExitStack, source: Paths, output: Path, asked: FileOptions
+    stack: ExitStack, source: Paths, output: Path, asked: FileOptions, *, has_logprob: bool
 ) -> tuple[ItemStream, Target]:
     """Return the input, which `stack` closes, and the output, after checks of both."""
     own = {os.path.realpath(path) for path in written_by(output, asked)}
     stream = stack.enter_context(closing(ItemStream(source, asked, own)))
     check_places(output, asked, stream.source.paths)
     check_replaceable(asked)
-    return stream, Target(output, stream.source, asked)
+    return stream, Target(output, stream.source, asked, has_logprob=has_logprob)
 
 
 def _prefix() -> str:
@@ -296,12 +313,40 @@ def _settings_of(
     """Return the settings that must be the same for a later run to continue this one, for people."""
     values = ((f.name, getattr(options, f.name)) for f in fields(RunOptions))
     said = [f"{name}={value!r}" for name, value in values if value is not None]
+    columns = {}
+    if isinstance(target.encoder, RowEncoder):
+        layout = target.encoder.layout
+        columns["answer columns"] = ", ".join(layout.types)
+        columns["kept columns"] = "all" if layout.keeps_all else ", ".join(layout.own) or "none"
     return {
         "input format": stream.source.format,
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
-        "rows": "text to complete" if asked.is_raw else "chats",
+        "rows": _rows(stream, asked),
+        **columns,
         **engine.fingerprint,
         "options": ", ".join(said) or "none",
     }
+
+
+def _rows(stream: ItemStream, asked: FileOptions) -> str:
+    """Return what rows are, or the `prompt` of requests."""
+    if stream.source.columns is None:
+        return "prompts as chats" if asked.is_raw is False else "chats"
+    return "text to complete" if asked.is_raw else "chats"
+
+
+def _notes(engine: Engine, stream: ItemStream, asked: FileOptions) -> list[str]:
+    """Say where prompts may be meant as chats: a model that was made for these answers text in another way."""
+    is_open = asked.is_raw is None and stream.source.format == "cbatch" and stream.is_at_hand
+    if not is_open or not engine.model_facts.chat_template:
+        return []
+    if not any(
+        item.prompt is not None and item.prompt.prompt is not None for item in stream.peek()
+    ):
+        return []
+    return [
+        'a "prompt" in these lines is text to complete, without the chat template of the model: --chat asks it as a '
+        "chat, --raw leaves it so without this note"
+    ]

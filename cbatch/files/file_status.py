@@ -124,7 +124,7 @@ def _left(manifest: Manifest, place: Path, inputs: Sequence[str | Path]) -> dict
         ):
             for item in source:
                 key = record_key(item_key(item))
-                if not seen.add(item_key(item), rival_key(item)):
+                if seen.add(item_key(item), item.number, rival_key(item)) is not None:
                     key = duplicate_key(key, item.number)
                 n_items += 1
                 n_left += manifest.execute(_HAS, key).fetchone() is None

@@ -6,12 +6,13 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cbatch.checks import check_flag, check_string
+from cbatch.checks import check_flag, check_string, strings_of
 from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_unique, item_of_row
-from cbatch.files.output.encoders import ANSWERS, added_names, answer, no_answer
+from cbatch.files.output.encoders import Layout
 from cbatch.files.settings import check_engine
+from cbatch.options import RunOptions
 from cbatch.response import BatchError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 _N_ROWS = 1024  # rows of an Arrow table to have as Python values at once: our choice
 
 
-def run_table(
+def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the table
     table: T,
     *,
     engine: Engine,
@@ -36,12 +36,15 @@ def run_table(
     system: str | None = None,
     is_raw: bool = False,
     options: RunOptions | Mapping[str, Any] | None = None,
+    output_column: str | None = None,
+    keep_columns: Sequence[str] | None = None,
     progress: bool = False,
 ) -> T:
     """Run a prompt for each row of a table; return the table with the columns of the answers, rows in their order.
 
-    The columns: response, finish_reason, error, prompt_tokens, completion_tokens; with a number where the table has
-    a column of that name. A row that fails, or gives no prompt, has an `error`. So has a row that did not run because
+    The columns: response, finish_reason, error, prompt_tokens, completion_tokens, logprob where the options ask for
+    log-probabilities (the sum of those of the answer's tokens), warnings; with a number where the table has a column of
+    that name. A row that fails, or gives no prompt, has an `error`. So has a row that did not run because
     the engine was closed, or `cancel_all` called, before its turn.
 
     Args:
@@ -51,10 +54,12 @@ def run_table(
         system: the text of a system message, with fields too.
         is_raw: rows are text to complete as it is, instead of chats.
         options: for every row.
+        output_column: the name of the column with the answer's text; None: "response".
+        keep_columns: columns of the table that the result has, in this order; None: all.
         progress: whether to show progress on stderr.
 
     Raises:
-        ConfigError: no table, no row, two columns of one name, or a template that does not fit.
+        ConfigError: no table, no row, two columns of one name, or a template or columns that do not fit.
     """
     check_engine(engine)
     asking = Asking(
@@ -65,6 +70,12 @@ def run_table(
     frame = _frame(table)
     check_unique(frame.columns, "table")
     prompt_of = RowPrompts(asking, frame.columns, "table")
+    layout = Layout(
+        frame.columns,
+        keep=None if keep_columns is None else strings_of("keep_columns", keep_columns),
+        output_column=check_string("output_column", output_column),
+        has_logprob=bool(RunOptions.of(options).over(engine.options).logprobs),
+    )
     errors: list[str | None] = []  # of the rows that were read; None for a row with a prompt
 
     def prompts() -> Iterator[BatchPrompt]:
@@ -75,9 +86,9 @@ def run_table(
                 yield item.prompt
 
     results, end = _results(engine.run(prompts(), options=options, progress=progress))
-    answers = _answers(tuple(errors), results, len(frame), no_answer(f"not asked: {end}"))
-    columns = [[row[i] for row in answers] for i in range(len(ANSWERS))]
-    return frame.with_columns(dict(zip(added_names(frame.columns), columns, strict=True)))  # type: ignore[no-any-return]
+    answers = _answers(tuple(errors), results, len(frame), layout, f"not asked: {end}")
+    columns = [[row[i] for row in answers] for i in range(len(layout.added))]
+    return frame.with_columns(layout, columns)  # type: ignore[no-any-return]
 
 
 def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException | None]:
@@ -94,16 +105,17 @@ def _answers(
     errors: Sequence[str | None],
     results: Sequence[BatchResult],
     n_rows: int,
-    not_asked: tuple[object, ...],
+    layout: Layout,
+    not_asked: str,
 ) -> list[tuple[object, ...]]:
     """Return the added values of all rows; the last rows may not have been read, or may not have run."""
-    left = iter(results)
+    left, missing = iter(results), layout.no_answer(not_asked)
     answers = []
     for error in errors:
         result = next(left, None) if error is None else None
-        answered = not_asked if result is None else answer(result)
-        answers.append(answered if error is None else no_answer(error))
-    return answers + [not_asked] * (n_rows - len(answers))
+        answered = missing if result is None else layout.answer(result)
+        answers.append(answered if error is None else layout.no_answer(error))
+    return answers + [missing] * (n_rows - len(answers))
 
 
 def _frame(table: Any) -> _PandasFrame | _ArrowFrame:
@@ -135,14 +147,14 @@ class _PandasFrame:
             return None
         return None if isinstance(value, float) and math.isnan(value) else value
 
-    def with_columns(self, columns: Mapping[str, list[object]]) -> Any:
-        dtypes = {str: "string", int: "Int64"}
-        added = zip(columns.items(), ANSWERS.values(), strict=True)
-        return self._table.assign(
-            **{
-                name: self._pandas.array(values, dtype=dtypes[type])
-                for (name, values), type in added
-            }
+    def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
+        dtypes = {str: "string", int: "Int64", float: "Float64"}
+        added = zip(layout.added, columns, layout.types.values(), strict=True)
+        table = self._table
+        if not layout.keeps_all:  # names of columns may be no text
+            table = table[[table.columns[self.columns.index(name)] for name in layout.own]]
+        return table.assign(
+            **{name: self._pandas.array(each, dtype=dtypes[type]) for name, each, type in added}
         )
 
 
@@ -158,8 +170,16 @@ class _ArrowFrame:
         for batch in self._table.to_batches(max_chunksize=_N_ROWS):
             yield from batch.to_pylist()
 
-    def with_columns(self, columns: Mapping[str, list[object]]) -> Any:
-        table, types = self._table, {str: self._pyarrow.string(), int: self._pyarrow.int64()}
-        for (name, values), type in zip(columns.items(), ANSWERS.values(), strict=True):
-            table = table.append_column(name, self._pyarrow.array(values, types[type]))
+    def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
+        pyarrow = self._pyarrow
+        types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+        table = self._table if layout.keeps_all else self._table.select(list(layout.own))
+        if not layout.own:  # a table without columns has no rows
+            arrays = [
+                pyarrow.array(values, types[type])
+                for values, type in zip(columns, layout.types.values(), strict=True)
+            ]
+            return pyarrow.table(dict(zip(layout.added, arrays, strict=True)))
+        for name, values, type in zip(layout.added, columns, layout.types.values(), strict=True):
+            table = table.append_column(name, pyarrow.array(values, types[type]))
         return table

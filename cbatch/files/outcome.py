@@ -6,15 +6,18 @@ import os
 import signal
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cbatch.files.units import cut
 from cbatch.progress import ENDINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from cbatch.progress import Ending
+
+_N_MESSAGE = 300  # characters of the first error in a message: our choice
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -31,6 +34,8 @@ class RunSummary:
         n_before: items that had a record before.
         n_failed_before: of these, errors.
         n_left: items that were read and have no record.
+        errors: the errors of this run by kind: the code of an item that could not run, else the error's type.
+        first_error: the place and the message of the first of them; empty where there is none.
         prompt_tokens: of the items that ended.
         output_tokens: of the items that ended.
         cached_tokens: prompt tokens that came from cache.
@@ -48,6 +53,8 @@ class RunSummary:
     output_tokens: int = 0
     cached_tokens: int = 0
     elapsed_s: float = 0.0
+    errors: Mapping[str, int] = field(default_factory=dict)
+    first_error: str = ""
 
     @property
     def is_complete(self) -> bool:
@@ -58,6 +65,20 @@ class RunSummary:
     def n_errors(self) -> int:
         """Items of the input whose record is an error, of this run or an earlier one."""
         return self.n_failed + self.n_failed_before
+
+    @property
+    def failures(self) -> str:
+        """How many items failed, of which kinds, and the first error; empty where none failed."""
+        if not self.n_errors:
+            return ""
+        kinds = sorted(self.errors.items(), key=lambda pair: -pair[1])
+        said = [f"{n:,} {kind}" for kind, n in kinds]
+        if self.n_failed_before:
+            said.append(f"{self.n_failed_before:,} in earlier runs")
+        lines = [f"{self.n_errors:,} of {self.n_items:,} items failed: {', '.join(said)}"]
+        if self.first_error:
+            lines.append(f"the first: {cut(' '.join(self.first_error.split()), _N_MESSAGE)}")
+        return "; ".join(lines)
 
     @property
     def resume_hint(self) -> str:

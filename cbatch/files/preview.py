@@ -115,7 +115,12 @@ def check_file(
         reading = stack.enter_context(closing(ItemStream(source, asked)))
         runner = stack.enter_context(
             engine_for(
-                engine, model, load_settings, lambda: reading.look_ahead(defaults), asked=asked
+                engine,
+                model,
+                load_settings,
+                lambda: reading.look_ahead(defaults),
+                asked=asked,
+                options=defaults,
             )
         )
         settled = run_options_of(runner, defaults)
@@ -230,6 +235,7 @@ def estimate_file(
                 load_settings,
                 lambda: ahead_of(prompts, defaults, is_all=is_all),
                 asked=asked,
+                options=defaults,
             )
         )
         if not prompts:

@@ -123,7 +123,7 @@ def check_requests(
                 break
             n_items += 1
             error = None if isinstance(item.extra, Reply) else item.error
-            if not seen.add(item_key(item), rival_key(item)):
+            if seen.add(item_key(item), item.number, rival_key(item)) is not None:
                 error = error or _TWICE
             if error is not None and len(problems) < n_problems:
                 problems.append(LineProblem(_line_number(item), _for_clients(error)))

@@ -13,18 +13,20 @@ from cbatch.checks import (
     check_int,
     check_seconds,
     check_string,
+    check_text,
     checked,
     shown,
+    strings_of,
 )
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
-from cbatch.loading import check_replicas, load
-from cbatch.options import MAX_SEED
+from cbatch.loading import check_replicas, check_structure, load
+from cbatch.options import MAX_SEED, RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from cbatch.messages import LookAhead
@@ -43,9 +45,12 @@ class FileOptions:
     Args:
         format: of the input; "auto" tells it by the names of the files and their first lines.
         output_format: of the output; None for that of the input.
+        output_column: the name of the column with the answer's text, in tables; None: "response".
+        keep_columns: columns of the input that a table of answers has, in this order; None: all.
         template: the prompt of each row, with `{column}` for the row's value.
         system: a system message for each row, a template as well.
-        is_raw: rows are text to complete as it is, instead of chats.
+        is_raw: True: rows, and the `prompt` of cbatch's requests, are text to complete as it is; False: each is a chat
+            of one message. None: rows are chats, and a request's `prompt` is text, as in Python.
         errors: a file of their own for records of errors.
         limit: most items to run; items that are done do not count.
         shuffle: read the input in random order. It is copied to a temporary file first; 8 bytes of memory an item.
@@ -68,9 +73,11 @@ class FileOptions:
 
     format: str = checked(check_string, default="auto")
     output_format: str | None = checked(check_string)
+    output_column: str | None = checked(check_text, 1000)
+    keep_columns: Sequence[str] | None = checked(strings_of)
     template: str | None = checked(check_string)
     system: str | None = checked(check_string)
-    is_raw: bool = checked(check_flag, default=False)
+    is_raw: bool | None = checked(check_flag)
     errors: Path | None = checked(file_of)
     limit: int | None = checked(check_int, 1, 2**63 - 1)
     shuffle: bool = checked(check_flag, default=False)
@@ -142,6 +149,7 @@ def engine_for(
     look_ahead: Callable[[], LookAhead | None],
     *,
     asked: FileOptions,
+    options: RunOptions,
     threaded: bool = False,
     isolates: bool = False,
 ) -> Iterator[Engine]:
@@ -152,14 +160,16 @@ def engine_for(
         model: to load, see `cbatch.load`.
         settings: of `cbatch.load`, by name.
         look_ahead: returns the first prompts, for the size of windows; called if an engine is loaded.
+        options: of the run, of which a schema, regex or grammar is compiled before anything is loaded.
         asked: says which processes the model is loaded into.
         threaded: whether a loaded engine has a thread of its own; else it computes while a result is awaited.
         isolates: whether a model file is loaded into a worker process where nothing is said.
 
     Raises:
-        ConfigError: an engine is given, and a model or settings too.
+        ConfigError: an engine is given, and a model or settings too; a schema, regex or grammar cannot be compiled.
         EngineError: the model cannot be loaded.
     """
+    check_structure(options)
     if given is None:
         is_file = model is None or isinstance(model, str | os.PathLike)
         n = asked.n_workers(isolates=isolates and is_file)

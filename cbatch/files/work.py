@@ -107,9 +107,17 @@ class Tally:
     n_failed: int = 0
     n_before: int = 0
     n_failed_before: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    first_error: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+
+    def fail(self, kind: str, message: str) -> None:
+        """Count an error of this run."""
+        self.n_failed += 1
+        self.errors[kind] = self.errors.get(kind, 0) + 1
+        self.first_error = self.first_error or message
 
 
 class Work:
@@ -183,7 +191,7 @@ class Work:
         key, rival = item_key(item), rival_key(item)
         claim = context.ledger.claim(key, digest, item.number, rival, place=item.place)
         if claim == "duplicate":
-            self._refuse(duplicate(item))
+            self._refuse(duplicate(item, context.ledger.first))
         elif claim in ("done", "failed"):
             tally.n_before += 1
             tally.n_failed_before += claim == "failed"
@@ -197,6 +205,7 @@ class Work:
 
     def _refuse(self, item: Item) -> None:
         assert item.error is not None  # an item without a prompt has an error
+        self.tally.fail(item.error.code, f"{item.place}: {item.error.message}")
         self._add(item, self._context.encoder.error(item, item.error), is_error=True)
         self._refused.append((item, None))
 
@@ -287,6 +296,8 @@ class Work:
             self.tally.cached_tokens += result.usage.cached_tokens
             if result.error is not None:
                 result = replace(result, error=in_own_words(result.error, result.id))
+                place = entry.item.place
+                self.tally.fail(type(result.error).__name__, f"{place}: {result.error}")
             context, is_error = self._context, result.error is not None
             record = context.encoder.result(
                 entry.item, result, digest=entry.digest, created=self._created, model=context.model
@@ -316,7 +327,6 @@ class Work:
         self._context.ledger.add(item.number, record, is_error=is_error)
         self._n_added += 1
         self.tally.n_done += 1
-        self.tally.n_failed += is_error
 
     def commit(self) -> None:
         """Write the records that were added."""

@@ -79,6 +79,7 @@ RENAMED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_grammar": "grammar",
+    "guided_choice": "choice",
     "id_slot": "slot",
     "n_cmpl": "n",
     **dict.fromkeys(
@@ -87,7 +88,7 @@ RENAMED = {
 }
 """Names of others, and the option that each is."""
 
-_STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "regex"}
+_STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 """Keys of vLLM's `structured_outputs`, and the option of each."""
 
 MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
@@ -261,8 +262,6 @@ def _more_options(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
             "reasoning_effort",
             _effort(given["reasoning_effort"], kwargs),
         )
-    if "guided_choice" in given:
-        found["regex"] = "guided_choice", _alternatives("guided_choice", given["guided_choice"])
     if "structured_outputs" in given:
         option, value = _structure(given["structured_outputs"])
         found[option] = "structured_outputs", value
@@ -292,15 +291,7 @@ def _structure(said: Any) -> tuple[str, Any]:
     if len(given) != 1 or not given.keys() <= _STRUCTURES.keys():
         raise bad_request(f"{name} must have one of {', '.join(_STRUCTURES)}, json_object", name)
     ((key, value),) = given.items()
-    return _STRUCTURES[key], _alternatives(name, value) if key == "choice" else value
-
-
-def _alternatives(name: str, choices: Any) -> str:
-    """Return a regular expression of these texts."""
-    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) for c in choices):
-        raise bad_request(f"{name} must be a list of texts, not {shown(choices)}", name)
-    escaped = (re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", choice) for choice in choices)
-    return f"({'|'.join(escaped)})"
+    return _STRUCTURES[key], value
 
 
 def _read_biases(asked: Asked, options: dict[str, tuple[str, Any]]) -> None:

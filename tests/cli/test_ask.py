@@ -77,6 +77,31 @@ def test_ask_answers_what_the_library_answers(test_model: Path, engine: cbatch.E
     assert ask(test_model, "-", stdin="Hi\n") == Done(0, expected, "")
 
 
+def test_every_answer_of_several_is_shown(test_model: Path, engine: cbatch.Engine) -> None:
+    loose = {"temperature": 5, "min_p": 0, "top_p": 1}
+    result = engine.submit([user("Hi")], options={"n": 3, **loose}).result()
+    texts = [line_of(choice.text) for choice in result.choices]
+    expected = "".join(f"[{i}]\n{text}" for i, text in enumerate(texts, 1))
+    assert len(set(texts)) == 3
+    more = [word for name, value in loose.items() for word in ("--set", f"{name}={value}")]
+    assert ask(test_model, "Hi", "--set", "n=3", *more) == Done(0, expected, "")
+
+
+def test_log_probabilities_and_warnings_go_to_stderr(
+    test_model: Path, engine: cbatch.Engine
+) -> None:
+    result = engine.submit([user("Hi")], options={"logprobs": 2}).result()
+    assert result.logprobs is not None
+    more = ("--set", "logprobs=2", "--set", "cache_key=none-of-this-name")
+    done = ask(test_model, "Hi", *more)
+    assert (done.exit_code, done.stdout) == (0, line_of(result.text))
+    total, *tokens, warning = done.stderr.splitlines()
+    assert total == f"log-probability {sum(t.logprob for t in result.logprobs):.4f}"
+    assert len(tokens) == len(result.logprobs) == 8
+    assert tokens[0].split()[0] == f"{result.logprobs[0].logprob:.4f}"
+    assert warning == "cbatch: warning: cache_key: no cells are saved under this key"
+
+
 def test_system_text_comes_first(test_model: Path, asked: list[Any]) -> None:
     assert ask(test_model, "Hi", "--system", "Be brief.").exit_code == 0
     assert asked == [[{"role": "system", "content": "Be brief."}, user("Hi")]]

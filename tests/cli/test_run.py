@@ -13,7 +13,7 @@ import pytest
 
 import cbatch
 from cbatch.bench.synthetic import SHAPES
-from cbatch.errors import PromptTooLongError
+from cbatch.errors import ConfigError, PromptTooLongError
 from tests.cli.conftest import Done, forbid_opening, invoke, parse, start
 
 if TYPE_CHECKING:
@@ -153,12 +153,43 @@ def test_failed_item_has_its_error_and_the_others_are_fine(
     )
     result = run(source, out, test_model, "--ctx-per-seq", 256)
     assert result.exit_code == 1
-    assert "1 of 3 items failed" in result.stderr
+    assert "1 of 3 items failed: 1 PromptTooLongError; the first: " in result.stderr
+    assert f"{source}, line 2: the prompt has 300 tokens" in result.stderr
+    again = run(source, out, test_model, "--ctx-per-seq", 256)
+    assert "1 of 3 items failed: 1 in earlier runs\n" in again.stderr
     lines = {line["id"]: line for line in parse(out.read_bytes())}
     assert lines["long"]["error"]["type"] == PromptTooLongError.__name__
     assert "300 tokens" in lines["long"]["error"]["message"]
     assert lines["long"]["finish_reason"] == "error"
     assert [lines[id]["finish_reason"] for id in ("fine", "also fine")] == ["length", "length"]
+
+
+@pytest.mark.real
+def test_load_refuses_a_bad_grammar_of_all_requests_before_the_model() -> None:
+    with pytest.raises(ConfigError, match="regex: "):
+        cbatch.load("not-there.gguf", options={"regex": "a(b"})
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--set", "regex=a(b"), "regex: "),
+        (("--set", "regex=a(b", "--check"), "regex: "),
+        (("--set", "regex=a(b", "--dry-run"), "regex: "),
+        (("--set", 'json_schema={"type": "foo"}'), "json_schema: Invalid type: foo"),
+        (("--set", "grammar=start: ("), "grammar: "),
+        (("--chat-template", "{{ x"), "chat_template does not compile"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_no_item_could_follow_stops_the_run_before_the_model_loads(
+    write_input: WriteInput, out: Path, tmp_path: Path, given: tuple[str, ...], words: str
+) -> None:
+    source = write_input({"prompt": "a"})
+    done = invoke("run", source, "-o", out, "-m", tmp_path / "not-there.gguf", *given)
+    assert (done.exit_code, out.exists()) == (2, False)
+    assert f"cbatch: {words}" in done.stderr
 
 
 @pytest.mark.parametrize(

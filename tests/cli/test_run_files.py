@@ -7,6 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import pyarrow.parquet
 import pytest
 
 from tests.cli.conftest import Done, invoke, parse, start
@@ -57,6 +58,52 @@ def test_raw_rows_are_completed_as_they_stand(tmp_path: Path, test_model: Path) 
     assert counts[1] < counts[0]  # without the chat template
     done = run(source, test_model, "-o", out)
     assert (done.exit_code, "rows was text to complete, is chats" in done.stderr) == (2, True)
+
+
+def test_prompt_of_a_request_is_text_or_a_chat_as_asked(tmp_path: Path, test_model: Path) -> None:
+    source, table = tmp_path / "in.jsonl", tmp_path / "in.csv"
+    source.write_text(
+        '{"prompt": "Say red."}\n{"messages": [{"role": "user", "content": "Say red."}]}'
+    )
+    table.write_text("prompt\nSay red.\n")
+    n_tokens = {}
+    for more in ("", "--raw", "--chat"):
+        done = run(source, test_model, "-o", tmp_path / f"out{more}.jsonl", *filter(None, (more,)))
+        assert done.exit_code == 0
+        assert ("is text to complete" in done.stderr) == (not more)
+        lines = sorted(parse((tmp_path / f"out{more}.jsonl").read_bytes()), key=lambda r: r["id"])
+        n_tokens[more] = [line["usage"]["prompt_tokens"] for line in lines]
+    assert n_tokens[""] == n_tokens["--raw"]
+    assert n_tokens["--chat"] == [n_tokens["--raw"][1]] * 2
+    assert n_tokens["--raw"][0] < n_tokens["--chat"][0]
+    for more, text in (("--raw", n_tokens["--raw"][0]), ("--chat", n_tokens["--chat"][0])):
+        out = tmp_path / f"rows{more}.jsonl"
+        assert run(table, test_model, "-o", out, more).exit_code == 0
+        assert [line["prompt_tokens"] for line in parse(out.read_bytes())] == [text]
+    done = run(source, test_model, "-o", tmp_path / "out.jsonl", "--chat")
+    assert (done.exit_code, "rows was chats, is prompts as chats" in done.stderr) == (2, True)
+
+
+def test_labels_are_written_with_their_probability(tmp_path: Path, test_model: Path) -> None:
+    source, out = tmp_path / "in.csv", tmp_path / "out.parquet"
+    source.write_text("id,review\n1,Splendid\n2,Broken\n")
+    asked = (
+        "--template",
+        "Good or bad? {review}",
+        "--choice",
+        "good, bad",
+        "--set",
+        "logprobs=true",
+    )
+    more = ("--output-column", "label", "--keep-columns", "id")
+    done = invoke("run", source, "-o", out, "-m", test_model, "--parallel", 2, *asked, *more)
+    assert done.exit_code == 0, done.stderr
+    rows = pyarrow.parquet.read_table(out).to_pylist()
+    assert [list(row)[:2] for row in rows] == [["id", "label"]] * 2
+    assert all(row["label"] in ("good", "bad") and row["logprob"] < 0 for row in rows)
+    done = invoke("run", source, "-o", out, "-m", test_model, *asked)
+    assert done.exit_code == 2
+    assert "kept columns was id, is all" in done.stderr
 
 
 def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.cli.option_table import Given, shares_of
+from cbatch.cli.option_table import Given, shares_of, template_of
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
@@ -78,6 +78,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "json_schema": (json.dumps(SCHEMA), json.dumps(SCHEMA, separators=(",", ":"))),
     "response_format": ('{"type": "json_object"}', '{"type":"json_object"}'),
     "regex": ("@[a-z]+=1", "@[a-z]+=1"),
+    "choice": ('["a", "b, c"]', ("a", "b, c")),
     "grammar": ("start: /a=b/", "start: /a=b/"),
 }
 
@@ -272,3 +273,28 @@ def test_flags_that_contradict_are_refused(args: tuple[object, ...], words: str)
 
 def test_shares_are_numbers() -> None:
     assert (shares_of(None), shares_of("3,1.5")) == (None, [3.0, 1.5])
+
+
+def test_chat_template_is_a_name_jinja_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jinja").write_text("\ufeff{{ messages }}", encoding="utf-8")
+    (tmp_path / "mine").write_text("{% for m in messages %}{% endfor %}")
+    for given in ("mine.jinja", "@mine.jinja", str(tmp_path / "mine.jinja")):
+        assert template_of(given) == "{{ messages }}"
+    assert template_of("mine") == "{% for m in messages %}{% endfor %}"
+    assert template_of(None) is None
+    for given in ("chatml", "{{ messages }}", "{% if a %}a/b.c{% endif %}", "x" * 9000):
+        assert template_of(given) == given
+    for missing in ("other.jinja", "@other", "folder/other", "@"):
+        with pytest.raises(ConfigError, match=r"--chat-template: .*: cannot be read"):
+            template_of(missing)
+
+
+def test_chat_template_of_a_file_reaches_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ messages }}")
+    for text in (str(path), f"@{path}"):
+        given = Given({"chat_template": text})
+        assert given.engine_settings() == {"chat_template": "{{ messages }}"}

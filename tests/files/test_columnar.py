@@ -14,6 +14,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.input.source import open_source
 from cbatch.files.output.columnar_answers import ColumnarEncoder
+from cbatch.files.output.encoders import Layout
 from cbatch.files.output.target import encoder
 from tests.files.runs import make_engine
 from tests.files.samples import ANSWER, error_of, read, records, write
@@ -114,6 +115,7 @@ def test_output_has_the_input_and_the_answers_in_order(tmp_path: Path, name: str
         "error",
         "prompt_tokens",
         "completion_tokens",
+        "warnings",
     ]
     assert out["response"].to_pylist() == ["Hi!"] * 3
     assert out["prompt_tokens"].type == pa.int64()
@@ -156,7 +158,7 @@ def test_text_becomes_columns_of_text(tmp_path: Path) -> None:
 def test_row_with_a_flaw_in_a_text_becomes_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", '{"text": "a"}\n{"text": "b\\ud800"}')
     with open_source(path) as source:
-        encode = ColumnarEncoder("parquet", source)
+        encode = ColumnarEncoder("parquet", source, Layout(source.columns))
         wrong = [encode.error(item, item.error) for item in source if item.error]
     (tmp_path / "records").write_bytes(b"".join(wrong))
     encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
@@ -172,8 +174,8 @@ def test_requests_become_rows_by_id(tmp_path: Path) -> None:
 def test_requests_with_one_number_are_all_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", '{"id": "a", "prompt": "x"}')
     with open_source(path) as source:
-        encode = ColumnarEncoder("parquet", source)
-    values = '"Hi!", "stop", null, 1, 2]\n'
+        encode = ColumnarEncoder("parquet", source, Layout(source.columns))
+    values = '"Hi!", "stop", null, 1, 2, null]\n'
     write(tmp_path / "records", f'1\t["a", {values}1\t["b", {values}2\t["c", {values}')
     encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
     assert load(tmp_path / "out.parquet")["id"].to_pylist() == ["a", "b", "c"]
@@ -203,7 +205,7 @@ def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = save(tmp_path / "in.parquet")
     (tmp_path / "records").write_bytes(b'1\t["too", "few"]\n')
     with open_source(path, template="{review}") as source:
-        encode = ColumnarEncoder("parquet", source)
+        encode = ColumnarEncoder("parquet", source, Layout(source.columns))
     with pytest.raises(ConfigError, match="row 1 is not the one"):
         encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "records"]

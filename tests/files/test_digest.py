@@ -89,7 +89,7 @@ CHANGES: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "object"}}}],
     "tool_choice": "none", "chat_template_kwargs": {"x": 1}, "reasoning_format": "none",
     "thinking_budget": 7, "skip_special_tokens": False, "json_schema": {"type": "object"},
-    "response_format": {"type": "json_object"}, "regex": "x", "grammar": "start: 'x'",
+    "response_format": {"type": "json_object"}, "regex": "x", "choice": ["x"], "grammar": "start: 'x'",
 }  # fmt: skip
 
 

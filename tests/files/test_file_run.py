@@ -529,6 +529,26 @@ def test_stream_gives_duplicates_with_their_error(engine: Engine, tmp_path: Path
     assert [item.prompt for item in wrong.values()] == [None, None]
 
 
+def test_duplicates_name_their_line_and_the_first_of_their_id(
+    engine: Engine, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": "other", "prompt": "b"}, *[{"id": "a", "prompt": "a"}] * 7]
+    source.write_text("\n\n".join(map(json.dumps, lines)))
+    for n_failed in (6, 0):
+        summary = run_file(source, out, engine=engine)
+        assert (summary.n_errors, summary.n_failed) == (6, n_failed)
+        if n_failed:
+            assert summary.errors == {"duplicate_custom_id": 6}
+            assert "line 5: the id 'a' stands twice, first in request 2: " in summary.failures
+    errors = [
+        r["error"]["message"] for r in map(json.loads, out.read_text().splitlines()) if r["error"]
+    ]
+    assert [f"line {5 + 2 * i}: " in message for i, message in enumerate(errors)] == [True] * 6
+    with pytest.raises(ConfigError, match=r"line 5: .*first in request 2"):
+        run_file(source, tmp_path / "b.jsonl", engine=engine, strict=True)
+
+
 def test_report_counts_duplicates_among_the_errors(engine: Engine, tmp_path: Path) -> None:
     told: list[str | None] = []
     report = tmp_path / "report.html"
@@ -764,6 +784,26 @@ class Notes(SilentView):
 
     def say(self, line: str) -> None:
         self.lines.append(line)
+
+
+def test_run_without_work_keeps_report_and_trace(engine: Engine, source: Path, out: Path) -> None:
+    report, trace = out.with_name("r.html"), out.with_name("t.json")
+    run_file(source, out, engine=engine, report=report, trace=trace)
+    before = report.read_bytes(), trace.read_bytes()
+    summary = run_file(source, out, engine=engine, report=report, trace=trace)
+    assert (summary.n_done, summary.n_before) == (0, summary.n_items)
+    assert (report.read_bytes(), trace.read_bytes()) == before
+
+
+def test_report_of_a_later_part_tells_how_many_items_ran_before(
+    engine: Engine, source: Path, out: Path
+) -> None:
+    report, trace = out.with_name("r.html"), out.with_name("t.json")
+    run_file(source, out, engine=engine, report=report, trace=trace, limit=5)
+    run_file(source, out, engine=engine, report=report, trace=trace, limit=2)
+    assert "none failed; 5 in earlier runs" in report.read_text()
+    names = {event.get("name") for event in json.loads(trace.read_text())}
+    assert {"run", "deliver"} <= names
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cbatch.runtime.step_record import StepRecord
 
-ADDED = ["response", "finish_reason", "error", "prompt_tokens", "completion_tokens"]
+ADDED = ["response", "finish_reason", "error", "prompt_tokens", "completion_tokens", "warnings"]
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +127,19 @@ def test_rows_never_reached_have_an_error_and_the_others_their_answers(
     assert "not asked: " in found["error"].iloc[-1]
     assert list(found["prompt"]) == [f"row {i}" for i in range(100)]
     assert len(set(reasons[: reasons.index("error")]) - {"length", "cancelled"}) == 0
+
+
+@pytest.mark.parametrize("make", [pd.DataFrame, pa.table])
+def test_table_has_the_columns_that_are_asked_for(
+    engine: cbatch.Engine, make: Callable[[Any], Any]
+) -> None:
+    table = make({"word": ["red", "blue"], "n": [1, 2]})
+    said: dict[str, Any] = {"template": "Say {word}.", "options": {"logprobs": True}}
+    out = run_table(table, engine=engine, output_column="said", keep_columns=["n"], **said)
+    names = list(out.columns) if make is pd.DataFrame else out.column_names
+    assert names == ["n", "said", *ADDED[1:-1], "logprob", "warnings"]
+    assert all(-5 < float(value) <= 0 for value in list(out["logprob"]))
+    only = run_table(table, engine=engine, keep_columns=[], **said)
+    assert [str(text) for text in only["response"]] == ["red", "blue"]
+    with pytest.raises(ConfigError, match="keep_columns has 'm'"):
+        run_table(table, engine=engine, keep_columns=["m"], **said)

@@ -182,9 +182,9 @@ def test_output_is_in_the_format_of_the_input(tmp_path: Path) -> None:
 
 def test_id_that_stands_twice_has_openais_code(tmp_path: Path) -> None:
     [item] = read(write(tmp_path / "a.jsonl", '{"id": "a", "prompt": "x"}'))
-    error = error_of(duplicate(item))
+    error = error_of(duplicate(item, 1))
     assert error.code == "duplicate_custom_id"
-    assert "'a' stands twice" in error.message
+    assert "'a' stands twice, first in request 1" in error.message
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.txt"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError, RequestFailedError
-from cbatch.response import ToolCall
+from cbatch.files.input.source import open_source
+from cbatch.files.output.encoders import CsvEncoder, Layout, ObjectEncoder
+from cbatch.response import TokenLogprob, ToolCall, Usage
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.files.input.item import Item
+    from cbatch.files.output.encoders import RowEncoder
+    from cbatch.response import BatchResult
+
 
 REVIEWS = 'id,review\r\n1,"good,\r\n""really"""\r\n\r\n2,bad\r\n'
 
@@ -223,6 +229,7 @@ def test_csv_keeps_the_columns_and_adds_the_answer(tmp_path: Path) -> None:
         "error": "",
         "prompt_tokens": "3",
         "completion_tokens": "2",
+        "warnings": "",
     }
     assert second["review"] == "bad"
 
@@ -293,3 +300,64 @@ def test_any_table_comes_back_with_its_columns(tmp_path: Path, rows: list[tuple[
     path = write(tmp_path / "in.csv", text.getvalue())
     again = table(records(path, template="x{a}{b}"))
     assert [(row["a"], row["b"]) for row in again] == rows
+
+
+# ---- columns of the answer ----
+
+
+def encoded(encode: RowEncoder, item: Item, result: BatchResult) -> dict[str, str]:
+    line = encode.result(item, result, digest=bytes(16), created=1, model="m")
+    [row] = table(encode.header() + line)
+    return row
+
+
+def test_log_probability_of_an_answer_is_the_sum_of_its_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", "text\nx\n")
+    tokens = tuple(TokenLogprob(i, b"a", -0.5) for i in range(3))
+    scored = replace(ANSWER, logprobs=tokens, warnings=("one", "two"))
+    first = TokenLogprob(0, b"a", math.nan)
+    echoed = replace(ANSWER, logprobs=(first, *tokens, *tokens), usage=Usage(4, 3))
+    with open_source(path) as source:
+        [item] = source
+        layout = Layout(source.columns, has_logprob=True)
+        encode = CsvEncoder(layout, ",")
+    row = encoded(encode, item, scored)
+    assert (row["logprob"], row["warnings"]) == ("-1.5", "one; two")
+    assert encoded(encode, item, echoed)["logprob"] == "-1.5"
+    assert encoded(encode, item, ANSWER)["logprob"] == ""
+    unasked = CsvEncoder(Layout(source.columns), ",")
+    assert "logprob" not in encoded(unasked, item, scored)
+    objects = ObjectEncoder(layout)
+    line = objects.result(item, scored, digest=bytes(16), created=1, model="m")
+    assert list(json.loads(line))[-2:] == ["logprob", "warnings"]
+    line = objects.result(item, ANSWER, digest=bytes(16), created=1, model="m")
+    assert list(json.loads(line))[-1] == "completion_tokens"
+
+
+def test_output_has_the_columns_that_are_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.csv", "id,text,label,response\n7,x,y,z\n")
+    with open_source(path) as source:
+        [item] = source
+    encode = CsvEncoder(Layout(source.columns, keep=["label", "id"], output_column="class"), ",")
+    row = encoded(encode, item, ANSWER)
+    assert list(row)[:4] == ["label", "id", "class", "finish_reason"]
+    assert (row["label"], row["id"], row["class"]) == ("y", "7", "Hi!")
+    bare = CsvEncoder(Layout(source.columns, keep=[]), ",")
+    assert next(iter(encoded(bare, item, ANSWER))) == "response"
+    line = ObjectEncoder(Layout(source.columns, keep=["id"])).result(
+        item, ANSWER, digest=bytes(16), created=1, model="m"
+    )
+    assert list(json.loads(line))[:2] == ["id", "response"]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"keep": ["idd"]}, "keep_columns has 'idd', which is no column; columns are id, text"),
+        ({"output_column": "text"}, "output_column='text' is the name of another column"),
+        ({"output_column": "error"}, "output_column='error' is the name of another column"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Layout(["id", "text"], **said)

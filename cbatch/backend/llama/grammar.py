@@ -6,7 +6,7 @@ import ctypes
 import json
 import re
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,23 @@ class LlamaGrammars:
         self._quick_sandbox.close()
 
 
+def check_grammar(grammar: Grammar) -> None:
+    """Try a grammar without a model.
+
+    Raises:
+        GrammarError: no model could follow it.
+    """
+    # where it cannot be tried now, its requests will tell
+    with closing(grammar_sandbox()) as sandbox, suppress(OSError):
+        if problem := find_problem(sandbox, _for_bytes(_source(grammar))):
+            raise GrammarError(grammar.kind, readable_problem(problem))
+
+
+def _for_bytes(source: str) -> str:
+    """Return a grammar for a vocabulary of bytes, which has no numbered tokens."""
+    return re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
+
+
 def grammar_sandbox() -> Sandbox:
     """Return a sandbox that tries grammars."""
     job = Path(__file__).with_name("grammar_job.py")
@@ -124,9 +141,7 @@ def grammar_sandbox() -> Sandbox:
 
 def _problem_of(grammar: Grammar, source: str, sandbox: Sandbox, within_s: float | None) -> str:
     """Return what a process of its own finds wrong with a grammar; empty where nothing is wrong."""
-    # a vocabulary of bytes has no named tokens
-    tried = re.sub(r"<\[\^\d+\]>", "<[*]>", re.sub(r"<\[\d+\]>", '"<>"', source))
-    problem = find_problem(sandbox, tried, within_s)
+    problem = find_problem(sandbox, _for_bytes(source), within_s)
     if sandbox.problem and is_suspicious(grammar):
         raise OSError(
             f"it must be tried in a process of its own first, which cannot be done here: {sandbox.problem}"

@@ -87,13 +87,11 @@ def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
     return ItemError("invalid_request", message, word[0] if word and word[0] in names else None)
 
 
-def duplicate(item: Item) -> Item:
-    """Return an item whose id is already in the input as an item with an error."""
-    twice = f"the id {item.id!r} stands twice"
+def duplicate(item: Item, first: int) -> Item:
+    """Return an item as one with an error: the item with the number `first` has its id."""
+    twice = f"the id {item.id!r} stands twice, first in request {first}"
     if not item.is_labelled:
-        twice = f"the line has no id, and {item.id!r}, which its answer would have, is the id of another line"
-    elif item.id.startswith(_UNLABELLED):
-        twice += ", or is the id in the answer of a line without an id"
+        twice = f"the line has no id, and {item.id!r}, which its answer would have, is the id of request {first}"
     error = ItemError("duplicate_custom_id", f"{twice}: ids must be unique", "custom_id")
     return replace(item, prompt=None, error=item.error or error)
 
@@ -152,24 +150,29 @@ class Seen:
     """The ids of the items so far, on disk as soon as they are many."""
 
     def __init__(self) -> None:
-        self._db = scratch("CREATE TABLE seen (id BLOB PRIMARY KEY) WITHOUT ROWID")
+        self._db = scratch("CREATE TABLE seen (id BLOB PRIMARY KEY, number INT) WITHOUT ROWID")
 
-    def add(self, key: str, rival: str | None = None) -> bool:
-        """Add a key; return whether it is new, and its rival too. See `item_key` and `rival_key`."""
-        added = self._db.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_digest(key),))
-        is_new = added.rowcount == 1
-        if rival is None:
-            return is_new
-        found = self._db.execute("SELECT 1 FROM seen WHERE id = ?", (_digest(rival),))
-        return is_new and found.fetchone() is None
+    def add(self, key: str, number: int, rival: str | None = None) -> int | None:
+        """Add the key of an item with a number; return the number of the item that has the key or its rival already.
+
+        See `item_key` and `rival_key`.
+        """
+        row = _digest(key), number
+        if self._db.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", row).rowcount < 1:
+            return self._number(key)
+        return None if rival is None else self._number(rival)
+
+    def _number(self, key: str) -> int | None:
+        found = self._db.execute("SELECT number FROM seen WHERE id = ?", (_digest(key),)).fetchone()
+        return None if found is None else int(found[0])
 
     def error_of(self, item: Item) -> ItemError | None:
         """Return an item's error, also where its id is not new; call it once for each item."""
         rival = rival_key(item)
         if not item.is_labelled and rival is None:  # a row has only its number
             return item.error
-        is_new = self.add(item_key(item), rival)
-        return item.error if is_new else duplicate(item).error
+        first = self.add(item_key(item), item.number, rival)
+        return item.error if first is None else duplicate(item, first).error
 
     def close(self) -> None:
         """Drop all ids."""

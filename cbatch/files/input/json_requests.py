@@ -146,6 +146,11 @@ def _check_keys(request: Collection[str], known: Sequence[str], hint: str = "") 
 class CbatchReader(RequestReader):
     """Reads cbatch requests: `id`, one of `messages`, `prompt` and `tokens`, and `options`."""
 
+    def __init__(self, *, as_chats: bool = False) -> None:
+        """Read nothing yet; with `as_chats` a `prompt` is the message of a chat."""
+        super().__init__()
+        self._as_chats = as_chats
+
     def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
         id, is_labelled = unlabelled(number), False
         try:
@@ -168,6 +173,9 @@ class CbatchReader(RequestReader):
         options = request.pop("options", None)
         if options is not None and not isinstance(options, dict):
             raise LineError("invalid_request", "options must be an object of names", "options")
+        prompt = request.get("prompt")
+        if self._as_chats and isinstance(prompt, str) and prompt and len(request) == 1:
+            request = {"messages": [{"role": "user", "content": prompt}]}
         return BatchPrompt(**request, options=self._options_of(options or {}))
 
 

@@ -47,8 +47,8 @@ class Asking:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all is left out."""
-        return self.template is None and self.system is None and not self.is_raw
+        """Whether there is neither a template nor a system message."""
+        return self.template is None and self.system is None
 
 
 class Template:

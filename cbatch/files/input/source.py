@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.checks import check_path, reading, shown
+from cbatch.checks import check_flag, check_path, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import COLUMNAR, check_format, format_of
 from cbatch.files.input.json_requests import CbatchReader, OpenAIReader
@@ -94,7 +94,7 @@ def open_source(
     format: str = "auto",
     template: str | None = None,
     system: str | None = None,
-    is_raw: bool = False,
+    is_raw: bool | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
     url: str | None = None,
     without: Collection[str] = (),
@@ -106,7 +106,7 @@ def open_source(
         format: one of `Format`; auto: by the files' names, and for JSON lines by the first object.
         template: the text of a prompt with columns' names in braces, for tables, plain text and JSON objects.
         system: the text of a system message, with fields too.
-        is_raw: rows are text to complete as it is, instead of chats.
+        is_raw: see `FileOptions`.
         max_line_bytes: a longer line, or row, becomes an item with an error.
         url: of every line of OpenAI's requests; None: any that is served.
         without: real paths of files that patterns leave out.
@@ -115,12 +115,14 @@ def open_source(
         ConfigError: no such file, a directory, an empty file, files of several formats, a format that cannot be told,
             or a template that does not fit.
     """
-    asking = Asking(template, system, is_raw)
+    if is_raw is not None:
+        check_flag("is_raw", is_raw)
+    asking = Asking(template, system, is_raw is True)
     check_format(format, "auto")
     named = find_files(names_of("source", paths), without)
     with ExitStack() as stack:
         files = [stack.enter_context(closing(InputFile(name, max_line_bytes))) for name in named]
-        source = _looked_at(files, format, asking, url)
+        source = _looked_at(files, format, asking, url, is_raw=is_raw)
         stack.pop_all()
     return source
 
@@ -138,7 +140,9 @@ def names_of(name: str, paths: object) -> list[str]:
         return [check_path(f"{name}[{i}]", path) for i, path in enumerate(paths)]
 
 
-def _looked_at(files: Sequence[InputFile], format: str, asking: Asking, url: str | None) -> Source:
+def _looked_at(
+    files: Sequence[InputFile], format: str, asking: Asking, url: str | None, *, is_raw: bool | None
+) -> Source:
     found = [
         (file, one)
         for file in files
@@ -153,13 +157,18 @@ def _looked_at(files: Sequence[InputFile], format: str, asking: Asking, url: str
                 f"{first.name} is {known} and {file.name} is {other}: give files of one format, "
                 "or say which it is (format)"
             )
+    if known == "openai" and is_raw is not None:
+        raise ConfigError(
+            f"{first.name}: the url of each line says whether it is a chat: leave out is_raw (--raw, --chat)"
+        )
     if known in ("openai", "cbatch") and not asking.is_empty:
         raise ConfigError(
             f"{first.name}: its lines are requests ({known}), which a template or a system message does not fit: "
             "leave it out, or give format='jsonl' for objects of your own"
         )
     kept = [file for file, _ in found]
-    return Source(kept, known, _reader(known, kept, asking, url))
+    reader = CbatchReader(as_chats=is_raw is False) if known == "cbatch" else None
+    return Source(kept, known, reader or _reader(known, kept, asking, url))
 
 
 def _empty(files: Sequence[InputFile]) -> ConfigError:
@@ -172,8 +181,6 @@ def _reader(
 ) -> RequestReader | RowReader:
     if format == "openai":
         return OpenAIReader(url)
-    if format == "cbatch":
-        return CbatchReader()
     if format == "jsonl":
         return RowReader(files, asking, object_table)
     if format == "text":

@@ -13,7 +13,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, types_of
 from cbatch.files.input.row_prompts import as_text
 from cbatch.files.output.durable import mode_of, whole
-from cbatch.files.output.encoders import ANSWERS, RowEncoder, dump
+from cbatch.files.output.encoders import RowEncoder, dump
 from cbatch.files.output.identity import as_json
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.item import Item
     from cbatch.files.input.source import Source
+    from cbatch.files.output.encoders import Layout
 
 
 _Record: TypeAlias = "tuple[int, list[Any]]"
@@ -36,26 +37,26 @@ class ColumnarEncoder(RowEncoder):
     ones.
     """
 
-    def __init__(self, format: str, source: Source) -> None:
-        """Take the columns of a source.
+    def __init__(self, format: str, source: Source, layout: Layout) -> None:
+        """Take the columns of a source, and those to write.
 
         Raises:
             ConfigError: pyarrow is not installed.
         """
         import_pyarrow()
-        super().__init__(source.columns)
+        super().__init__(layout)
         self._format, self._paths = format, source.paths
         self._input = source.format if source.format in ("parquet", "arrow") else None
         self._fields: list[Any] = []  # of a columnar input, as they are before it is read
         if self._input:
             with open_table(self._paths[0], self._input) as (schema, _, _):
-                self._fields = [schema.field(name) for name in self._own]
+                self._fields = [schema.field(name) for name in layout.own]
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
         if self._input:
             return b"%d\t%b" % (item.number, dump([*values, _digest(item.extra)]))
         row = self._row(item)
-        own = [None if row.get(name) is None else as_text(row[name]) for name in self._own]
+        own = [None if row.get(name) is None else as_text(row[name]) for name in self.layout.own]
         return b"%d\t%b" % (item.number, dump([*own, *values]))
 
     def finish(self, records: Path, target: Path, n_items: int) -> None:
@@ -95,12 +96,15 @@ class ColumnarEncoder(RowEncoder):
     def _schema(self) -> Any:
         """Return the columns of the output: those of the input with their types, and the added ones."""
         pyarrow = import_pyarrow()
-        types = {str: pyarrow.string(), int: pyarrow.int64()}
+        types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+        layout = self.layout
         added = [
             pyarrow.field(name, types[type])
-            for name, type in zip(self._added, ANSWERS.values(), strict=True)
+            for name, type in zip(layout.added, layout.types.values(), strict=True)
         ]
-        own = self._fields or [pyarrow.field(name, types[str]) for name in self._own]
+        own = self._fields
+        if not self._input:
+            own = [pyarrow.field(name, types[str]) for name in layout.own]
         return pyarrow.schema([*own, *added])
 
     def _kept_rows(self, records: Iterator[_Record], n_items: int) -> Iterator[list[Any]]:
@@ -123,18 +127,20 @@ class ColumnarEncoder(RowEncoder):
             raise ConfigError(f"{n_before:,} rows are there, and {n_items:,} were read")
 
     def _kept(self, batch: Any, n_before: int, found: Sequence[_Record]) -> list[Any]:
-        n_columns = len(self._added)
+        n_columns = len(self.layout.added)
         places = [number - n_before - 1 for number, _ in found]
         kept = batch.take(import_pyarrow().array(places))
         for row, (number, values) in zip(kept.to_pylist(), found, strict=True):
             if values[n_columns:] != [_digest(row)]:
                 raise ConfigError(f"row {number:,} is not the one that was answered")
-        own = [kept.column(name) for name in self._own]
+        own = [kept.column(name) for name in self.layout.own]
         return [*own, *_turned([values for _, values in found], n_columns)]
 
     def _text_rows(self, records: Iterator[_Record]) -> Iterator[list[Any]]:
         while found := list(islice(records, N_ROWS)):
-            yield _turned([values for _, values in found], len(self._own) + len(self._added))
+            yield _turned(
+                [values for _, values in found], len(self.layout.own) + len(self.layout.added)
+            )
 
 
 def _digest(row: object) -> str:

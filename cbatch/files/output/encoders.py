@@ -12,6 +12,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from cbatch.errors import ConfigError
 from cbatch.files.input.item import key_of_id
 from cbatch.files.input.row_prompts import as_text
 
@@ -108,21 +109,92 @@ class TraceableEncoder(Encoder, ABC):
 
 # ---- rows ----
 
-ANSWERS: Mapping[str, type] = MappingProxyType(
+_ANSWERS: Mapping[str, type] = MappingProxyType(
     {
         "response": str,
         "finish_reason": str,
         "error": str,
         "prompt_tokens": int,
         "completion_tokens": int,
+        "logprob": float,
+        "warnings": str,
     }
 )
-"""The added columns, and their types."""
+"""The columns that an answer may have, and their types."""
+
+_WHERE_PRESENT = ("logprob", "warnings")
+"""Keys that an object has where they have a value."""
 
 
-def added_names(columns: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the added columns, with a number where the table has a column of that name."""
-    return tuple(_free(name, columns) for name in ANSWERS)
+class Layout:
+    """The columns of a table of answers: those of the input, then those of the answer.
+
+    Attributes:
+        has_rows: whether items are rows; else they are requests, which have an id.
+        own: the columns of the input that are kept.
+        keeps_all: whether these are all.
+        types: the columns of the answer, and their types.
+        added: their names, with a number where the table has a column of that name.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str] | None,
+        *,
+        keep: Sequence[str] | None = None,
+        output_column: str | None = None,
+        has_logprob: bool = False,
+    ) -> None:
+        """Choose the columns.
+
+        Args:
+            columns: of the input's rows; None: its items are requests.
+            keep: columns of the input that the output has; None: all.
+            output_column: the name of the answer's text; None: "response".
+            has_logprob: whether there is a column of log-probabilities.
+
+        Raises:
+            ConfigError: a column to keep is not there, or the answer's name is that of another column.
+        """
+        known = ("id",) if columns is None else tuple(columns)
+        for name in keep or ():
+            if name not in known:
+                raise ConfigError(
+                    f"keep_columns has {name!r}, which is no column; columns are {', '.join(known)}"
+                )
+        self.has_rows, self.keeps_all = columns is not None, keep is None
+        self.own = known if keep is None else tuple(dict.fromkeys(keep))
+        self._kept = [name for name in _ANSWERS if has_logprob or name != "logprob"]
+        text = output_column or "response"
+        if output_column in (*self.own, *(name for name in self._kept[1:])):
+            raise ConfigError(
+                f"output_column={output_column!r} is the name of another column: give another"
+            )
+        self.types = {text if name == "response" else name: _ANSWERS[name] for name in self._kept}
+        self.added = self.names_beside(self.own)
+
+    def names_beside(self, columns: Collection[str]) -> tuple[str, ...]:
+        """Return the names of the answer's columns beside others."""
+        return tuple(_free(name, columns) for name in self.types)
+
+    def answer(self, result: BatchResult) -> tuple[object, ...]:
+        """Return the values of the answer's columns."""
+        usage = result.usage
+        values = {
+            "response": _response(result),
+            "finish_reason": result.finish_reason,
+            "error": None if result.error is None else str(result.error),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "logprob": _logprob(result),
+            "warnings": "; ".join(result.warnings) or None,
+        }
+        return tuple(values[name] for name in self._kept)
+
+    def no_answer(self, message: str) -> tuple[object, ...]:
+        """Return these values for an item that could not run."""
+        values = {"response": "", "finish_reason": "error", "error": message}
+        return tuple(values.get(name) for name in self._kept)
 
 
 def _free(name: str, taken: Collection[str]) -> str:
@@ -130,21 +202,14 @@ def _free(name: str, taken: Collection[str]) -> str:
     return next(candidate for candidate in names if candidate not in taken)
 
 
-def answer(result: BatchResult) -> tuple[object, ...]:
-    """Return the values of the added columns."""
-    usage = result.usage
-    return (
-        _response(result),
-        result.finish_reason,
-        None if result.error is None else str(result.error),
-        usage.prompt_tokens,
-        usage.completion_tokens,
-    )
-
-
-def no_answer(message: str) -> tuple[object, ...]:
-    """Return the values of the added columns for an item that could not run."""
-    return "", "error", message, None, None
+def _logprob(result: BatchResult) -> float | None:
+    """Return the log-probability of an answer, the sum of its tokens'; of several answers that of the first."""
+    if result.logprobs is None:
+        return None
+    tokens = result.logprobs
+    if tokens and math.isnan(tokens[0].logprob):  # the prompt is echoed before the answer
+        tokens = tokens[result.usage.prompt_tokens :]
+    return math.fsum(token.logprob for token in tokens)
 
 
 def _response(result: BatchResult) -> str:
@@ -159,30 +224,32 @@ def _response(result: BatchResult) -> str:
 class RowEncoder(Encoder, ABC):
     """Writes an item's own columns, then its answer."""
 
-    def __init__(self, columns: Sequence[str] | None) -> None:
-        """Take the columns of the input's rows; None: its items are requests, which have an id."""
-        self._has_rows = columns is not None
-        self._own = ("id",) if columns is None else tuple(columns)
-        self._added = added_names(self._own)
+    def __init__(self, layout: Layout) -> None:
+        """Take the columns."""
+        self.layout = layout
 
     def result(
         self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
     ) -> bytes:
         """Return a result as a whole record."""
-        return self._record(item, answer(result))
+        return self._record(item, self.layout.answer(result))
 
     def error(self, item: Item, error: ItemError) -> bytes:
         """Return the record of an item that could not run."""
-        return self._record(item, no_answer(f"{item.place}: {error.message}"))
+        return self._record(item, self.layout.no_answer(f"{item.place}: {error.message}"))
 
     def _row(self, item: Item) -> Row:
-        if not self._has_rows:
-            return {"id": item.id}
-        return item.extra if isinstance(item.extra, Mapping) else {}
+        """Return the columns of an item that are kept."""
+        layout = self.layout
+        row: Row = {"id": item.id}
+        if layout.has_rows:
+            row = item.extra if isinstance(item.extra, Mapping) else {}
+        return row if layout.keeps_all else {n: row[n] for n in layout.own if n in row}
 
     def _whole_row(self, item: Item, values: tuple[object, ...]) -> Row:
-        row = self._row(item)
-        added = self._added if row.keys().isdisjoint(self._added) else added_names(row)
+        row, added = self._row(item), self.layout.added
+        if not row.keys().isdisjoint(added):
+            added = self.layout.names_beside(row)
         return {**row, **dict(zip(added, values, strict=True))}
 
     @abstractmethod
@@ -194,16 +261,21 @@ class ObjectEncoder(RowEncoder):
     """Writes JSON objects, one a line; each has the keys of its row."""
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
-        return dump(self._whole_row(item, values))
+        row = dict(self._whole_row(item, values))
+        names = list(row)[-len(values) :]
+        for name, column, value in zip(names, self.layout.types, values, strict=True):
+            if value is None and column in _WHERE_PRESENT:
+                del row[name]
+        return dump(row)
 
 
 class CsvEncoder(RowEncoder):
     """Writes CSV; a missing value is an empty field, a nested one is JSON."""
 
-    def __init__(self, columns: Sequence[str] | None, delimiter: str) -> None:
+    def __init__(self, layout: Layout, delimiter: str) -> None:
         """Take the columns; other values of a row are left out."""
-        super().__init__(columns)
-        self._columns, self._delimiter = (*self._own, *self._added), delimiter
+        super().__init__(layout)
+        self._columns, self._delimiter = (*layout.own, *layout.added), delimiter
 
     def header(self) -> bytes:
         """Return the line of names."""

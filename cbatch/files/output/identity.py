@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = ("max_completion_tokens", "pause_every", "priority", "slot")
 
 _NAMES = tuple(f.name for f in fields(RunOptions) if f.name not in _WITHOUT_EFFECT)
 
-_STRUCTURE = ("json_schema", "response_format", "regex", "grammar")
+_STRUCTURE = ("json_schema", "response_format", "regex", "choice", "grammar")
 """A value of one replaces the defaults of all. Source: `RunOptions.over`."""
 
 _values = attrgetter(*_NAMES)

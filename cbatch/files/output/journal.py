@@ -69,6 +69,7 @@ class Journal:
 
     Attributes:
         n_done, n_failed: committed records: answers, and errors.
+        first: after a claim that was a "duplicate", the number of the item that has the id.
         notes: messages of the opening, for people.
     """
 
@@ -98,11 +99,12 @@ class Journal:
         self._sync_at = clock() + sync_s
         self._lock = threading.RLock()
         self._is_closed = False
+        self.first = 0
         self._recount()
         self._last_record = self._manifest.last_record()
         self._marks = _Marks()
         self._claims: dict[int, tuple[bytes, bytes, _Found | None]] = {}
-        self._claimed_keys: set[bytes] = set()
+        self._claimed_keys: dict[bytes, int] = {}
         self._added: list[_Row] = []
         self._superseded: list[_Found] = []
         self._moved: list[tuple[int, int]] = []
@@ -139,8 +141,11 @@ class Journal:
         with self._lock:
             key = record_key(id)
             found = self._find(key)
-            if self._is_taken(key, found) or (rival is not None and self._is_claimed(rival)):
-                self._has_doubles = True
+            first = self._holder(key, found)
+            if first is None and rival is not None:
+                first = self._holder(record_key(rival), self._find(record_key(rival)))
+            if first is not None:
+                self._has_doubles, self.first = True, first
                 key = duplicate_key(key, number)
                 digest = placed(digest, place)
                 return self._settle(key, self._find(key), digest, number, otherwise="duplicate")
@@ -151,13 +156,14 @@ class Journal:
                 self._superseded.append(stale)  # two records under one id would answer one item
             return self._settle(key, found, digest, number, otherwise="new")
 
-    def _is_claimed(self, id: str) -> bool:
-        key = record_key(id)
-        return self._is_taken(key, self._find(key))
-
-    def _is_taken(self, key: bytes, found: _Found | None) -> bool:
-        """Whether an item of this run has claimed a key, or the record of that key."""
-        return key in self._claimed_keys or (found is not None and found.record in self._marks)
+    def _holder(self, key: bytes, found: _Found | None) -> int | None:
+        """Return the number of the item of this run that has claimed a key, or the record of that key."""
+        if key in self._claimed_keys:
+            return self._claimed_keys[key]
+        if found is None or found.record not in self._marks:
+            return None
+        moved = (number for number, record in self._moved if record == found.record)
+        return next(moved, found.number)
 
     def _settle(
         self, key: bytes, found: _Found | None, digest: bytes, number: int, *, otherwise: Claim
@@ -166,7 +172,7 @@ class Journal:
         is_answered = found is not None and found.digest == digest
         if found is None or not is_answered or (found.is_error and self._retry_errors):
             self._claims[number] = key, digest, found
-            self._claimed_keys.add(key)
+            self._claimed_keys[key] = number
             return otherwise
         self._marks.add(found.record)
         if found.number != number:
@@ -224,7 +230,7 @@ class Journal:
         """Update the counts after a commit."""
         for record, key, *_, is_error in self._added:
             self._marks.add(record)
-            self._claimed_keys.discard(key)
+            self._claimed_keys.pop(key, None)
             self.n_failed += bool(is_error)
             self.n_done += not is_error
         for found in self._superseded:

@@ -11,7 +11,7 @@ from cbatch.files.adopt import adopt
 from cbatch.files.file_formats import COLUMNAR, check_name, output_format
 from cbatch.files.input.item import Seen
 from cbatch.files.output.durable import create, take_access, told
-from cbatch.files.output.encoders import CsvEncoder, ObjectEncoder, TraceableEncoder
+from cbatch.files.output.encoders import CsvEncoder, Layout, ObjectEncoder, TraceableEncoder
 from cbatch.files.output.journal import Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
@@ -46,12 +46,18 @@ class Target:
         encoder: of the format.
     """
 
-    def __init__(self, path: Path, source: Source, options: FileOptions) -> None:
+    def __init__(
+        self, path: Path, source: Source, options: FileOptions, *, has_logprob: bool = False
+    ) -> None:
         """Check, long before the first record, that records can be written as the options ask.
 
+        Args:
+            path, source, options: of the run.
+            has_logprob: whether a table of answers has a column of log-probabilities.
+
         Raises:
-            ConfigError: an unknown format, one that the output's name contradicts, or one that cannot be adopted; a
-                pipe for a columnar format; a file that belongs to no manifest.
+            ConfigError: columns that do not fit; an unknown format, one that the output's name contradicts, or one that
+                cannot be adopted; a pipe for a columnar format; a file that belongs to no manifest.
         """
         asked = options.output_format or "auto"
         self.path, self._options, self._is_pipe = path, options, not is_file_place(path)
@@ -59,7 +65,8 @@ class Target:
         self._is_columnar = self.format in COLUMNAR
         for file in self._paths:
             check_name(file, self.format, is_asked=asked != "auto")
-        self.encoder = encoder(self.format, source)
+        layout = layout_of(self.format, source, options, has_logprob=has_logprob)
+        self.encoder = encoder(self.format, source, layout)
         self._records = records_at(path) if self._is_columnar else path
         self._check_format()
         self._check_replaceable()
@@ -146,20 +153,41 @@ class Target:
             self.encoder.finish(self._records, self.path, n_items)
 
 
-def encoder(format: str, source: Source) -> Encoder:
-    """Return the encoder of a format for the items of a source."""
+def layout_of(
+    format: str, source: Source, options: FileOptions, *, has_logprob: bool = False
+) -> Layout | None:
+    """Return the columns of a format's rows; None for a format without.
+
+    Raises:
+        ConfigError: columns that do not fit.
+    """
+    keep, name = options.keep_columns, options.output_column
+    if format in ("openai", "cbatch"):
+        if keep is not None or name is not None:
+            raise ConfigError(
+                f"keep_columns and output_column are for tables, and answers are {format}: leave them out, or give a "
+                "name in .csv or .parquet, or another format (--output-format)"
+            )
+        return None
+    has_logprob = has_logprob or format == "jsonl" or source.columns is None
+    return Layout(source.columns, keep=keep, output_column=name, has_logprob=has_logprob)
+
+
+def encoder(format: str, source: Source, layout: Layout | None = None) -> Encoder:
+    """Return the encoder of a format for the items of a source; `layout` is that of a format of rows."""
     has_rows = source.columns is not None
     if format == "openai":
         return OpenAIEncoder(has_rows=has_rows)
     if format == "cbatch":
         return CbatchEncoder(has_rows=has_rows)
+    layout = layout or Layout(source.columns)
     if format == "jsonl":
-        return ObjectEncoder(source.columns)
+        return ObjectEncoder(layout)
     if format in COLUMNAR:
         from cbatch.files.output.columnar_answers import ColumnarEncoder  # pyarrow, slow to import
 
-        return ColumnarEncoder(format, source)
-    return CsvEncoder(source.columns, "\t" if format == "tsv" else ",")
+        return ColumnarEncoder(format, source, layout)
+    return CsvEncoder(layout, "\t" if format == "tsv" else ",")
 
 
 class PipedOutput:
@@ -167,7 +195,7 @@ class PipedOutput:
 
     def __init__(self, *files: BinaryIO, header: bytes = b"") -> None:
         """Write to open files, which stay open: the output, then the file of errors, if any; none: nowhere."""
-        self.n_done = self.n_failed = 0
+        self.n_done = self.n_failed = self.first = 0
         self.notes: tuple[str, ...] = ()
         self._files = files
         self._added = [(file, header) for file in files[:1]]
@@ -177,7 +205,8 @@ class PipedOutput:
         self, id: str, digest: bytes, number: int, rival: str | None = None, *, place: str = ""
     ) -> Claim:
         """Return "new", or "duplicate" if an item before has the id, or its rival."""
-        return "new" if self._seen.add(id, rival) else "duplicate"
+        self.first = self._seen.add(id, number, rival) or 0
+        return "duplicate" if self.first else "new"
 
     def add(self, number: int, record: bytes, *, is_error: bool) -> None:
         """Keep a record until `commit`."""

@@ -99,6 +99,7 @@ class ResultBooks:
 
     def __init__(self) -> None:
         self.n_done = self.n_failed = self.n_hits = 0
+        self.n_before = 0  # items that an earlier run has done
         self.n_prompt = self.n_cached = 0
         self.queue_s, self.ttft_s = Percentiles(), Percentiles()
         self.finish_reasons: Counter[str] = Counter()

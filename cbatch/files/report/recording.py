@@ -39,6 +39,8 @@ class Recording:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._trace is not None and self._trace.keeps_older:
+            self._say(f"{self._asked.trace}: the earlier trace stays, as nothing was computed")
         if self._trace is not None and self._trace.error is not None:
             why = self._trace.error.strerror or self._trace.error
             self._say(f"{self._asked.trace}: the trace ends early: {why}")
@@ -50,9 +52,20 @@ class Recording:
 
     @contextmanager
     def of(
-        self, engine: Engine, title: str, settings: Mapping[str, str], on_ended: OnEnded | None
+        self,
+        engine: Engine,
+        title: str,
+        settings: Mapping[str, str],
+        on_ended: OnEnded | None,
+        n_before: Callable[[], int],
     ) -> Iterator[OnEnded]:
-        """Record an inner block, and lend the function for items that ended; ConfigError: no trace can be written."""
+        """Record an inner block, and lend the function for items that ended; `n_before` tells how many ran earlier.
+
+        An earlier report and trace stay where no item runs.
+
+        Raises:
+            ConfigError: no trace can be written.
+        """
         if self._asked.report is None and self._asked.trace is None:
             yield _telling(None, on_ended)
             return
@@ -67,14 +80,24 @@ class Recording:
             if self._asked.report is not None:
                 recorder = RunRecorder(engine.parallel)
                 recorders.append(recorder)
-                stack.callback(self._write, self._asked.report, recorder, title, settings)
+                stack.callback(self._write, self._asked.report, recorder, title, settings, n_before)
             stack.callback(engine.record_steps, None)
             engine.record_steps(tee(*recorders))
             yield _telling(recorder, on_ended)
 
     def _write(
-        self, path: Path, recorder: RunRecorder, title: str, settings: Mapping[str, str]
+        self,
+        path: Path,
+        recorder: RunRecorder,
+        title: str,
+        settings: Mapping[str, str],
+        n_before: Callable[[], int],
     ) -> None:
+        results = recorder.results
+        results.n_before = n_before()
+        if results.n_before and not results.n_done and path.is_file() and path.stat().st_size:
+            self._say(f"{path}: the earlier report stays, as no item ran")
+            return
         try:
             write_report(path, recorder, title=title, settings=settings)
         except ConfigError as error:

@@ -47,20 +47,31 @@ class TraceWriter:
     def __init__(
         self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Begin a file, an older one is replaced; ConfigError where it cannot be written."""
+        """Open a file; ConfigError where it cannot be written. The first step replaces an older trace."""
         self.error: OSError | None = None
         """Why the trace ended early, or None."""
         self._clock, self._flushed_s = clock, clock()
         self._zero_s: float | None = None
         self._spans, self._named = SlotSpans(), set[int]()
         self._counts: dict[str, int] = {}
+        self.keeps_older = Path(path).is_file() and Path(path).stat().st_size > 0
+        """Whether the file still has an older trace."""
+        mode = "r+" if self.keeps_older else "w"
         try:
-            self._file = Path(path).open("w", buffering=_N_BUFFER, encoding="utf-8")  # noqa: SIM115  # until `close`
-            self._file.write(_BEGINNING)
+            self._file = Path(path).open(mode, buffering=_N_BUFFER, encoding="utf-8")  # noqa: SIM115  # until `close`
+            if not self.keeps_older:
+                self._open()
         except OSError as error:
             raise ConfigError(
                 f"the trace cannot be written to {path}: {error.strerror or error}; give another place"
             ) from error
+
+    def _open(self) -> None:
+        """Write the first events, over an older trace."""
+        if self.keeps_older:
+            self._file.truncate(0)
+            self.keeps_older = False
+        self._file.write(_BEGINNING)
         self._write(_track(_ENGINE, "engine"))
 
     def __enter__(self) -> TraceWriter:
@@ -71,6 +82,12 @@ class TraceWriter:
 
     def __call__(self, record: StepRecord) -> None:
         """Write a run of steps; do nothing after `close`."""
+        if self.keeps_older and not self._file.closed:
+            try:
+                self._open()
+            except OSError as error:
+                self.error = error
+                self._close()
         if self._zero_s is None:
             self._zero_s = record.start_s
         now = self._clock()
@@ -81,6 +98,9 @@ class TraceWriter:
 
     def close(self) -> None:
         """End all spans and the file, after recording has ended. Twice is harmless; `error` tells of a failure."""
+        if self.keeps_older:
+            self._close()
+            return
         ends = (e for change in self._spans.end_all() for e in self._change(change))
         self._write(ends, "\n]\n")
         self._close()
