@@ -233,6 +233,13 @@ CALL_FORMATS = (
             "": CallSyntax(_JSON, "[TOOL_CALLS][$calls]", between=", "),
         },
     ),
+    _format(
+        "firefunction",
+        " functools[",
+        head=r" ?functools(?=\[)",
+        read=read_json_calls,
+        written=CallSyntax(_JSON, " functools[$calls]", between=", "),
+    ),
     _json_format(
         "command r7b",
         "<|START_ACTION|>",

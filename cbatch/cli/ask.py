@@ -22,6 +22,7 @@ from cbatch.files.places import stdin
     *("model", "ctx_per_seq", "cache_type_k", "cache_type_v", "flash_attn", "memory_mib"),
     *("threads", "gpu_layers", "adapter", "chat_template"),
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "set"),
+    "chat_template_kwargs",
 )
 def ask(
     ctx: typer.Context,
