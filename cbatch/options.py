@@ -306,7 +306,7 @@ class RunOptions:
         parallel_tool_calls: False for at most one call: an answer that must call has no second call, any other keeps
             its first. Default: True.
         chat_template_kwargs: variables for the chat template, such as `enable_thinking`; they are joined, by name, with
-            those of the run and of `load`.
+            those of the run and of `load`, which an empty mapping leaves out.
         reasoning_format: "auto" splits the reasoning off the text where the template marks it; "none" leaves it there.
             Default: auto.
         thinking_budget: most tokens of a chat's thinking, behind which its closing mark is written for the model; where
@@ -501,7 +501,7 @@ class RunOptions:
         kept = _NAMES.difference(_STRUCTURE) if given.keys() & set(_STRUCTURE) else _NAMES
         if self.logprobs is False:
             kept = kept.difference(("top_logprobs",))
-        if self.chat_template_kwargs is not None and other.chat_template_kwargs:
+        if self.chat_template_kwargs and other.chat_template_kwargs:
             joined = {**other.chat_template_kwargs, **self.chat_template_kwargs}
             given["chat_template_kwargs"] = TemplateKwargs(joined)
         return RunOptions(**{name: getattr(other, name) for name in kept} | given)
