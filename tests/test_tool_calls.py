@@ -498,8 +498,8 @@ def test_tail_of_a_stop_string_comes_out_at_timeout_and_cap() -> None:
 
 
 @pytest.mark.real
-def test_shipped_model_has_no_tools_and_says_so() -> None:
-    with cbatch.load(parallel=1) as engine:
+def test_template_without_tools_refuses_them_by_name() -> None:
+    with cbatch.load(parallel=1, chat_template="chatml") as engine:
         with pytest.raises(UnsupportedOptionError, match="does not show tools"):
             engine.run([[USER]], options={"tools": [WEATHER]})
         assert engine.run([[USER]], options={"max_tokens": 3}).result().error is None
