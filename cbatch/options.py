@@ -34,6 +34,7 @@ from cbatch.checks import (
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.plain import flag_of, int_of, list_of, number_of, text_of
 from cbatch.tools import (
+    TemplateKwargs,
     Tool,
     ToolChoice,
     Tools,
@@ -334,7 +335,8 @@ class RunOptions:
             offers the listed ones alone. Default: auto.
         parallel_tool_calls: False for at most one call: an answer that must call has no second call, any other keeps
             its first. Default: True.
-        chat_template_kwargs: variables for the chat template, such as `enable_thinking`.
+        chat_template_kwargs: variables for the chat template, such as `enable_thinking`; they are joined, by name, with
+            those of the run and of `load`, which an empty mapping leaves out.
         reasoning_format: "auto" splits the reasoning off the text where the template marks it; "none" leaves it there.
             Default: auto.
         thinking_budget: most tokens of a chat's thinking, behind which its closing mark is written for the model; where
@@ -523,7 +525,7 @@ class RunOptions:
         raise ConfigError(f"options must be RunOptions or a mapping, not {type(value).__name__}")
 
     def over(self, other: RunOptions) -> RunOptions:
-        """Return these options, and those of `other` where these are None."""
+        """Return these options, and those of `other` where these are None; `chat_template_kwargs` are merged."""
         given = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
         if not given:
             return other
@@ -532,6 +534,9 @@ class RunOptions:
         kept = _NAMES.difference(_STRUCTURE) if given.keys() & set(_STRUCTURE) else _NAMES
         if self.logprobs is False:
             kept = kept.difference(("top_logprobs",))
+        if self.chat_template_kwargs and other.chat_template_kwargs:
+            joined = {**other.chat_template_kwargs, **self.chat_template_kwargs}
+            given["chat_template_kwargs"] = TemplateKwargs(joined)
         return RunOptions(**{name: getattr(other, name) for name in kept} | given)
 
     @property

@@ -235,8 +235,24 @@ def test_answer_cut_anywhere_is_read_as_far_as_it_goes(engine: Engine, n_tokens:
     assert bool(result.tool_calls) == is_whole
     assert result.finish_reason == ("length" if n_tokens < len(SAID) else "tool_calls")
     assert not any("taken apart" in warning for warning in result.warnings)
+    is_within = SAID.index(CALL) < n_tokens < SAID.index(CALL_END)
+    assert any("cut off" in warning for warning in result.warnings) == is_within
+    assert "Wait.".startswith(result.text.strip())
+    chunks = list(ask(engine, tools=[TIME], max_tokens=n_tokens))
+    assert "".join(chunk.content for chunk in chunks) == result.text
     if n_tokens <= SAID.index(THINK_END):
         assert result.text == ""
+
+
+@pytest.mark.parametrize("cut", [{"stop": "argum"}, {"stop_token_ids": [ord("g")]}])
+def test_call_that_a_stop_of_the_request_cuts_off_is_left_out(cut: dict[str, Any]) -> None:
+    said = [*b"Wait. ", CALL, *BODY, CALL_END, END_TOKEN]
+    with closing(engine_on(Speaker(said))) as engine:
+        result = ask(engine, tools=[TIME], **cut).result()
+        content = "".join(chunk.content for chunk in ask(engine, tools=[TIME], **cut))
+    assert (result.text, result.tool_calls, result.finish_reason) == ("Wait.", (), "stop")
+    assert content == "Wait."
+    assert "cut off" in result.warnings[0]
 
 
 def test_malformed_call_is_text_and_a_warning_but_no_error() -> None:
@@ -482,8 +498,8 @@ def test_tail_of_a_stop_string_comes_out_at_timeout_and_cap() -> None:
 
 
 @pytest.mark.real
-def test_shipped_model_has_no_tools_and_says_so() -> None:
-    with cbatch.load(parallel=1) as engine:
+def test_template_without_tools_refuses_them_by_name() -> None:
+    with cbatch.load(parallel=1, chat_template="chatml") as engine:
         with pytest.raises(UnsupportedOptionError, match="does not show tools"):
             engine.run([[USER]], options={"tools": [WEATHER]})
         assert engine.run([[USER]], options={"max_tokens": 3}).result().error is None

@@ -51,6 +51,14 @@ def test_merged_options_keep_tools_without_checking_them_again() -> None:
     assert pickle.loads(pickle.dumps(merged)) == merged
 
 
+def test_template_variables_of_a_request_come_before_the_defaults_by_name() -> None:
+    defaults = RunOptions(chat_template_kwargs={"enable_thinking": False, "lang": "en"})
+    merged = RunOptions(chat_template_kwargs={"enable_thinking": True}).over(defaults)
+    assert merged.template_variables == {"enable_thinking": True, "lang": "en"}
+    assert defaults.template_variables == {"enable_thinking": False, "lang": "en"}
+    assert RunOptions(chat_template_kwargs={}).over(defaults).template_variables == {}
+
+
 @pytest.mark.parametrize(
     ("tools", "words"),
     [

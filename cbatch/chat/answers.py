@@ -76,6 +76,8 @@ class AnswerReader:
     def _warnings_about(self, parts: Parts, calls: Sequence[Call]) -> Iterator[str]:
         if parts.n_malformed:
             yield "what begins as a tool call could not be read as one: it is left in the text"
+        if parts.n_unfinished:
+            yield "the answer was cut off within what begins as a tool call: that part is left out"
         for name in dict.fromkeys(call.name for call in calls):
             if name not in self.tools.names:
                 yield f"the tool {name!r} is called, which is not among those of the request"
@@ -165,8 +167,13 @@ class AnswerParts:
             )
         return n_thought
 
-    def end(self) -> Answer:
-        """Return the whole answer, which has ended."""
+    def end(self, *, is_cut: bool = False) -> Answer:
+        """Return the whole answer, which has ended.
+
+        Args:
+            is_cut: whether something else than the model ended it, so that a call at its end may be unfinished.
+        """
+        self._parts.is_cut = is_cut
         self._advance(is_end=True)
         self.answer = self._reader.answer(self._parts)
         return self.answer

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.marks import Marks
@@ -33,7 +33,21 @@ _MISTRAL_NAME = re.compile(r"([\w.:/-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _BARE_HEAD = Marks(re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?(?=[\[{])"))
 _GAP = re.compile(r"[\s;,]*")
 _BARE_TAIL = Marks(re.compile(r"\s*(?:```)?\s*"))
+_BARE_CALL = Marks(
+    re.compile(
+        r"\s*(?:<\|python_tag\|>\s*)?(?:```(?:json)?\s*)?[\[{][\[{\s]*"
+        r'(?:"(?:tool_calls|tool_call|function_call|function)"\s*:\s*[\[{][\[{\s]*)?'
+        r'(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
+        r'"(?:name|tool_name|function)"\s*:\s*"'
+    )
+)
+"""How a call in bare JSON begins, up to the name."""
 _PYTHON = Marks(re.compile(r"<\|python_tag\|>"))
+_WORD = re.compile(r"[\w.:/-]*\s*")
+_FENCE_PARTS = frozenset({"", "`", "``", "```", "```j", "```js", "```jso", "j", "js", "jso"})
+"""What is left of a fence behind a call where the text is cut off."""
+_BROKEN = "\ufffd"
+"""What stands at the end of a text for a character of which only the first bytes came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,8 @@ class CallSearch:
     def __init__(self, format: CallFormat | None, tools: Tools, response: Marks | None) -> None:
         """Make one; without tools there are no calls, and without `response` no marks."""
         self.calls, self.n_malformed = list[Call](), 0
+        self.n_unfinished, self.is_cut = 0, False
+        """Calls that the end of the text cut off; whether something else than the model ends the text."""
         self._format, self._tools, self._response = format, tools, response
         self._heads = format.head if format is not None and tools else None
         self._marks = [m for m in (self._heads, response, _PYTHON if tools else None) if m]
@@ -80,26 +96,46 @@ class CallSearch:
 
         A later text may leave out what is final, but not all of it: the answer begins at 0 and nowhere else.
         """
+        if not (is_end and self.is_cut):
+            return self._advance(text, at, is_end=is_end)
+        known = text.removesuffix(_BROKEN)
+        found, _ = self._advance(known, at, is_end=True)
+        if found and found[-1].end == len(known):
+            found[-1] = replace(found[-1], end=len(text))
+        return found, len(text)
+
+    def _advance(self, text: str, at: int, *, is_end: bool) -> tuple[list[Markup], int]:
         if self._may_be_bare:
             try:
-                self.calls += _read_bare(text, at, self._tools, is_end=is_end)
+                self.calls += _read_bare(text, at, self._tools, is_end=is_end and not self.is_cut)
             except UnfinishedError:
-                return [], at
+                if not is_end:
+                    return [], at
+                self._read_cut_bare(text, at)
             self._may_be_bare = False
-            if self.calls:
+            if self.calls or self.n_unfinished:
                 return [Markup(at, len(text), is_call=True)], len(text)
         found, end = self._find(text, at, is_end=is_end) if self._marks else ([], len(text))
         if is_end and self._has_python and not self.calls:
             self.n_malformed = max(1, self.n_malformed)
         return found, end
 
+    def _read_cut_bare(self, text: str, at: int) -> None:
+        """Read a text that was cut off where it may become calls in bare JSON."""
+        self.calls += _read_bare(text, at, self._tools, is_end=True)
+        if not self.calls and _begins_bare_call(text, at, self._tools.names):
+            self.n_unfinished = 1
+
     def _find(self, text: str, at: int, *, is_end: bool) -> tuple[list[Markup], int]:
         found, ahead, open_at = list[Markup](), _Ahead(text), -1
         while True:
             if open_at < at:
-                open_at = len(text) if is_end else min(m.open_at(text, at) for m in self._marks)
+                open_at = self._open_at(text, at, is_end=is_end)
             marks, match = ahead.first(self._marks, at)
             if match is None or match.start() >= open_at:
+                if is_end and open_at < len(text):
+                    found.append(Markup(open_at, len(text), is_call=False))
+                    open_at = len(text)
                 return found, open_at
             at = match.end()
             if marks is self._response:
@@ -107,30 +143,59 @@ class CallSearch:
             elif marks is _PYTHON:
                 self._has_python = True
             else:
+                n_before = len(self.calls) + self.n_unfinished
                 try:
-                    n_calls, end = len(self.calls), self._read(text, match, is_end=is_end)
+                    end = self._read(text, match, is_end=is_end)
                 except UnfinishedError:
                     return found, match.start()
-                if len(self.calls) > n_calls:
+                if len(self.calls) + self.n_unfinished > n_before:
                     found.append(Markup(match.start(), end, is_call=True))
                 at = end
 
+    def _open_at(self, text: str, at: int, *, is_end: bool) -> int:
+        """Return the place from `at` on from which the text is the beginning of a mark, or may be; its end if none."""
+        if not is_end:
+            return min(m.open_at(text, at) for m in self._marks)
+        if not self.is_cut:
+            return len(text)
+        open_at = min(m.open_at(text, at) for m in self._marks)
+        if open_at >= len(text) or not self._is_mark(text[open_at:].rstrip()):
+            return len(text)
+        self.n_unfinished += self._heads is not None and self._heads.open_at(text, at) == open_at
+        return open_at
+
+    def _is_mark(self, text: str) -> bool:
+        """Whether what may become a mark is one already, and no word that stands where functions are named."""
+        if self._format is None or not self._format.begins_with_name or not _WORD.fullmatch(text):
+            return True
+        return any(name.startswith(text) for name in self._tools.names)
+
     def _read(self, text: str, head: re.Match[str], *, is_end: bool) -> int:
-        """Add the calls after a head; return where they end, or where the head does if they are malformed."""
+        """Add the calls after a head; return where they end, or where the head does if they are malformed.
+
+        Where the text is cut off, a call that is not whole takes the rest of it.
+        """
         assert self._format is not None
+        tail = self._format.tail
         try:
             calls, end = self._format.read(text, head, self._tools)
-            if not is_end and (_may_go_on(text, end) or self._format.tail.may_match(text, end)):
+            if not is_end and (_may_go_on(text, end) or tail.may_match(text, end)):
                 raise UnfinishedError
         except (ValueError, RecursionError) as error:
-            if isinstance(error, UnfinishedError) and not is_end:
-                raise
+            if isinstance(error, UnfinishedError):
+                if not is_end:
+                    raise
+                if self.is_cut:
+                    self.n_unfinished += 1
+                    return len(text)
             self.n_malformed += 1
             if self.n_malformed >= N_MALFORMED_MAX:
                 self._marks = [m for m in self._marks if m is not self._heads]
             return head.end()
         self.calls += calls
-        return _end(self._format.tail.pattern, text, end)
+        if self.is_cut and (tail.may_match(text, end) or text[end:] in _FENCE_PARTS):
+            return len(text)
+        return _end(tail.pattern, text, end)
 
 
 class _Ahead:
@@ -196,10 +261,20 @@ def _read_bare(text: str, start: int, tools: Tools, *, is_end: bool) -> list[Cal
         if isinstance(error, UnfinishedError) and not is_end:
             raise
         return []
-    is_whole = _end(_BARE_TAIL.pattern, text, at) == len(text)
-    if not is_end and (is_whole or _BARE_TAIL.may_match(text, at)):
+    is_whole = _end(_BARE_TAIL.pattern, text, at) == len(text) or _BARE_TAIL.may_match(text, at)
+    if not is_end and is_whole:
         raise UnfinishedError
     return calls if is_whole else []
+
+
+def _begins_bare_call(text: str, at: int, names: Sequence[str]) -> bool:
+    """Whether a text that was cut off begins as a call of a known tool in bare JSON."""
+    begun = _BARE_CALL.pattern.match(text, at)
+    if begun is None:
+        is_json = _BARE_HEAD.pattern.match(text, at) is not None
+        return is_json and _BARE_CALL.may_match(text, at)
+    name, quote, _ = text[begun.end() :].partition('"')
+    return name in names if quote else any(known.startswith(name) for known in names)
 
 
 def read_json_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call], int]:

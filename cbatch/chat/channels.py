@@ -58,15 +58,15 @@ class ChannelSplitter:
     def _begin(self, written: Written, is_end: bool) -> bool:
         """Read what is before the first mark: text, unless it is the recipient of the first message."""
         text, at = written.text, written.at
-        mark, end = _MARKS.pattern.search(text, at), len(text)
+        mark, end, is_open = _MARKS.pattern.search(text, at), len(text), False
         if mark is not None:
             end = mark.start()
-        elif not is_end:
+        elif not is_end or (self._parts.is_cut and self._tools):
+            is_open = True
             end = _MARKS.open_at(text, at)
         if self._n_said == 0:
-            is_open = mark is None and not is_end
             if is_open and end == len(text) and _ADDRESSED.may_match(text, at):
-                return False
+                return False  # at the end of an answer that was cut off it is left out
             if _ADDRESSED.pattern.match(text, at) or not text[at:end].strip():
                 # of the head, whose channel comes; whitespace alone is nothing
                 self._stage = self._head if mark else self._stage
@@ -108,13 +108,17 @@ class ChannelSplitter:
         marks = _MARKS.pattern.finditer(text, at)
         mark = next((m for m in marks if m["name"] != "message"), None)
         has_ended = mark is not None or is_end
-        end = mark.start() if mark else len(text) if is_end else _MARKS.open_at(text, at)
+        is_known = is_end and not (self._parts.is_cut and self._recipient is not None)
+        end = mark.start() if mark else len(text) if is_known else _MARKS.open_at(text, at)
         if self._recipient is not None:
             if not has_ended:
                 return False
             call = read_call(self._recipient, text[at:end])
             if call is not None:
                 self._parts.calls.append(call)
+                written.take(end)
+            elif mark is None and self._parts.is_cut:
+                self._parts.n_unfinished += 1
                 written.take(end)
             else:
                 self._parts.n_malformed += 1

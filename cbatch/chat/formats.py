@@ -80,6 +80,7 @@ class CallFormat:
         read: parses what follows the beginning.
         tail: what may close a call.
         syntaxes: how calls are written where they are demanded, by a further mark in the template; "" is in every one.
+        begins_with_name: whether an answer may begin with a function's name and no mark before it.
     """
 
     name: str
@@ -88,6 +89,7 @@ class CallFormat:
     read: CallReader
     tail: Marks
     syntaxes: Mapping[str, CallSyntax]
+    begins_with_name: bool = False
 
 
 def _format(
@@ -97,10 +99,11 @@ def _format(
     read: CallReader,
     tail: str = "",
     written: CallSyntax | Mapping[str, CallSyntax],
+    begins_with_name: bool = False,
 ) -> CallFormat:
     syntaxes = {"": written} if isinstance(written, CallSyntax) else written
     begins, ends = Marks(re.compile(head)), Marks(re.compile(f"(?:{tail})?"))
-    return CallFormat(name, marks, begins, read, ends, syntaxes)
+    return CallFormat(name, marks, begins, read, ends, syntaxes, begins_with_name)
 
 
 def _json_format(
@@ -118,6 +121,7 @@ CALL_FORMATS = (
         head=r"(?:\A|>>>)(?P<name>[\w.-]+)\n(?=\{)",
         read=read_arguments,
         written=CallSyntax("$name\n$arguments", between=">>>"),
+        begins_with_name=True,
     ),
     _format(
         "kimi",
@@ -232,6 +236,13 @@ CALL_FORMATS = (
             "[ARGS]": CallSyntax("[TOOL_CALLS]$name[ARGS]$arguments", between=""),
             "": CallSyntax(_JSON, "[TOOL_CALLS][$calls]", between=", "),
         },
+    ),
+    _format(
+        "firefunction",
+        " functools[",
+        head=r"(?:\A| )functools(?=\[)",
+        read=read_json_calls,
+        written=CallSyntax(_JSON, " functools[$calls]", between=", "),
     ),
     _json_format(
         "command r7b",

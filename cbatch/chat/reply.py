@@ -58,8 +58,14 @@ class Reply:
             end = -1 if output[-1] in self.silent else None
             (self.parts or text).feed(output[text.n_fed : end])
 
-    def end(self, output: Sequence[int]) -> bool:
-        """Give out all of an output that has ended; return whether the answer calls tools."""
+    def end(self, output: Sequence[int], *, is_cut: bool) -> bool:
+        """Give out all of an output that has ended; return whether the answer calls tools.
+
+        Args:
+            output: all tokens of it.
+            is_cut: whether it ended neither by a token nor by a stop string.
+        """
         self.feed(output)
         self.text.flush()
-        return self.parts is not None and bool(self.parts.end().calls)
+        is_cut = is_cut or self.text.stop is not None
+        return self.parts is not None and bool(self.parts.end(is_cut=is_cut).calls)

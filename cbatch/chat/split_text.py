@@ -33,6 +33,10 @@ class Parts:
     thoughts: list[tuple[int, int]] = field(default_factory=list)
     """Where thinking that was split off begins and ends with its marks, in characters of what was written."""
     n_malformed: int = 0
+    n_unfinished: int = 0
+    """Calls that were cut off and left out."""
+    is_cut: bool = False
+    """Whether something else than the model ended the answer; set before its end."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -178,11 +182,13 @@ class MarkSplitter:
 
     def advance(self, written: Written, *, is_end: bool) -> None:
         """See `Splitter`."""
+        parts, search = self._parts, self._search
+        search.is_cut = parts.is_cut
         while self._stage(written, is_end):
             pass
         if is_end:
-            self._parts.n_malformed = self._search.n_malformed
-            self._text.end(is_stripped=bool(self._parts.calls))
+            parts.n_malformed, parts.n_unfinished = search.n_malformed, search.n_unfinished
+            self._text.end(is_stripped=bool(parts.calls or parts.n_unfinished))
 
     def hand_over(self) -> None:
         """See `Splitter`."""

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from cbatch.checks import check_flag, check_float, check_int, check_path, check_seconds
-from cbatch.cli.sets import read_text, set_options
+from cbatch.cli.sets import read_text, set_options, value_of
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
@@ -137,6 +137,14 @@ def parts_of(text: str | None) -> list[str] | None:
     if text is None:
         return None
     return [part.strip() for part in text.split(",")] if text.strip() else []
+
+
+def template_variables(text: str | None) -> dict[str, Any] | None:
+    """Return variables for the chat template, given as JSON or as `@FILE`."""
+    if text is None:
+        return None
+    found: dict[str, Any] = value_of("chat_template_kwargs", text, "--chat-template-kwargs")
+    return found
 
 
 def _or_none(value: Any) -> Any:
@@ -319,6 +327,14 @@ OPTIONS = (
     ),
     _answer("slot", "The slot to run in, 0 and up: each waits until it is free.", "any"),
     _answer("timeout_s", "Seconds for each request, from now on.", "as long as it takes"),
+    _answer(
+        "chat_template_kwargs",
+        "Variables for the chat template, such as '{\"enable_thinking\": false}', or @FILE; a request's own win.",
+        "the template's own",
+        metavar="JSON",
+        read=template_variables,
+        type=str,
+    ),
     _answer(
         "set",
         "Any option of a request, such as n=3, or json_schema=@FILE; may be given again.",

@@ -39,7 +39,7 @@ def set_options(given: Collection[str], taken: Collection[str]) -> dict[str, Any
         if not equals:
             raise ConfigError(f"--set {text}: give a name and a value: --set temperature=0.5")
         _check_name(name, taken, found)
-        found[name] = _value_of(name, value)
+        found[name] = value_of(name, value, f"--set {name}")
     return found
 
 
@@ -56,10 +56,11 @@ def _check_name(name: str, taken: Collection[str], found: Collection[str]) -> No
         raise ConfigError(f"--set {name}: occurs twice: give it once")
 
 
-def _value_of(name: str, text: str) -> Any:
+def value_of(name: str, text: str, place: str) -> Any:
+    """Return the value of an option, parsed by its type; errors call it by its `place`."""
     kinds = _kinds()[name]
     if text.startswith("@") and name in FROM_FILE:
-        text = read_text(f"--set {name}", text[1:])
+        text = read_text(place, text[1:])
     for kind, read in ((bool, _flag), (int, _whole), (float, _number), (list, _json)):
         wanted = kinds & {list, dict} if kind is list else kinds & {kind}
         if wanted and (value := read(text, kinds)) is not None:
@@ -67,7 +68,7 @@ def _value_of(name: str, text: str) -> Any:
     if str in kinds:
         return text
     what = " or ".join(_WORDS[kind] for kind in _WORDS if kind in kinds)
-    raise ConfigError(f"--set {name}: must be {what}, not {shown(text)}")
+    raise ConfigError(f"{place}: must be {what}, not {shown(text)}")
 
 
 def _flag(text: str, kinds: Collection[type]) -> bool | None:

@@ -554,8 +554,15 @@ class SequenceDriver:
         self.waits_for = None
         self.finish_reason, self.error = reason, error
         self.clock.finished_s = now
-        if self.reply.end(self.output) and reason == "stop":
+        if self.reply.end(self.output, is_cut=self._is_cut(reason)) and reason == "stop":
             self.finish_reason = "tool_calls"
+
+    def _is_cut(self, reason: FinishReason) -> bool:
+        """Whether something else than the model ended the output: a limit, a cancel, or a stop token of the request."""
+        if reason != "stop":
+            return True
+        stop_tokens = self.request.options.stop_token_ids or ()
+        return bool(self.output) and self.output[-1] in stop_tokens
 
 
 BY_AGE = attrgetter("number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import shown
@@ -35,6 +36,8 @@ Source: OpenAI's API reference, completions: without a prompt, the model generat
 
 N_TOKENS = 16
 """Tokens of an answer where the request names no cap. Source: OpenAI's API reference, completions, `max_tokens`."""
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"max_tokens": N_TOKENS, "chat_template_kwargs": {}})
+"""Options where the request names none; the server's variables of the chat template are not for these prompts."""
 
 
 class CompletionCall(OpenAICall):
@@ -49,7 +52,7 @@ class CompletionCall(OpenAICall):
         logprobs = body.get("logprobs")
         if logprobs is not None and int_of(logprobs) is None:
             raise bad_request(f"logprobs must be a number, not {shown(logprobs)}", "logprobs")
-        asked = asked_of(body, OWN, defaults={"max_tokens": N_TOKENS}, is_strict=is_strict)
+        asked = asked_of(body, OWN, defaults=DEFAULTS, is_strict=is_strict)
         asked.ignored += [name for name in _OF_CHATS if body.get(name) is not None]
         asked.options = _with_end(asked.options)
         options = asked.options

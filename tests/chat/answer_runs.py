@@ -50,6 +50,7 @@ def parts_of(
     stops: Sequence[str] = (),
     include_stop: bool = False,
     cuts: Sequence[int] = (),
+    is_cut: bool = False,
 ) -> tuple[Answer, list[tuple[str, str]]]:
     """Return an answer, and what was given out of its text and thinking after each cut and at the end."""
     stream = TextStream(plain, stops, include_stop=include_stop)
@@ -60,7 +61,7 @@ def parts_of(
             given.append(parts.take())
             parts.feed(chunk)
     stream.flush()
-    answer = parts.end()
+    answer = parts.end(is_cut=is_cut)
     assert (parts.n_thought(tokens[: stream.n_fed]) > 0) == bool(answer.reasoning)
     return answer, [*given, parts.take()]
 

@@ -75,21 +75,76 @@ def answers(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[int], list[int]]
     return name, settings, tokens, draw(st.sampled_from([cuts, [*range(len(tokens))]]))
 
 
+BARE = f'{{"name": "get_weather", "arguments": {TEXT}}}'
+CALLING = {
+    **{name: (MADE[name], "Well.\n", example) for name, example in EXAMPLES.items()},
+    "functionary v3.2": (MADE["functionary v3.2"], "all\nWell.\n>>>", EXAMPLES["functionary v3.2"]),
+    "bare": ("", "", BARE),
+    "bare, as Llama 3 has it": (LLAMA_3, "", BARE.replace("arguments", "parameters")),
+    "bare, typed": ("", "", BARE.replace('{"name', '{"type": "function", "name', 1)),
+    "bare, in a list": ("", "", f"[{BARE}]"),
+    "bare, nested": ("", "", f'{{"type": "function", "function": {BARE}}}'),
+    "bare, wrapped": ("", "", f'{{"tool_calls": [{BARE}]}}'),
+    "channels": (CHANNELS, "", f"<|channel|>commentary to=functions.get_weather<|message|>{TEXT}"),
+}
+"""By format: a template, an answer's text as it is written, and calls behind it."""
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_call_that_is_cut_off_anywhere_leaves_nothing_in_the_text(name: str) -> None:
+    template, said, calls = CALLING[name]
+    reader = make_reader(answer_format(template), TOOLS)
+    for text in dict.fromkeys([calls, said + calls]):
+        tokens, n_said = [*text.encode()], len(text) - len(calls)
+        for n in range(n_said, len(tokens) + 1):
+            whole, _ = parts_of(reader, tokens[:n], is_cut=True)
+            answer, given = parts_of(reader, tokens[:n], cuts=[*range(n % 5, n, 9)], is_cut=True)
+            assert answer == whole
+            assert "".join(said for said, _ in given) == whole.text
+            assert whole.text.rstrip() == ("Well." if n_said else ""), n
+            assert all(call.arguments == TEXT for call in whole.calls)
+            assert not any("could not be read" in warning for warning in whole.warnings)
+        assert len(whole.calls) == len(parts_of(reader, tokens)[0].calls) > 0
+
+
+@pytest.mark.parametrize("n", range(len(BARE)))
+def test_bare_json_of_no_tool_that_is_cut_off_stays_text(n: int) -> None:
+    said = BARE.replace("get_weather", "Ada")[:n]
+    answer, _ = parts_of(make_reader(AnswerFormat(), TOOLS), [*said.encode()], is_cut=True)
+    assert answer.text == ("" if n <= BARE.index("get_weather") else said)
+    assert len(answer.warnings) == (0 < n <= BARE.index("get_weather"))
+
+
+@pytest.mark.parametrize("text", ["Hello", "all is well", "get_up", "Yes >", "get_weather"])
+def test_cut_off_words_under_a_template_whose_calls_begin_with_a_name_stay_text(text: str) -> None:
+    reader = make_reader(answer_format(MADE["functionary v3.2"]), TOOLS)
+    answer, _ = parts_of(reader, [*text.encode()], is_cut=True)
+    left_out = {"Yes >": "Yes", "get_weather": ""}
+    assert answer.text == left_out.get(text, text)
+
+
+def test_call_that_the_model_left_unfinished_is_text() -> None:
+    reader = make_reader(answer_format(MADE["hermes"]), TOOLS)
+    text = '<tool_call>{"name": "get_time", "argum'
+    assert parts_of(reader, [*text.encode()])[0].text == text
+
+
 STOPS = st.sampled_from([{}, {}, {"stops": ["Well", "}}", "</", "\n\n"]}])
 TAILS = st.sampled_from([b"", b"", b"<think>\n", b"<think></think>"])
 
 
 @settings(max_examples=examples(4000))
-@given(answers(), STOPS, st.booleans(), TAILS)
+@given(answers(), STOPS, st.booleans(), TAILS, st.booleans())
 def test_parts_as_they_come_are_those_of_the_whole_answer(
     case: tuple[str, dict[str, Any], list[int], list[int]],
     stops: dict[str, Any],
     include_stop: bool,
     tail: bytes,
+    is_cut: bool,
 ) -> None:
     name, said, tokens, cuts = case
     reader = make_reader(answer_format(TEMPLATES[name]), **said)
-    more = {**stops, "include_stop": include_stop, "tail": [*tail]}
+    more = {**stops, "include_stop": include_stop, "tail": [*tail], "is_cut": is_cut}
     whole, _ = parts_of(reader, tokens, **more)
     answer, given = parts_of(reader, tokens, cuts=cuts, **more)
     assert answer == whole

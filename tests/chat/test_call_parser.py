@@ -53,6 +53,9 @@ EXAMPLES = {
     '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>' * 2,
     "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + TEXT + ', "id": "abcdefghi"}]'
     f"[TOOL_CALLS]get_weather[ARGS]{TEXT}",
+    "firefunction": " functools["
+    + ", ".join([f'{{"name": "get_weather", "arguments": {TEXT}}}'] * 2)
+    + "]",
     "command r7b": "<|START_ACTION|>["
     + ", ".join(
         f'{{"tool_call_id": "{i}", "tool_name": "get_weather", "parameters": {TEXT}}}'

@@ -117,6 +117,7 @@ def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
         (["--max-connections", "999999999"], "--max-connections 999999999 needs"),
         (["--max-queue-tokens", "-1"], "max_queue_tokens must be 0 …"),
         (["--max-body-mib", "0"], "max_body_mib must be 1 … 1024"),
+        (["--chat-template-kwargs", "no"], "--chat-template-kwargs: must be a JSON object"),
         (["--policy", "worst"], "policy must be one of"),
         (["--host", "0.0.0.0", "--port", "0"], "--host 0.0.0.0: other machines can reach"),
         (["--host", "::", "--port", "0"], "or --no-auth to serve everybody"),

@@ -101,6 +101,20 @@ def test_value_is_read_by_the_type_of_its_option(name: str) -> None:
     assert getattr(options_of(f"{name.replace('_', '-')}={text}", *more), name) == value
 
 
+def test_template_variables_have_a_flag_with_json_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "variables.json"
+    file.write_text('{"enable_thinking": false}', encoding="utf-8")
+    for text in ('{"enable_thinking": false}', f"@{file}"):
+        options = Given({"chat_template_kwargs": text}).run_options()
+        assert options.chat_template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("text", ["", "true", "[1]", "{", "@no-such-file"])
+def test_template_variables_that_are_no_object_are_refused_by_the_flag(text: str) -> None:
+    with pytest.raises(ConfigError, match="--chat-template-kwargs"):
+        Given({"chat_template_kwargs": text}).run_options()
+
+
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from cbatch.backend.llama.chat_template import ChatTemplate
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
+from cbatch.bench.synthetic_tokenizer import CHATML
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load
 from cbatch.models import CHAT_MODEL, DRAFT_MODEL
@@ -21,7 +23,9 @@ from cbatch.models.recipe import __main__ as recipe
 from cbatch.models.recipe.export import (
     CHAT,
     DRAFT,
+    TEMPLATE,
     n_multiply_adds,
+    replace_template,
     weight_sizes,
     write_digests,
     write_gguf,
@@ -31,8 +35,10 @@ from cbatch.models.recipe.pieces import learn_pieces
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cbatch.backend import Message
     from cbatch.bench.synthetic_shapes import Shape
 
+USER: Message = {"role": "user", "content": "Say red."}
 SMALLEST = replace(CHAT, n_layer=1, n_embd=32, n_head=1, n_kv_head=1, n_ff=32, n_vocab=400)
 
 
@@ -61,6 +67,56 @@ def test_written_model_loads_and_answers(tmp_path: Path) -> None:
 def test_writing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = write_random(tmp_path / "a.gguf"), write_random(tmp_path / "b.gguf")
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_template_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    path, whole = write_random(tmp_path / "a.gguf"), write_random(tmp_path / "b.gguf").read_bytes()
+    replace_template(path, "{{ messages }}" * 5)
+    assert path.read_bytes() != whole
+    replace_template(path, TEMPLATE)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.real
+def test_template_without_tools_is_chatml_and_shows_tools_and_calls() -> None:
+    shipped = ChatTemplate(TEMPLATE)
+    chats: list[list[Message]] = [
+        [USER],
+        [{"role": "system", "content": "Be brief."}, USER],
+        [USER, {"role": "assistant", "content": "red"}, USER],
+        [USER, {"role": "assistant", "content": "re"}],
+        [{"role": "user", "content": ""}],
+    ]
+    for chat in chats:
+        assert shipped.render(chat) == ChatTemplate(CHATML).render(chat)
+        assert shipped.render(chat, {"tools": []}) == ChatTemplate(CHATML).render(chat)
+    function = {"name": "look", "arguments": {"at": "it"}}
+    called: Message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    told: Message = {"role": "tool", "content": "seen"}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    shown = shipped.render([USER, called, told], {"tools": tools})
+    assert shown.startswith("<|im_start|>system\n")
+    assert f"<tool_call>\n{json.dumps(function)}\n</tool_call><|im_end|>\n" in shown
+    assert shown.endswith("<|im_start|>tool\nseen<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.real
+def test_shipped_models_have_the_template_and_call_a_demanded_tool() -> None:
+    for path in (CHAT_MODEL, DRAFT_MODEL):
+        with closing(open_model(path)) as model:
+            assert model.metadata["tokenizer.chat_template"] == TEMPLATE
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": city}}
+    options = {"tools": [tool], "tool_choice": "required", "temperature": 0, "max_tokens": 60}
+    chat = [{"role": "user", "content": "How is the weather in Paris?"}]
+    with load(CHAT_MODEL, parallel=1, ctx_per_seq=512) as engine:
+        result = engine.run(chat, options=options).result()
+    [call] = result.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
 
 
 def test_multiply_adds_count_every_matrix_once() -> None:

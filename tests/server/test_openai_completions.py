@@ -28,6 +28,13 @@ def test_answer_has_the_format_and_sixteen_tokens() -> None:
     assert body["usage"]["completion_tokens"] == 16
 
 
+def test_prompts_do_without_the_template_variables_of_the_server() -> None:
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    with fake_app(engine=Engine(FakeBackend(4, 256), options=options)) as app:
+        assert call(app, COMPLETIONS, ASKED).status_code == 200
+        assert call(app, COMPLETIONS, {**ASKED, **options}).status_code == 400
+
+
 def test_choices_count_through_the_prompts() -> None:
     prompts = ["ab", [97, 98], [97, 99]]
     with Engine(FakeBackend(4, 256)) as engine:

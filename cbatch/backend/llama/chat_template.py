@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,14 @@ def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
 class _Renderer:
     """Renders chats in other processes, or in this one if none can be started. From any thread."""
 
-    def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        bos_text: str = "",
+        eos_text: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
         self._settings = {"source": source, "bos_token": bos_text, "eos_token": eos_text}
         self._free: list[Sandbox] = []
         self._turns = threading.BoundedSemaphore(_N_PROCESSES)
@@ -89,7 +97,8 @@ class _Renderer:
         self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> dict[str, str]:
         """Return the answer of `template_job`: `text`, `broken` or `refused`."""
-        question = {"messages": messages, "variables": dict(variables or {})}
+        now_s = self._clock()
+        question = {"messages": messages, "variables": dict(variables or {}), "now_s": now_s}
         with self._turns:
             sandbox = self._take()
             try:
@@ -139,13 +148,15 @@ class ChatTemplate:
         bos_text: str = "",
         eos_text: str = "",
         name: str = "the chat template",
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Keep the template's source, None where the model has none; it is compiled at first use.
 
-        Error messages call the template `name`; the texts are the values of `bos_token` and `eos_token` in it.
+        Error messages call the template `name`; the texts are the values of `bos_token` and `eos_token` in it; `clock`
+        gives the seconds since the epoch, which the template may show as a date of the local time zone.
         """
         self._source, self._name = source, name
-        self._renderer = None if source is None else _Renderer(source, bos_text, eos_text)
+        self._renderer = None if source is None else _Renderer(source, bos_text, eos_text, clock)
 
     def close(self) -> None:
         """End the idle processes; later chats start new ones."""
@@ -239,7 +250,7 @@ def parse_override(chat_template: str) -> str:
             f"chat_template={chat_template[:80]!r} is neither Jinja nor a known name: "
             f"known names are {', '.join(NAMED_TEMPLATES)}"
         )
-    renderer = _Renderer(chat_template, "", "")
+    renderer = _Renderer(chat_template)
     found = renderer.ask(None)
     renderer.close()
     if "text" not in found:

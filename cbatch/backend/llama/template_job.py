@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _N_TEXT_MAX = 2**26
 """Most characters of a rendered chat."""
 
+_FUNCTIONS_TEXT = " functools["
+"""In the source of a template whose variable `functions` is JSON text. Source: FireFunction v2's model card."""
+
 
 class _GenerationTags(jinja2.ext.Extension):
     """Ignores the tag `generation`, which Hugging Face's templates put around answers."""
@@ -35,17 +38,18 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         settings: `source`, the template; `bos_token` and `eos_token`, which it may use.
 
     Returns:
-        A function of `messages` (None: only compile) and `variables`. Its answer has `text`, the chat; or `broken`, why
-        the template does not compile; or `refused`, why the template rejects the chat.
+        A function of `messages` (None: only compile), `variables` and `now_s`, the time in seconds since the epoch. Its
+        answer has `text`, the chat; or `broken`, why the template does not compile; or `refused`, why the template
+        rejects the chat.
     """
     source = settings["source"]
+    has_functions_text = _FUNCTIONS_TEXT in source
     always: dict[str, Any] = {
         "bos_token": settings["bos_token"],
         "eos_token": settings["eos_token"],
         "add_generation_prompt": True,
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "functions": None,
+        "functions": "" if has_functions_text else None,
         "function_call": None,
         "tools": None,
         "tool_choice": None,
@@ -63,8 +67,12 @@ def begin(settings: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, str]
         messages = question["messages"]
         if messages is None:
             return {"text": ""}
+        now, given = datetime.fromtimestamp(question["now_s"]), question["variables"]
+        found = {**always, **_dates(now), "messages": messages, **given}
+        if has_functions_text and given.get("tools"):
+            found["functions"] = _tojson([tool["function"] for tool in given["tools"]], indent=4)
         try:
-            text = compiled[0].render({**always, "messages": messages, **question["variables"]})
+            text = compiled[0].render(found)
         except Exception as error:  # a template may raise anything
             return {"refused": _words_of(error)}
         if len(text) > _N_TEXT_MAX:
@@ -92,8 +100,13 @@ def _raise_exception(message: str) -> None:
     raise ValueError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _dates(now: datetime) -> dict[str, Any]:
+    """Return the variables that tell the time. Source: llama.cpp, common/chat.cpp; Transformers has `strftime_now`."""
+    return {
+        "strftime_now": now.strftime,
+        "date_string": now.strftime("%d %b %Y"),
+        "datetime": now.strftime("%b %d %Y"),
+    }
 
 
 def _tojson(

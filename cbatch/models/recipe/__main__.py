@@ -19,6 +19,8 @@ from cbatch.models import CHAT_MODEL, DEMO_CHATS, DRAFT_MODEL
 from cbatch.models.recipe.export import (
     CHAT,
     DRAFT,
+    TEMPLATE,
+    replace_template,
     write_digests,
     write_gguf,
     write_vocabulary,
@@ -44,6 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.command == "measure":
             measure(args.model, args.draft, n=args.n, seed=args.seed, say=_say)
+        elif args.command == "template":
+            files = [args.out / CHAT_MODEL.name, args.out / DRAFT_MODEL.name]
+            for file in files:
+                replace_template(file, TEMPLATE)
+            write_digests(args.out / _DIGESTS, files)
         elif args.command == "demo":
             (args.out / DEMO_CHATS.name).write_text(demo_lines(), encoding="utf-8")
         else:
@@ -73,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--n", type=int, default=800, help="questions")
     asked.add_argument("--seed", type=int, default=2)
     asked.set_defaults(command="measure")
+    changed = commands.add_parser("template", help="write the chat template anew, and nothing else")
+    changed.set_defaults(command="template")
     shown = commands.add_parser("demo", help="write the chats of `cbatch run --demo`")
     shown.set_defaults(command="demo")
     return parser

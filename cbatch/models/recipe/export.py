@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cbatch.bench.synthetic_shapes import Shape
-from cbatch.bench.synthetic_tokenizer import CHATML
 from cbatch.bench.synthetic_vocabulary import BOS, CONTROL_TOKENS, TURN_END, UNK
 from cbatch.errors import ConfigError
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     import numpy.typing as npt
-    from gguf import GGUFWriter
+    from gguf import GGUFReader, GGUFWriter
 
     Arrays = Mapping[str, npt.NDArray[np.float32]]
 
@@ -30,6 +29,18 @@ NORM_EPS = 1e-5
 CHAT = Shape(6, 192, 6, 3, 480, 1536, "q8_0", N_CTX_TRAIN, tied=True)
 DRAFT = Shape(3, 128, 4, 2, 224, 1536, "q8_0", N_CTX_TRAIN, tied=True)
 """The two that ship; the draft guesses for the other, so it does at most a quarter of its work."""
+
+TEMPLATE = """{% if tools %}<|im_start|>system
+You may call these functions:
+{% for tool in tools %}{{ tool['function'] | tojson }}
+{% endfor %}To call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['tool_calls'] %}{{ message['content'] or '' }}{% for call in message['tool_calls'] %}<tool_call>
+{"name": "{{ call['function']['name'] }}", "arguments": {{ call['function']['arguments'] | tojson }}}
+</tool_call>{% endfor %}{% else %}{{ message['content'] }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""ChatML, as the models are trained with it; with tools, a system message before it. Calls are those of Hermes."""
 
 _DESCRIPTION = "A very small chat model for trying cbatch, trained on generated text alone"
 
@@ -101,6 +112,31 @@ def write_vocabulary(path: Path, pieces: Sequence[str]) -> None:
     write_gguf(path, shape, pieces, weights, name="vocabulary")
 
 
+def replace_template(path: Path, template: str) -> None:
+    """Write another chat template into a model that `write_gguf` has made; tensors stay as they are.
+
+    Raises:
+        ConfigError: the `gguf` package is not installed.
+    """
+    gguf = _import_gguf()
+    reader = gguf.GGUFReader(path)
+    field, data = reader.fields["tokenizer.chat_template"], path.read_bytes()
+    length, text = field.parts[-2], field.parts[-1]
+    start = field.offset + sum(part.nbytes for part in field.parts[:-2])
+    end = start + length.nbytes + text.nbytes
+    new = template.encode()
+    head = data[:start] + len(new).to_bytes(8, "little") + new
+    head += data[end : _end_of_infos(reader)]
+    head += bytes(-len(head) % reader.alignment)
+    path.write_bytes(head + data[reader.data_offset :])
+
+
+def _end_of_infos(reader: GGUFReader) -> int:
+    """Return where the description of the last tensor ends; padding and the tensors follow."""
+    last = reader.tensors[-1].field
+    return int(last.offset + sum(part.nbytes for part in last.parts))
+
+
 def write_digests(path: Path, files: Sequence[Path]) -> None:
     """Write the SHA-256 of each file by its name, as JSON."""
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -151,4 +187,4 @@ def _add_tokenizer(writer: GGUFWriter, pieces: Sequence[str]) -> None:
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
-    writer.add_chat_template(CHATML)
+    writer.add_chat_template(TEMPLATE)

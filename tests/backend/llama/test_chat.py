@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real  # a template runs in a process of its own
 
 USER: Message = {"role": "user", "content": "Hi"}
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 CHATML = NAMED_TEMPLATES["chatml"]
 ECHO = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ eos_token }}"
 
@@ -49,6 +52,35 @@ def test_earlier_assistant_message_is_closed() -> None:
 
 def test_template_knows_the_special_tokens() -> None:
     assert ChatTemplate(ECHO, bos_text="<s>", eos_text="</s>").render([USER]) == "<s>[Hi]</s>"
+
+
+_DATES = "{{ date_string }}|{{ datetime }}|{{ strftime_now('%Y-%m-%d %H:%M') }}"
+
+
+def test_template_knows_the_date_of_each_rendering() -> None:
+    times = [datetime(2026, 2, 3, 12, 30), datetime(2026, 2, 4, 12, 30)]  # local, as people read it
+    clock = iter([moment.timestamp() for moment in times])
+    template = ChatTemplate(_DATES, clock=lambda: next(clock))
+    assert template.render([USER]) == "03 Feb 2026|Feb 03 2026|2026-02-03 12:30"
+    assert template.render([USER]) == "04 Feb 2026|Feb 04 2026|2026-02-04 12:30"
+
+
+def test_llama_3_is_told_the_date_that_it_is_or_the_one_that_the_request_gives() -> None:
+    source = (TEMPLATES / "meta-llama-Llama-3.2-3B-Instruct.jinja").read_text(encoding="utf-8")
+    template = ChatTemplate(source, clock=lambda: datetime(2026, 2, 3, 12).timestamp())
+    assert "Today Date: 03 Feb 2026\n" in template.render([USER])
+    given = template.render([USER], {"date_string": "26 Jul 2024"})
+    assert "Today Date: 26 Jul 2024\n" in given
+
+
+def test_firefunction_gets_functions_as_json_text() -> None:
+    source = (TEMPLATES / "fireworks-ai-llama-3-firefunction-v2.jinja").read_text(encoding="utf-8")
+    template = ChatTemplate(source, clock=lambda: datetime(2026, 2, 3, 12).timestamp())
+    assert "JSON spec:\n\nToday is Feb 03 2026." in template.render([USER])
+    function = {"name": "look", "description": "Looks at <it>.", "parameters": {"type": "object"}}
+    shown = template.render([USER], {"tools": [{"type": "function", "function": function}]})
+    spec = shown.partition("JSON spec:\n")[2].partition("\nToday is")[0]
+    assert json.loads(spec) == [function]
 
 
 def test_no_template_names_the_ways_out() -> None:
