@@ -33,10 +33,12 @@ from cbatch.checks import (
 )
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.plain import flag_of, int_of, list_of, number_of, text_of
+from cbatch.schemas import SchemaClass, closed, schema_of_class
 from cbatch.tools import (
     TemplateKwargs,
     Tool,
     ToolChoice,
+    ToolFunction,
     Tools,
     check_template_kwargs,
     check_tool_choice,
@@ -167,7 +169,21 @@ def schema_of(response_format: str) -> str | None:
     check_keys("response_format: json_schema", inner, ("name", "description", "schema", "strict"))
     if inner.get("strict") is not None:
         check_flag("response_format: strict", inner["strict"])
-    return json_text("response_format: schema", inner["schema"])
+    schema = closed(inner["schema"]) if inner.get("strict") else inner["schema"]
+    return json_text("response_format: schema", schema)
+
+
+def check_schema(name: str, value: object) -> str:
+    """Return a JSON schema as JSON text: a mapping, JSON text, or a class that tells its schema."""
+    return json_object(name, schema_of_class(value) or value)
+
+
+def check_format(name: str, value: object) -> str:
+    """Return a response format as JSON text: a mapping, JSON text, or a class that tells its schema."""
+    schema = schema_of_class(value)
+    if schema is None:
+        return json_object(name, value)
+    return json_object(name, {"type": "json_schema", "json_schema": {"schema": schema}})
 
 
 def check_adapters(name: str, value: object) -> Mapping[str, float]:
@@ -330,7 +346,7 @@ class RunOptions:
             where the model's memory can shift. Default: 0, which ends the answer `window`.
         n_keep: tokens that are never removed; −1 for the whole prompt. Default: a chat's first message, else 1.
         adapter: the LoRA adapter to answer with, by the name it was loaded under, or a mapping of names to scales.
-        tools: functions that the model may call, as in OpenAI's API; its calls are in the result.
+        tools: functions that the model may call, as in OpenAI's API, or Python functions; its calls are in the result.
         tool_choice: "none", "auto", "required" (also "any"), one function by name, or OpenAI's "allowed_tools", which
             offers the listed ones alone. Default: auto.
         parallel_tool_calls: False for at most one call: an answer that must call has no second call, any other keeps
@@ -342,9 +358,10 @@ class RunOptions:
         thinking_budget: most tokens of a chat's thinking, behind which its closing mark is written for the model; where
             the template's marks of thinking are tokens. Default: no limit but `max_tokens`.
         skip_special_tokens: leave control tokens out of the text. Default: True.
-        json_schema: a schema that the JSON answer matches: a mapping, or JSON text, as which it is kept.
+        json_schema: a schema that the JSON answer matches: a mapping, a pydantic class, or JSON text; kept as text.
         response_format: OpenAI's form of it: `{"type": "json_schema", "json_schema": {"schema": …}}`, the type
-            "json_object" for any JSON object, or "text" for no constraint. Kept as JSON text.
+            "json_object" for any JSON object, or "text" for no constraint; with `"strict": True` beside the schema,
+            objects have no keys but those listed. Or a pydantic class. Kept as JSON text.
         regex: a regular expression that the whole answer matches, in the syntax of Rust's regex crate.
         choice: texts of which the answer is one, such as the labels of a class, at most 1,000; give `max_tokens` room
             for the longest.
@@ -400,7 +417,7 @@ class RunOptions:
     n_keep: int | None = checked(check_int, -1, MAX_INT)
     n_discard: int | None = checked(check_int, 0, MAX_INT)
     adapter: str | Mapping[str, float] | None = checked(check_adapters)
-    tools: Sequence[Tool] | None = checked(lambda _, value: check_tools(value))
+    tools: Sequence[Tool | ToolFunction] | None = checked(lambda _, value: check_tools(value))
     tool_choice: ToolChoice | None = checked(lambda _, value: check_tool_choice(value))
     parallel_tool_calls: bool | None = checked(check_flag)
     chat_template_kwargs: Mapping[str, Any] | None = checked(
@@ -409,8 +426,8 @@ class RunOptions:
     reasoning_format: Literal["auto", "none"] | None = checked(check_choice, "auto", "none")
     thinking_budget: int | None = checked(check_int, 0, MAX_INT)
     skip_special_tokens: bool | None = checked(check_flag)
-    json_schema: str | Mapping[str, Any] | None = checked(json_object)
-    response_format: str | Mapping[str, Any] | None = checked(json_object)
+    json_schema: str | Mapping[str, Any] | SchemaClass | None = checked(check_schema)
+    response_format: str | Mapping[str, Any] | SchemaClass | None = checked(check_format)
     regex: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
     choice: Sequence[str] | None = checked(check_texts)
     grammar: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)

@@ -9,14 +9,16 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from cbatch.checks import check_depth, parsed, shown
 from cbatch.errors import ConfigError
 from cbatch.plain import list_of, plain, plain_for_json, text_of
+from cbatch.schemas import closed, tool_of_function
 
 Tool: TypeAlias = Mapping[str, Any]
+ToolFunction: TypeAlias = Callable[..., Any]
 ToolChoice: TypeAlias = str | Mapping[str, Any]
 
 TEMPLATE_NAMES = frozenset(
@@ -59,7 +61,7 @@ class TemplateKwargs(dict[str, Any]):
 
 
 def check_tools(value: object) -> Tools | None:
-    """Return OpenAI's list of tools as checked definitions; an empty list means no tools."""
+    """Return OpenAI's list of tools, or Python functions, as checked definitions; an empty list means no tools."""
     if value is None or isinstance(value, Tools):
         return value
     check_depth("tools", value)
@@ -68,14 +70,15 @@ def check_tools(value: object) -> Tools | None:
         raise ConfigError(
             f'tools must be a list of {{"type": "function", "function": {{…}}}}, not {shown(value)}'
         )
-    tools = Tools(_tool(f"tools[{i}]", plain(tool)) for i, tool in enumerate(items))
+    tools = Tools(_tool(f"tools[{i}]", tool) for i, tool in enumerate(items))
     for i, function in enumerate(tools.names):
         if function in tools.names[:i]:
             raise ConfigError(f"tools has two functions named {function!r}: names must be unique")
     return tools
 
 
-def _tool(place: str, tool: object) -> Tool:
+def _tool(place: str, given: object) -> Tool:
+    tool = tool_of_function(place, given) if callable(given) else plain(given)
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise ConfigError(f'{place} must be {{"type": "function", "function": {{…}}}}')
@@ -91,6 +94,9 @@ def _tool(place: str, tool: object) -> Tool:
     if not isinstance(parameters, dict | None):
         raise ConfigError(f"{place} ({name}): parameters must be a JSON schema, a mapping")
     settled: Tool = as_json(f"{place} ({name})", tool)
+    if function.get("strict") is True and parameters is not None:
+        inner = settled["function"]
+        settled = {**settled, "function": {**inner, "parameters": closed(inner["parameters"])}}
     return settled
 
 

@@ -16,7 +16,7 @@ from tests.private_parts import private_parts
 ROOT = Path(cbatch.__file__).parent
 
 FACE = {
-    "errors", "options", "engine_options", "messages", "tools", "response", "progress",
+    "errors", "options", "engine_options", "messages", "tools", "schemas", "response", "progress",
     "request", "stats", "checks", "plain", "interrupts", "logs", "model_facts", "openai_format",
     "folders", "processes",
 }  # fmt: skip

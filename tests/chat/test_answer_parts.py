@@ -116,7 +116,7 @@ def test_bare_json_of_no_tool_that_is_cut_off_stays_text(n: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["Hello", "all is well", "get_up", "Yes >", "get_weather"])
-def test_cut_off_words_under_a_template_whose_calls_begin_with_a_name_stay_text(text: str) -> None:
+def test_cut_off_words_stay_text_where_calls_begin_with_a_name(text: str) -> None:
     reader = make_reader(answer_format(MADE["functionary v3.2"]), TOOLS)
     answer, _ = parts_of(reader, [*text.encode()], is_cut=True)
     left_out = {"Yes >": "Yes", "get_weather": ""}

@@ -370,7 +370,7 @@ def test_fields_become_options(body: dict[str, Any], options: dict[str, Any]) ->
 
 
 def test_tools_are_shown_to_the_model_and_counted() -> None:
-    (tool,) = MessagesCall.of({**ASKED, "tools": [TOOL]}).asked.options.tools or ()
+    (tool,) = MessagesCall.of({**ASKED, "tools": [TOOL]}).asked.options.offered_tools
     assert tool["function"] == {
         "name": "get_time",
         "description": "Tell the time",

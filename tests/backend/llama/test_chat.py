@@ -65,7 +65,7 @@ def test_template_knows_the_date_of_each_rendering() -> None:
     assert template.render([USER]) == "04 Feb 2026|Feb 04 2026|2026-02-04 12:30"
 
 
-def test_llama_3_is_told_the_date_that_it_is_or_the_one_that_the_request_gives() -> None:
+def test_llama_3_is_told_today_or_the_date_of_the_request() -> None:
     source = (TEMPLATES / "meta-llama-Llama-3.2-3B-Instruct.jinja").read_text(encoding="utf-8")
     template = ChatTemplate(source, clock=lambda: datetime(2026, 2, 3, 12).timestamp())
     assert "Today Date: 03 Feb 2026\n" in template.render([USER])
