@@ -133,9 +133,11 @@ class Engine:
             )
 
     def __repr__(self) -> str:
+        name = f" of {self.model_name!r}" * bool(self.model_name)
         if self._made is None:
-            return "<Engine, not loaded>"
-        return f"<Engine of {self.parallel} slots × {self.n_window} tokens>"
+            return f"<Engine{name}, {'closed' if self._is_closing else 'not loaded'}>"
+        state = "" if (outage := self.outage) is None else f", {outage.cause}"
+        return f"<Engine{name}: {self.parallel} slots × {self.n_window:,} tokens{state}>"
 
     def __enter__(self) -> Engine:
         self.open()

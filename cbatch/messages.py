@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from cbatch.checks import check_depth, check_flag, reading, shown
+from cbatch.checks import check_depth, check_flag, given_only, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
@@ -52,6 +52,8 @@ class BatchPrompt:
     tokens: Sequence[int] | None = None
     id: str | None = None
     options: RunOptions | Mapping[str, Any] | None = None
+
+    __repr__ = given_only
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without the model."""

@@ -23,6 +23,7 @@ from cbatch.checks import (
     check_seconds,
     check_text,
     checked,
+    given_only,
     json_object,
     json_text,
     name_of,
@@ -381,6 +382,8 @@ class RunOptions:
     grammar: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
     _copied: InitVar[_Copied | None] = None
     """In a copy by `dataclasses.replace`: the original's checked values, to find what the copy changes."""
+
+    __repr__ = given_only
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""

@@ -112,7 +112,11 @@ class BatchResponse:
             self._mailbox.end_feed()
 
     def __repr__(self) -> str:
-        return f"<BatchResponse of {len(self._mailbox.ids)} items>"
+        counts = self._mailbox.items.counts()
+        n_all = "? (reading)" if counts.n_total is None else f"{counts.n_total:,}"
+        n_ended = counts.n_done + counts.n_cancelled
+        failed = f", {counts.n_failed:,} failed" if counts.n_failed else ""
+        return f"<BatchResponse: {n_ended:,} of {n_all} items ended{failed}>"
 
     @property
     def ids(self) -> list[str]:
