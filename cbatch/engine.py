@@ -31,6 +31,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.interrupts import Postponed
+from cbatch.logs import Log
 from cbatch.messages import BatchPrompt, LookAhead, Prompt, as_id, as_prompt, as_prompts, is_source
 from cbatch.options import RunOptions
 from cbatch.plain import text_of
@@ -42,6 +43,7 @@ from cbatch.runtime.ids import RequestId
 from cbatch.runtime.interface import Outage
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
+from cbatch.runtime.no_effect import idle_settings
 from cbatch.runtime.sequences import OptionsMerger
 from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
 from cbatch.runtime.waking import do_to_end, is_in_event_loop
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
 
+
+_log = Log("cbatch")
 
 IsStopped = Callable[[], bool]
 """Tells whether a load is to stop, for its result is not wanted any more."""
@@ -654,10 +658,13 @@ def open_local(
 ) -> LocalRuntime:
     """Load a model into this process, one of `n_sharing` that share the free memory. Raises as `cbatch.load`."""
     from cbatch.backend.load.checkpoint_budget import settle_checkpoints
+    from cbatch.backend.load.devices import free_on_devices
     from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
 
     folder = cache_folder(options.cache_dir)
     backend, exactness = load_backend(model, options, look_ahead, is_stopped, n_sharing=n_sharing)
+    for warning in idle_settings(options, backend.memory, has_devices=bool(free_on_devices())):
+        _log.warn("%s", warning)
     return LocalRuntime(
         backend,
         settle_checkpoints(backend, options, n_sharing=n_sharing),

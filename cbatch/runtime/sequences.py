@@ -18,6 +18,7 @@ from cbatch.errors import (
 from cbatch.options import MAX_SEED, RunOptions
 from cbatch.request import Request
 from cbatch.runtime.choices import member_id
+from cbatch.runtime.no_effect import idle_options
 from cbatch.runtime.validation import check_chat, check_fits
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ class SequenceMaker:
 
     def _warn(self, driver: SequenceDriver) -> None:
         """Warn of options without effect: cells that nothing can use, a variable that the chat template never names."""
-        options, cuts = driver.request.options, self._backend.cuts
+        request, cuts = driver.request, self._backend.cuts
+        options = request.options
+        driver.warnings += idle_options(request.prompt, options, request.sampling)
         if options.prefill_only and driver.own_cuts(cuts).multiple != cuts.multiple:
             driver.warnings.append(
                 "prefill_only leaves no cells for other requests: a scored prompt is not computed in chunks of "
@@ -148,7 +151,7 @@ class SequenceMaker:
         template = self._backend.vocab.template
         driver.warnings += (
             f"chat_template_kwargs has {name!r}, which the chat template does not use"
-            for name in driver.request.options.chat_template_kwargs or ()
+            for name in options.chat_template_kwargs or ()
             if template and not re.search(rf"\b{name}\b", template)
         )
 
