@@ -368,7 +368,8 @@ class Engine:
             streamed: deliver chunks from the first step on; without, from when a reader asks for them.
 
         Raises:
-            ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
+            ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued. Of several prompts, one
+                whose own options are wrong is no such error: it ends with it, and the others run.
             DuplicateIdError: an id occurs twice or is in flight. Nothing was queued.
             QueueFullError: with `max_queue` and `when_full="reject"`, more would wait. Nothing was queued.
             EngineClosedError: the engine is closed.

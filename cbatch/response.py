@@ -23,7 +23,8 @@ class BatchOutputChunk:
     `text` is what the model wrote. `content` and `reasoning` are the parts of it that the result separates: joined they
     are the result's `text` and `reasoning`. What may become the markup of a call, and whitespace that the end may
     strip, comes with a later chunk than its `text`. `logprobs` has one for each of `token_ids`, where they were asked
-    for: joined they are the result's.
+    for: joined they are the result's. The last chunk has the result's `error`: one that is `cancelled` or `timeout`
+    with an error never ran, one without has its partial text.
     """
 
     id: str
@@ -34,10 +35,13 @@ class BatchOutputChunk:
     content: str = ""
     reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    error: CBatchError | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         choice = f"[{self.index}]" if self.index else ""
         end = f", {self.finish_reason}" if self.finish_reason else ""
+        if self.error is not None:
+            end += f", {type(self.error).__name__}: {words_of(self.error)}"
         return f"<BatchOutputChunk {self.id!r}{choice}: {shown(self.text)}{end}>"
 
 

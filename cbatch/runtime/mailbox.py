@@ -32,7 +32,7 @@ def refused(id: str, place: int, error: CBatchError) -> Parcel:
     """Return what is delivered of an item that was never queued."""
     timings = Timings(0.0, None, 0.0, None, None)
     result = BatchResult(id, "", (), "error", error, Usage(0, 0), timings, seed=0)
-    return [BatchOutputChunk(id, "", (), finish_reason="error")], [(place, result)]
+    return [BatchOutputChunk(id, "", (), finish_reason="error", error=error)], [(place, result)]
 
 
 class Items:

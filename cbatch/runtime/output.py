@@ -64,7 +64,10 @@ def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutput
     if driver.request.n_logprobs is not None:
         echoed = _echoed_logprobs(driver) if is_first else ()
         logprobs = (*echoed, *_output_logprobs(driver)[old_tokens:])
-    return BatchOutputChunk(driver.request.id, new, tokens, 0, reason, content, reasoning, logprobs)
+    error = None if reason is None else driver.error
+    return BatchOutputChunk(
+        driver.request.id, new, tokens, 0, reason, content, reasoning, logprobs, error
+    )
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from dataclasses import replace
@@ -15,7 +16,7 @@ from cbatch.errors import (
     PromptError,
     UnsupportedOptionError,
 )
-from cbatch.options import MAX_SEED, RunOptions
+from cbatch.options import MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.request import Request
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.no_effect import idle_options
@@ -100,6 +101,16 @@ class SequenceMaker:
             raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
         return self._request(item, id, options, deadline_s, grammar)
+
+    def is_own_fault(self, item: BatchPrompt, run_options: RunOptions) -> bool:
+        """Whether a prompt that was refused could run without the options of its own."""
+        if RunOptions.of(item.options) == NO_OPTIONS:
+            return False
+        try:
+            self.request(replace(item, options=None), UNNAMED, run_options, 0.0, math.inf)
+        except ConfigError:
+            return False
+        return True
 
     def of_request(self, request: Request, now: float) -> SequenceDriver:
         """Return the sequence of one request, submitted `now`."""
