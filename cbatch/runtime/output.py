@@ -129,7 +129,8 @@ def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | 
 
 def _n_begun(driver: SequenceDriver) -> int:
     """Return how many tokens were computed before the first was sampled: of the prompt, and of output to go on from."""
-    return driver.n_given + len(driver.request.output) - driver.n_reused
+    n_left_out = driver.window.n_left_out if driver.window else 0
+    return driver.n_given + len(driver.request.output) - driver.n_reused - n_left_out
 
 
 def _stop_reason(driver: SequenceDriver) -> str | int | None:

@@ -469,7 +469,11 @@ def check_result(rig: Rig, request: Request, item: Item, result: BatchResult) ->
     n_least = 0 if options.prefill_only else min(n_next, options.max_tokens or n_next)
     if options.strict_max_tokens and not (options.prefill_only or options.n_discard):
         n_least = options.max_tokens or 1
-    if n_prompt + n_least > rig.backend.n_window:
+    n_keep = 1 if options.n_keep is None else options.n_keep
+    n_keep = n_prompt if n_keep < 0 else n_keep
+    slides = options.n_discard and not options.prefill_only and request.n_prompt_logprobs is None
+    slides = slides and n_keep <= rig.backend.n_window - 2
+    if n_prompt + n_least > rig.backend.n_window and not slides:
         assert isinstance(result.error, PromptTooLongError)
         assert (result.error.n_prompt, result.error.n_limit) == (n_prompt, rig.backend.n_window)
         return
