@@ -298,7 +298,8 @@ class RunOptions:
         cache_required: fail if nothing usable is kept under `cache_key`. Default: compute the prompt, with a warning.
         prefill_only: compute the prompt and sample nothing; its cells stay in memory, and on disk if saved.
         n_discard: when the window is full, by an answer or by the prompt already, remove this number of tokens after
-            the first `n_keep` and go on; only where the model's memory can shift. Default: 0, which ends the answer `window`.
+            the first `n_keep` and go on; only where the model's memory can shift. Default: 0, which ends the answer
+            `window`.
         n_keep: tokens that are never removed; −1 for the whole prompt. Default: a chat's first message, else 1.
         adapter: the LoRA adapter to answer with, by the name it was loaded under, or a mapping of names to scales.
         tools: functions that the model may call, as in OpenAI's API; its calls are in the result.
