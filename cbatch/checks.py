@@ -51,6 +51,15 @@ def shown(value: object) -> str:
     return text if len(text) <= _N_SHOWN else f"{text[:_N_SHOWN]}…"
 
 
+def given_only(value: Any) -> str:
+    """Return a dataclass's values as `repr` shows them: those that are not the default, cut where they are long."""
+    found = ((f.name, f.default, getattr(value, f.name)) for f in fields(value) if f.repr)
+    given = (
+        f"{name}={shown(v)}" for name, default, v in found if v is not default and v != default
+    )
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
 def name_of(given: object) -> str:
     """Return the name of an option, or how an error shows what is no text."""
     name = text_of(given)

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,25 +31,30 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.interrupts import Postponed
+from cbatch.logs import Log
 from cbatch.messages import BatchPrompt, LookAhead, Prompt, as_id, as_prompt, as_prompts, is_source
 from cbatch.options import RunOptions
+from cbatch.plain import text_of
 from cbatch.progress import Progress, check_view, choose_view, closing_line
-from cbatch.runtime.batch_response import BatchResponse
+from cbatch.runtime.async_source import AsyncSource
+from cbatch.runtime.batch_response import BatchResponse, OneAnswer
 from cbatch.runtime.delivery import log_results
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.interface import Outage
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
+from cbatch.runtime.no_effect import idle_settings
 from cbatch.runtime.sequences import OptionsMerger
 from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
-from cbatch.runtime.waking import do_to_end
+from cbatch.runtime.waking import do_to_end, is_in_event_loop
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from cbatch.backend import Backend
+    from cbatch.messages import Message
     from cbatch.model_facts import ModelFacts
     from cbatch.progress import View
     from cbatch.response import BatchResult
@@ -58,6 +63,8 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
 
+
+_log = Log("cbatch")
 
 IsStopped = Callable[[], bool]
 """Tells whether a load is to stop, for its result is not wanted any more."""
@@ -130,9 +137,11 @@ class Engine:
             )
 
     def __repr__(self) -> str:
+        name = f" of {self.model_name!r}" * bool(self.model_name)
         if self._made is None:
-            return "<Engine, not loaded>"
-        return f"<Engine of {self.parallel} slots × {self.n_window} tokens>"
+            return f"<Engine{name}, {'closed' if self._is_closing else 'not loaded'}>"
+        state = "" if (outage := self.outage) is None else f", {outage.cause}"
+        return f"<Engine{name}: {self.parallel} slots × {self.n_window:,} tokens{state}>"
 
     def __enter__(self) -> Engine:
         self.open()
@@ -332,7 +341,7 @@ class Engine:
 
     def run(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt] | AsyncIterable[Prompt],
         *,
         options: RunOptions | Mapping[str, Any] | None = None,
         max_time_s: float | None = None,
@@ -346,7 +355,8 @@ class Engine:
             prompts: a list of prompts, each a message list, a string or a `BatchPrompt`; or a single one of these.
                 A generator, or another iterable without a length, is read one by one in a thread of its own, a few
                 prompts a slot ahead of the work and of the reader; a refused prompt fails alone, and an error that the
-                generator raises reaches the reader after the prompts before it.
+                generator raises reaches the reader after the prompts before it. An async generator, in an event loop,
+                is read alike, by a task of that loop.
             options: for every item of this batch; an item's own options come first.
             max_time_s: seconds for the whole batch; then running requests end `timeout` with their partial text,
                 waiting ones end with `DeadlineError`, and no more prompts are read.
@@ -358,7 +368,8 @@ class Engine:
             streamed: deliver chunks from the first step on; without, from when a reader asks for them.
 
         Raises:
-            ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued.
+            ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued. Of several prompts, one
+                whose own options are wrong is no such error: it ends with it, and the others run.
             DuplicateIdError: an id occurs twice or is in flight. Nothing was queued.
             QueueFullError: with `max_queue` and `when_full="reject"`, more would wait. Nothing was queued.
             EngineClosedError: the engine is closed.
@@ -370,17 +381,68 @@ class Engine:
         is_streamed = check_flag("streamed", streamed)
         before = self.stats() if view else None
         if is_source(prompts):
-            with reading("prompts"):
-                source = iter(cast("Iterable[Prompt]", prompts))
+            source = self._source_of(prompts)
             mailbox = self._mailbox(
                 0, N_AHEAD_PER_SLOT * self.parallel, asks_again=asks_again, is_streamed=is_streamed
             )
             self._submitter.feed(source, run_options, ends_s, mailbox)
         else:
-            items = as_prompts(prompts)
+            items = as_prompts(cast("Prompt | Iterable[Prompt]", prompts))
             mailbox = self._mailbox(len(items), asks_again=asks_again, is_streamed=is_streamed)
             self._submitter.queue(items, run_options, ends_s, mailbox)
         return BatchResponse(mailbox, self._show(mailbox, view, before))
+
+    def _source_of(self, prompts: object) -> Iterator[Any]:
+        """Return an iterator over prompts that are read one by one; an async iterable is read by a task."""
+        with reading("prompts"):
+            if not isinstance(prompts, AsyncIterable):
+                return iter(cast("Iterable[Prompt]", prompts))
+        if not is_in_event_loop():
+            raise ConfigError(
+                "prompts is an async iterable, and no event loop runs here: call run() in a coroutine, or give a list "
+                "or a generator for `for`"
+            )
+        if not self._runtime.is_threaded:
+            raise ConfigError(
+                "prompts is an async iterable, which needs threaded=True: load the engine so, or give a list or a "
+                "generator for `for`"
+            )
+        return AsyncSource(prompts)
+
+    def chat(self, messages: str | Sequence[Message] | BatchPrompt, **options: Any) -> OneAnswer:
+        """Return the answer to a chat: `engine.chat("Say red.", max_tokens=8).text`.
+
+        Waits for the answer and raises its error; in an event loop, await it. Batches: `run`; chunks: `submit`.
+
+        Args:
+            messages: a message list, or the text of a user's only message.
+            options: `RunOptions` by name.
+
+        Returns:
+            The answer, with a `BatchResult`'s fields; awaited, the `BatchResult`.
+
+        Raises:
+            ConfigError: a malformed chat, or a wrong option.
+            RequestError: the request failed.
+            EngineClosedError: the engine is closed.
+        """
+        text = text_of(messages)
+        chat = messages if text is None else [{"role": "user", "content": text}]
+        return self._answer(chat, options)
+
+    def generate(self, prompt: str | BatchPrompt, **options: Any) -> OneAnswer:
+        """Return the text that follows a prompt, without the chat template; else as `chat`."""
+        if text_of(prompt) is None and not isinstance(prompt, BatchPrompt):
+            raise ConfigError(
+                f"generate takes a text, or a BatchPrompt, not {type(prompt).__name__}: for messages use chat"
+            )
+        return self._answer(prompt, options)
+
+    def _answer(self, prompt: Any, options: Mapping[str, Any]) -> OneAnswer:
+        answer = OneAnswer(self.submit(prompt, options=options))
+        if not is_in_event_loop():
+            answer.wait()
+        return answer
 
     def submit(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
@@ -388,7 +450,7 @@ class Engine:
         """Queue one prompt: a batch of one, for `response.result()`. Raises as `run` does."""
         return self.run([prompt], options=options)
 
-    def extend(self, result: BatchResult, n_tokens: int) -> BatchResponse:
+    def extend(self, result: BatchResult | OneAnswer, n_tokens: int) -> BatchResponse:
         """Continue the answer of a result that ended by its cap, by `cancel` or by a time limit.
 
         The prompt is not computed again while its cells are in memory. The new result has the whole answer, the
@@ -396,7 +458,7 @@ class Engine:
         request; a seeded sequence of random numbers goes on where it was.
 
         Args:
-            result: as `response.result()` returned it.
+            result: as `response.result()`, `chat` or `generate` returned it.
             n_tokens: most tokens to add, at least 1.
 
         Raises:
@@ -405,6 +467,7 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._runtime.check_open()
+        result = result.result if isinstance(result, OneAnswer) else result
         mailbox = self._mailbox(1)
         self._submitter.extend(result, n_tokens, mailbox)
         return BatchResponse(mailbox)
@@ -596,10 +659,13 @@ def open_local(
 ) -> LocalRuntime:
     """Load a model into this process, one of `n_sharing` that share the free memory. Raises as `cbatch.load`."""
     from cbatch.backend.load.checkpoint_budget import settle_checkpoints
+    from cbatch.backend.load.devices import free_on_devices
     from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import
 
     folder = cache_folder(options.cache_dir)
     backend, exactness = load_backend(model, options, look_ahead, is_stopped, n_sharing=n_sharing)
+    for warning in idle_settings(options, backend.memory, has_devices=bool(free_on_devices())):
+        _log.warn("%s", warning)
     return LocalRuntime(
         backend,
         settle_checkpoints(backend, options, n_sharing=n_sharing),

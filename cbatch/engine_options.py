@@ -19,6 +19,7 @@ from cbatch.checks import (
     check_string,
     check_text,
     checked,
+    given_only,
     name_of,
     reading,
     shown,
@@ -99,6 +100,8 @@ class ScheduleOptions:
     swap_mib: int = checked(check_int, 0, MAX_INT, default=1024)
     share_prefixes: bool = checked(check_flag, default=True)
     checkpoint_mib: int | None = checked(check_int, 0, MAX_INT)
+
+    __repr__ = given_only
 
     @property
     def n_checkpoint_bytes(self) -> int:
@@ -245,6 +248,8 @@ class EngineOptions(ScheduleOptions):
     adapters: Mapping[str, str | os.PathLike[str]] | None = checked(check_adapter_files)
     cache_dir: str | os.PathLike[str] | None = checked(check_path)
     cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
+
+    __repr__ = given_only
 
     def __post_init__(self) -> None:
         """Check all that can be checked without the model."""

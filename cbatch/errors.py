@@ -49,18 +49,28 @@ class PromptTooLongError(RequestError):
     """The prompt does not fit one slot's window; with `strict_max_tokens`, prompt and `max_tokens` together."""
 
     def __init__(
-        self, n_prompt: int, n_limit: int, n_output: int = 1, *, is_least: bool = False
+        self,
+        n_prompt: int,
+        n_limit: int,
+        n_output: int = 1,
+        *,
+        n_keep: int | None = None,
+        is_least: bool = False,
     ) -> None:
         """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output.
 
-        With `is_least`, `n_prompt` is a lower bound: the prompt was not tokenized.
+        With `is_least`, `n_prompt` is a lower bound: the prompt was not tokenized. `n_keep` are the tokens that may not
+        be left out, where others may: with `n_discard`.
         """
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
+        slide = "set n_discard to leave out tokens after its beginning"
+        if n_keep is not None:
+            slide = f"lower n_keep, which is {n_keep}"
         lower = "lower max_tokens or leave strict_max_tokens out, " if n_output > 1 else ""
         super().__init__(
             f"the prompt has {'at least ' * is_least}{n_prompt} tokens and asks for {n_output} more, "
             f"but one slot's window holds {n_limit}: "
-            f"shorten it, {lower}raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
+            f"shorten it, {slide}, {lower}raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
             "or in one pool (kv='unified')"
         )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from cbatch.checks import check_depth, check_flag, reading, shown
+from cbatch.checks import check_depth, check_flag, given_only, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
 from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
@@ -52,6 +52,8 @@ class BatchPrompt:
     tokens: Sequence[int] | None = None
     id: str | None = None
     options: RunOptions | Mapping[str, Any] | None = None
+
+    __repr__ = given_only
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without the model."""
@@ -121,11 +123,17 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[BatchPrompt]:
 
 
 def is_source(prompts: object) -> bool:
-    """Whether the prompts are to be read one by one: an iterable without a length.
+    """Whether the prompts are to be read one by one: an iterable without a length, or an async one.
 
     An iterable that holds no prompts, such as a file or the rows of a table, is refused.
     """
     with reading("prompts"):
+        if isinstance(prompts, AsyncIterable):
+            if hint := _hint(prompts):
+                raise ConfigError(
+                    f"prompts must be a list of prompts, not {type(prompts).__name__}{hint}"
+                )
+            return True
         if isinstance(prompts, Sized | BatchPrompt) or not isinstance(prompts, Iterable):
             return False
         _check_batch(prompts)
@@ -182,8 +190,6 @@ def _is_number(value: object) -> bool:
 
 def _check_batch(prompts: object) -> None:
     """Refuse an iterable that is no collection of prompts."""
-    if isinstance(prompts, AsyncIterable):
-        raise ConfigError("prompts is an async iterable: give a list, or a generator for `for`")
     if isinstance(prompts, Set) and not isinstance(prompts, MappingView):
         raise ConfigError(
             "prompts is a set, and results come in the order of the prompts: give a list"

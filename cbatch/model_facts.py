@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cbatch.checks import given_only
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -29,3 +31,5 @@ class ModelFacts:
     """Sampling values that the model's file recommends, by the names of `RunOptions`."""
     company: str = "together: not tried"
     """How several sequences are computed; see `Engine.company`."""
+
+    __repr__ = given_only

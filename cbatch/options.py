@@ -23,6 +23,7 @@ from cbatch.checks import (
     check_seconds,
     check_text,
     checked,
+    given_only,
     json_object,
     json_text,
     name_of,
@@ -342,8 +343,9 @@ class RunOptions:
         save_cache: at the end, keep the cells of prompt and answer on disk under `cache_key`.
         cache_required: fail if nothing usable is kept under `cache_key`. Default: compute the prompt, with a warning.
         prefill_only: compute the prompt and sample nothing; its cells stay in memory, and on disk if saved.
-        n_discard: when the window is full, remove this number of tokens after the first `n_keep` and go on; only
-            where the model's memory can shift. Default: 0, which ends the answer `window`.
+        n_discard: when the window is full, by an answer or by the prompt already, remove this number of tokens after
+            the first `n_keep` and go on; only where the model's memory can shift. Default: 0, which ends the answer
+            `window`.
         n_keep: tokens that are never removed; −1 for the whole prompt. Default: a chat's first message, else 1.
         adapter: the LoRA adapter to answer with, by the name it was loaded under, or a mapping of names to scales.
         tools: functions that the model may call, as in OpenAI's API, or Python functions; its calls are in the result.
@@ -433,6 +435,8 @@ class RunOptions:
     grammar: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
     _copied: InitVar[_Copied | None] = None
     """In a copy by `dataclasses.replace`: the original's checked values, to find what the copy changes."""
+
+    __repr__ = given_only
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""

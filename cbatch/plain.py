@@ -15,8 +15,8 @@ from typing import Any
 _NUMBER = re.compile(r"(?:^|\.)(?:u?int|b?float)\d")
 """The start of the name of a number's `dtype`: `int64` in numpy, `torch.bfloat16` in torch."""
 
-_AS_LIST = ("tolist", "to_pylist")
-"""Methods that make a list of an array: of numpy, torch, pandas and Python; of pyarrow."""
+_AS_LIST = ("tolist", "to_pylist", "to_list")
+"""Methods that make a list of an array: of numpy, torch, pandas and Python; of pyarrow; of polars."""
 
 
 def is_a(value: object, kind: Any) -> bool:

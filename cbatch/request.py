@@ -50,19 +50,34 @@ class Request:
     dry_breakers: DryBreakers | None = None
     """Strings past which DRY looks for no repetition."""
 
-    def cap(self, n_prompt: int, n_window: int) -> tuple[int, list[str]]:
+    @property
+    def slides(self) -> bool:
+        """Whether tokens of a prompt that does not fit the window are left out, so that the rest fits."""
+        options = self.options
+        is_scored = self.n_prompt_logprobs is not None
+        return bool(options.n_discard) and not options.prefill_only and not is_scored
+
+    def n_keep(self, n_prompt: int, n_first: int) -> int:
+        """Return the tokens that a moving window is to keep: by default `n_first`; −1 stands for the whole prompt."""
+        n_keep = n_first if self.options.n_keep is None else self.options.n_keep
+        return n_prompt if n_keep < 0 else n_keep
+
+    def cap(self, n_prompt: int, n_window: int, n_first: int = 0) -> tuple[int, list[str]]:
         """Return the most tokens of output for a prompt of `n_prompt` tokens, with a warning where more are asked for.
 
         Raises:
             RequestFailedError: the prompt has no token.
-            PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap.
+            PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap, or it slides and
+                what is kept of it does not fit.
         """
         if not n_prompt:
             raise PromptError("the prompt is empty: it has no token")
         cap = 0 if self.options.prefill_only else self.options.max_tokens
         n_least = self._n_least(cap)
         if n_prompt + n_least > n_window:
-            raise PromptTooLongError(n_prompt, n_window, n_least)
+            n_keep = self.n_keep(n_prompt, n_first) if self.slides else None
+            if n_keep is None or n_keep > n_window - 2:
+                raise PromptTooLongError(n_prompt, n_window, n_least, n_keep=n_keep)
         n_most = MAX_OUTPUT if self.options.n_discard else n_window - n_prompt
         if cap is None or cap <= n_most:
             return n_most if cap is None else cap, []

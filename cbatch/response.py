@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from cbatch.checks import shown
 from cbatch.errors import CBatchError, words_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class BatchOutputChunk:
     `text` is what the model wrote. `content` and `reasoning` are the parts of it that the result separates: joined they
     are the result's `text` and `reasoning`. What may become the markup of a call, and whitespace that the end may
     strip, comes with a later chunk than its `text`. `logprobs` has one for each of `token_ids`, where they were asked
-    for: joined they are the result's.
+    for: joined they are the result's. The last chunk has the result's `error`: one that is `cancelled` or `timeout`
+    with an error never ran, one without has its partial text.
     """
 
     id: str
@@ -33,6 +35,14 @@ class BatchOutputChunk:
     content: str = ""
     reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    error: CBatchError | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        choice = f"[{self.index}]" if self.index else ""
+        end = f", {self.finish_reason}" if self.finish_reason else ""
+        if self.error is not None:
+            end += f", {type(self.error).__name__}: {words_of(self.error)}"
+        return f"<BatchOutputChunk {self.id!r}{choice}: {shown(self.text)}{end}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,16 @@ class BatchResult:
     only where no answer has an error. `usage` counts the tokens of all answers."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` continues from."""
+
+    def __repr__(self) -> str:
+        usage = self.usage
+        parts = [f"{shown(self.text)}", self.finish_reason]
+        if self.error is not None:
+            parts.append(f"{type(self.error).__name__}: {words_of(self.error)}")
+        counts = {"choice": self.choices, "tool call": self.tool_calls, "warning": self.warnings}
+        parts += [f"{len(all)} {name}{'s' * (len(all) > 1)}" for name, all in counts.items() if all]
+        parts.append(f"{usage.prompt_tokens} + {usage.completion_tokens} tokens")
+        return f"<BatchResult {self.id!r}: {', '.join(parts)}, {self.timings.total_s:.3g} s>"
 
 
 class BatchError(CBatchError):

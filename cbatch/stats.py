@@ -21,6 +21,10 @@ class Percentiles:
     n: int = 0
     _n_by_bucket: dict[int, int] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        percents = [f"p{p} {self.at(p):.3g} s" for p in (50, 90, 99) if self.n]
+        return f"<Percentiles of {self.n:,} times{': ' * bool(self.n)}{', '.join(percents)}>"
+
     def add(self, seconds: float, n: int = 1) -> None:
         """Count `n` occurrences of one time."""
         bucket = math.floor(math.log2(max(seconds, _SHORTEST_S)) * _N_PER_OCTAVE)
@@ -141,6 +145,16 @@ class EngineStats:
     """Submission to the first token, of the requests that ended with one."""
     itl_s: Percentiles = field(default_factory=Percentiles)
     """Gaps between the tokens of one sequence; several steps of one run count with their mean."""
+
+    def __repr__(self) -> str:
+        ended = ", ".join(f"{n:,} {reason}" for reason, n in sorted(self.n_finished.items()))
+        wait = self.ttft_s.at(50)
+        return (
+            f"<EngineStats: {self.n_submitted:,} requests (ended: {ended or 'none'}; {self.n_running} running, "
+            f"{self.n_waiting} waiting), in {self.n_prompt_tokens:,} tokens + {self.n_cached_tokens:,} cached, "
+            f"out {self.n_output_tokens:,} tokens, {self.generation_tps():,.4g}/s, {self.avg_concurrent_seq():.3g} "
+            f"sequences a step{'' if wait is None else f', first token p50 {wait:.3g} s'}>"
+        )
 
     def generation_tps(self, *, split: Split = "whole") -> float:
         """Return decode tokens per second of decoding; 0 where nothing was decoded.

@@ -170,7 +170,7 @@ class Rig:
         while len(output) < n_output and not (output and output[-1] in request.stop_tokens):
             if constraint is not None and is_complete(constraint, output):
                 break
-            if len(context) > n_window:
+            while len(context) > n_window:
                 del context[n_keep : n_keep + n_discard]
             i_output = len(context) - len(output)
             binding = Binding(

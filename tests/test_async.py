@@ -18,9 +18,10 @@ import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import EngineClosedError, ModelLoadError
+from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError
 from cbatch.response import BatchError
 from cbatch.runtime.local import LocalRuntime
+from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT
 from cbatch.runtime.waking import LoopWaker
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.runtime.backends import (
@@ -35,7 +36,7 @@ from tests.runtime.backends import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
     from cbatch.runtime.batch_response import BatchResponse
@@ -524,3 +525,83 @@ async def test_a_task_cancelled_often_while_loading_leaves_no_model(n_between: i
     assert not has_entered
     with pytest.raises(EngineClosedError):
         engine.run("a")
+
+
+# ---- async generators as prompts ----
+
+
+class Lines:
+    """Prompts of an async generator, and how it ended."""
+
+    def __init__(self, n: int | None = None, fails_at: int | None = None) -> None:
+        self.n, self.fails_at = n, fails_at
+        self.n_read, self.waits, self.has_ended = 0, anyio.Event(), anyio.Event()
+
+    async def prompts(self) -> AsyncIterator[str]:
+        try:
+            with anyio.CancelScope():  # has to be left in the task that entered it
+                while self.n is None or self.n_read < self.n:
+                    if self.n_read == self.fails_at:
+                        raise OSError("the source is gone")
+                    await checkpoint()
+                    self.n_read += 1
+                    yield f"prompt {self.n_read - 1}"
+        finally:
+            self.has_ended.set()
+
+    async def stalling(self) -> AsyncIterator[str]:
+        yield "one"
+        self.waits.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.has_ended.set()
+
+
+async def test_async_generator_gives_the_results_of_a_list(engine: Engine) -> None:
+    short = {"max_tokens": 3, "temperature": 0, "seed": 1}
+    lines = Lines(40)
+    found = await engine.run(lines.prompts(), options=short)
+    assert [r.text for r in found] == [
+        r.text for r in await engine.run([f"prompt {i}" for i in range(40)], options=short)
+    ]
+    await lines.has_ended.wait()
+
+
+async def test_async_generator_is_read_no_further_than_its_reader_needs(engine: Engine) -> None:
+    lines, n_given = Lines(), 0
+    reader = engine.run(lines.prompts(), options={"max_tokens": 2}).as_completed()
+    async for _ in reader:
+        n_given += 1
+        assert lines.n_read <= n_given + N_AHEAD_PER_SLOT * engine.parallel
+        if n_given == 60:
+            break
+    del reader
+    await lines.has_ended.wait()
+
+
+async def test_error_of_an_async_generator_comes_after_the_prompts_before_it(
+    engine: Engine,
+) -> None:
+    lines = Lines(fails_at=5)
+    with pytest.raises(BatchError, match=r"ended after 5: OSError: the source is gone") as caught:
+        await engine.run(lines.prompts(), options={"max_tokens": 2})
+    assert len(caught.value.results) == 5
+
+
+async def test_left_batch_ends_the_async_generator_that_it_waits_for(engine: Engine) -> None:
+    lines = Lines()
+    reader = engine.run(lines.stalling(), options={"max_tokens": 2}).as_completed()
+    assert (await reader.__anext__()).finish_reason in ("stop", "length")
+    await lines.waits.wait()
+    reader.close()
+    await lines.has_ended.wait()
+
+
+@thread_only(Reason.BY_HAND)
+async def test_engine_without_a_thread_refuses_an_async_generator() -> None:
+    with (
+        engine_on(FakeBackend(2, 64, 16), threaded=False) as engine,
+        pytest.raises(ConfigError, match="needs threaded=True"),
+    ):
+        engine.run(Lines(1).prompts())

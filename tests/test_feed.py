@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections import deque
@@ -125,12 +126,30 @@ def test_iterable_without_a_length_is_read_as_a_generator(engine: Engine) -> Non
     assert texts(engine.run(Lines())) == texts(engine.run(["a", "b"]))
 
 
-def test_async_generator_is_refused_with_a_hint(engine: Engine) -> None:
+def test_async_generator_without_an_event_loop_is_refused_with_a_hint(engine: Engine) -> None:
     async def lines() -> AsyncIterator[str]:
         yield "a"
 
-    with pytest.raises(ConfigError, match="async iterable"):
-        engine.run(lines())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="async iterable, and no event loop"):
+        engine.run(lines())
+
+
+def test_async_generator_ends_with_its_event_loop(threaded: Engine) -> None:
+    async def lines() -> AsyncIterator[str]:
+        yield "a"
+        is_waiting.set()
+        await asyncio.sleep(1e6)
+
+    async def begin() -> BatchResponse:
+        response = threaded.run(lines())
+        await is_waiting.wait()
+        return response
+
+    is_waiting = asyncio.Event()
+    response = asyncio.run(begin())
+    with pytest.raises(BatchError, match="its event loop ended") as caught:
+        response.results(timeout=PATIENCE_S)
+    assert len(caught.value.results) == 1
 
 
 def test_generator_may_read_another_batch_of_its_engine(engine: Engine) -> None:

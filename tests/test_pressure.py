@@ -30,6 +30,7 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.messages import BatchPrompt
+from cbatch.response import BatchError
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord
 from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
@@ -480,44 +481,68 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_event_loop_is_told_not_to_wait_for_room() -> None:
-    schedule = ScheduleOptions(max_queue=1)
+def test_run_in_an_event_loop_returns_at_once_and_its_items_wait_for_room() -> None:
+    backend = GatedBackend(1, ENDLESS, 64)
+    with engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
+
+        async def submit() -> None:
+            first = engine.run(prompts("a"))
+            late = [engine.run(prompts(*names, max_tokens=4)) for names in ("b", "cde", "f")]
+            assert [r.ids for r in late] == [["b"], ["c", "d", "e"], ["f"]]
+            await anyio.to_thread.run_sync(wait_until, lambda: ids_outside(engine) == [*"cdef"])
+            await anyio.to_thread.run_sync(first.cancel)
+            results = [result for response in late for result in await response]
+            assert [r.id for r in results] == [*"bcdef"]
+            times = [r.timings.queue_s for r in results[1:4]]
+            assert times == sorted(times)  # first come, first served
+
+        anyio.run(submit)
+        assert (ids_in_flight(engine), ids_outside(engine)) == ([], [])
+
+
+@no_pool(Reason.ONE_BACKEND)
+@pytest.mark.parametrize("end", ["cancel", "batch", "close", "time"])
+def test_items_of_an_event_loop_that_wait_for_room_can_end(end: str) -> None:
+    schedule = ScheduleOptions(max_queue=0)
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
 
         async def submit() -> None:
-            engine.run(prompts("a", "b"))
-            with pytest.raises(ConfigError, match=r"to_thread.*when_full='reject'") as caught:
-                engine.run(prompts("c"))
-            assert isinstance(caught.value.__cause__, QueueFullError)
-            assert ids_in_flight(engine) == ["a", "b"]
+            first = engine.run(prompts("a"))
+            limit = {"timeout_s": 0.05} if end == "time" else {}
+            late = engine.run(prompts("b", "c", **limit))
+            if end != "time":
+                await anyio.to_thread.run_sync(wait_until, lambda: len(ids_outside(engine)) == 2)
+            if end == "cancel":
+                assert await anyio.to_thread.run_sync(engine.cancel, "b")
+                assert await anyio.to_thread.run_sync(engine.cancel, "c")
+            elif end == "batch":
+                assert await anyio.to_thread.run_sync(late.cancel) == 2
+            elif end == "close":
+                await anyio.to_thread.run_sync(engine.close)
+            with pytest.raises(BatchError) as caught:
+                await late
+            kinds = {type(r.error) for r in caught.value.results}
+            assert kinds == {DeadlineError if end == "time" else RequestCancelledError}
+            await anyio.to_thread.run_sync(first.cancel) if end != "close" else None
 
         anyio.run(submit)
 
 
-@no_pool(Reason.ONE_BACKEND)
-def test_event_loop_is_told_at_once_though_another_thread_waits_for_room() -> None:
-    schedule = ScheduleOptions(max_queue=1)
-    engine = engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule)
-    engine.run(prompts("a", "b"))
-    waits = in_thread(lambda: engine.run(prompts("c")))
-    wait_until(lambda: is_room_awaited(engine))
-    told = threading.Event()
+@thread_only(Reason.BY_HAND)
+def test_engine_without_a_thread_lets_items_of_an_event_loop_wait() -> None:
+    engine = Engine(
+        FakeBackend(1, 64, 64),
+        options=GREEDY,
+        schedule=ScheduleOptions(max_queue=0),
+        threaded=False,
+    )
 
-    async def submit() -> None:
-        try:
-            engine.run(prompts("d"))
-        except ConfigError:
-            told.set()
-        except EngineClosedError:
-            pass
+    async def submit() -> list[str]:
+        responses = [engine.run(prompts(name, max_tokens=2)) for name in "abc"]
+        return [r.id for response in responses for r in await response]
 
-    in_loop = in_thread(partial(anyio.run, submit))
-    is_told = told.wait(PATIENCE_S)
-    engine.close()
-    in_loop()
-    with pytest.raises(EngineClosedError):
-        waits()
-    assert is_told
+    with engine:
+        assert anyio.run(submit) == ["a", "b", "c"]
 
 
 @no_pool(Reason.ONE_BACKEND)

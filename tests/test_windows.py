@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.plan import Binding, KvCapabilities, PromptCuts, Slot
+from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
+from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.oracle.fake_streams import stream_alone
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.engine import Engine
-    from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
 
 pytestmark = each_kind
@@ -54,7 +55,7 @@ def moving(
     """What a prompt gives alone where `n_discard` tokens behind the first `n_keep` go when the window is full."""
     backend, context, output = FakeBackend(1), list(tokens), list[int]()
     while len(output) < n:
-        if len(context) > n_window:
+        while len(context) > n_window:
             del context[n_keep : n_keep + n_discard]
         binding = Binding(
             Slot(0), len(context) - len(output), Sampling(seed=seed), (), (*tokens, *output)
@@ -712,3 +713,67 @@ def test_prompt_alone_fills_the_window_though_it_may_move(by_hand: Place) -> Non
     engine = by_hand.engine(2, W)
     result = by_hand.result(engine, text_of(W), prefill_only=True, n_discard=32)
     assert (result.finish_reason, result.error) == ("length", None)
+
+
+# ---- a prompt over the window ----
+
+OWN_CELLS = KvCapabilities("partitioned", 2 * W, can_copy=True, can_shift=True)
+
+
+@pytest.mark.parametrize("n_prompt", [W, W + 1, W + 31, 3 * W + 5])
+@pytest.mark.parametrize("kind", ["partitioned", "unified"])
+def test_prompt_over_the_window_slides_as_an_answer_does(n_prompt: int, kind: str) -> None:
+    memory = pool(4 * W) if kind == "unified" else OWN_CELLS
+    backend = FakeBackend(2, W, 64, memory=memory)
+    tokens = [i % 200 for i in range(n_prompt)]
+    given = BatchPrompt(tokens=tokens, options={"n_discard": 32, "n_keep": 5, "seed": 1})
+    options = {"max_tokens": 50, "ignore_eos": True}
+    with engine_on(backend, options=options) as engine:
+        result, short = engine.run([given, BatchPrompt(prompt="short")]).results()
+        again = engine.submit(given).result()
+    assert result.token_ids == again.token_ids == moving(tokens, 50, n_discard=32, n_keep=5)
+    assert result.usage.prompt_tokens == n_prompt
+    assert result.usage.context_shifts == n_moves(n_prompt, 50, 32)
+    n_early = n_moves(n_prompt, 1, 32)
+    assert [w.split(" (n_discard)")[0] for w in result.warnings] == [
+        f"{32 * n_early} tokens after the first 5 were left out" for _ in range(n_early > 0)
+    ]
+    assert short.usage.context_shifts == 0
+    if n_early:
+        assert result.usage.cached_tokens <= W
+
+
+def test_prompt_over_the_window_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    backend = FakeBackend(2, W, 64, memory=OWN_CELLS)
+    slide = {"n_discard": 32}
+    asked: list[dict[str, Any]] = [
+        {},
+        {"n_discard": 0},
+        {**slide, "n_keep": -1},
+        {**slide, "n_keep": W},
+        {**slide, "prompt_logprobs": 0},
+        {**slide, "prefill_only": True},
+    ]
+    with engine_on(backend, options={"max_tokens": 2}, cache_dir=tmp_path) as engine:
+        items = [item(text_of(W + 9), **options) for options in asked]
+        results = engine.run(items).results(return_errors=True)
+    says = ["set n_discard", "set n_discard", "lower n_keep", "lower n_keep", "", ""]
+    for result, words in zip(results, says, strict=True):
+        assert isinstance(result.error, PromptTooLongError)
+        assert words in str(result.error)
+        assert f"window holds {W}" in str(result.error)
+
+
+@thread_only(Reason.BY_HAND)
+def test_first_message_stays_of_a_chat_over_the_window() -> None:
+    chat = [{"role": "system", "content": "Be brief."}]
+    chat += [{"role": "user", "content": f"message {i}"} for i in range(40)]
+    backend = FakeBackend(2, W, 64, memory=OWN_CELLS)
+    with Engine(backend, options={"max_tokens": 2}) as engine:
+        n_first = engine.count_tokens(chat[:1])
+        result = engine.chat(chat, n_discard=16)
+        with pytest.raises(PromptTooLongError, match="set n_discard"):
+            engine.chat(chat)
+    assert result.usage.context_shifts > 0
+    [said] = re.findall(r"after the first (\d+) were left out", result.warnings[0])
+    assert 8 < int(said) <= n_first

@@ -221,7 +221,9 @@ class SequenceDriver:
     @property
     def n_lasting(self) -> int:
         """Tokens whose cells are good for any text that begins alike: those before the place where a window moved."""
-        n_lasting = self.window.n_keep if self.window and self.window.n_shifts else len(self.tokens)
+        window = self.window
+        has_moved = window is not None and window.n_shifts > window.n_early
+        n_lasting = window.n_keep if window and has_moved else len(self.tokens)
         return min(self.n_computed, n_lasting)
 
     @property
@@ -272,16 +274,15 @@ class SequenceDriver:
         """Take the grammar of a request for which it was open."""
         self.request = replace(self.request, grammar=grammar, is_grammar_open=False)
 
-    def set_prompt(self, tokens: Sequence[int], n_window: int) -> None:
-        """Take the prompt's tokens.
+    def set_prompt(self, tokens: Sequence[int], n_window: int, n_first: int = 0) -> None:
+        """Take the prompt's tokens; with a moving window its first `n_first` stay, where the request says nothing.
 
         Raises:
             RequestFailedError: the prompt has no token.
-            PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap. Nothing has
-                changed then.
+            PromptTooLongError: see `Request.cap`. Nothing has changed then.
         """
         n_prompt = len(tokens)
-        self.n_cap, warnings = self.request.cap(n_prompt, n_window)
+        self.n_cap, warnings = self.request.cap(n_prompt, n_window, n_first)
         self.warnings += warnings
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
@@ -290,15 +291,24 @@ class SequenceDriver:
         self.reply.begin(tokens)
         if self.request.n_prompt_logprobs is not None:
             self.scores = PromptScores(n_prompt - 1)
+        if self.request.options.n_discard:
+            self._keep_in_window(n_first)
 
-    def keep_in_window(self, n_default: int) -> None:
-        """Have the window move when it is full: `n_keep` tokens stay, or `n_default` where the request says nothing."""
-        options = self.request.options
-        asked = n_default if options.n_keep is None else options.n_keep
+    def _keep_in_window(self, n_first: int) -> None:
+        """Have the window move when it is full, which it may be before anything is computed."""
+        n_asked = self.request.n_keep(self.n_prompt, n_first)
         self.window, warnings = MovingWindow.of(
-            asked, options.n_discard or 0, self.given, self.n_window
+            n_asked, self.request.options.n_discard or 0, self.given, self.n_window
         )
         self.warnings += warnings
+        while len(self.tokens) > self.n_window:
+            self.shift()
+        if n_early := self.window.n_shifts:
+            self.window.n_early = n_early
+            self.warnings.append(
+                f"{self.window.n_left_out} tokens after the first {self.window.n_keep} were left out (n_discard): the "
+                f"window has {self.n_window}"
+            )
 
     @property
     def lacks(self) -> tuple[Grammar | DryBreakers, ...]:

@@ -74,14 +74,20 @@ class MovingWindow:
     prompt: tuple[int, ...] = ()
     """All of the prompt, also when some was taken out."""
     n_shifts: int = 0
+    n_early: int = 0
+    """Shifts, of these, before anything was computed: the prompt did not fit."""
+
+    @property
+    def n_left_out(self) -> int:
+        """Tokens of the prompt that are never computed."""
+        return self.n_early * self.n_discard
 
     @classmethod
     def of(
         cls, n_asked: int, n_discard: int, prompt: tuple[int, ...], n_window: int
     ) -> tuple[MovingWindow, list[str]]:
-        """Return the window that keeps `n_asked` tokens, all of the prompt where negative, and what could not be."""
+        """Return the window that keeps `n_asked` tokens, and what could not be."""
         n_prompt = len(prompt)
-        n_asked = n_prompt if n_asked < 0 else n_asked
         n_keep = min(n_asked, n_prompt, n_window - 2)
         window, warnings = cls(n_keep, min(n_discard, n_window - n_keep - 1), prompt), []
         if n_keep < n_asked:

@@ -1,4 +1,4 @@
-"""Runs a prompt for each row of a table in memory, of pandas or Arrow, and adds the answers as columns."""
+"""Runs a prompt for each row of a table in memory, of pandas, polars or Arrow; the answers are added as columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     the engine was closed, or `cancel_all` called, before its turn.
 
     Args:
-        table: a `pandas.DataFrame` or a `pyarrow.Table`; it is not changed.
+        table: a `pandas.DataFrame`, a `polars.DataFrame` or a `pyarrow.Table`; it is not changed.
         engine: runs the prompts.
         template: the text of a prompt, columns' names in braces; None: a column named prompt, text or messages.
         system: the text of a system message, with fields too.
@@ -118,14 +118,18 @@ def _answers(
     return answers + [missing] * (n_rows - len(answers))
 
 
-def _frame(table: Any) -> _PandasFrame | _ArrowFrame:
-    pandas, pyarrow = (sys.modules.get(name) for name in ("pandas", "pyarrow"))
+def _frame(table: Any) -> _PandasFrame | _PolarsFrame | _ArrowFrame:
+    pandas, polars, pyarrow = (sys.modules.get(name) for name in ("pandas", "polars", "pyarrow"))
     if pandas is not None and isinstance(table, pandas.DataFrame):  # its library is imported
         return _PandasFrame(table, pandas)
+    if polars is not None and isinstance(table, polars.DataFrame):
+        return _PolarsFrame(table, polars)
     if pyarrow is not None and isinstance(table, pyarrow.Table):
         return _ArrowFrame(table, pyarrow)
+    lazy = " (collect it)" if callable(getattr(table, "collect", None)) else ""
     raise ConfigError(
-        f"a table is a pandas.DataFrame or a pyarrow.Table, not {type(table).__name__}"
+        "a table is a pandas.DataFrame, a polars.DataFrame or a pyarrow.Table, "
+        f"not {type(table).__module__.partition('.')[0]}.{type(table).__name__}{lazy}"
     )
 
 
@@ -155,6 +159,25 @@ class _PandasFrame:
             table = table[[table.columns[self.columns.index(name)] for name in layout.own]]
         return table.assign(
             **{name: self._pandas.array(each, dtype=dtypes[type]) for name, each, type in added}
+        )
+
+
+class _PolarsFrame:
+    def __init__(self, table: Any, polars: Any) -> None:
+        self._table, self._polars = table, polars
+        self.columns: Sequence[str] = [str(name) for name in table.columns]
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        return self._table.iter_rows(named=True)  # type: ignore[no-any-return]
+
+    def with_columns(self, columns: Mapping[str, list[object]]) -> Any:
+        dtypes = {str: self._polars.String, int: self._polars.Int64}
+        added = zip(columns.items(), ANSWERS.values(), strict=True)
+        return self._table.with_columns(
+            [self._polars.Series(name, values, dtypes[type]) for (name, values), type in added]
         )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cbatch.checks import check_flag, check_wait
 from cbatch.errors import ConfigError
-from cbatch.response import BatchError
+from cbatch.response import BatchError, BatchResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from cbatch.progress import Progress
-    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.response import BatchOutputChunk
     from cbatch.runtime.mailbox import Mailbox
 
 T = TypeVar("T")
@@ -111,7 +112,11 @@ class BatchResponse:
             self._mailbox.end_feed()
 
     def __repr__(self) -> str:
-        return f"<BatchResponse of {len(self._mailbox.ids)} items>"
+        counts = self._mailbox.items.counts()
+        n_all = "? (reading)" if counts.n_total is None else f"{counts.n_total:,}"
+        n_ended = counts.n_done + counts.n_cancelled
+        failed = f", {counts.n_failed:,} failed" if counts.n_failed else ""
+        return f"<BatchResponse: {n_ended:,} of {n_all} items ended{failed}>"
 
     @property
     def ids(self) -> list[str]:
@@ -212,13 +217,22 @@ class BatchResponse:
         return Reader(box, box.has_chunk, box.take_chunk, self._close_display)
 
     async def _gather(self) -> list[BatchResult]:
+        return self._checked(await self._awaited())
+
+    async def _awaited(self) -> list[BatchResult]:
         try:
-            results = await self._mailbox.wait_async()
+            return await self._mailbox.wait_async()
         except BaseException:
             self._mailbox.leave()
             self._close_display()
             raise
-        return self._checked(results)
+
+    async def only(self) -> BatchResult:
+        """Wait for the item of a batch of one, as `result` does. A task that is cancelled here cancels it."""
+        [result] = self._checked(await self._awaited(), return_errors=True)
+        if result.error is not None:
+            raise result.error
+        return result
 
     def _checked(
         self, results: list[BatchResult], *, return_errors: bool = False
@@ -232,3 +246,54 @@ class BatchResponse:
     def _close_display(self) -> None:
         if self._display is not None:
             self._display.close()
+
+
+_FIELDS = frozenset(f.name for f in fields(BatchResult))
+
+
+class OneAnswer:
+    """The answer of `Engine.chat` or `generate`: it has the fields of its `BatchResult`, such as `text`.
+
+    In an event loop, `await` it first: this returns the `BatchResult`, or raises the request's error.
+    """
+
+    def __init__(self, response: BatchResponse) -> None:
+        """Make the answer to a batch of one."""
+        self._response = response
+        self._result: BatchResult | None = None
+
+    def wait(self) -> None:
+        """Wait for the answer; raise the request's error."""
+        self._result = self._response.result()
+
+    @property
+    def result(self) -> BatchResult:
+        """The whole result.
+
+        Raises:
+            ConfigError: it has not been awaited.
+        """
+        if self._result is None:
+            raise ConfigError("the answer has not come yet: await it first")
+        return self._result
+
+    def __await__(self) -> Generator[Any, None, BatchResult]:
+        """Wait for the answer in an event loop, and return its result."""
+        return self._finish().__await__()
+
+    async def _finish(self) -> BatchResult:
+        if self._result is None:
+            self._result = await self._response.only()
+        return self._result
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of the result."""
+        if name not in _FIELDS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.result, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_FIELDS]
+
+    def __repr__(self) -> str:
+        return "<OneAnswer, not awaited>" if self._result is None else repr(self._result)

@@ -48,6 +48,10 @@ class InFlight:
         self._loop, self._batcher, self._clock = loop, batcher, clock
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""
+        self._late: deque[SequenceDriver] = deque()
+        """Those of them for which no thread waits, in order."""
+        self._n_late_limit = 0
+        loop.admit_late = self._admit_late
         self._n_promised = 0
         """Number of sequences that were submitted during a step and will be queued after it."""
         self._savers: dict[str, str] = {}
@@ -64,14 +68,14 @@ class InFlight:
         target: Target,
         ids: Sequence[RequestId],
         items: Sequence[Sequence[SequenceDriver]],
-        first_place: int = 0,
+        places: Sequence[int] = (0,),
     ) -> None:
         """Make requests known, with where their output goes; their routes are added to `routes`, too.
 
         Nothing is added where an id, or a cache key to save cells under, is in flight: DuplicateIdError, CacheError.
         """
         savers = self._checked_savers([d for item in items for d in item])
-        for place, (id, drivers) in enumerate(zip(ids, items, strict=True), first_place):
+        for place, id, drivers in zip(places, ids, items, strict=True):
             if len(drivers) == 1:
                 routes[id] = Route(target, place, id)
                 continue
@@ -192,6 +196,34 @@ class InFlight:
         while todo:
             if not self._loop.call(submit_some) and todo:
                 self._loop.wait_for_change(can_submit, until_s)
+
+    def submit_late(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
+        """Queue sequences as `submit_as_room_comes` does, but return at once: the owner thread queues them."""
+
+        def submit() -> None:
+            self._n_late_limit = n_limit
+            self._late.extend(drivers)
+            self._admit_late()
+
+        self._outside.update((d.request.id, d) for d in drivers)
+        self._loop.post(submit)
+        for deadline_s in {d.request.deadline_s for d in drivers} - {math.inf}:
+            self._loop.call_at(deadline_s, partial(self._enter_due, deadline_s))
+
+    def _admit_late(self) -> None:
+        """Queue sequences of `submit_late` for which there is room; all, once the loop is closed. Owner thread."""
+        while self._late:
+            n_room = self._room(self._n_late_limit)[1]
+            if self._loop.is_closed:
+                n_room = len(self._late)
+            some = self._take_first(self._late, n_room)
+            if not some:
+                return
+            self._enter(some)
+
+    def _enter_due(self, deadline_s: float) -> None:
+        """Queue sequences whose time is over, which ends them. Owner thread."""
+        self._enter([d for d in self._late if d.request.deadline_s <= deadline_s])
 
     def _take_first(self, todo: deque[SequenceDriver], n_max: int) -> list[SequenceDriver]:
         """Take up to `n_max` sequences that still wait for room from the left of `todo`, and drop the queued ones."""

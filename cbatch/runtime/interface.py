@@ -61,7 +61,10 @@ class Batch(Target, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Requests that are queued together, or not at all; those of one call of `run`, or one that a feed has read."""
+    """Requests that are queued together, or not at all; those of one call of `run`, or one that a feed has read.
+
+    Of several, one that is refused for its own options ends with its error, and the others are queued.
+    """
 
     prompts: Sequence[BatchPrompt]
     ids: Sequence[RequestId]
@@ -76,7 +79,7 @@ class Submission:
     age_s: float = 0.0
     """Seconds since the requests were first submitted: their times and deadlines count from then."""
     may_wait: bool = True
-    """Whether the caller's thread may wait for room in the queue: not that of an event loop."""
+    """Whether the caller's thread may wait for room in the queue; if not, the requests alone wait."""
     asks_again: bool = False
     """Whether requests whose worker process died are asked again."""
     is_paused: bool = False
@@ -85,8 +88,15 @@ class Submission:
     """Whether a feed waits for room in the queue where there is none, also with `when_full="reject"`."""
     is_checked: bool = False
     """Whether prompts are tokenized at once, however many wait, so that a prompt that cannot run ends soon."""
+    is_part: bool = False
+    """Whether they are a part of the requests of one call."""
     is_awaited: bool = True
     """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
+
+    @property
+    def is_group(self) -> bool:
+        """Whether a request that is refused for its own options does not concern the others."""
+        return self.is_part or len(self.prompts) > 1
 
 
 class BatchOrders(Protocol):

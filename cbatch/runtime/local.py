@@ -15,11 +15,12 @@ from cbatch.chat.chat_format import ChatFormat
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
-from cbatch.errors import ConfigError, GrammarError, QueueFullError
+from cbatch.errors import ConfigError, GrammarError
 from cbatch.interrupts import note
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
+from cbatch.runtime.mailbox import refused
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
 from cbatch.runtime.sequences import UNNAMED, SequenceMaker, check_in_vocab, extended
 from cbatch.runtime.step_record import slot_states
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import SlotState, StepRecord
 
 _N_AHEAD = 16
@@ -230,38 +232,62 @@ class LocalRuntime:
     def add(self, submission: Submission) -> None:
         """Check requests and queue them. See `Runtime`."""
         with self.orders.undone_if_it_raises() as routes:
-            self._queue(submission, routes, self._enter(submission, routes))
+            self._queue(submission, routes, *self._enter(submission, routes))
 
     def enter(self, submission: Submission) -> Callable[[], None]:
         """Check requests and make them known; return what queues them, and is to be called. Else as `add`."""
         with self.orders.undone_if_it_raises() as routes:
-            return partial(self._queue, submission, routes, self._enter(submission, routes))
+            return partial(self._queue, submission, routes, *self._enter(submission, routes))
 
-    def _enter(self, asked: Submission, routes: dict[str, Route]) -> list[SequenceDriver]:
-        """Return the sequences of requests, which are known by their routes now."""
+    def _enter(
+        self, asked: Submission, routes: dict[str, Route]
+    ) -> tuple[list[SequenceDriver], list[Parcel]]:
+        """Return the sequences of requests, which are known by their routes now, and what is told of refused ones."""
         now = time.perf_counter() - asked.age_s
-        items = [
-            self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
-            for prompt, id, name in zip(asked.prompts, asked.ids, asked.names, strict=True)
-        ]
+        made = [self._of_prompt(asked, i, now) for i in range(len(asked.prompts))]
+        items = {i: item for i, item in enumerate(made) if isinstance(item, list)}
+        ids, places = [asked.ids[i] for i in items], [asked.first_place + i for i in items]
         note(self._submitting)
         with self._submitting:
-            self.orders.add(routes, asked.target, asked.ids, items, asked.first_place)
-        drivers = [driver for item in items for driver in item]
+            self.orders.add(routes, asked.target, ids, [*items.values()], places)
+        refusals = [
+            refused(asked.ids[i], asked.first_place + i, error)
+            for i, error in enumerate(made)
+            if isinstance(error, ConfigError)
+        ]
+        drivers = [driver for item in items.values() for driver in item]
         if asked.is_checked:
             for driver in drivers:
                 driver.is_early = True
         self._lanes.order_first(drivers, self.batcher.n_waiting)
-        return drivers
+        return drivers, refusals
+
+    def _of_prompt(
+        self, asked: Submission, i: int, now: float
+    ) -> list[SequenceDriver] | ConfigError:
+        """Return the sequences of one prompt, or the error that it alone ends with."""
+        prompt, id, name = asked.prompts[i], asked.ids[i], asked.names[i]
+        try:
+            return self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
+        except ConfigError as error:
+            if asked.is_group and self.sequences.is_own_fault(prompt, asked.options):
+                return error
+            raise
 
     def _queue(
-        self, asked: Submission, routes: dict[str, Route], drivers: Sequence[SequenceDriver]
+        self,
+        asked: Submission,
+        routes: dict[str, Route],
+        drivers: Sequence[SequenceDriver],
+        refusals: Sequence[Parcel],
     ) -> None:
         with self.orders.undone_if_it_raises(routes):
             if asked.is_paused:
                 self.orders.submit_paused(drivers)
             else:
                 self._submit(drivers, is_fed=asked.is_fed, may_wait=asked.may_wait)
+        for parcel in refusals:
+            asked.target.deliver(*parcel)
 
     def request_of(self, prompt: BatchPrompt, id: str, options: RunOptions) -> Request:
         """Return what a prompt asks for, as `enter` makes it, for the `Origin` of a result from elsewhere."""
@@ -296,19 +322,10 @@ class LocalRuntime:
             self.orders.submit_as_room_comes(drivers, n_limit)
         elif self._schedule.when_full == "reject":
             self.orders.submit_within(drivers, n_limit)
-        elif self.is_threaded and not may_wait:
-            self._submit_in_event_loop(drivers, n_limit)
+        elif not may_wait:
+            self.orders.submit_late(drivers, n_limit)
         else:
             self.orders.submit_as_room_comes(drivers, n_limit)
-
-    def _submit_in_event_loop(self, drivers: Sequence[SequenceDriver], n_limit: int) -> None:
-        try:
-            self.orders.submit_within(drivers, n_limit)
-        except QueueFullError as error:
-            raise ConfigError(
-                f"no room for {len(drivers)} more (max_queue={n_limit}), and run() must not wait in an event loop: "
-                "call it by anyio.to_thread.run_sync or asyncio.to_thread, or choose when_full='reject'"
-            ) from error
 
     def cancel_all(self) -> int:
         """End every request in flight; return how many there were."""

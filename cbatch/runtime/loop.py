@@ -77,6 +77,8 @@ class Loop:
         """Called once at the end, before the requests in flight end; with the error that has ended the loop, if any."""
         self.on_admit: Callable[[Sequence[str]], object] | None = None
         """Called with the ids of sequences before the first step that computes something of them."""
+        self.admit_late: Callable[[], object] = bool
+        """Called before each plan, and when the loop ends: queues sequences that wait for room in the queue."""
         self.waiters = Sleepers()
         """Threads in `wait_for_change`: they look again after every plan."""
         self._backend, self._batcher, self._scheduler = backend, batcher, scheduler
@@ -111,6 +113,7 @@ class Loop:
         self._commands.do_all()
         start = self._clock()
         self._commands.do_due(start)
+        self.admit_late()
         if not self._batcher.in_flight:
             self._check_books()
         self._scheduler.begin_step(start)
@@ -195,6 +198,11 @@ class Loop:
         if self._thread is None:
             return self._turns.is_mine
         return self._thread is threading.current_thread()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the loop is closed, or has failed. From any thread."""
+        return self._is_closed
 
     def check_wait(self) -> None:
         """Raise an `InsideStepError` if the caller's thread would wait for itself."""
@@ -449,6 +457,7 @@ class Loop:
         self._give_up_run()  # slots may hold anything: their cells must not be saved
         if self.on_end is not None:
             self.on_end(None if self._error is None else self._failure(self._error))
+        self.admit_late()
         self._end_requests()
         self._save_last()
         self._compiler.close()

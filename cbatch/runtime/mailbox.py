@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from cbatch.errors import CBatchError
     from cbatch.runtime.interface import BatchOrders
+    from cbatch.runtime.submit import Feed
 
 
 N_AHEAD_PER_SLOT = 4
@@ -31,7 +32,7 @@ def refused(id: str, place: int, error: CBatchError) -> Parcel:
     """Return what is delivered of an item that was never queued."""
     timings = Timings(0.0, None, 0.0, None, None)
     result = BatchResult(id, "", (), "error", error, Usage(0, 0), timings, seed=0)
-    return [BatchOutputChunk(id, "", (), finish_reason="error")], [(place, result)]
+    return [BatchOutputChunk(id, "", (), finish_reason="error", error=error)], [(place, result)]
 
 
 class Items:
@@ -155,7 +156,7 @@ class Mailbox:
         """The items' ids by place; of a fed batch, ids of items that `take_result` has not given out."""
         self.given: dict[str, Any] = {}
         """Of a fed batch the same ids, to look them up."""
-        self.feed: object | None = None  # kept alive while results may be read
+        self.feed: Feed | None = None  # kept alive while results may be read
         self._orders, self._log, self._engine = orders, log, engine
         self._is_fed = n_ahead is not None
         self._end_late: Callable[[Mailbox], object] | None = None
@@ -239,7 +240,9 @@ class Mailbox:
     def end_feed(self, error: BaseException | None = None) -> None:
         """Expect no more items; `error` is what reading them raised. Twice is harmless. From any thread."""
         if self.items.is_fed and self.readers.is_their_process and self.items.end_feed(error):
-            self.feed = None
+            feed, self.feed = self.feed, None
+            if feed is not None:
+                feed.leave()
             self.readers.wake()
 
     def break_off(self, error: BaseException | None = None) -> None:

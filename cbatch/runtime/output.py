@@ -64,7 +64,10 @@ def take_chunk(driver: SequenceDriver, *, by_token: bool = False) -> BatchOutput
     if driver.request.n_logprobs is not None:
         echoed = _echoed_logprobs(driver) if is_first else ()
         logprobs = (*echoed, *_output_logprobs(driver)[old_tokens:])
-    return BatchOutputChunk(driver.request.id, new, tokens, 0, reason, content, reasoning, logprobs)
+    error = None if reason is None else driver.error
+    return BatchOutputChunk(
+        driver.request.id, new, tokens, 0, reason, content, reasoning, logprobs, error
+    )
 
 
 def result_of(driver: SequenceDriver) -> BatchResult:
@@ -126,7 +129,8 @@ def _rate(n_tokens: int, start_s: float | None, end_s: float | None) -> float | 
 
 def _n_begun(driver: SequenceDriver) -> int:
     """Return how many tokens were computed before the first was sampled: of the prompt, and of output to go on from."""
-    return driver.n_given + len(driver.request.output) - driver.n_reused
+    n_left_out = driver.window.n_left_out if driver.window else 0
+    return driver.n_given + len(driver.request.output) - driver.n_reused - n_left_out
 
 
 def _stop_reason(driver: SequenceDriver) -> str | int | None:

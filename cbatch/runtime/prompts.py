@@ -40,6 +40,9 @@ _N_LONG = 2**15
 _N_VALUE = 16
 """Characters that a value counts for that is no text."""
 
+_N_WINDOWS = 16
+"""Windows that a prompt may fill of which `n_discard` leaves out tokens: tokenizing takes time. Our choice."""
+
 _GATHER_S = 0.004
 """Prompts tokenized within this time of the first are given together, so that they can share a step."""
 
@@ -97,9 +100,7 @@ class PromptTokenizer:
         if driver.request.is_grammar_open:
             driver.set_grammar(found.grammar)
         try:
-            driver.set_prompt(found.tokens, self._n_window)
-            if driver.request.options.n_discard:
-                driver.keep_in_window(found.n_first)
+            driver.set_prompt(found.tokens, self._n_window, found.n_first)
         except CBatchError as error:
             driver.error = error
 
@@ -249,7 +250,8 @@ def tokenize(
 
     Raises:
         RequestFailedError: the template refuses the chat, or a token is unknown.
-        PromptTooLongError: the bytes alone exceed `n_window` tokens; the prompt was not tokenized.
+        PromptTooLongError: the bytes alone exceed `n_window` tokens, 16 times as many with `n_discard`. The prompt was
+            not tokenized.
     """
     if prompt.tokens is not None:
         check_in_vocab(prompt.tokens, vocab)
@@ -258,6 +260,7 @@ def tokenize(
         text = vocab.render_text(prompt.messages, options.template_variables)
     else:
         text = prompt.prompt or ""
-    if n_window is not None and (n_least := vocab.n_tokens_least(text)) > n_window:
+    n_windows = _N_WINDOWS if options.n_discard else 1
+    if n_window is not None and (n_least := vocab.n_tokens_least(text)) > n_windows * n_window:
         raise PromptTooLongError(n_least, n_window, is_least=True)
     return vocab.tokenize(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from dataclasses import replace
@@ -14,9 +15,10 @@ from cbatch.errors import (
     PromptError,
     UnsupportedOptionError,
 )
-from cbatch.options import MAX_SEED, RunOptions
+from cbatch.options import MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.request import Request
 from cbatch.runtime.choices import member_id
+from cbatch.runtime.no_effect import idle_options
 from cbatch.runtime.validation import check_chat, check_fits
 
 if TYPE_CHECKING:
@@ -102,6 +104,16 @@ class SequenceMaker:
         request = self._request(item, id, options, deadline_s, grammar)
         return replace(request, grammar=None, is_grammar_open=True) if is_open else request
 
+    def is_own_fault(self, item: BatchPrompt, run_options: RunOptions) -> bool:
+        """Whether a prompt that was refused could run without the options of its own."""
+        if RunOptions.of(item.options) == NO_OPTIONS:
+            return False
+        try:
+            self.request(replace(item, options=None), UNNAMED, run_options, 0.0, math.inf)
+        except ConfigError:
+            return False
+        return True
+
     def of_request(self, request: Request, now: float) -> SequenceDriver:
         """Return the sequence of one request, submitted `now`."""
         vocab, is_shown = self._backend.vocab, request.options.skip_special_tokens is False
@@ -141,7 +153,9 @@ class SequenceMaker:
 
     def _warn(self, driver: SequenceDriver) -> None:
         """Warn of options without effect: cells that nothing can use, a variable that the chat template never names."""
-        options, cuts = driver.request.options, self._backend.cuts
+        request, cuts = driver.request, self._backend.cuts
+        options = request.options
+        driver.warnings += idle_options(request.prompt, options, request.sampling)
         if options.prefill_only and driver.own_cuts(cuts).multiple != cuts.multiple:
             driver.warnings.append(
                 "prefill_only leaves no cells for other requests: a scored prompt is not computed in chunks of "
@@ -150,7 +164,7 @@ class SequenceMaker:
         template = self._backend.vocab.template
         driver.warnings += (
             f"chat_template_kwargs has {name!r}, which the chat template does not use"
-            for name in driver.request.options.chat_template_kwargs or ()
+            for name in options.chat_template_kwargs or ()
             if template and not re.search(rf"\b{name}\b", template)
         )
 

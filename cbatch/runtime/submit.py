@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.errors import CBatchError, EngineClosedError, RequestFailedError, words_of
 from cbatch.interrupts import HeldBack
 from cbatch.messages import as_prompt
+from cbatch.runtime.async_source import AsyncSource
 from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.interface import Submission
 from cbatch.runtime.mailbox import refused
@@ -40,6 +41,8 @@ class Feed:
     ) -> None:
         """Make one that has read nothing yet; `source` may wait and use the engine, `put` submits one prompt."""
         self._source, self._mailbox, self._put = source, mailbox, put
+        self.leave = source.leave if isinstance(source, AsyncSource) else _nothing
+        """Have the source end while its next prompt is awaited, if it can. From any thread; does not wait."""
         self._is_reading = threading.Lock()
 
     def start(self) -> None:
@@ -203,6 +206,10 @@ def as_failure(error: Exception) -> CBatchError:
     failure = RequestFailedError(f"the prompt could not be read: {words_of(error)}")
     failure.__cause__ = error
     return failure
+
+
+def _nothing() -> None:
+    """A generator's thread cannot be broken off."""
 
 
 def _end_feed(mailbox: weakref.ref[Mailbox]) -> None:

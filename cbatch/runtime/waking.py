@@ -42,7 +42,7 @@ class LoopWaker:
         try:
             return _waker.get()
         except LookupError:
-            waker = LoopWaker(_call_soon())
+            waker = LoopWaker(call_soon_here())
             _waker.set(waker)
             return waker
 
@@ -66,7 +66,8 @@ class LoopWaker:
             self._events.popleft().set()
 
 
-def _call_soon() -> Callable[[Callable[[], None]], object]:
+def call_soon_here() -> Callable[[Callable[[], None]], object]:
+    """Return what has the event loop that runs in this thread do something soon, from any thread."""
     loop: Any = current_token().native_token
     is_asyncio = hasattr(loop, "call_soon_threadsafe")
     call_soon: Callable[[Callable[[], None]], object] = (

@@ -286,6 +286,7 @@ class Host:
             is_fed=_flag(message, "fed"),
             may_wait=_flag(message, "may_wait", default=True),
             is_checked=_flag(message, "checked"),
+            is_part=_flag(message, "part"),
         )
         batch.ids.update(enumerate(ids))
         self._batches.update(dict.fromkeys(ids, batch))
@@ -469,7 +470,7 @@ class Host:
             _run,
             (
                 *("items", "options", "stream", "by_token", "seconds", "age_s"),
-                *("fed", "may_wait", "paused", "checked"),
+                *("fed", "may_wait", "paused", "checked", "part"),
             ),
         ),
         "extend": (

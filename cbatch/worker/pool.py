@@ -316,9 +316,11 @@ class Pool:
             raise
 
     def _enter(self, new: Sequence[Asked], *, is_awaited: bool) -> None:
-        for asked in new:
-            if asked.slot is not None:
-                self._check_slot(asked)
+        refusals = {a: error for a in new if (error := self._wrong_slot(a)) is not None}
+        for asked, error in refusals.items():
+            if not (asked.is_part and asked.has_own_slot):
+                raise error
+        new = [asked for asked in new if asked not in refusals]
         for asked in new:
             if asked.n_ends > 1:
                 asked.target.expect_choices(asked.n_ends)
@@ -329,16 +331,20 @@ class Pool:
             for asked in new:
                 asked.is_awaited = is_awaited
             self._send_held()
+        for asked, error in refusals.items():
+            asked.target.deliver(*refused(asked.id, asked.place, error))
 
     def check_slot(self, slot: int | None) -> None:
         """Raise a ConfigError for a slot that no worker has."""
         check_slot(slot, self.n_slots)
 
-    def _check_slot(self, asked: Asked) -> None:
+    def _wrong_slot(self, asked: Asked) -> ConfigError | None:
+        """Return the error of a request for a slot that no worker has."""
         try:
             self.check_slot(asked.slot)
         except ConfigError as error:
-            raise ConfigError(f"{asked.name or f'request {asked.id!r}'}: {error}") from None
+            return ConfigError(f"{asked.name or f'request {asked.id!r}'}: {error}")
+        return None
 
     def _await(self, new: Sequence[Asked]) -> None:
         """Wait for what workers say to requests that were sent."""

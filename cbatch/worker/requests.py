@@ -75,6 +75,8 @@ class Asked:
     is_fed: bool = False
     may_wait: bool = True
     is_checked: bool = False
+    is_part: bool = False
+    """Whether it is one of several requests of a call."""
     asks_again: bool = False
     """Whether it is asked again where its worker dies."""
     extended: BatchResult | None = None
@@ -136,6 +138,7 @@ class Asked:
                 is_fed=s.is_fed,
                 may_wait=s.may_wait,
                 is_checked=s.is_checked,
+                is_part=s.is_group,
                 is_paused=s.is_paused,
                 asks_again=s.asks_again,
             )
@@ -165,6 +168,11 @@ class Asked:
         own = RunOptions(slot=self.slot - self.first_slot).over(RunOptions.of(self.prompt.options))
         return replace(self.prompt, options=own)
 
+    @property
+    def has_own_slot(self) -> bool:
+        """Whether its prompt's own options ask for the slot."""
+        return RunOptions.of(self.prompt.options).slot is not None
+
     def message(self, now: float) -> dict[str, Any]:
         """Return the message that submits it; but for an extension, prompts and options are to be added."""
         if self.extended is not None:
@@ -181,6 +189,7 @@ class Asked:
             "fed": self.is_fed,
             "may_wait": self.may_wait,
             "checked": self.is_checked,
+            "part": self.is_part,
             "seconds": seconds,
             "age_s": round(now - self.submitted_s, 3),
         }
@@ -346,10 +355,10 @@ class Asked:
         """Return its only chunk, where none has come because nobody read them as they came; and ends that lack."""
         reason, text, tokens = result.finish_reason, result.text, result.token_ids
         if not self.heard:
-            more = text, result.reasoning, result.logprobs
+            more = text, result.reasoning, result.logprobs, result.error
             return [BatchOutputChunk(self.id, text, tokens, 0, reason, *more)]
         left = [i for i in range(len(result.choices) or 1) if i not in self.ended]
-        return [BatchOutputChunk(self.id, "", (), i, reason) for i in left]
+        return [BatchOutputChunk(self.id, "", (), i, reason, error=result.error) for i in left]
 
     # ---- without a worker ----
 
@@ -371,7 +380,9 @@ class Asked:
         if n > 1:
             n_tokens = sum(choice.usage.completion_tokens for choice in choices)
             whole = replace(whole, usage=Usage(0, n_tokens), choices=tuple(choices))
-        chunks = [BatchOutputChunk(self.id, "", (), i, reason) for i in left]
+        chunks = [
+            BatchOutputChunk(self.id, "", (), i, reason, error=choices[i].error) for i in left
+        ]
         return chunks, [(self.place, whole)]
 
     def _choice(self, i: int, reason: FinishReason, error: CBatchError | None) -> BatchResult:

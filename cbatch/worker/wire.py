@@ -160,10 +160,12 @@ _OPTIONS = tuple(f.name for f in fields(RunOptions))
 
 
 def chunk_as_json(chunk: BatchOutputChunk) -> tuple[Any, ...]:
-    """Return a chunk's values, its id first; its parts where they are not the text alone, log-probabilities last."""
+    """Return a chunk's values, its id first; its parts, log-probabilities and error as far as there are any."""
     values = chunk.id, chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason
-    if chunk.logprobs is not None:
-        return (*values, chunk.content, chunk.reasoning, logprobs_as_json(chunk.logprobs))
+    if chunk.logprobs is not None or chunk.error is not None:
+        scores = logprobs_as_json(chunk.logprobs)
+        values = (*values, chunk.content, chunk.reasoning, scores)  # type: ignore[assignment]
+        return values if chunk.error is None else (*values, error_as_json(chunk.error))
     is_plain = chunk.content == chunk.text and not chunk.reasoning
     return values if is_plain else (*values, chunk.content, chunk.reasoning)
 
@@ -173,9 +175,11 @@ def chunk_of_json(said: Sequence[Any], id: str) -> BatchOutputChunk:
     _, text, tokens, index, reason, *parts = said
     reason = None if reason is None else as_reason(reason)
     content, thought = as_texts(parts[:2]) or (text, "")
-    (logprobs,) = map(logprobs_of_json, parts[2:] or [None])
-    tokens, index = as_tokens(tokens), as_count(index)
-    return BatchOutputChunk(id, as_text(text), tokens, index, reason, content, thought, logprobs)
+    scores, error, *_ = [*parts[2:], None, None]
+    tokens, index, logprobs = as_tokens(tokens), as_count(index), logprobs_of_json(scores)
+    return BatchOutputChunk(
+        id, as_text(text), tokens, index, reason, content, thought, logprobs, error_of_json(error)
+    )
 
 
 def result_as_json(result: BatchResult) -> dict[str, Any]:

@@ -378,7 +378,6 @@ def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:
 def full(n_prompt: int) -> SequenceDriver:
     """A sequence of 17 tokens, one more than its window has."""
     driver = make_running(n_prompt, n_keep=2, n_discard=4, max_tokens=30)
-    driver.keep_in_window(1)
     driver.accept(n_prompt, [A] * (17 - n_prompt), 2.0)
     return driver
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import datetime
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -59,6 +61,61 @@ def test_row_that_cannot_be_asked_has_its_error_and_the_others_go_on(engine: cba
     assert list(out["completion_tokens"].isna()) == [False, True, False]
 
 
+class Series:
+    """Of polars, as far as the package uses it: the columns that are added."""
+
+    def __init__(self, name: str, values: list[Any], dtype: str) -> None:
+        self.name, self.values, self.dtype = name, values, dtype
+
+
+class DataFrame:
+    """Of polars, as far as the package uses it."""
+
+    def __init__(self, columns: dict[str, list[Any]]) -> None:
+        self.data = columns
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.data)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.data.values())))
+
+    def iter_rows(self, *, named: bool) -> Iterator[dict[str, Any]]:
+        assert named
+        for values in zip(*self.data.values(), strict=True):
+            yield dict(zip(self.data, values, strict=True))
+
+    def with_columns(self, added: list[Series]) -> DataFrame:
+        return DataFrame({**self.data, **{series.name: series.values for series in added}})
+
+
+def test_frame_of_polars_gets_columns(
+    engine: cbatch.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polars = SimpleNamespace(DataFrame=DataFrame, Series=Series, String="String", Int64="Int64")
+    monkeypatch.setitem(sys.modules, "polars", polars)
+    frame = DataFrame({"word": ["red", "blue", None]})
+    out = run_table(frame, engine=engine, template="{word}", options={"max_tokens": 4})
+    assert frame.columns == ["word"]
+    assert out.columns == ["word", *ADDED]
+    assert out.data["finish_reason"][2] == "error"
+    assert out.data["error"] == [None, None, "the prompt is empty"]
+
+
+def test_real_frame_of_polars_gets_columns(engine: cbatch.Engine) -> None:
+    polars = pytest.importorskip("polars")
+    frame = polars.DataFrame({"word": ["red", "blue"], "chat": [[{"role": "user"}], None]})
+    out = run_table(frame, engine=engine, template="Say {word}.")
+    assert out["response"].to_list() == ["red", "blue"]
+    assert out["prompt_tokens"].dtype == polars.Int64
+    assert out.select("word", "chat").equals(frame)
+    with pytest.raises(ConfigError, match=r"not polars\.LazyFrame \(collect it\)"):
+        run_table(frame.lazy(), engine=engine)
+    response = engine.run(frame["word"], options={"max_tokens": 2})
+    assert len(response.results()) == 2
+
+
 @pytest.mark.parametrize(
     "values", [["red", None], ["red", pd.NA], ["red", float("nan")]], ids=["none", "na", "nan"]
 )
@@ -90,7 +147,7 @@ def test_options_hold_for_every_row(engine: cbatch.Engine) -> None:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ([{"text": "x"}], "a table is a pandas.DataFrame or a pyarrow.Table, not list"),
+        ([{"text": "x"}], r"a polars.DataFrame or a pyarrow.Table, not builtins\.list"),
         (pa.table({"a": ["x"]}), "table: has no column prompt, text or messages"),
         (pd.DataFrame([["x", "y"]], columns=["a", "a"]), "two columns named 'a'"),
     ],
