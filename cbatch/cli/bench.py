@@ -1,8 +1,8 @@
 """`cbatch bench`: what an engine does on this machine with this model, beside others."""
 
-import io
 import json
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,6 @@ _N_WINDOW = 2048
 _MAX_AT_ONCE = 4096
 _PRINTED_WIDTH = 180
 """Columns of a table that goes to no terminal."""
-_WORD_COLUMNS = ("load", "state", "side", "")
 _FLAGS = {"n_threads": "threads", "n_gpu_layers": "gpu-layers"}
 """Options of `cbatch serve` that are not called as the setting."""
 
@@ -286,6 +285,7 @@ def _comparison(
         text.tokenize,
         bare=BareSide("bare", text.path, settings) if "bare" in named else None,
         judge=ProcessSide("engine", text.path, settings),
+        end_tokens=text.end_tokens,
     )
 
 
@@ -478,31 +478,17 @@ def _listed() -> Iterator[str]:
 
 def _show(summary: "Summary", facts: Mapping[str, Any]) -> None:
     """Print the tables on stdout, and what was refused on stderr."""
-    from rich.console import Console  # slow to import
-    from rich.table import Table as RichTable
+    from cbatch.bench.summary import text_table
 
-    is_terminal = stdout().isatty()
-    text = io.StringIO()
-    width = shutil.get_terminal_size().columns if is_terminal else _PRINTED_WIDTH
-    console = Console(file=text, width=width, force_terminal=is_terminal, soft_wrap=False)
-    told = partial(console.print, markup=False, highlight=False)
-    told(_line_of(facts))
+    width = shutil.get_terminal_size().columns if stdout().isatty() else _PRINTED_WIDTH
+    told = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    lines = told(_line_of(facts))
     for table in summary.tables():
-        told(f"\n{table.title}")
-        shown = RichTable()
-        for column in table.columns:
-            is_word = column in _WORD_COLUMNS
-            shown.add_column(
-                column, justify="left" if is_word else "right", no_wrap=column == "side"
-            )
-        for cells in table.rows:
-            shown.add_row(*cells)
-        console.print(shown)
-        if table.note:
-            told(table.note)
-    for line in summary.remarks():
-        told(line)
-    write(text.getvalue())
+        lines += ["", *told(table.title), *text_table(table, width)]
+        lines += told(table.note) if table.note else []
+    for remark in summary.remarks():
+        lines += told(remark)
+    write("\n".join(lines) + "\n")
     for line in summary.problems():
         say(f"refused: {line}")
 

@@ -11,6 +11,7 @@ from cbatch.cli.option_table import option
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import whole
+from cbatch.files.places import check_place
 from cbatch.folders import told as written
 
 
@@ -62,6 +63,8 @@ def _check_page(html: Path | None) -> None:
     """Raise ConfigError if the file exists and is not a page of cbatch."""
     from cbatch.files.report.page import is_report
 
+    if html is not None:
+        check_place(html)
     if html is not None and html.is_file() and not is_report(html):
         raise ConfigError(f"{html} exists and is not a page of cbatch: give another file to --html")
 

@@ -50,6 +50,8 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
         (("--llama-server", "/no/where"), "/no/where: is no file"),
         (("--case", "speed"), "unknown case 'speed'; known are static_batches"),
         (("--json", "."), "is a directory: give a file"),
+        (("--html", "no/a.html"), "no/a.html: the folder no does not exist"),
+        (("--svg", "no/a.svg"), "no/a.svg: the folder no does not exist"),
         (("one.gguf", "two.gguf"), "two.gguf: one model at a time"),
         (("no.gguf",), "no.gguf"),
     ],
