@@ -246,6 +246,14 @@ class EngineOptions(ScheduleOptions):
     cache_dir: str | os.PathLike[str] | None = checked(check_path)
     cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
 
+    def __new__(cls, **settings: Any) -> EngineOptions:
+        """Refuse unknown names with cbatch's own error."""
+        known = cls.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise UnsupportedOptionError(name, sorted(known))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check all that can be checked without the model."""
         super().__post_init__()

@@ -13,7 +13,7 @@ import typer
 
 from cbatch.checks import check_int
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.option_table import Given, option, takes
+from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
 from cbatch.cli.terminal import say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError
@@ -48,17 +48,15 @@ _FLAGS = {"n_threads": "threads", "n_gpu_layers": "gpu-layers"}
     *("exact", "threads", "gpu_layers"),
 )
 def bench(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL", help="A GGUF file; without one, the model that ships inside."
-        ),
+    file: Annotated[
+        Path | None, model_argument("A GGUF file; without one, the model that ships inside.")
     ] = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- WORDS]", help="Arguments of a --case."),
     ] = None,
     *,
+    model: Annotated[Path | None, MODEL_OPTION] = None,
     given: Given,
     workload: Annotated[
         str, option(panel=_REQUESTS, metavar="NAMES", help="Kinds of requests; see --list.")
@@ -203,6 +201,7 @@ def bench(
 
     Example: cbatch bench model.gguf --llama-server ~/llama.cpp/build/bin/llama-server
     """
+    model = one_model(file, model)
     if list_all:
         write("\n".join(_listed()) + "\n")
         return
