@@ -16,7 +16,7 @@ from dataclasses import field, fields
 from functools import cache, lru_cache
 from typing import Any, NoReturn
 
-from cbatch.errors import CBatchError, ConfigError, words_of
+from cbatch.errors import CBatchError, ConfigError, near, words_of
 from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of, token_of
 
 MAX_INT = 2**31 - 1
@@ -255,7 +255,8 @@ def check_keys(name: str, mapping: Mapping[str, Any], known: Sequence[str]) -> N
     """Check that a mapping has no keys but the known ones."""
     for key in mapping:
         if key not in known:
-            raise ConfigError(f"{name} has the unknown key {key!r}; known are {', '.join(known)}")
+            others = near(str(key), known) or f"known are {', '.join(known)}"
+            raise ConfigError(f"{name} has the unknown key {key!r}; {others}")
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...]:

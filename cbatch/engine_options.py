@@ -251,6 +251,14 @@ class EngineOptions(ScheduleOptions):
 
     __repr__ = given_only
 
+    def __new__(cls, **settings: Any) -> EngineOptions:
+        """Refuse unknown names with cbatch's own error."""
+        known = cls.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise UnsupportedOptionError(name, sorted(known))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check all that can be checked without the model."""
         super().__post_init__()

@@ -7,11 +7,13 @@ the tree: they are always a bug of cbatch.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 
@@ -30,9 +32,20 @@ def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, An
     return error
 
 
+def near(name: str, known: Iterable[str]) -> str:
+    """Return the names that a wrong one is like, as a question; empty if there is none."""
+    found = get_close_matches(name.lower(), list(known), n=2, cutoff=0.75)
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
 def words_of(error: BaseException) -> str:
-    """Return an error's text, or its type's name where the text is empty or `str` fails."""
+    """Return an error's text without Python's own words, or its type's name where the text is empty or `str` fails."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not UTF-8"
     with suppress(Exception):
+        if isinstance(error, OSError) and error.strerror:
+            name = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+            return f"{name}{error.strerror}"
         return str(error) or type(error).__name__
     return type(error).__name__
 
@@ -133,7 +146,8 @@ class UnsupportedOptionError(RequestError, ConfigError):
     def __init__(self, option: str, known: Sequence[str] = (), *, reason: str = "") -> None:
         """Keep the option's name; `known` lists the options that exist, `reason` why this one cannot be used."""
         self.option = option
-        unknown = f"unknown option {option!r}; known are {', '.join(sorted(known))}"
+        others = near(option, known) or f"known are {', '.join(sorted(known))}"
+        unknown = f"unknown option {option!r}; {others}"
         super().__init__(f"{option}: {reason}" if reason else unknown)
 
 

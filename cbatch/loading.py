@@ -11,6 +11,7 @@ from cbatch.checks import check_flag, check_int, readable, reading
 from cbatch.engine import Engine, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.hub import local_model
 from cbatch.options import RunOptions
 from cbatch.runtime.waking import is_in_event_loop
 
@@ -39,8 +40,9 @@ def load(
     Loads here and now, but not in an event loop: there `async with` loads in a worker thread.
 
     Args:
-        model: path of a GGUF file (of a split model, the first part), or a `llama_cpp.Llama` to share the model of;
-            without one, the small model that ships inside.
+        model: path of a GGUF file (of a split model, the first part), a name `hf:OWNER/REPO/FILE.gguf` that
+            `huggingface_hub` downloads, or a `llama_cpp.Llama` to share the model of; without one, the small model
+            that ships inside.
         options: defaults for every request.
         threaded: compute in a thread of its own; without, work is done by `Engine.step` and by waiting readers.
         replicas: load into this number of worker processes, which share cores, slots and memory; one that dies is
@@ -59,6 +61,7 @@ def load(
     """
     engine_options = EngineOptions.of(settings)
     cache_folder(engine_options.cache_dir)
+    model = local_model(model)
     is_threaded = check_flag("threaded", threaded)
     n_replicas = _n_replicas(replicas, model, engine_options, is_threaded=is_threaded)
     opener: Opener = partial(open_local, model, engine_options, look_ahead, is_threaded=is_threaded)

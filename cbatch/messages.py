@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from cbatch.checks import check_depth, check_flag, given_only, reading, shown
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, near
 from cbatch.options import RunOptions
 from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
 from cbatch.tools import check_calls
@@ -163,6 +163,9 @@ def as_prompt(item: Any) -> BatchPrompt:
         return BatchPrompt(messages=listed)  # type: ignore[arg-type]  # which looks at each
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of OpenAI's chats. A template may know others, so only what is like one of these is a mistake."""
+
 _NO_CHAT = "a message stands alone here: a chat is a list of messages"
 _NO_ROW = (
     "a mapping is no prompt: for one with a prompt's fields give BatchPrompt(**it), for the rows of a table use "
@@ -269,6 +272,8 @@ def _message(place: str, message: object) -> Message:
         raise ConfigError(
             f"{place} has no role: it needs a non-empty string, not {shown(given.get('role'))}"
         )
+    if role not in _ROLES and (others := near(role.strip(), _ROLES)):
+        raise ConfigError(f"{place} has the role {shown(role)}, which is none; {others}")
     rest: dict[Any, Any] = {key: plain(value) for key, value in given.items()}
     calls = check_calls(place, role, rest.pop("tool_calls", None))
     rest |= {name: _name(place, name, given) for name in ("tool_call_id", "name") if name in given}

@@ -10,7 +10,7 @@ import sys
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ def run_apart(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment()
         )
     except OSError as error:
-        raise ConfigError(f"no process can be started: {error}") from error
+        raise ConfigError(f"no process can be started: {words_of(error)}") from error
     with process:
         try:
             while monotonic() < end_s and not is_stopped():

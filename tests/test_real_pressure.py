@@ -35,10 +35,12 @@ def load(path: Path, **settings: Any) -> Engine:
     return cbatch.load(path, **{**SMALL, **settings})
 
 
-def alone(path: Path, n_tokens: int, **settings: Any) -> list[tuple[str, tuple[int, ...]]]:
+def alone(
+    path: Path, n_tokens: int, *, prompts: Sequence[str] = PROMPTS, **settings: Any
+) -> list[tuple[str, tuple[int, ...]]]:
     """What each prompt gives with nobody beside it."""
     with load(path, parallel=1, **settings) as engine:
-        return streams(engine.run(PROMPTS, options={**GREEDY, "max_tokens": n_tokens}))
+        return streams(engine.run(prompts, options={**GREEDY, "max_tokens": n_tokens}))
 
 
 class FaultyStepper(NativeStepper):
@@ -78,7 +80,10 @@ def assert_greedy(
         items = [cbatch.BatchPrompt(tokens=tokens) for tokens in answered]
         scored = engine.run(items, options={"max_tokens": 0, "prompt_logprobs": 1}).results()
     for prompt, result in zip(asked, scored, strict=True):
-        for said in (result.prompt_logprobs or ())[len(prompt) :]:
+        assert result.prompt_logprobs is not None
+        found = result.prompt_logprobs[len(prompt) :]
+        assert len(found) == result.usage.prompt_tokens - len(prompt) > 0
+        for said in found:
             assert said is not None
             assert said.logprob > said.top[0].logprob - TIE
 
@@ -179,9 +184,12 @@ def test_reader_who_sleeps_holds_up_nobody_and_gets_everything(test_model: Path)
         chunks = iter(sleeper)
         parts = [next(chunks)]
         for prompt in PROMPTS[1:4]:
-            engine.submit(prompt, options={**GREEDY, "max_tokens": 100}).result()
+            other = engine.submit(prompt, options={**GREEDY, "max_tokens": 100}).result()
+            assert len(other.token_ids) == 100
         parts += chunks
         [result] = sleeper.results()
+    [(text, tokens)] = alone(test_model, 100, prompts=PROMPTS[:1])
+    assert (result.text, result.token_ids) == (text, tokens)
     assert "".join(part.text for part in parts) == result.text
     assert sum(len(part.token_ids) for part in parts) == 100
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.bench.measured import Figures, WorkRequest
 from cbatch.bench.pacing import Pace
 from cbatch.bench.sides import ONE_BY_ONE, BareSide, HttpSide, ProcessSide, SideError
-from cbatch.bench.verdict import degenerate, differences, n_ended_early, problems
+from cbatch.bench.verdict import (
+    degenerate,
+    differences,
+    n_ended_early,
+    n_likely,
+    problems,
+    share_likely,
+    unlikely,
+    unlikely_text,
+)
 from cbatch.bench.workloads import n_distinct
 
 if TYPE_CHECKING:
@@ -19,6 +28,8 @@ if TYPE_CHECKING:
     from cbatch.bench.measured import Answer, Chains
     from cbatch.bench.sides import Side
     from cbatch.bench.workloads import Workload
+
+T = TypeVar("T")
 
 N_BARE_STEPS = 64
 """Steps of the bare loop in a round. Our choice."""
@@ -118,7 +129,8 @@ class Comparison:
         text: writes prompts.
         tokenize: counts tokens by the model's vocabulary.
         bare: the loop to measure shares of, or None.
-        judge: an engine that answers some requests of each round alone, or None.
+        judge: an engine that answers some requests of each round alone and computes answers again, or None.
+        end_tokens: which no answer has, as it goes on to its length.
         say: gets a line about each round.
     """
 
@@ -129,6 +141,7 @@ class Comparison:
     tokenize: Callable[[str], Sequence[int]]
     bare: BareSide | None = None
     judge: ProcessSide | None = None
+    end_tokens: Sequence[int] = ()
     say: Callable[[str], object] = bool
     measured: list[Measured] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -138,6 +151,8 @@ class Comparison:
     """Prompt tokens a second of the bare loop, by rows."""
     bare_tps: dict[int, list[float]] = field(default_factory=dict)
     """Tokens a second that it decodes, by rows, of each round."""
+    _likely_alone: dict[str, float] = field(default_factory=dict)
+    """Share of likely tokens in the text of the model's own answers, by workload."""
 
     def run(self) -> None:
         """Measure everything; `KeyboardInterrupt` leaves what was measured before.
@@ -286,6 +301,8 @@ class Comparison:
         found += self._degenerate(requests, degenerate(answers))
         if side.name in ("engine", "static"):
             found += differences(alone, answers, is_exact=self.plan.is_exact)
+        if not isinstance(side, HttpSide) or side.draws_as_asked:
+            found += self._unlikely(row.workload, requests, answers)
         return replace(
             row,
             figures=Figures.of(requests, answers, seconds),
@@ -314,6 +331,47 @@ class Comparison:
             some = [replace(request, n_output=1) for request in some]
         return {answer.id: answer.tokens for answer in self._judged(some)}
 
+    def _unlikely(
+        self, workload: str, requests: Sequence[WorkRequest], answers: Sequence[Answer]
+    ) -> list[str]:
+        """Return why some answers are not the model's, which computes them again as prompts."""
+        by_id = {answer.id: answer for answer in answers if not answer.error}
+        known = [r for r in requests if r.id in by_id and n_likely(r) is not None]
+        some = known[:: max(1, len(known) // N_ALONE)][:N_ALONE]
+        said = [by_id[request.id] for request in some]
+        if all(answer.tokens for answer in said):
+            return unlikely(some, self._margins(some, [answer.tokens for answer in said]))
+        if workload not in self._likely_alone:
+            self._likely_alone[workload] = share_likely(self._in_text(some, self._judged(some)))
+        return unlikely_text(self._likely_alone[workload], self._in_text(some, said))
+
+    def _in_text(
+        self, requests: Sequence[WorkRequest], answers: Sequence[Answer]
+    ) -> list[list[float]]:
+        """Return margins of the tokens that the answers' texts have by the vocabulary."""
+        n_mark = len(self.tokenize(""))
+        texts = {answer.id: answer.text for answer in answers}
+        some = [request for request in requests if texts.get(request.id)]
+        return self._margins(some, [self.tokenize(texts[r.id])[n_mark:] for r in some])
+
+    def _margins(
+        self, requests: Sequence[WorkRequest], outputs: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Return margins of each token of some answers; of none where there is nobody to judge."""
+        items = []
+        for request, output in zip(requests, outputs, strict=True):
+            prompt = self.tokenize(request.prompt)
+            items.append(
+                {
+                    "tokens": [*prompt, *output[: request.n_output]],
+                    "n_prompt": len(prompt),
+                    "n_likely": n_likely(request),
+                    "banned": [*self.end_tokens],
+                }
+            )
+        found = self._judging(lambda judge: judge.do({"scored": items})) if items else None
+        return [[] for _ in items] if found is None else found["margins"]
+
     def _degenerate(self, requests: Sequence[WorkRequest], ids: Sequence[str]) -> list[str]:
         """Return that answers are degenerate, where the model alone gives others to the same requests."""
         some = [request for request in requests if request.id in ids][:N_ALONE]
@@ -324,16 +382,23 @@ class Comparison:
 
     def _judged(self, requests: Sequence[WorkRequest]) -> list[Answer]:
         """Return the answers of an engine that has nothing else to do; none where there is none."""
+        found = self._judging(
+            lambda judge: judge.run([[r] for r in requests], Pace(1), 1, is_streamed=False)
+        )
+        return [] if found is None else [answer for answer in found[0] if not answer.error]
+
+    def _judging(self, use: Callable[[ProcessSide], T]) -> T | None:
+        """Return what the judge says; None where there is none, or none any more."""
         if self.judge is None:
-            return []
+            return None
         try:
-            answers, _ = self.judge.run([[r] for r in requests], Pace(1), 1, is_streamed=False)
+            self.judge.start()
+            return use(self.judge)
         except SideError as error:
             self._refuse(f"no answers to compare with: {error}")
             self.judge.close()
             self.judge = None
-            return []
-        return [answer for answer in answers if not answer.error]
+            return None
 
     def _add(self, row: Measured) -> None:
         self.measured.append(row)

@@ -44,7 +44,7 @@ class Answer:
         end_s: when the answer ended.
         n_output: tokens of the answer.
         n_prompt: tokens of the prompt as the other side counts them; None where it does not say.
-        gaps_s: times between two deliveries.
+        gaps_s: times between two tokens; tokens that are delivered together have equal gaps.
         n_distinct: how many different tokens, or pieces of text, the answer has.
         finish: the finish reason; None where the answer ended without one.
         tokens: the answer's, where they are known.
@@ -66,16 +66,30 @@ class Answer:
     error: str = ""
 
 
+def per_token(gap_s: float, n_tokens: int) -> tuple[float, ...]:
+    """Return the gaps of tokens that were delivered together, so long after the token before them."""
+    return (gap_s / n_tokens,) * n_tokens
+
+
 @dataclass(slots=True)
 class Arrivals:
-    """Notes when parts of an answer are delivered."""
+    """Notes when the tokens of an answer are delivered."""
 
     sent_s: float
     times_s: list[float] = field(default_factory=list)
+    """Of each delivery."""
+    n_each: list[int] = field(default_factory=list)
+    """Tokens of each delivery."""
+
+    def note(self, now_s: float, n_tokens: int = 1) -> None:
+        """Note that tokens were delivered now."""
+        self.times_s.append(now_s)
+        self.n_each.append(n_tokens)
 
     def answer(self, id: str, end_s: float, n_output: int, **more: Any) -> Answer:
         """Return the answer."""
-        gaps = tuple(later - before for before, later in pairwise(self.times_s))
+        deliveries = zip(pairwise(self.times_s), self.n_each[1:], strict=True)
+        gaps = tuple(gap for (a, b), n in deliveries for gap in per_token(b - a, n))
         first = self.times_s[0] if self.times_s else None
         return Answer(id, self.sent_s, first, end_s, n_output, gaps_s=gaps, **more)
 

@@ -20,6 +20,7 @@ class ModelText:
     tokenize: Callable[[str], Sequence[int]]
     exact: ExactText
     n_ctx_train: int
+    end_tokens: Sequence[int]
 
     def answer_tokens(self, text: str) -> Sequence[int]:
         """Return the tokens of an answer: without the mark that begins a prompt."""
@@ -41,6 +42,8 @@ def model_text(path: str | None) -> Iterator[ModelText]:
     try:
         with closing(open_model(found, has_weights=False)) as model:
             tokenize = model.vocab.tokenize
-            yield ModelText(found, tokenize, ExactText(tokenize), model.n_ctx_train)
+            yield ModelText(
+                found, tokenize, ExactText(tokenize), model.n_ctx_train, model.vocab.end_tokens
+            )
     finally:
         llama_log().remove()

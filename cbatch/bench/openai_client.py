@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cbatch.bench.measured import Answer, Arrivals
+from cbatch.bench.measured import Answer, Arrivals, per_token
 from cbatch.errors import CBatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -212,12 +212,19 @@ class OpenAIClient:
         )
 
     def counted(self, answer: Answer) -> Answer:
-        """Return an answer with the tokens that are counted in its text: after the round, for it takes time."""
+        """Return an answer with the tokens that are counted in its text: after the round, for it takes time.
+
+        An event may have several tokens; all are taken to have equally many.
+        """
         tokens = self.tokenize(answer.text)
         n_output = len(tokens) if answer.n_output == NOT_COUNTED else answer.n_output
         is_told = 2 * len(tokens) >= n_output  # control tokens have no text
+        n_each = max(1, round(n_output / (len(answer.gaps_s) + 1)))
         return replace(
-            answer, n_output=n_output, n_distinct=len(set(tokens)) if is_told else n_output
+            answer,
+            n_output=n_output,
+            n_distinct=len(set(tokens)) if is_told else n_output,
+            gaps_s=tuple(gap for whole in answer.gaps_s for gap in per_token(whole, n_each)),
         )
 
     def body(self, request: WorkRequest, *, is_streamed: bool) -> dict[str, Any]:
@@ -258,7 +265,7 @@ class OpenAIClient:
         if status != 200:
             raise self._refused(status, data)
         seen.take(self._parsed(data.decode("utf-8", "replace")), now())
-        seen.arrivals.times_s.clear()  # the first token came at an unknown time
+        seen.arrivals = Arrivals(seen.arrivals.sent_s)  # the first token came at an unknown time
 
     def _parsed(self, text: str) -> dict[str, Any]:
         try:
@@ -337,7 +344,7 @@ class _Heard:
         for choice in data.get("choices") or ():
             if choice.get("text"):
                 self.pieces.append(choice["text"])
-                self.arrivals.times_s.append(now_s)
+                self.arrivals.note(now_s)
             self.finish = choice.get("finish_reason") or self.finish
         usage = data.get("usage")
         if isinstance(usage, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.bench.measured import Answer, Arrivals, WorkRequest
 from cbatch.bench.pacing import Pace, drive
+from cbatch.bench.verdict import N_MOST_LIKELY
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
 from cbatch.loading import load
@@ -25,7 +27,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.worker.placement import my_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.bench.pacing import Ask, Now
     from cbatch.engine import Engine
@@ -51,7 +53,7 @@ async def ask_engine(
         if is_streamed:
             async for chunk in response:
                 if chunk.token_ids:
-                    seen.times_s.append(now())
+                    seen.note(now(), len(chunk.token_ids))
         [result] = await response
     except CBatchError as error:
         return seen.answer(request.id, now(), 0, error=str(error))
@@ -111,12 +113,43 @@ def answers_to(job: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     return {"answers": [asdict(answer) for answer in answers], "seconds": seconds}
 
 
+def margins_of(engine: Engine, items: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Compute answers again as prompts; return how much likelier each token is than the least that could be drawn.
+
+    Args:
+        engine: has the model.
+        items: each has `tokens`, prompt and answer; `n_prompt`, how many are the prompt's; `n_likely`, how many of the
+            likeliest tokens may be drawn at a place, at most `N_MOST_LIKELY`; and `banned` tokens, which may not.
+
+    Returns:
+        A list for each item, with the difference of two natural log-probabilities for each token of the answer.
+
+    Raises:
+        CBatchError: an item cannot be computed.
+    """
+    prompts = [BatchPrompt(tokens=item["tokens"]) for item in items]
+    options = {"max_tokens": 0, "prompt_logprobs": N_MOST_LIKELY}
+    found = []
+    for item, result in zip(items, engine.run(prompts, options=options).results(), strict=True):
+        margins, banned = [], set(item["banned"])
+        for place in (result.prompt_logprobs or ())[item["n_prompt"] :]:
+            if place is None:  # the first token of all has none before it
+                continue
+            tops = [top.logprob for top in place.top if top.token_id not in banned] or [-math.inf]
+            least = tops[: item["n_likely"]][-1]
+            margins.append(place.logprob - least if least > -math.inf else 0.0)
+        found.append(margins)
+    return found
+
+
 @contextmanager
 def engine_side(model: str, settings: Mapping[str, Any], kind: str) -> Iterator[Do]:
     """Load an engine for the block, and answer by it."""
     with load(model, **settings) as engine:
 
         def do(job: Mapping[str, Any]) -> dict[str, Any]:
+            if "scored" in job:
+                return {"margins": margins_of(engine, job["scored"])}
             is_streamed = job["is_streamed"]
             if kind == "static":
                 return answers_to(
@@ -176,7 +209,7 @@ def _generate(llama: Any, request: WorkRequest, sent_s: float, now: Now) -> Answ
         chain = {names.get(name, name): value for name, value in options.items()}
         for token in llama.generate(prompt, **{"repeat_penalty": 1.0, **chain}):
             tokens.append(token)
-            seen.times_s.append(now())
+            seen.note(now())
             if len(tokens) == request.n_output:
                 break
     except Exception as error:  # llama-cpp-python raises what it likes, and a round must go on
@@ -188,6 +221,7 @@ def _generate(llama: Any, request: WorkRequest, sent_s: float, now: Now) -> Answ
         n_prompt=len(prompt),
         n_distinct=len(set(tokens)),
         finish="length",
+        tokens=tuple(tokens),
     )
 
 

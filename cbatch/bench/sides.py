@@ -272,6 +272,11 @@ class HttpSide:
         return [*map(client.counted, answers)], seconds
 
     @property
+    def draws_as_asked(self) -> bool:
+        """Whether the server takes the options by which tokens are drawn."""
+        return self._client is not None and self._client.has_extras
+
+    @property
     def memory_mib(self) -> float | None:
         """The memory of the processes that are ours."""
         found = [_memory(pid) for pid in self._pids()] if self._client is not None else []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import emit, median, parser, take_turns
 from cbatch.engine_options import MAX_PARALLEL
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, words_of
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
@@ -95,7 +95,7 @@ class StepTable:
         try:
             return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:  # ConfigError and bad JSON are ValueErrors
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{path}: {words_of(error)}") from error
 
     def as_json(self) -> dict[str, Points]:
         """Return what `of` takes, ready for `json.dumps`."""

@@ -334,6 +334,47 @@ def _cliff(width: Width) -> str:
     return "" if width.faster is None else f"cliff: {width.faster} rows are faster"
 
 
+# ---- text ----
+
+WORD_COLUMNS = ("load", "state", "side", "")
+"""Columns of words, on the left; all others are numbers."""
+
+
+def text_table(table: Table, width: int) -> list[str]:
+    """Return a table as lines of at most `width` columns; what is too wide follows below, with the words again.
+
+    A cell that is wider than the terminal alone is not cut.
+    """
+    columns = [*zip(table.columns, *table.rows, strict=True)]
+    n_words = next((i for i, name in enumerate(table.columns) if name not in WORD_COLUMNS), 0)
+    n_words = n_words if n_words < len(columns) else 0
+    words, parts = columns[:n_words], list[list[tuple[str, ...]]]()
+    for column in columns[n_words:]:
+        if parts and _width_of([*words, *parts[-1], column]) <= width:
+            parts[-1].append(column)
+        else:
+            parts.append([column])
+    lines: list[str] = []
+    for part in parts:
+        lines += [""] if lines else []
+        lines += _aligned([*words, *part])
+    return lines
+
+
+def _width_of(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in columns) + 2 * (len(columns) - 1)
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of columns of equally many cells."""
+    shown = []
+    for column in columns:
+        n = max(map(len, column))
+        is_word = column[0] in WORD_COLUMNS
+        shown.append([cell.ljust(n) if is_word else cell.rjust(n) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*shown, strict=True)]
+
+
 # ---- files ----
 
 

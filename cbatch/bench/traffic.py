@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import check_seconds
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, words_of
 from cbatch.options import MAX_PRIORITY
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[Arrival]:
         with Path(path).open(encoding="utf-8") as file:
             yield from _arrivals(file, str(path))
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {words_of(error)}") from error
 
 
 def _arrivals(lines: Iterable[str], name: str) -> Iterator[Arrival]:

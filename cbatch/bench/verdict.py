@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from cbatch.bench.openai_client import MOST_BOS
@@ -20,6 +21,90 @@ MOST_DEGENERATE = 0.1
 MOST_DIFFERENT = 0.75
 """Share of first tokens that may differ from those of the same requests alone, where only rounding may differ.
 Our choice: kernels round a few apart, up to half where a model's weights are random, a broken batch nearly all."""
+
+N_MOST_LIKELY = 20
+"""Tokens of a place that count as likely where tokens are drawn: as many as `prompt_logprobs` tells."""
+
+TIE = 0.5
+"""Difference of natural log-probabilities up to which two tokens are equally likely: prompts use other kernels than
+single tokens. Our choice, above the 0.18 by which llama.cpp differs from itself (docs/exactness.md)."""
+
+LEAST_GREEDY = 0.75
+"""Share of greedy tokens that must be the likeliest. Our choice."""
+
+LEAST_LIKELY = 0.25
+"""Share of drawn tokens that must be among the likeliest. Our choice: of the 40 that `top_k` keeps, the first 20 are
+drawn more than half of the time; of a vocabulary of 1,000, junk is among them for one token in fifty."""
+
+LEAST_OF_ALONE = 0.5
+"""Share of likely tokens, over that of the answers alone, where both are counted in text. Our choice."""
+
+N_PIECE = 32
+"""Tokens in a row that are judged together, so that junk in a part of one answer is seen. Our choice."""
+
+_DRAWN_BY = frozenset({"temperature", "top_k", "top_p", "min_p", "seed"})
+"""Options under which a token is one of the likeliest by the model's own logits; others ban or prefer tokens."""
+
+_TOP_K = 40
+"""`top_k` where nothing is said: llama.cpp's."""
+
+
+def n_likely(request: WorkRequest) -> int | None:
+    """Return how many of the likeliest tokens an answer may be made of; None where its options do not tell."""
+    options = request.options
+    if not options.keys() <= _DRAWN_BY:
+        return None
+    if options.get("temperature") == 0:
+        return 1
+    return N_MOST_LIKELY if 0 < options.get("top_k", _TOP_K) <= 2 * N_MOST_LIKELY else None
+
+
+def unlikely(requests: Sequence[WorkRequest], margins: Sequence[Sequence[float]]) -> list[str]:
+    """Return why answers are not the model's, by their tokens given those before them.
+
+    Args:
+        requests: which the answers are of.
+        margins: for each token of an answer, how much likelier it is than the least likely one that could be drawn.
+    """
+    wrong, pieces = 0, list[tuple[bool, list[float]]]()
+    short: dict[bool, list[float]] = {True: [], False: []}
+    for request, found in zip(requests, margins, strict=True):
+        is_greedy = n_likely(request) == 1
+        starts = range(0, len(found) - N_PIECE + 1, N_PIECE)
+        pieces += [(is_greedy, list(found[i : i + N_PIECE])) for i in starts]
+        short[is_greedy] += found[len(starts) * N_PIECE :]
+    pieces += [(is_greedy, found) for is_greedy, found in short.items() if found]
+    for is_greedy, found in pieces:
+        if share_likely([found]) < (LEAST_GREEDY if is_greedy else LEAST_LIKELY):
+            wrong += sum(margin < -TIE for margin in found)
+    n_tokens = sum(map(len, margins))
+    return (
+        [f"{wrong} of {n_tokens} tokens are not the model's, given those before"] if wrong else []
+    )
+
+
+def share_likely(margins: Sequence[Sequence[float]]) -> float:
+    """Return the share of tokens that are likely; 1 of none."""
+    found = [margin >= -TIE for margin in chain.from_iterable(margins)]
+    return sum(found) / len(found) if found else 1.0
+
+
+def unlikely_text(alone: float, margins: Sequence[Sequence[float]]) -> list[str]:
+    """Return why answers that are known as text are not the model's.
+
+    The tokens of a text need not be those that were drawn, so their share is compared with that of the model's own
+    answers, read in the same way.
+
+    Args:
+        alone: share of likely tokens in the model's own answers.
+        margins: as for `unlikely`.
+    """
+    share = share_likely(margins)
+    if share >= LEAST_OF_ALONE * alone:
+        return []
+    return [
+        f"{share:.0%} of the text's tokens are likely, given those before; alone {alone:.0%} are"
+    ]
 
 
 def problems(requests: Sequence[WorkRequest], answers: Sequence[Answer]) -> list[str]:

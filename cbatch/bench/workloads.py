@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.constraints import RECORDS
 from cbatch.bench.measured import WorkRequest
+from cbatch.checks import read_json, why_unread
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.options import RunOptions
@@ -168,7 +168,10 @@ def read_requests(path: Path, tokenize: Callable[[str], Sequence[int]]) -> Chain
 
 
 def _request(line: str, number: int, tokenize: Callable[[str], Sequence[int]]) -> WorkRequest:
-    data = json.loads(line)
+    try:
+        data = read_json(line)
+    except ValueError as error:
+        raise ConfigError(why_unread(error, line)) from None
     if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
         raise ConfigError('a request is an object with a "prompt" that is text')
     n_output = data.get("max_tokens")

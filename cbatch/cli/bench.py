@@ -1,8 +1,8 @@
 """`cbatch bench`: what an engine does on this machine with this model, beside others."""
 
-import io
 import json
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ import typer
 
 from cbatch.checks import check_int
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.option_table import Given, option, takes
+from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
 from cbatch.cli.terminal import say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError
@@ -39,7 +39,6 @@ _N_WINDOW = 2048
 _MAX_AT_ONCE = 4096
 _PRINTED_WIDTH = 180
 """Columns of a table that goes to no terminal."""
-_WORD_COLUMNS = ("load", "state", "side", "")
 _FLAGS = {"n_threads": "threads", "n_gpu_layers": "gpu-layers"}
 """Options of `cbatch serve` that are not called as the setting."""
 
@@ -49,17 +48,15 @@ _FLAGS = {"n_threads": "threads", "n_gpu_layers": "gpu-layers"}
     *("exact", "threads", "gpu_layers"),
 )
 def bench(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL", help="A GGUF file; without one, the model that ships inside."
-        ),
+    file: Annotated[
+        Path | None, model_argument("A GGUF file; without one, the model that ships inside.")
     ] = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- WORDS]", help="Arguments of a --case."),
     ] = None,
     *,
+    model: Annotated[Path | None, MODEL_OPTION] = None,
     given: Given,
     workload: Annotated[
         str, option(panel=_REQUESTS, metavar="NAMES", help="Kinds of requests; see --list.")
@@ -204,6 +201,7 @@ def bench(
 
     Example: cbatch bench model.gguf --llama-server ~/llama.cpp/build/bin/llama-server
     """
+    model = one_model(file, model)
     if list_all:
         write("\n".join(_listed()) + "\n")
         return
@@ -286,6 +284,7 @@ def _comparison(
         text.tokenize,
         bare=BareSide("bare", text.path, settings) if "bare" in named else None,
         judge=ProcessSide("engine", text.path, settings),
+        end_tokens=text.end_tokens,
     )
 
 
@@ -478,31 +477,17 @@ def _listed() -> Iterator[str]:
 
 def _show(summary: "Summary", facts: Mapping[str, Any]) -> None:
     """Print the tables on stdout, and what was refused on stderr."""
-    from rich.console import Console  # slow to import
-    from rich.table import Table as RichTable
+    from cbatch.bench.summary import text_table
 
-    is_terminal = stdout().isatty()
-    text = io.StringIO()
-    width = shutil.get_terminal_size().columns if is_terminal else _PRINTED_WIDTH
-    console = Console(file=text, width=width, force_terminal=is_terminal, soft_wrap=False)
-    told = partial(console.print, markup=False, highlight=False)
-    told(_line_of(facts))
+    width = shutil.get_terminal_size().columns if stdout().isatty() else _PRINTED_WIDTH
+    told = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    lines = told(_line_of(facts))
     for table in summary.tables():
-        told(f"\n{table.title}")
-        shown = RichTable()
-        for column in table.columns:
-            is_word = column in _WORD_COLUMNS
-            shown.add_column(
-                column, justify="left" if is_word else "right", no_wrap=column == "side"
-            )
-        for cells in table.rows:
-            shown.add_row(*cells)
-        console.print(shown)
-        if table.note:
-            told(table.note)
-    for line in summary.remarks():
-        told(line)
-    write(text.getvalue())
+        lines += ["", *told(table.title), *text_table(table, width)]
+        lines += told(table.note) if table.note else []
+    for remark in summary.remarks():
+        lines += told(remark)
+    write("\n".join(lines) + "\n")
     for line in summary.problems():
         say(f"refused: {line}")
 

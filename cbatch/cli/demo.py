@@ -13,7 +13,7 @@ from cbatch.files.file_formats import check_name
 from cbatch.files.input.item_stream import ahead_of
 from cbatch.files.output.encoders import dump
 from cbatch.files.output.json_answers import result_as_json
-from cbatch.files.places import check_apart, check_new, check_place, opened
+from cbatch.files.places import check_apart, check_new, opened
 from cbatch.models import DEMO_CHATS
 from cbatch.progress import View
 
@@ -33,7 +33,6 @@ def run_demo(
 ) -> None:
     """Answer the chats of --demo: as text where they are shown, else as records."""
     prompts = demo_prompts()
-    check_place(target)
     check_name(target, "cbatch")
     check_apart(target, filter(None, (model,)))
     check_new(target, force=force)

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from cbatch.cli.main import write
-from cbatch.cli.option_table import Given, option, takes
+from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
 from cbatch.cli.terminal import printable
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdout
@@ -23,13 +21,11 @@ _MIB, _GIB = 2**20, 2**30
     *("memory_mib", "checkpoint_mib", "threads", "gpu_layers"),
 )
 def info(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL", help="A GGUF file; without one, the model that ships inside."
-        ),
+    file: Annotated[
+        Path | None, model_argument("A GGUF file; without one, the model that ships inside.")
     ] = None,
     *,
+    model: Annotated[Path | None, MODEL_OPTION] = None,
     given: Given,
     exactness: Annotated[
         bool,
@@ -53,6 +49,7 @@ def info(
 
     Example: cbatch info model.gguf --parallel 8 --cache-type-k q8_0
     """
+    model = one_model(file, model)
     options = EngineOptions.of({**given.engine_settings(), "exact": exact})
     from cbatch.backend.load.loader import describe_model  # llama_cpp is slow to import
 

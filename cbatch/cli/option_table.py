@@ -18,6 +18,7 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.files.settings import FileOptions
+from cbatch.hub import local_model
 from cbatch.options import RunOptions, check_runs_through
 
 RUN = "Options"
@@ -54,6 +55,7 @@ class Option:
         metavar: what the help calls the value.
         setting: the name of the setting where it is not `name`; empty for what only the command uses.
         read: makes the setting's value of what was given.
+        callback: does so before anything is checked.
     """
 
     panel: str
@@ -65,6 +67,7 @@ class Option:
     metavar: str | None = None
     setting: str | None = None
     read: Callable[[Any], Any] = lambda value: value
+    callback: Callable[[Any], Any] | None = None
 
     def parameter(self) -> inspect.Parameter:
         """Return the parameter by which typer knows the option."""
@@ -76,7 +79,13 @@ class Option:
         initial = False if is_plain_flag else default if isinstance(default, str) else None
         shown = self.shown or (str(default) if initial is None and default is not None else None)
         info = option(
-            initial, *names, help=self.help, panel=self.panel, default=shown, metavar=self.metavar
+            initial,
+            *names,
+            help=self.help,
+            panel=self.panel,
+            default=shown,
+            metavar=self.metavar,
+            callback=self.callback,
         )
         kind = kind if initial is not None else kind | None
         return inspect.Parameter(
@@ -228,13 +237,18 @@ OPTIONS = (
     _file("window", "Items read ahead to be put in order.", "8 a slot"),
     _model(
         "model",
-        "A GGUF file.",
+        "A GGUF file, or hf:OWNER/REPO/FILE.gguf.",
         "the one that ships inside",
         names=("--model", "-m"),
         setting="",
         type=Path,
+        callback=local_model,
     ),
-    _model("parallel", "Slots: requests that run at once.", "16, or what the memory holds"),
+    _model(
+        "parallel",
+        "Slots of all workers: requests that run at once.",
+        "16 for each worker, or what the memory holds",
+    ),
     _model(
         "ctx_per_seq",
         "Tokens, prompt and answer, that one slot holds.",
@@ -420,6 +434,29 @@ def takes(
         return call
 
     return decorate
+
+
+def model_argument(help: str) -> Any:
+    """Declare the model of a command that takes it as its argument; -m says the same."""
+    return typer.Argument(metavar="MODEL", help=help, callback=local_model)
+
+
+MODEL_OPTION = option(
+    "--model",
+    "-m",
+    metavar="MODEL",
+    help="The same as MODEL.",
+    default="none",
+    callback=local_model,
+)
+"""The option by which a command that has its model as an argument takes it as all others do."""
+
+
+def one_model(file: Path | None, model: Path | None) -> Path | None:
+    """Return the model that an argument or -m names."""
+    if file is not None and model is not None:
+        raise ConfigError(f"MODEL is {file} and -m is {model}: give one of them")
+    return file if model is None else model
 
 
 def name_of(model: Path | None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import cbatch
-from cbatch.checks import check_text
+from cbatch.checks import check_text, reading
 from cbatch.cli.main import LogLevel, LogLines, show_log
 from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
 from cbatch.cli.terminal import say, tell
@@ -378,7 +378,9 @@ def _keys(file: Path | None, *, no_auth: bool) -> list[str]:
                 f"{KEY_VARIABLE} is blank: set it to a key, unset it, or give --no-auth"
             )
         return [key] if key and key.strip() else []
-    keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    with reading(f"--api-key-file {file}"):
+        text = file.read_text(encoding="utf-8")
+    keys = [line.strip() for line in text.splitlines()]
     keys = [key for key in keys if key]
     if not keys:
         raise ConfigError(f"{file} has no key: one is expected on each line")

@@ -4,14 +4,13 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cbatch.checks import shown
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, near
 from cbatch.options import RunOptions
 
 FROM_FILE = ("json_schema", "response_format", "grammar", "tools", "chat_template_kwargs")
@@ -46,8 +45,8 @@ def set_options(given: Collection[str], taken: Collection[str]) -> dict[str, Any
 def _check_name(name: str, taken: Collection[str], found: Collection[str]) -> None:
     known = _kinds()
     if name not in known:
-        near = get_close_matches(name, known, n=3) or sorted(known)
-        raise ConfigError(f"--set {name}: unknown option; known are {', '.join(near)}")
+        others = near(name, known) or f"known are {', '.join(sorted(known))}"
+        raise ConfigError(f"--set {name}: unknown option; {others}")
     if name in taken:
         raise ConfigError(
             f"--set {name}: --{name.replace('_', '-')} gives this option too: leave one of them out"

@@ -7,19 +7,20 @@ from typing import Annotated
 import typer
 
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.option_table import option
+from cbatch.cli.option_table import MODEL_OPTION, model_argument, one_model, option
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import whole
+from cbatch.files.places import check_place
 from cbatch.folders import told as written
 
 
 def verify(
-    model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL", help="A GGUF file whose exact=True is proven at length."),
+    file: Annotated[
+        Path | None, model_argument("A GGUF file whose exact=True is proven at length.")
     ] = None,
     *,
+    model: Annotated[Path | None, MODEL_OPTION] = None,
     archs: Annotated[
         Path | None,
         option(
@@ -47,6 +48,7 @@ def verify(
 
     Example: cbatch verify model.gguf --parallel 16
     """
+    model = one_model(file, model)
     if archs is None and model is not None:
         _check_page(html)
         _prove(model, parallel, count, html, as_json=json)
@@ -62,6 +64,8 @@ def _check_page(html: Path | None) -> None:
     """Raise ConfigError if the file exists and is not a page of cbatch."""
     from cbatch.files.report.page import is_report
 
+    if html is not None:
+        check_place(html)
     if html is not None and html.is_file() and not is_report(html):
         raise ConfigError(f"{html} exists and is not a page of cbatch: give another file to --html")
 

@@ -135,6 +135,7 @@ def _format_of_lines(file: InputFile, line: bytes | LongLine, *, has_template: b
 
 # ---- of answers ----
 
+_SPREADSHEETS = (".xlsx", ".xls", ".ods")
 _NO_TEXT = "answers are not written as plain text, for they have several lines"
 
 
@@ -172,6 +173,8 @@ def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
         raise ConfigError(
             f"{path}: answers are not written compressed, for a run goes on in its file: leave out {path.suffix}"
         )
+    if path.suffix.lower() in _SPREADSHEETS:
+        raise ConfigError(f"{path}: answers are not written as spreadsheets: give a name in .csv")
     named = named_format(path)
     if named is None or named == ("jsonl" if format in JSON_LINES else format):
         return

@@ -173,11 +173,13 @@ class _PolarsFrame:
     def rows(self) -> Iterator[dict[str, object]]:
         return self._table.iter_rows(named=True)  # type: ignore[no-any-return]
 
-    def with_columns(self, columns: Mapping[str, list[object]]) -> Any:
-        dtypes = {str: self._polars.String, int: self._polars.Int64}
-        added = zip(columns.items(), ANSWERS.values(), strict=True)
-        return self._table.with_columns(
-            [self._polars.Series(name, values, dtypes[type]) for (name, values), type in added]
+    def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
+        polars = self._polars
+        dtypes = {str: polars.String, int: polars.Int64, float: polars.Float64}
+        added = zip(layout.added, columns, layout.types.values(), strict=True)
+        table = self._table if layout.keeps_all else self._table.select(list(layout.own))
+        return table.with_columns(
+            [polars.Series(name, each, dtypes[type]) for name, each, type in added]
         )
 
 

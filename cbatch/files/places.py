@@ -103,9 +103,8 @@ def check_apart(path: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def check_new(path: Path, *, force: bool) -> None:
-    """Raise ConfigError for a directory, and for an existing file without `force`."""
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a directory: give a file")
+    """Raise ConfigError where no file can be written, and for an existing file without `force`."""
+    check_place(path)
     if path.is_file() and not force:
         raise ConfigError(f"{path}: exists already: give another file, or --force to replace it")
 

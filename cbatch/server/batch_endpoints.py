@@ -12,7 +12,14 @@ from cbatch.plain import int_of
 from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_questions import CALLS
 from cbatch.server.batch_store import Page, disk_problems
-from cbatch.server.http_errors import HttpProblemError, bad_request, draining, refused, too_large
+from cbatch.server.http_errors import (
+    HttpProblemError,
+    bad_request,
+    draining,
+    refused,
+    too_large,
+    unknown_field,
+)
 from cbatch.server.multipart_upload import FILE, Upload
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of
@@ -175,7 +182,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     body = {name: value for name, value in said.items() if value is not None}
     ignored = [name for name in body if name not in _FIELDS]
     if ignored and desk.settings.strict_fields:
-        raise bad_request(f"unknown field {shown(ignored[0])}", ignored[0], "unknown_parameter")
+        raise unknown_field(ignored[0], _FIELDS)
     endpoint = _endpoint(body.get("endpoint"))
     window_s = _window(body.get("completion_window"))
     metadata = _metadata(body.get("metadata"))

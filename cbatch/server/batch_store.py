@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, words_of
 from cbatch.folders import sync_folder
 from cbatch.server.batch_index import (
     BATCH,
@@ -101,10 +101,14 @@ class BatchStore:
                 self._tidy()
                 opened.pop_all()
         except sqlite3.OperationalError as error:
-            why = "another server uses it" if "locked" in str(error) else f"cannot be used: {error}"
+            why = (
+                "another server uses it"
+                if "locked" in str(error)
+                else f"cannot be used: {words_of(error)}"
+            )
             raise ConfigError(f"files_dir={folder}: {why}") from error
         except (OSError, sqlite3.DatabaseError) as error:
-            raise ConfigError(f"files_dir={folder}: cannot be used: {error}") from error
+            raise ConfigError(f"files_dir={folder}: cannot be used: {words_of(error)}") from error
 
     def close(self) -> None:
         """Let other servers in. Twice is harmless."""

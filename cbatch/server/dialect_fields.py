@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cbatch.checks import shown
-from cbatch.server.http_errors import bad_request, refused
-from cbatch.server.request_fields import OF_OPENAI, RENAMED, asked_under
+from cbatch.server.http_errors import bad_request, refused, unknown_field
+from cbatch.server.request_fields import OF_OPENAI, OPTION_NAMES, READ_BY_ALL, RENAMED, asked_under
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -46,7 +46,7 @@ class DialectFields:
         elif name not in OF_OPENAI:
             self.rest[name] = value
         elif self._is_strict:
-            raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")
+            raise unknown_field(name, (*self.OWN, *READ_BY_ALL, *OPTION_NAMES))
         else:
             self.ignored.append(name)
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cbatch.checks import shown
 from cbatch.errors import (
     BannedTokensError,
     CacheError,
@@ -26,11 +27,12 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
     WorkerDiedError,
+    near,
 )
 from cbatch.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from cbatch.server.server_settings import SizeLimit
 
@@ -120,6 +122,13 @@ def bad_request(
 ) -> HttpProblemError:
     """Return the problem of a request that can never succeed."""
     return HttpProblemError(400, message, code, param)
+
+
+def unknown_field(name: str, known: Iterable[str]) -> HttpProblemError:
+    """Return the problem of a field that no endpoint reads; `known` are those that this one does."""
+    others = near(name, known)
+    words = f"unknown field {shown(name)}" + (f"; {others}" if others else "")
+    return bad_request(words, name, "unknown_parameter")
 
 
 def too_large(

@@ -15,7 +15,14 @@ from cbatch.server.batch_endpoints import Query, batches_of, id_in
 from cbatch.server.batch_index import MESSAGES
 from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.exchange import dumps
-from cbatch.server.http_errors import HttpProblemError, bad_request, draining, told, too_large
+from cbatch.server.http_errors import (
+    HttpProblemError,
+    bad_request,
+    draining,
+    told,
+    too_large,
+    unknown_field,
+)
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of, rfc3339
 
@@ -54,7 +61,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     body = await body_of(desk, exchange)
     ignored = [name for name, value in body.items() if value is not None and name != "requests"]
     if ignored and desk.settings.strict_fields:
-        raise bad_request(f"unknown field {shown(ignored[0])}", ignored[0], "unknown_parameter")
+        raise unknown_field(ignored[0], ("requests",))
     limit = desk.settings.body_limit
     batch = await desk.in_thread(_created, batches, body.get("requests"), limit, exchange.owner)
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))

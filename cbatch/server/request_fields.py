@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,13 @@ from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_float, check_text, r
 from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
 from cbatch.options import MAX_BIASES, MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.plain import int_of
-from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
+from cbatch.server.http_errors import (
+    HttpProblemError,
+    bad_request,
+    problem_of,
+    refused,
+    unknown_field,
+)
 from cbatch.server.sampler_order import left_out
 from cbatch.tools import check_tool_choice, read_choice
 
@@ -107,7 +113,7 @@ OF_OPENAI = (
 )
 """Those of them for which no other dialect has a place. They do not change the answer."""
 
-_OPTIONS = frozenset(f.name for f in fields(RunOptions))
+OPTION_NAMES = frozenset(f.name for f in fields(RunOptions))
 
 
 @dataclass
@@ -164,10 +170,10 @@ def asked_of(
     for name, value in given.items():
         if name in own or name in READ_BY_ALL:
             continue
-        if (option := RENAMED.get(name, name)) in _OPTIONS and name not in REFUSED:
+        if (option := RENAMED.get(name, name)) in OPTION_NAMES and name not in REFUSED:
             options[option] = name, _converted(name, option, value)
         else:
-            _check_without_effect(name, value, is_strict=is_strict)
+            _check_without_effect(name, value, own, is_strict=is_strict)
             asked.ignored.append(name)
     _read_common(asked, given)
     options |= _more_options(given)
@@ -191,7 +197,7 @@ def _ignore_moot_format(options: dict[str, tuple[str, Any]], ignored: list[str])
             ignored += filter(None, [name])
 
 
-def _check_without_effect(name: str, value: Any, *, is_strict: bool) -> None:
+def _check_without_effect(name: str, value: Any, own: Collection[str], *, is_strict: bool) -> None:
     """Refuse a name that would change the answer; with `is_strict`, an unknown one too."""
     if name in REFUSED:
         raise refused(name, REFUSED[name])
@@ -199,7 +205,7 @@ def _check_without_effect(name: str, value: Any, *, is_strict: bool) -> None:
     if can and not any(_is_same(value, allowed) for allowed in can):
         raise refused(name, f"it can only be {' or '.join(map(json.dumps, can))}; {instead}")
     if is_strict and name not in IGNORED and name not in HARMLESS:
-        raise bad_request(f"unknown field {shown(name)}", name, "unknown_parameter")
+        raise unknown_field(name, (*own, *READ_BY_ALL, *OPTION_NAMES))
 
 
 def _is_same(value: Any, allowed: Any) -> bool:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, words_of
 from cbatch.processes import command_of, environment
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
@@ -50,7 +50,7 @@ class ProcessLink:
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone
             )
         except OSError as error:
-            raise ConfigError(f"no worker can be started: {error}") from None
+            raise ConfigError(f"no worker can be started: {words_of(error)}") from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         fd = self._process.stdin.fileno()

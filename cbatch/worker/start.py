@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.checks import check_path, reading, shown
 from cbatch.engine import Engine
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
-from cbatch.errors import ConfigError, EngineError
+from cbatch.errors import ConfigError, EngineError, words_of
 from cbatch.worker.client import Workers
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
@@ -145,7 +145,7 @@ class SocketLink:
         try:
             self._socket = _connected(address)
         except OSError as error:
-            raise EngineError(f"no worker answers at {address}: {error}") from None
+            raise EngineError(f"no worker answers at {address}: {words_of(error)}") from None
         self._output = self._socket.makefile("rb")
         self._lines = LineSender(
             self._socket.fileno(), lambda data: self._socket.send(data, socket.MSG_DONTWAIT)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import cbatch.bench
 from cbatch.bench.cases import CASES, run_case, told
 from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OF_A_MODEL = {
     "static_batches": "--rows 1 2 --rounds 1 --requests 2 --output 8 --prompt 16",
@@ -41,11 +47,34 @@ TABLES = ("batch_files", "calls")
 
 
 def check(name: str, shown: str) -> None:
-    """Fail where nothing was found."""
+    """Fail where nothing was measured, or where a figure is none."""
     lines = shown.splitlines()
     assert lines
-    if name not in TABLES:
-        assert all(json.loads(line) for line in lines)
+    if name in TABLES:
+        numbers = [
+            float(n.replace(",", "")) for n in re.findall(r"[0-9][0-9,.]*[0-9]|[0-9]", shown)
+        ]
+        assert any(number > 0 for number in numbers)
+        return
+    for line in lines:
+        found = [*numbers_in(json.loads(line, parse_constant=pytest.fail))]
+        assert any(number > 0 for number in found)
+        assert all(map(math.isfinite, found))
+
+
+def numbers_in(value: object) -> Iterator[float]:
+    """Yield the numbers of a JSON value."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+@pytest.mark.parametrize("shown", ["", "{}", '{"a": 0}', '{"a": NaN}', '{"a": 1}\n{"b": true}'])
+def test_output_without_figures_is_found(shown: str) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check("steps", shown)
 
 
 def test_cases_are_those_that_run() -> None:

@@ -13,7 +13,7 @@ from cbatch.bench.comparison import Comparison, Load, Plan
 from cbatch.bench.exact_text import ExactText
 from cbatch.bench.measured import Answer
 from cbatch.bench.sides import SideError
-from cbatch.bench.summary import Middle, Summary, markdown
+from cbatch.bench.summary import Middle, Summary, markdown, text_table
 from cbatch.bench.workloads import workload_of
 
 if TYPE_CHECKING:
@@ -174,6 +174,55 @@ def test_degenerate_answers_count_where_the_model_alone_gives_them(
     assert ("degenerate" in " ".join(Summary(made).problems())) == is_refused
 
 
+class Judge(Acted):
+    """Answers as the model, whose next token is the one before plus 1, and says how likely each token is."""
+
+    def do(self, job: dict[str, Any]) -> dict[str, Any]:
+        return {"margins": [self._margins(**item) for item in job["scored"]]}
+
+    @staticmethod
+    def _margins(tokens: list[int], n_prompt: int, n_likely: int, banned: list[int]) -> list[float]:
+        assert (n_likely, banned) == (20, [99])
+        found = zip(tokens[n_prompt - 1 :], tokens[n_prompt:], strict=False)
+        return [0.0 if token == before + 1 else -9.0 for before, token in found]
+
+
+class Continues(Acted):
+    """A side whose answers have the tokens of the prompt's model, from the second one on plus `junk`."""
+
+    def __init__(self, name: str, junk: int = 0, *, in_text: bool = False) -> None:
+        super().__init__(name, [])
+        self._junk, self._in_text = junk, in_text
+
+    def run(self, chains: Chains, *args: Any, **more: Any) -> tuple[list[Answer], float]:
+        prompts = {r.id: tokenize(r.prompt)[-1] for chain in chains for r in chain}
+        answers, seconds = super().run(chains, *args, **more)
+        return [self._told(a, prompts[a.id]) for a in answers], seconds
+
+    def _told(self, answer: Answer, last: int) -> Answer:
+        tokens = [
+            last + i + (self._junk * i if i > 1 else 0) for i in range(1, answer.n_output + 1)
+        ]
+        text = " ".join("x" * token for token in tokens)
+        return replace(answer, tokens=() if self._in_text else tuple(tokens), text=text)
+
+
+class TextJudge(Continues, Judge):
+    """A judge whose own answers are right."""
+
+
+@pytest.mark.parametrize("in_text", [False, True])
+@pytest.mark.parametrize("name", ["engine", "static", "one", "llama", "serve"])
+def test_junk_behind_a_right_first_token_gets_no_rate(name: str, in_text: bool) -> None:
+    for junk in (0, 3):
+        made = comparison([Continues(name, junk, in_text=in_text)])
+        made.judge = TextJudge("engine")  # type: ignore[assignment]
+        made.end_tokens = (99,)
+        made.run()
+        assert [m.counts for m in made.measured] == [not junk] * 2
+        assert (not Summary(made).problems()) == (not junk)
+
+
 def test_side_that_dies_loses_that_round_alone() -> None:
     other = Acted("other", [])
     other.fails_in = {1}
@@ -269,3 +318,24 @@ def test_shares_of_the_bare_loop_and_of_the_ideal_and_cliffs() -> None:
     assert m.figures is not None
     ideal_s = m.n_distinct / 1000.0 + m.figures.n_output / 400.0
     assert rows[1].of_ideal == pytest.approx(ideal_s / m.figures.seconds, rel=0.2)
+
+
+@pytest.mark.parametrize("width", [50, 80, 180])
+def test_tables_are_readable_at_any_width(width: int) -> None:
+    made = comparison([Acted("engine", []), Acted("llama-server", [])])
+    made.run()
+    [table] = Summary(made).tables()
+    lines = text_table(table, width)
+    assert max(map(len, lines)) <= width
+    shown = "\n".join(lines)
+    assert [column for column in table.columns if column not in shown] == []
+    assert [cell for row in table.rows for cell in row if cell not in shown] == []
+    assert lines[0].startswith("load       side")
+    assert lines[1].startswith("1 at once  engine")
+
+
+def test_table_that_fits_is_one_block() -> None:
+    made = comparison([Acted("engine", [])])
+    made.run()
+    [table] = Summary(made).tables()
+    assert len(text_table(table, 180)) == 2

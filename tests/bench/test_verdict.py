@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from cbatch.bench.measured import Answer, WorkRequest
-from cbatch.bench.verdict import degenerate, differences, n_ended_early, problems
+from cbatch.bench.verdict import (
+    degenerate,
+    differences,
+    n_ended_early,
+    n_likely,
+    problems,
+    unlikely,
+    unlikely_text,
+)
 
 N = 20
 REQUESTS = [WorkRequest(str(i), "a", 10, 16) for i in range(N)]
@@ -84,3 +92,50 @@ def test_most_first_tokens_must_be_equal_alone() -> None:
 
 def test_sides_that_know_no_tokens_are_not_compared_by_them() -> None:
     assert differences({"0": (9,)}, with_first(1, tokens=()), is_exact=True) == []
+
+
+GREEDY = WorkRequest("a", "a", 10, 64, {"temperature": 0, "seed": 1})
+DRAWN = WorkRequest("a", "a", 10, 64, {"temperature": 0.8, "top_k": 40})
+
+
+@pytest.mark.parametrize(
+    ("options", "n"),
+    [
+        ({"temperature": 0.0, "seed": 3}, 1),
+        ({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0, "seed": 3}, 20),
+        ({}, 20),
+        ({"top_k": 0}, None),
+        ({"top_k": 1000}, None),
+        ({"json_schema": {}}, None),
+        ({"temperature": 0, "repeat_penalty": 1.1}, None),
+    ],
+)
+def test_options_tell_which_tokens_may_be_drawn(options: dict[str, object], n: int | None) -> None:
+    assert n_likely(WorkRequest("a", "a", 10, 16, options)) == n
+
+
+@pytest.mark.parametrize("request_", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_junk_behind_a_right_token_is_refused_wherever_it_is(request_: WorkRequest) -> None:
+    right, junk = [0.0, 1.5, -0.3, 0.2], [-9.0] * 4
+    assert unlikely([request_], [right * 16]) == []
+    assert unlikely([request_] * 2, [right * 16, []]) == []
+    [words] = unlikely([request_], [right[:1] + junk])
+    assert words == "4 of 5 tokens are not the model's, given those before"
+    for found in (right * 8 + junk * 8, junk * 8 + right * 8):
+        [words] = unlikely([request_] * 2, [right * 16, found])
+        assert words == "32 of 128 tokens are not the model's, given those before"
+
+
+def test_ties_and_a_few_unlikely_tokens_are_the_models() -> None:
+    assert unlikely([GREEDY], [[-0.4] * 64]) == []
+    assert unlikely([GREEDY], [[-9.0, 0.0, 0.0, 0.0, 0.0] * 12]) == []
+    assert unlikely([DRAWN], [[-9.0, 0.0] * 32]) == []
+    assert unlikely([GREEDY], [[-9.0, 0.0] * 32]) != []
+
+
+def test_text_is_set_against_text_of_the_model_alone() -> None:
+    assert unlikely_text(0.6, [[0.0, -9.0] * 8]) == []
+    assert unlikely_text(0.0, [[-9.0] * 8]) == []
+    assert unlikely_text(0.9, [[]]) == []
+    [words] = unlikely_text(0.8, [[0.0] + [-9.0] * 9])
+    assert words == "10% of the text's tokens are likely, given those before; alone 80% are"

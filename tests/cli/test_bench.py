@@ -11,15 +11,18 @@ from xml.etree import ElementTree
 
 import pytest
 
+from cbatch.bench import comparison
 from cbatch.bench.cases import CASES
 from cbatch.bench.http_load import served
 from cbatch.bench.sides import KINDS
+from cbatch.bench.verdict import differences
 from cbatch.bench.workloads import WORKLOADS
 from tests.cli.conftest import invoke, start
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cbatch.bench.measured import Answer
     from tests.conftest import SynthFactory
 
 SHORT = ("--workload", "burst", "--rounds", 1, "--count", 4)
@@ -50,6 +53,10 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
         (("--llama-server", "/no/where"), "/no/where: is no file"),
         (("--case", "speed"), "unknown case 'speed'; known are static_batches"),
         (("--json", "."), "is a directory: give a file"),
+        (("--html", "no/a.html"), "no/a.html: the folder no does not exist"),
+        (("--svg", "no/a.svg"), "no/a.svg: the folder no does not exist"),
+        (("one.gguf", "-m", "two.gguf"), "MODEL is one.gguf and -m is two.gguf"),
+        (("--from", "no.json", "--svg", "a.svg"), "no.json"),
         (("one.gguf", "two.gguf"), "two.gguf: one model at a time"),
         (("no.gguf",), "no.gguf"),
     ],
@@ -137,9 +144,27 @@ def test_arrivals_by_chance_and_a_file_of_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-def test_exact_answers_are_compared_with_those_alone() -> None:
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_exact_answers_are_compared_with_those_alone(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+
+    def seen(alone: dict[str, tuple[int, ...]], answers: list[Answer], **more: Any) -> list[str]:
+        here = {answer.id: answer.tokens for answer in answers}
+        compared.extend(len(tokens) for id, tokens in alone.items() if tokens == here[id])
+        if is_wrong:
+            alone = {id: (*tokens[:-1], tokens[-1] + 1) for id, tokens in alone.items()}
+        return differences(alone, answers, **more)
+
+    monkeypatch.setattr(comparison, "differences", seen)
     shown = invoke("bench", *SHORT, "--at-once", 2, "--sides", "engine", "--exact", "--parallel", 2)
-    assert shown.exit_code == 0, shown.stderr
+    assert shown.exit_code == int(is_wrong), shown.stderr
+    assert len(compared) == 4
+    assert all(n >= 4 for n in compared)  # whole answers
+    assert (
+        "4 of 4 answers differ from those of the same requests alone" in shown.stderr
+    ) == is_wrong
 
 
 @pytest.mark.real

@@ -136,7 +136,7 @@ def test_value_of_an_option_of_several_types(text: str, name: str, value: object
     ("text", "words"),
     [
         ("temperature", "--set temperature: give a name and a value"),
-        ("temperatur=1", "unknown option; known are temperature"),
+        ("temperatur=1", "unknown option; did you mean temperature?"),
         ("xyz=1", "unknown option; known are adapter, best_of"),
         ("pause_every=4", "pause_every=4 needs a program that calls engine.resume"),
         ("temperature=hot", "temperature: must be a number, not 'hot'"),
@@ -216,7 +216,7 @@ def test_variable_of_the_environment_sets_too(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CBATCH_RUN_SET", "n=2 temperatur=1")
     done = invoke("run", "in.jsonl", "-o", "-")
     assert done.exit_code == 2
-    assert "--set temperatur: unknown option; known are temperature" in done.stderr
+    assert "--set temperatur: unknown option; did you mean temperature?" in done.stderr
 
 
 FLAGS: dict[str, tuple[tuple[object, ...], object]] = {

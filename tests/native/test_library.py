@@ -13,6 +13,10 @@ from cbatch.errors import IncompatibleLlamaError
 
 def test_handshake_with_the_installed_llama_cpp_passes() -> None:
     library.handshake()
+    ours, theirs = library._native_layout(), library._llama_layout()
+    assert ours == theirs
+    assert len(set(ours.values())) == len(ours) == 8  # no two fields at one place
+    assert all(llama_cpp.__dict__[name].argtypes for name in library._LLAMA_SIGNATURES)
 
 
 def test_handshake_with_another_layout_names_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     Scalar = bool | int | float | str
 
 AGAIN = "copy or download it again"
+NO_DOWNLOAD = "nothing is downloaded, unless the name is hf:OWNER/REPO/FILE.gguf"
 """The way out where a file is damaged."""
 
 _MAGIC = b"GGUF"
@@ -105,13 +106,14 @@ def read_header(path: Path, way_out: str) -> Header | None:
                 return _read(_Cursor(data), way_out)
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
-        raise DamagedError(f"cannot be read: {words}") from error
+        hint = f"; {NO_DOWNLOAD}" if isinstance(error, FileNotFoundError) else ""
+        raise DamagedError(f"cannot be read: {words}{hint}") from error
 
 
 def _read(cursor: _Cursor, way_out: str) -> Header | None:
     if cursor.data[:4] != _MAGIC:
         raise DamagedError(
-            f"is not a GGUF file (it begins with {bytes(cursor.data[:4])!r}); {way_out}"
+            f"is not a GGUF file (it begins with {bytes(cursor.data[:4]).hex(' ')}, not with GGUF); {way_out}"
         )
     cursor.at = 4
     if not _is_readable_version(cursor.number(_U32)):

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.checks import MAX_DEPTH, is_too_deep, why_unread
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, near
 from cbatch.files.input.item import WRONG, Item, LineError, unlabelled, what_is_wrong
 from cbatch.files.input.text_files import LongLine, not_utf8, numbered
 from cbatch.files.units import cut
@@ -139,7 +139,8 @@ class RequestReader(ABC):
 def _check_keys(request: Collection[str], known: Sequence[str], hint: str = "") -> None:
     for key in request:
         if key not in known:
-            message = f"unknown key {key!r}; known: {', '.join(known)}{hint}"
+            others = near(key, known) or f"known: {', '.join(known)}"
+            message = f"unknown key {key!r}; {others}{hint}"
             raise LineError("invalid_request", message, key)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import llama_cpp
@@ -202,7 +203,9 @@ def test_model_that_llama_wrote_loads_and_is_the_same(
 
 @pytest.mark.parametrize("kind", [0, 2**32 - 1])
 def test_model_with_pooling_none_or_unspecified_is_accepted(synth: SynthFactory, kind: int) -> None:
-    open_model(synth("test", metadata={"llama.pooling_type": kind})).close()
+    with closing(open_model(synth("test", metadata={"llama.pooling_type": kind}))) as model:
+        assert model.metadata["llama.pooling_type"] == str(kind)
+        assert len(model.vocab.tokenize("Once")) > 0
 
 
 # --- models that cannot generate text ---

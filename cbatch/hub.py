@@ -1,0 +1,37 @@
+"""Models by the names that they have at Hugging Face: `hf:OWNER/REPO/FILE.gguf`."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+from cbatch.errors import ConfigError, words_of
+
+_PREFIX = "hf:"
+
+
+def local_model(model: Any) -> Any:
+    """Return the path of a model that is named `hf:OWNER/REPO/FILE.gguf`, all others as they are.
+
+    `huggingface_hub` downloads the file, or finds it among those that it has downloaded before; FILE may have folders.
+
+    Raises:
+        ConfigError: it is not installed, the name is incomplete, or the file cannot be had.
+    """
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
+    if not isinstance(name, str) or not name.startswith(_PREFIX):
+        return model
+    owner, repo, file = (*name.removeprefix(_PREFIX).split("/", 2), "", "")[:3]
+    if not (owner and repo and file):
+        raise ConfigError(f"{name}: is incomplete: give hf:OWNER/REPO/FILE.gguf")
+    try:
+        hub = import_module("huggingface_hub")
+    except ImportError:
+        raise ConfigError(
+            f"{name}: needs a package that is not installed: pip install huggingface_hub, or give a file's path"
+        ) from None
+    try:
+        return hub.hf_hub_download(repo_id=f"{owner}/{repo}", filename=file)
+    except Exception as error:  # whatever its HTTP client raises
+        raise ConfigError(f"{name}: cannot be downloaded: {words_of(error)}") from error
