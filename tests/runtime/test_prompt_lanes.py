@@ -225,9 +225,7 @@ class TurnsBackend(FakeBackend):
     ids=["text", "tokens", "chat", "long chat"],
 )
 @pytest.mark.parametrize("is_soon", [True, False])
-def test_refused_prompt_ends_the_run_in_flight_and_is_told_before_the_next(
-    prompt: BatchPrompt, *, is_soon: bool
-) -> None:
+def test_refused_prompt_is_told_before_the_next_run(prompt: BatchPrompt, *, is_soon: bool) -> None:
     backend = TurnsBackend(1, 64, 16)
     runtime = partial(LocalRuntime, backend, ScheduleOptions())
     with Engine(opener=lambda _: workers_over(runtime)) as engine:
