@@ -1627,7 +1627,7 @@ def scaled(name: str | None) -> AdapterSet:
 def test_unknown_adapter_is_refused_with_the_names_that_there_are(any_way: Place) -> None:
     engine = any_way.engine(adapters=("a", "b"))
     with pytest.raises(ConfigError, match="'c' is not loaded; loaded are: a, b"):
-        engine.run([item(text_of(9)), with_adapter(text_of(9), "c")])
+        engine.submit(with_adapter(text_of(9), "c"))
     with pytest.raises(ConfigError, match="'c' is not loaded"):
         engine.submit(item(text_of(9), adapter={"a": 1.0, "c": 0.0}))
     assert not ids_in_flight(engine)

@@ -377,13 +377,18 @@ def test_stops_are_found_behind_the_window(any_way: Place, by: str) -> None:
         (KvCapabilities("partitioned", 512, can_shift=True), 16, "exact=True"),
     ],
 )
-def test_memory_that_cannot_move_refuses_and_queues_nothing(
+def test_memory_that_cannot_move_refuses_and_others_run(
     any_way: Place, memory: KvCapabilities, chunk_alignment: int, words: str
 ) -> None:
     engine = any_way.engine(4, W, memory=memory, cuts=PromptCuts.every(chunk_alignment))
-    with pytest.raises(ConfigError, match=f"n_discard=32 cannot be used.*{words}"):
-        engine.run([item(text_of(9)), item(text_of(9), n_discard=32)])
+    refusal = f"n_discard=32 cannot be used.*{words}"
+    with pytest.raises(ConfigError, match=refusal):
+        engine.run([item(text_of(9), n_discard=32)])
     assert not ids_in_flight(engine)
+    runs, refused = any_way.results(engine.run([item(text_of(9)), item(text_of(9), n_discard=32)]))
+    assert runs.token_ids == expected(text_of(9))
+    assert isinstance(refused.error, ConfigError)
+    assert re.search(refusal, str(refused.error))
     assert any_way.result(engine, text_of(9), n_discard=0).token_ids == expected(text_of(9))
 
 

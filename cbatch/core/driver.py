@@ -301,7 +301,7 @@ class SequenceDriver:
             n_asked, self.request.options.n_discard or 0, self.given, self.n_window
         )
         self.warnings += warnings
-        while len(self.tokens) > self.n_window:
+        while self.n_prompt > self.n_window:  # output to go on from may have cells, which then move
             self.shift()
         if n_early := self.window.n_shifts:
             self.window.n_early = n_early

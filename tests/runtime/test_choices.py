@@ -681,7 +681,10 @@ def test_wrong_value_is_named(engine: Engine, options: dict[str, Any], message: 
 def test_options_that_do_not_go_together_name_the_request(engine: Engine) -> None:
     prompts: list[Prompt] = ["a", BatchPrompt(prompt="b", id="x", options={"n": 4})]
     with pytest.raises(ConfigError, match="request 'x': best_of=2 is less than n=4"):
-        engine.run(prompts, options={"best_of": 2})
+        engine.run(prompts[1:], options={"best_of": 2})
+    whole, failed = engine.run(prompts, options={"best_of": 2}).results(return_errors=True)
+    assert whole.error is None
+    assert "request 'x': best_of=2 is less than n=4" in str(failed.error)
 
 
 @thread_only(Reason.BY_HAND)
