@@ -117,7 +117,7 @@ def test_allowed_tools_alone_are_offered(mode: str) -> None:
     assert options == RunOptions.of({"tools": options.tools, "tool_choice": options.tool_choice})
 
 
-def test_structure_beside_allowed_tools_is_refused_where_one_must_be_called() -> None:
+def test_structure_beside_demanded_allowed_tools_is_refused() -> None:
     RunOptions(tools=[TIME], tool_choice=allowed("auto", "get_time"), regex="a")
     with pytest.raises(ConfigError, match="give one of them"):
         RunOptions(tools=[TIME], tool_choice=allowed("required", "get_time"), regex="a")

@@ -392,7 +392,7 @@ def test_memory_that_cannot_move_refuses_and_others_run(
     assert any_way.result(engine, text_of(9), n_discard=0).token_ids == expected(text_of(9))
 
 
-@pytest.mark.parametrize("options", [{"n_keep": 5}, {"n_keep": 0}])
+@pytest.mark.parametrize("options", [{"n_keep": 5}, {"n_keep": 1}])
 def test_keeping_without_discarding_is_refused(any_way: Place, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="no effect without n_discard"):
         any_way.engine().submit(item(text_of(9), **options))

@@ -102,7 +102,7 @@ MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
 
 READ_BY_ALL = (
     *("model", "stream", "stream_options", "n_probs", "return_tokens", "return_token_ids"),
-    *("reasoning_effort", "structured_outputs", "guided_choice", "samplers", "return_progress"),
+    *("reasoning_effort", "structured_outputs", "samplers", "return_progress"),
     *("continue_final_message", "add_generation_prompt"),
     *MAX_TOKENS,
 )

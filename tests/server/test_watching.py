@@ -130,7 +130,7 @@ def test_figures_of_answers_have_the_names_of_three_servers() -> None:
         assert of(found, f"{name}_bucket", le="+Inf") == of(found, f"{name}_count") == 16
 
 
-def test_metrics_tell_since_when_they_count_and_rates_of_no_answer_are_zero() -> None:
+def test_metrics_tell_their_start_and_rates_of_no_answer() -> None:
     with fake_app() as app:
         answer, found = call(app, "/metrics"), scrape(app)
         assert answer.headers["process-start-time-unix"] == str(app.state.desk.created)

@@ -113,6 +113,7 @@ AT_ODDS: dict[str, Any] = {
     "json_schema": {"type": "object", "properties": {"é": {"enum": [1, None, "\u2028"]}}},
     "response_format": {"type": "json_object"},
     "regex": r"[a-z]+\0?",
+    "choice": ("a", "b\0"),
     "grammar": 'start: "a"',
 }
 """Options that others exclude or need, with a value."""
