@@ -86,10 +86,11 @@ class PlanCheck:
     ) -> dict[int, int]:
         """Return how many cells are saved under each key when loading begins, or refuse to save."""
         n_saved = dict(saved)
+        dropped = set(plan.forgets) - {key for _, key, _ in plan.loads}
         for slot, key in plan.saves:
             if not self._memory.can_save or key in n_saved or not n_cells[slot]:
                 self._refuse(plan, n_cells, f"slot {slot} cannot be saved under {key}")
-            n_saved[key] = 0 if key in plan.forgets else n_cells[slot]
+            n_saved[key] = 0 if key in dropped else n_cells[slot]
         return n_saved
 
     def _refuse(self, plan: StepPlan, n_cells: Sequence[int], why: str) -> NoReturn:

@@ -631,7 +631,6 @@ class MultiRequestBatcher:
     def _commit_move(self, driver: SequenceDriver, slot: Slot, lost: Collection[int]) -> None:
         source, driver.slot = driver.slot, slot
         if not self._ledger.memory.can_copy:  # its cells were saved, and loaded again
-            self._cells.forgets.append(driver.number)
             if driver.number in lost:
                 self.keep_cells(driver, 0)
         elif source is not None and not self._cells.prefixes.can_retain(driver):

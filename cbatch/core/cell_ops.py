@@ -199,6 +199,7 @@ class SlotCells:
         else:
             self.clear(source)
             self._load(slot, driver.number, n_cells)
+            self.forgets.append(driver.number)
         self.prefixes.record(slot, driver)
         if can_copy and self.prefixes.can_retain(driver):
             self.prefixes.retain(source, driver, n_cells)

@@ -200,7 +200,7 @@ class StepPlan:
     Not done where the slot's cells were lost by a load that failed."""
     forgets: tuple[int, ...] = ()
     """Keys of saved cells that no later plan will load: gone at once, or when this plan has loaded them. What is saved
-    under such a key is not kept; an unknown key does no harm."""
+    under such a key is kept only until then; an unknown key does no harm."""
     adapters: AdapterSet = ()
     """What all chunks are computed with."""
     is_rebuild: bool = False

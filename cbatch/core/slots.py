@@ -225,9 +225,7 @@ class SlotPlan:
         if mover is None or mover.slot is None:
             return
         cells, slot = self._edit(), _first_gap(self.ledger)
-        if not self.ledger.memory.can_copy and (
-            mover.number in cells.forgets or not self._save(mover, mover.slot)
-        ):
+        if not self.ledger.memory.can_copy and not self._save(mover, mover.slot):
             return
         cells.ledger.assign(slot, mover)
         cells.move(mover, mover.slot, slot)

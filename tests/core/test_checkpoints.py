@@ -465,6 +465,21 @@ def test_sequence_above_a_gap_moves_by_saving(kind: Kind) -> None:
     check_alone(rig)
 
 
+def test_sequence_that_was_just_moved_can_be_parked() -> None:
+    rig, caps = make_rig(), {"a": 60, "b": 8, "c": 3, "d": 60}
+    rig.submit(*(make_request(id, [*id.encode()] * 9, max_tokens=n) for id, n in caps.items()))
+    step(rig)
+    step(rig)
+    assert rig.drivers["d"].slot == 2  # of "c", which has ended
+    assert rig.batcher.pause("d")
+    park_paused(rig)
+    assert rig.drivers["d"].saved_key is not None
+    assert rig.batcher.resume("d")
+    drive(rig)
+    assert rig.stats.n_recomputed_tokens == 0
+    check_alone(rig)
+
+
 @pytest.mark.parametrize("n_swaps", [0, 1])
 def test_move_that_fails_computes_its_sequence_again(n_swaps: int) -> None:
     swaps = iter([True] * n_swaps)

@@ -74,7 +74,9 @@ class FakeCells:
         for key in plan.forgets:
             if key not in loaded:
                 self.saved.pop(key, None)
-        wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
+        wanted = [
+            (slot, key) for slot, key in plan.saves if key in loaded or key not in plan.forgets
+        ]
         lost = [key for slot, key in wanted if not self._save(slot, key)]
         for slot in range(len(self.cells)) if plan.is_rebuild else plan.clears:
             self.put(slot, [])

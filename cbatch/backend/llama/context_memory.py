@@ -79,11 +79,13 @@ class ContextMemory:
 
     def save(self, plan: StepPlan) -> list[int]:
         """Forget and save the states that a plan names; return the keys under which nothing could be saved."""
-        loaded = [key for _, key, _ in plan.loads]
+        loaded = {key for _, key, _ in plan.loads}
         for key in plan.forgets:
             if key not in loaded:
                 self.saved.pop(key, None)
-        wanted = [(slot, key) for slot, key in plan.saves if key not in plan.forgets]
+        wanted = [
+            (slot, key) for slot, key in plan.saves if key in loaded or key not in plan.forgets
+        ]
         return [key for slot, key in wanted if not self._save(slot, key)]
 
     def _save(self, slot: Slot, key: int) -> bool:
