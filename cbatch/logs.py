@@ -23,6 +23,24 @@ _kept: ContextVar[list[tuple[logging.Logger, logging.LogRecord]] | None] = Conte
 """Records that the outermost `HeldLogs` of this thread holds."""
 
 
+class _Here(threading.local):
+    """State of one thread."""
+
+    n_handled = 0
+    """Records that handlers have now, outside of any `HeldLogs`: a handler may log, too."""
+
+
+_here = _Here()
+
+
+def is_handling() -> bool:
+    """Whether cbatch has called a log handler in this thread, outside of any `HeldLogs`, that has not returned.
+
+    Handlers have locks, for which the engine's thread may wait: such a handler must not wait for the engine.
+    """
+    return _here.n_handled > 0
+
+
 class HeldLogs:
     """A block whose log records go to handlers at its end, in order, so that no handler runs amid unfinished work.
 
@@ -112,7 +130,11 @@ class Log:
         )
         held = _kept.get()
         if held is None:
-            logger.handle(record)
+            _here.n_handled += 1
+            try:
+                logger.handle(record)
+            finally:
+                _here.n_handled -= 1
         else:
             held.append((logger, record))
 

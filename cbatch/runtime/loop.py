@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.errors import EngineClosedError, InsideStepError, words_of
 from cbatch.interrupts import Latch, Postponed, Sleepers, is_locked_here
-from cbatch.logs import HeldLogs, Log
+from cbatch.logs import HeldLogs, Log, is_handling
 from cbatch.options import DryBreakers, Grammar
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.commands import Command, Commands, FairLock
@@ -197,7 +197,7 @@ class Loop:
             return True
         if self._thread is None:
             return self._turns.is_mine
-        return self._thread is threading.current_thread()
+        return self._thread is threading.current_thread() or is_handling()
 
     @property
     def is_closed(self) -> bool:

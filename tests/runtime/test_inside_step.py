@@ -306,6 +306,29 @@ def test_handlers_get_lines_in_order_and_find_no_step_half_done() -> None:
         assert [r.finish_reason for r in all_results(engine.run(["b"]))] == ["length"]
 
 
+@thread_only(Reason.OWNER)
+def test_handler_in_another_thread_waits_for_no_step() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def look(record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("request") and threading.current_thread() is not owner:
+            # as if the owner waited for the lock of this handler, it does nothing before this returns
+            backend.wait_until_held()
+            engine.cancel("long")
+            seen.append((threading.current_thread().name, engine.stats().n_running))
+            backend.release()
+
+    backend = GatedBackend(2, 256, hold_at=2)
+    with engine_on(backend, options=OPTIONS) as engine:
+        owner = owner_of(engine)
+        long = engine.run([BatchPrompt(prompt="long", id="long", options={"max_tokens": 100})])
+        with logged("cbatch", look):
+            refused = engine.run(iter([b"no prompt"]))  # type: ignore[list-item]
+            assert [r.finish_reason for r in all_results(refused)] == ["error"]
+            assert [r.finish_reason for r in all_results(long)] == ["cancelled"]
+    assert seen == [("cbatch-feed", 1)]
+
+
 # ---- books that do not balance ----
 
 
