@@ -70,7 +70,6 @@ def check_tools(value: object) -> Tools | None:
     """Return OpenAI's list of tools, or Python functions, as checked definitions; an empty list means no tools."""
     if value is None or isinstance(value, Tools):
         return value
-    check_depth("tools", value)
     items = list_of(value)
     if items is None:
         raise ConfigError(
@@ -78,6 +77,7 @@ def check_tools(value: object) -> Tools | None:
         )
     if len(items) > MAX_TOOLS:
         raise ConfigError(f"tools has {len(items)} tools; at most {MAX_TOOLS} are allowed")
+    check_depth("tools", items)
     tools: dict[str, Tool] = {}
     for i, given in enumerate(items):
         tool = _tool(f"tools[{i}]", given)
