@@ -10,6 +10,7 @@ import json
 import re
 import string
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from cbatch.checks import check_depth, parsed, shown
@@ -32,6 +33,9 @@ _OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedPro
 }
 """Keys of a schema that may allow an object more than its `properties`."""
 
+MAX_TOOLS = 4096
+"""Tools of one request. OpenAI takes 128; the time of a request grows with their number. Our choice."""
+
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _CHOICES = {name: name for name in ("none", "auto", "required")} | {"any": "required"}
 """Choices without a name, and what each is called here. Source of "any": Mistral's API, vLLM, LangChain."""
@@ -43,17 +47,19 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 class Tools(tuple[Tool, ...]):
     """Checked tool definitions: plain JSON values, a copy of the caller's."""
 
-    __slots__ = ()
+    @cached_property
+    def functions(self) -> Mapping[str, Mapping[str, Any]]:
+        """The functions by their names."""
+        return {tool["function"]["name"]: tool["function"] for tool in self}
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The functions' names."""
-        return tuple(tool["function"]["name"] for tool in self)
+        return tuple(self.functions)
 
     def parameters(self, name: str) -> Mapping[str, Any]:
         """Return the JSON schema of a function's arguments; empty where the definition has none."""
-        found = (t["function"].get("parameters") for t in self if t["function"]["name"] == name)
-        return next(found, None) or {}
+        return self.functions.get(name, {}).get("parameters") or {}
 
 
 class TemplateKwargs(dict[str, Any]):
@@ -64,17 +70,21 @@ def check_tools(value: object) -> Tools | None:
     """Return OpenAI's list of tools, or Python functions, as checked definitions; an empty list means no tools."""
     if value is None or isinstance(value, Tools):
         return value
-    check_depth("tools", value)
     items = list_of(value)
     if items is None:
         raise ConfigError(
             f'tools must be a list of {{"type": "function", "function": {{…}}}}, not {shown(value)}'
         )
-    tools = Tools(_tool(f"tools[{i}]", tool) for i, tool in enumerate(items))
-    for i, function in enumerate(tools.names):
-        if function in tools.names[:i]:
-            raise ConfigError(f"tools has two functions named {function!r}: names must be unique")
-    return tools
+    if len(items) > MAX_TOOLS:
+        raise ConfigError(f"tools has {len(items)} tools; at most {MAX_TOOLS} are allowed")
+    check_depth("tools", items)
+    tools: dict[str, Tool] = {}
+    for i, given in enumerate(items):
+        tool = _tool(f"tools[{i}]", given)
+        if (name := tool["function"]["name"]) in tools:
+            raise ConfigError(f"tools has two functions named {name!r}: names must be unique")
+        tools[name] = tool
+    return Tools(tools.values())
 
 
 def _tool(place: str, given: object) -> Tool:
@@ -257,7 +267,7 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
     if not tools:
         raise ConfigError(f"tool_choice={choice!r} needs tools")
     for name in asked.names or ():
-        if name not in tools.names:
+        if name not in tools.functions:
             known = ", ".join(tools.names)
             raise ConfigError(f"tool_choice names {name!r}, which is not among the tools: {known}")
     return tools if asked.is_one else _listed(tools, asked.names)
@@ -273,7 +283,8 @@ def _listed(tools: Tools, names: tuple[str, ...] | None) -> Tools:
     """Return the tools with these names; all for None."""
     if names is None:
         return tools
-    return Tools(tool for tool in tools if tool["function"]["name"] in names)
+    listed = frozenset(names)
+    return Tools(tool for tool in tools if tool["function"]["name"] in listed)
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.chat.formats import answer_format
+from cbatch.chat.tool_grammar import call_syntax
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.tools import arguments_schema
+from cbatch.tools import Tools, arguments_schema, check_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.tools import Tool
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -75,6 +82,7 @@ def test_template_variables_of_a_request_come_before_the_defaults_by_name() -> N
         ([{"type": "function", "function": {"name": "f", "parameters": {"x": {1}}}}], "no JSON"),
         ([{"type": "function", "function": {"name": "f", "x": float("nan")}}], "no JSON"),
         ([TIME, TIME], "get_time.*unique"),
+        ([TIME] * 4097, "tools has 4097 tools; at most 4096 are allowed"),
     ],
 )
 def test_malformed_tools_are_refused_where_they_stand(tools: Any, words: str) -> None:
@@ -269,6 +277,28 @@ def test_arguments_are_an_object_of_what_is_listed() -> None:
 def test_schema_that_says_more_of_its_properties_stays_as_it_is(more: Any) -> None:
     schema = {"type": "object", "properties": {"a": {}}, **more}
     assert arguments_schema(schema) == schema
+
+
+def test_many_tools_are_gone_through_a_few_times_and_not_once_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_passes = [0]
+
+    def pass_through(tools: Tools) -> Iterator[Tool]:
+        n_passes[0] += 1
+        return tuple.__iter__(tools)
+
+    monkeypatch.setattr(Tools, "__iter__", pass_through, raising=False)
+    given = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(300)]
+    tools = check_tools(given)
+    assert tools is not None
+    allowed_tools = {"mode": "required", "tools": given}
+    options = RunOptions(
+        tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed_tools}
+    )
+    assert len(options.demanded_tools) == 300
+    call_syntax(answer_format("<tool_call> <function= <parameter="), tools)
+    assert n_passes[0] < 30
 
 
 def test_parameters_that_are_no_object_are_refused() -> None:

@@ -79,7 +79,7 @@ class AnswerReader:
         if parts.n_unfinished:
             yield "the answer was cut off within what begins as a tool call: that part is left out"
         for name in dict.fromkeys(call.name for call in calls):
-            if name not in self.tools.names:
+            if name not in self.tools.functions:
                 yield f"the tool {name!r} is called, which is not among those of the request"
         if n_left := len(parts.calls) - len(calls):
             yield f"parallel_tool_calls is False: the first call is kept, {n_left} after it left out"

@@ -254,7 +254,7 @@ def _read_bare(text: str, start: int, tools: Tools, *, is_end: bool) -> list[Cal
         while at < len(text) and text[at] in "[{":
             value, at = _read_json(text, at)
             calls += _calls_in(value, needs_arguments=True)
-            if not all(call.name in tools.names for call in calls):
+            if not all(call.name in tools.functions for call in calls):
                 return []
             at = _end(_GAP, text, at)
     except (ValueError, RecursionError) as error:

@@ -90,6 +90,8 @@ class Interrupts:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.says_events = False
         """Whether errors and the log are JSON lines (`--json`)."""
+        self.on_exit: Callable[[int], object] = bool
+        """Called with the exit code when nothing is left to do but to end the process."""
         self._clock = clock
         self._first_s: float | None = None
         self._before: Any = None
@@ -169,6 +171,17 @@ class Command(_Help, TyperCommand):
 class Group(_Help, TyperGroup):
     """Turns a command's exception into one line on stderr and an exit code."""
 
+    _interrupts: Interrupts | None = None
+
+    def main(self, *args: Any, **more: Any) -> Any:
+        """Run the command that the arguments name, and end the process."""
+        try:
+            return super().main(*args, **more)
+        except SystemExit as end:
+            if self._interrupts is not None and isinstance(end.code, int):
+                self._interrupts.on_exit(end.code)
+            raise
+
     def get_params(self, ctx: Any) -> Any:
         """Return the root's options; no environment variable may install completion."""
         params: list[Any] = list(super().get_params(ctx))
@@ -186,7 +199,7 @@ class Group(_Help, TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; only typer's own exceptions leave this method."""
-        ctx.obj = Interrupts()
+        ctx.obj = self._interrupts = Interrupts()
         try:
             with ctx.obj:
                 return super().invoke(ctx)

@@ -252,8 +252,10 @@ def serve(
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
     load = partial(cbatch.load, given["model"], options=options, replicas=n_replicas)
     tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
+    ending = Ending(grace_s)
+    ctx.obj.on_exit = ending.leave_threads
     with (
-        Ending(grace_s).on_signals() as ending,
+        ending.on_signals(),
         _opened(uds, partial(_bound, host, port, is_guarded=is_guarded)) as address,
         _loaded(partial(load, **engine_settings), ending) as engine,
     ):

@@ -38,6 +38,7 @@ _N_FRAMING_PER_BYTE = 8
 
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
+    HTTPStatus.METHOD_NOT_ALLOWED: "this is no proxy",
     HTTPStatus.NOT_IMPLEMENTED: "its transfer-encoding is not supported",
 }
 
@@ -71,6 +72,10 @@ class GuardedProtocol(_Parser):
     def __init__(self, limits: ConnectionLimits, **given: Any) -> None:
         """Make one of limits, and of what uvicorn gives to its own."""
         super().__init__(**given)
+        if hasattr(self, "parser"):  # httptools'
+            from cbatch.server.plain_requests import PlainRequestParser
+
+            self.parser = PlainRequestParser(self)
         self._limits = limits
         self._header_s = limits.header_timeout_s
         self._is_unheard = False
@@ -159,8 +164,15 @@ class GuardedProtocol(_Parser):
 
     def on_headers_complete(self) -> None:
         """Begin a request. Called by httptools, which adds trailers to the headers later: these are dropped."""
+        if self.parser.should_upgrade():  # it is parsed again, as a plain one
+            return
         super().on_headers_complete()  # type: ignore[misc]
         self.headers = []
+
+    def on_message_complete(self) -> None:
+        """End the body of a request. Called by httptools."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; uvicorn calls this while it handles its parser's error, which may show a key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,10 @@ _LAST_S = 1.5
 
 _LEAST_S = 0.5
 """Seconds that each part of the server has to end, even if no grace is left. Our choice."""
+
+
+_THREADS_S = 0.2
+"""Seconds for threads to end once all else has, such as idle ones that are told to. Our choice."""
 
 
 class Ending:
@@ -83,7 +88,8 @@ class Ending:
     def on_signals(self) -> Iterator[Ending]:
         """Let SIGTERM, Ctrl-C and SIGHUP (a closed terminal) begin the end, except a signal that is ignored.
 
-        Once the end has begun, the process must end after the block, and further signals are ignored there.
+        Once the end has begun, the process must end after the block: it is ended by force if it does not in time, and
+        a second signal takes its time.
         """
         before = {number: signal.getsignal(number) for number in _NUMBERS}
         for number, handler in before.items():
@@ -93,10 +99,30 @@ class Ending:
         try:
             yield self
         finally:
-            self._is_done = True
-            self._changed.wake()
-            for number, handler in before.items():  # a late signal must not break off the end
-                signal.signal(number, signal.SIG_IGN if self.has_begun else handler)
+            if not self.has_begun:
+                self._is_done = True
+                self._changed.wake()
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def leave_threads(self, code: int) -> None:
+        """End the process with this exit code if its end has begun and threads still run; Python would wait for them.
+
+        Such a thread computes for a client that has left, or was told that the server ends.
+        """
+        if not self.has_begun:
+            return
+        here, until_s = threading.current_thread(), time.monotonic() + _THREADS_S
+        others = [t for t in threading.enumerate() if t is not here and not t.daemon]
+        for thread in others:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        if not any(thread.is_alive() for thread in others):
+            return
+        logging.shutdown()
+        for file in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # closed, or none
+                file.flush()
+        self._leave(code)
 
     @contextmanager
     def serving(
@@ -112,7 +138,7 @@ class Ending:
         yield
 
     def _watch(self) -> None:
-        """At the last moment, give up running work; then end the process if it still runs."""
+        """At the last moment, give up running work; then end the process if it still runs, even behind the block."""
         self._changed.wait_for(lambda: self._is_done or self.has_begun)
         while not (self._is_done or self.is_over):
             self._changed.wait_for(
@@ -121,8 +147,7 @@ class Ending:
         if self._is_done:
             return
         threading.Thread(target=self._on_over, name="cbatch-over", daemon=True).start()
-        if self._changed.wait_for(lambda: self._is_done, _LAST_S):
-            return
+        time.sleep(_LAST_S)
         name = signal.Signals(self._number).name
         with suppress(OSError, ValueError):
             sys.stderr.write(f"cbatch: ended by force after {name}: something still ran\n")

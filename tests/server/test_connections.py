@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import socket
 from contextlib import suppress
@@ -187,6 +188,75 @@ def test_body_in_small_chunks_is_read() -> None:
     with fake_app(2, 2**16) as app, running(app) as server, connected(server) as connection:
         connection.sendall(HEAD + b"connection: close\r\n\r\n" + chunks + b"0\r\n\r\n")
         assert rest_of(connection).status == 200
+
+
+UPGRADES = {
+    "h2c": "connection: Upgrade, HTTP2-Settings, close\r\nhttp2-settings: AAEA\r\nupgrade: h2c",
+    "websocket": "connection: close\r\nconnection: upgrade\r\nupgrade: websocket",
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", UPGRADES)
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_request_for_an_upgrade_is_answered_as_any_other(
+    name: str, is_chunked: bool, is_cut: bool
+) -> None:
+    asked = request(CHAT, ASKED).replace(b"connection: close", UPGRADES[name].encode())
+    head, _, body = asked.partition(b"\r\n\r\n")
+    if is_chunked:
+        head = re.sub(rb"content-length: \d+", b"transfer-encoding: chunked", head)
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    with fake_app() as app, running(app) as server, connected(server) as one:
+        one.sendall(head + b"\r\n\r\n" + (b"" if is_cut else body))
+        if is_cut:
+            opened: set[Any] = server.server.server_state.connections
+            wait_until(lambda: any(connection.cycle is not None for connection in [*opened]))
+            one.sendall(body)
+        got = rest_of(one)
+        expected = call(app, CHAT, ASKED).json()["choices"]
+    assert got.status == 200
+    assert json.loads(got.data.partition(b"\r\n\r\n")[2])["choices"] == expected
+
+
+INNER = b"GET /slots HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.real
+def test_request_inside_the_body_of_one_for_an_upgrade_is_not_served() -> None:
+    head = (
+        b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % CHAT.encode()
+    )
+    head += b"content-length: %d\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" % len(INNER)
+    last = INNER.replace(b"/slots", b"/health")
+    with fake_app() as app, running(app) as server, connected(server, head + INNER + last) as one:
+        got = rest_of(one).data
+    assert got.count(b"HTTP/1.1 ") == 2
+    assert got.startswith(b"HTTP/1.1 400")
+    assert b"invalid_json" in got
+    assert b'"status":"ok"' in got
+    assert b"is_processing" not in got
+
+
+@pytest.mark.real
+def test_many_requests_for_an_upgrade_in_one_packet_are_each_answered() -> None:
+    asked = (
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    )
+    with fake_app() as app, running(app) as server, connected(server, asked * 300 + INNER) as one:
+        got = rest_of(one).data
+    assert got.count(b"HTTP/1.1 200") == 301
+
+
+@pytest.mark.real
+def test_tunnel_is_refused_and_nothing_in_it_is_served() -> None:
+    asked = b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with fake_app() as app, running(app) as server, connected(server, asked + INNER) as one:
+        got = rest_of(one)
+    assert got.status == 405
+    assert error_in(got)["message"] == "this is no request: this is no proxy"
+    assert b"is_processing" not in got.data
 
 
 @pytest.mark.real

@@ -72,7 +72,8 @@ def test_part_of_the_server_has_some_time_also_after_the_grace() -> None:
 def test_signal_before_there_are_calls_breaks_off_the_load(
     number: int, kind: type[BaseException]
 ) -> None:
-    end = Ending(1000)
+    codes: list[int] = []
+    end = Ending(1000, leave=codes.append)
 
     def load() -> None:
         with end.on_signals():
@@ -82,7 +83,8 @@ def test_signal_before_there_are_calls_breaks_off_the_load(
         load()
     assert end.is_over
     assert getattr(told.value, "code", 0) == 0
-    assert signal.getsignal(number) == signal.SIG_IGN  # a second one ends by no signal
+    signal.raise_signal(number)  # a second one does not break off the end
+    assert codes == []
 
 
 def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
@@ -102,6 +104,45 @@ def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
         assert has_left.wait(PATIENCE_S)
     assert codes == [128 + signal.SIGTERM]
     assert "cbatch: ended by force after SIGTERM: something still ran" in capsys.readouterr().err
+
+
+def test_process_that_does_not_end_behind_the_block_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ending, "_LAST_S", 0.0)
+    codes: list[int] = []
+    has_left = threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        has_left.set()
+
+    with Ending(3600, leave=leave).on_signals() as end, end.serving(bool, bool):
+        end.begin()
+    assert codes == []
+    signal.raise_signal(signal.SIGTERM)  # takes the grace
+    assert has_left.wait(PATIENCE_S)
+    assert codes == [128 + signal.SIGTERM]
+
+
+def test_threads_are_left_only_at_the_end_and_only_those_that_run() -> None:
+    codes: list[int] = []
+    end = Ending(3600, leave=codes.append)
+    may_end = threading.Event()
+    running = threading.Thread(target=may_end.wait)
+    running.start()
+    try:
+        end.leave_threads(3)
+        with end.serving(bool, bool):
+            end.begin()
+        assert codes == []
+        end.leave_threads(3)
+        assert codes == [3]
+    finally:
+        may_end.set()
+        running.join()
+    end.leave_threads(3)
+    assert codes == [3]
 
 
 # ---- an engine that ends ----
@@ -202,6 +243,31 @@ def test_stopped_worker_holds_up_no_end(test_model: Path, grace_s: str) -> None:
         assert process.wait(PATIENCE_S) == 0
         assert json.loads(told.removeprefix("data: "))["error"]["code"] == "shutting_down"
     wait_until(lambda: not lives(worker))
+
+
+ENDLESS = """
+import threading
+from cbatch.__main__ import main
+threading.Thread(target=threading.Event().wait).start()
+main()
+"""
+"""The program, with a thread that computes for ever for a client that has left."""
+
+
+@pytest.mark.real
+def test_thread_that_never_ends_holds_up_no_end(test_model: Path) -> None:
+    own = ["-m", str(test_model), "--port", "0", "--replicas", "1", "--grace-s", "3600"]
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, "serve", *own], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert "serving" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE_S) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
 
 
 @pytest.mark.real
