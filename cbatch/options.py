@@ -76,6 +76,12 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 4096
 """Tokens that one request may give a bias: OpenAI takes 300, and a step must stay far below a pass over the row."""
 
+MAX_STOPS = 256
+"""Stop strings that one request may have: OpenAI takes 4."""
+
+MAX_STOP_BYTES = 4096
+"""Bytes of all of them: each costs the engine about 100 bytes of memory while the request is in it."""
+
 MAX_BREAKERS = 64
 MAX_BREAKER_BYTES = 40
 """llama.cpp cuts longer ones. Source: src/llama-sampler.cpp, llama_sampler_init_dry, MAX_CHAR_LEN."""
@@ -204,6 +210,19 @@ def _scale(adapter: str, value: object) -> float:
     return float(check_float(f"the scale of adapter {adapter!r}", value, -100.0, 100.0))
 
 
+def check_stops(name: str, value: object) -> tuple[str, ...]:
+    """Return the strings that end an answer."""
+    strings = strings_of(name, value)
+    if len(strings) > MAX_STOPS:
+        raise ConfigError(f"{name} has {len(strings)} strings; at most {MAX_STOPS} are allowed")
+    n_bytes = sum(len(text.encode()) for text in strings)
+    if n_bytes > MAX_STOP_BYTES:
+        raise ConfigError(
+            f"{name} has {n_bytes} bytes in all; at most {MAX_STOP_BYTES} are allowed"
+        )
+    return strings
+
+
 def check_dry_breakers(name: str, value: object) -> tuple[str, ...]:
     """Return the strings past which DRY does not look."""
     strings = strings_of(name, value)
@@ -291,7 +310,8 @@ class RunOptions:
             above the room in the slot's window means all of that room, with a warning. Default: all of that room.
         max_completion_tokens: OpenAI's newer name for `max_tokens`; give one of them.
         strict_max_tokens: refuse a prompt that does not fit the window together with all of `max_tokens`.
-        stop: a string or several that end the answer; left out of the text unless `include_stop` is set.
+        stop: a string or several that end the answer, at most 256 of 4,096 bytes together; left out of the text unless
+            `include_stop` is set.
         stop_token_ids: token ids that end the answer, besides the model's own.
         include_stop: keep the stop string or stop token in the text, and the model's end token in the tokens and their
             `logprobs`.
@@ -379,7 +399,7 @@ class RunOptions:
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     strict_max_tokens: bool | None = checked(check_flag)
-    stop: str | Sequence[str] | None = checked(strings_of)
+    stop: str | Sequence[str] | None = checked(check_stops)
     stop_token_ids: Sequence[int] | None = checked(token_ids)
     include_stop: bool | None = checked(check_flag)
     ignore_eos: bool | None = checked(check_flag)

@@ -91,6 +91,8 @@ from cbatch.options import GREEDY, MAX_SEED, DryBreakers, Grammar, RunOptions, S
         ("logit_bias", {1: False}),
         ("logit_bias", {1: 1.0, "1": 2.0}),
         ("logit_bias", dict.fromkeys(range(4097), 1.0)),
+        ("stop", ["x"] * 257),
+        ("stop", ["x" * 2048, "é" * 1024 + "x"]),
     ],
 )
 def test_wrong_value_is_refused_by_the_option_s_name(name: str, value: object) -> None:
@@ -119,6 +121,7 @@ def test_wrong_value_is_refused_by_the_option_s_name(name: str, value: object) -
         ("repeat_last_n", 2**20),
         ("dry_base", 0),
         ("logit_bias", dict.fromkeys(range(4096), -math.inf)),
+        ("stop", ("x" * 16,) * 256),
     ],
 )
 def test_value_on_the_edge_is_taken_as_it_is(name: str, value: float) -> None:
