@@ -274,7 +274,9 @@ class Answering:
         response = None if is_counted or counts_queue else self._run_soon()
         if response is None:
             if is_counted or has_queue:
-                call.n_prompt_tokens = await desk.in_thread(self._checked_tokens)
+                call.n_prompt_tokens = await desk.in_thread_for(
+                    self._exchange, self._checked_tokens
+                )
                 desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
             response = await desk.in_thread(self._run)
         visit.response = response
