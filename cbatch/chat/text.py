@@ -19,7 +19,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self._next: dict[int, int] = {}
+        self.next_states: dict[int, int] = {}
         """The state that a byte leads to, by state · 256 + byte; none where no string goes on with it."""
         self._shorter = array("i", [0])
         """The longest other state that ends each state."""
@@ -31,9 +31,9 @@ class StopStrings:
         """Characters that begin in each state."""
         for stop in stops:
             self._add(stop.encode())
-        self._first = frozenset(key for key in self._next if key < 256)
+        self._first = frozenset(key for key in self.next_states if key < 256)
         """Bytes that begin a stop string."""
-        for key, state in sorted(self._next.items(), key=lambda item: self.n_bytes[item[1]]):
+        for key, state in sorted(self.next_states.items(), key=lambda item: self.n_bytes[item[1]]):
             before, byte = divmod(key, 256)
             shorter = self._after(self._shorter[before], byte) if before else 0
             self._shorter[state] = shorter
@@ -43,17 +43,17 @@ class StopStrings:
         state = 0
         for byte in stop:
             key = state << 8 | byte
-            if key not in self._next:
-                self._next[key] = len(self._ends)
+            if key not in self.next_states:
+                self.next_states[key] = len(self._ends)
                 self._shorter.append(0)
                 self._ends.append(0)
                 self.n_bytes.append(self.n_bytes[state] + 1)
                 self.n_characters.append(self.n_characters[state] + (byte & 0xC0 != 0x80))
-            state = self._next[key]
+            state = self.next_states[key]
         self._ends[state] = len(stop)
 
     def _after(self, state: int, byte: int) -> int:
-        while (found := self._next.get(state << 8 | byte)) is None and state:
+        while (found := self.next_states.get(state << 8 | byte)) is None and state:
             state = self._shorter[state]
         return found or 0
 

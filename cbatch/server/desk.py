@@ -28,7 +28,7 @@ from cbatch.server.http_errors import (
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import Pulse, Question
 from cbatch.server.server_settings import MIB
-from cbatch.server.threads import Threads
+from cbatch.server.work_threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

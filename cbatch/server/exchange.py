@@ -10,7 +10,7 @@ import anyio
 
 from cbatch.checks import MAX_DEPTH, is_too_deep, read_json, why_unread
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
-from cbatch.server.threads import Threads
+from cbatch.server.work_threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping

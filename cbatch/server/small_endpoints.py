@@ -21,6 +21,7 @@ from cbatch.server.http_errors import (
     unwell,
 )
 from cbatch.server.openai_chat import ChatCall
+from cbatch.server.prompt_size import check_prompts, check_text, check_tokens
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
         return
     if "messages" in body:
         call = await exchange.aside(ChatCall.of, body)
+        await exchange.aside(check_prompts, call.prompts, sizes.n_window, "messages")
         (prompt,), options = call.prompts, call.asked.options
         tokens = await desk.ask_of_body(exchange, desk.engine.tokenize, prompt, options=options)
     else:
@@ -192,9 +194,10 @@ async def _tokens(
     if not text:
         return []
     with field_errors(field):
-        engine, facts = desk.engine, (await desk.sizes()).facts
+        engine, sizes = desk.engine, await desk.sizes()
+        check_text(text, sizes.n_window, field)
         return await desk.ask_of_body(
-            exchange, text_tokens, engine, facts, text, has_special=has_special
+            exchange, text_tokens, engine, sizes.facts, text, has_special=has_special
         )
 
 
@@ -218,6 +221,7 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
     body = await body_of(desk, exchange)
     with field_errors("tokens"):
         tokens = await exchange.aside(token_ids, "tokens", body.get("tokens"))
+        check_tokens(tokens, (await desk.sizes()).n_window, "tokens")
     try:
         text = await desk.ask_of_body(exchange, _text_of, desk.engine, tokens)
     except PromptError as error:
@@ -232,6 +236,8 @@ def _text_of(engine: Engine, tokens: Sequence[int]) -> str:
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
     """Return a chat as the model sees it."""
     call = await exchange.aside(ChatCall.of, await body_of(desk, exchange))
+    n_window = (await desk.sizes()).n_window
+    await exchange.aside(check_prompts, call.prompts, n_window, "messages")
     (prompt,), options = call.prompts, call.asked.options
     text = await desk.ask_of_body(exchange, desk.engine.render, prompt, options=options)
     await _respond_long(desk, exchange, {"prompt": text})
@@ -240,7 +246,9 @@ async def apply_template(desk: Desk, exchange: Exchange) -> None:
 async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str) -> None:
     """Say how many tokens the prompt of a call has, tools included."""
     (prompt,), asked = call.prompts, call.asked
-    call.see_facts((await desk.sizes()).facts)
+    sizes = await desk.sizes()
+    await exchange.aside(check_prompts, call.prompts, sizes.n_window, call.prompt_field)
+    call.see_facts(sizes.facts)
     try:
         n_tokens = await desk.ask_of_body(
             exchange, desk.engine.count_tokens, prompt, options=asked.options

@@ -203,7 +203,7 @@ def test_equal_stop_strings_are_compiled_once() -> None:
 def n_compared(stops: Sequence[str], pieces: Sequence[bytes]) -> int:
     """Return the steps of the automaton for these pieces, of which none is a stop string."""
     strings, state, n_steps = StopStrings(stops), 0, 0
-    follow = strings._next.get
+    follow = strings.next_states.get
 
     class Counted(dict[int, int]):
         def get(self, key: int, default: Any = None) -> Any:
@@ -211,7 +211,7 @@ def n_compared(stops: Sequence[str], pieces: Sequence[bytes]) -> int:
             n_steps += 1
             return follow(key, default)
 
-    strings._next = Counted()
+    strings.next_states = Counted()
     for piece in pieces:
         state, *_ = strings.read(state, piece)
     return n_steps

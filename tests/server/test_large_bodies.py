@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
+import pytest
 
 from cbatch.engine import Engine
 from cbatch.server import exchange, pulse
 from tests.runtime.backends import PATIENCE_S
-from tests.server.clients import CHAT, USER, fake_app
+from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import pytest
     from anyio.abc import TaskGroup
     from starlette.applications import Starlette
 
@@ -179,3 +179,48 @@ def test_question_of_a_client_that_left_in_the_queue_is_never_asked(
             anyio.run(main, app)
         finally:
             held.go.set()
+
+
+TEXT, TOKENS = "x" * (2**20 + 1), [5] * (2**18 + 1)
+CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {"content": TEXT}, "content"),
+        ("/tokenize", {"prompt": TEXT}, "prompt"),
+        ("/tokenize", CHATTED, "messages"),
+        ("/apply-template", CHATTED, "messages"),
+        ("/detokenize", {"tokens": TOKENS}, "tokens"),
+        (CHAT, CHATTED, "messages"),
+        (CHAT, {"messages": USER * 2**18}, "messages"),
+        (COMPLETIONS, {"prompt": ["a", TEXT], "max_tokens": 1}, "prompt"),
+        (COMPLETIONS, {"prompt": TOKENS, "max_tokens": 1}, "prompt"),
+        (COMPLETIONS, {"prompt": [TOKENS, [1]], "max_tokens": 1}, "prompt"),
+        ("/responses", {"input": TEXT}, "input"),
+        ("/responses/input_tokens", {"input": TEXT}, "input"),
+    ],
+)
+def test_prompt_far_beyond_the_window_is_refused(path: str, body: Any, field: str) -> None:
+    with fake_app(4, 256) as app:
+        error = error_of(call(app, path, body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert error["message"].startswith("This model's maximum context length is 256 tokens.")
+    assert (
+        "at most 262,144 are read" in error["message"] or "at most 1,048,576 " in error["message"]
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_message_far_beyond_the_window_is_refused(path: str) -> None:
+    with fake_app(4, 256) as app:
+        response = call(app, path, {"model": "m", **CHATTED})
+    assert response.status_code == 400
+    assert "1,048,576 are read" in response.json()["error"]["message"]
+
+
+def test_larger_window_reads_more() -> None:
+    with fake_app(1, 2**17) as app:
+        assert call(app, "/detokenize", {"tokens": TOKENS}).status_code == 200
+        assert len(call(app, "/tokenize", {"content": TEXT}).json()["tokens"]) == len(TEXT)
