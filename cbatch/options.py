@@ -58,6 +58,9 @@ MAX_TEXTS = 1000
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~\n\r\t-]")
 """Characters that mean something in a regular expression, or cannot be in its line."""
 
+_GBNF_RULE = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
+"""How a rule of a GBNF grammar begins. Blanks before it end at the line, or many blank lines would take long."""
+
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 MAX_LAST_N = 2**20
@@ -612,7 +615,7 @@ class RunOptions:
         if self.choice is not None:
             return Grammar("regex", "|".join(map(_literal, self.choice)))
         if self.grammar is not None:
-            is_gbnf = re.search(r"^\s*[\w-]+\s*::=", self.grammar, re.MULTILINE)
+            is_gbnf = _GBNF_RULE.search(self.grammar)
             return Grammar("gbnf" if is_gbnf else "lark", self.grammar)
         schema = self.json_schema
         if self.response_format is not None:

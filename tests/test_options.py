@@ -6,12 +6,15 @@ import copy
 import json
 import math
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
@@ -534,3 +537,18 @@ def test_no_tokens_are_for_the_prompt_alone() -> None:
     with pytest.raises(ConfigError, match="max_tokens"):
         RunOptions(max_tokens=False, echo=True)
     assert RunOptions(echo=False).over(both).max_tokens == 0
+
+
+@given(st.text("a- \t\n:=", max_size=12))
+def test_grammar_with_a_rule_of_gbnf_is_gbnf(grammar: str) -> None:
+    is_gbnf = re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE)
+    structure = RunOptions(grammar=grammar or "a").structure
+    assert structure == Grammar("gbnf" if is_gbnf else "lark", grammar or "a")
+
+
+@pytest.mark.parametrize("text", [" \n", "a", "a\n", "a ", "\n"])
+def test_kind_of_the_longest_grammar_is_found(text: str) -> None:
+    """A search that looks at each pair of places would not end."""
+    structure = RunOptions(grammar=text * (2**20 // len(text))).structure
+    assert structure is not None
+    assert structure.kind == "lark"
