@@ -371,7 +371,8 @@ class RunOptions:
             `window`.
         n_keep: tokens that are never removed; −1 for the whole prompt. Default: a chat's first message, else 1.
         adapter: the LoRA adapter to answer with, by the name it was loaded under, or a mapping of names to scales.
-        tools: functions that the model may call, as in OpenAI's API, or Python functions; its calls are in the result.
+        tools: at most 1,024 functions that the model may call, as in OpenAI's API, or Python functions; its calls are
+            in the result.
         tool_choice: "none", "auto", "required" (also "any"), one function by name, or OpenAI's "allowed_tools", which
             offers the listed ones alone. Default: auto.
         parallel_tool_calls: False for at most one call: an answer that must call has no second call, any other keeps

@@ -37,6 +37,9 @@ _CHOICES = {name: name for name in ("none", "auto", "required")} | {"any": "requ
 """Choices without a name, and what each is called here. Source of "any": Mistral's API, vLLM, LangChain."""
 _MODES = ("auto", "required")
 """Modes of a choice of type "allowed_tools". Source: OpenAI's API reference, chat completions, `tool_choice`."""
+MAX_TOOLS = 1024
+"""Functions that one request may offer: OpenAI takes 128, and some work is done for each pair of them."""
+
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -70,10 +73,14 @@ def check_tools(value: object) -> Tools | None:
         raise ConfigError(
             f'tools must be a list of {{"type": "function", "function": {{…}}}}, not {shown(value)}'
         )
+    if len(items) > MAX_TOOLS:
+        raise ConfigError(f"tools has {len(items)} functions; at most {MAX_TOOLS} are allowed")
     tools = Tools(_tool(f"tools[{i}]", tool) for i, tool in enumerate(items))
-    for i, function in enumerate(tools.names):
-        if function in tools.names[:i]:
+    known: set[str] = set()
+    for function in tools.names:
+        if function in known:
             raise ConfigError(f"tools has two functions named {function!r}: names must be unique")
+        known.add(function)
     return tools
 
 
@@ -256,9 +263,10 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
         return tools
     if not tools:
         raise ConfigError(f"tool_choice={choice!r} needs tools")
+    names = tools.names
     for name in asked.names or ():
-        if name not in tools.names:
-            known = ", ".join(tools.names)
+        if name not in names:
+            known = ", ".join(names)
             raise ConfigError(f"tool_choice names {name!r}, which is not among the tools: {known}")
     return tools if asked.is_one else _listed(tools, asked.names)
 

@@ -11,7 +11,7 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.tools import arguments_schema
+from cbatch.tools import Tools, arguments_schema
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -274,3 +274,25 @@ def test_schema_that_says_more_of_its_properties_stays_as_it_is(more: Any) -> No
 def test_parameters_that_are_no_object_are_refused() -> None:
     with pytest.raises(ConfigError, match="type object, not 'string'"):
         arguments_schema({"type": "string"})
+
+
+def test_number_of_tools_is_limited() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]
+    options = RunOptions(tools=tools[:1024])
+    assert len(options.offered_tools) == 1024
+    with pytest.raises(ConfigError, match="tools has 1025 functions; at most 1024 are allowed"):
+        RunOptions(tools=tools)
+
+
+def test_names_of_tools_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(50)]
+    n_read = 0
+
+    def names(tools: Tools) -> tuple[str, ...]:
+        nonlocal n_read
+        n_read += 1
+        return tuple(tool["function"]["name"] for tool in tools)
+
+    monkeypatch.setattr(Tools, "names", property(names))
+    RunOptions(tools=tools)
+    assert n_read == 1
