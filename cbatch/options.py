@@ -58,6 +58,9 @@ MAX_TEXTS = 1000
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~\n\r\t-]")
 """Characters that mean something in a regular expression, or cannot be in its line."""
 
+_GBNF_RULE = re.compile(r"^[^\S\n]*[\w-]+\s*::=", re.MULTILINE)
+"""How a rule of a GBNF grammar begins. Blanks before it end at the line, or many blank lines would take long."""
+
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 MAX_LAST_N = 2**20
@@ -75,6 +78,12 @@ MAX_LOGPROBS = 20
 
 MAX_BIASES = 4096
 """Tokens that one request may give a bias: OpenAI takes 300, and a step must stay far below a pass over the row."""
+
+MAX_STOPS = 256
+"""Stop strings that one request may have: OpenAI takes 4."""
+
+MAX_STOP_BYTES = 4096
+"""Bytes of all of them: each costs the engine about 100 bytes of memory while the request is in it."""
 
 MAX_BREAKERS = 64
 MAX_BREAKER_BYTES = 40
@@ -204,6 +213,19 @@ def _scale(adapter: str, value: object) -> float:
     return float(check_float(f"the scale of adapter {adapter!r}", value, -100.0, 100.0))
 
 
+def check_stops(name: str, value: object) -> tuple[str, ...]:
+    """Return the strings that end an answer."""
+    strings = strings_of(name, value)
+    if len(strings) > MAX_STOPS:
+        raise ConfigError(f"{name} has {len(strings)} strings; at most {MAX_STOPS} are allowed")
+    n_bytes = sum(len(text.encode()) for text in strings)
+    if n_bytes > MAX_STOP_BYTES:
+        raise ConfigError(
+            f"{name} has {n_bytes} bytes in all; at most {MAX_STOP_BYTES} are allowed"
+        )
+    return strings
+
+
 def check_dry_breakers(name: str, value: object) -> tuple[str, ...]:
     """Return the strings past which DRY does not look."""
     strings = strings_of(name, value)
@@ -291,7 +313,8 @@ class RunOptions:
             above the room in the slot's window means all of that room, with a warning. Default: all of that room.
         max_completion_tokens: OpenAI's newer name for `max_tokens`; give one of them.
         strict_max_tokens: refuse a prompt that does not fit the window together with all of `max_tokens`.
-        stop: a string or several that end the answer; left out of the text unless `include_stop` is set.
+        stop: a string or several that end the answer, at most 256 of 4,096 bytes together; left out of the text unless
+            `include_stop` is set.
         stop_token_ids: token ids that end the answer, besides the model's own.
         include_stop: keep the stop string or stop token in the text, and the model's end token in the tokens and their
             `logprobs`.
@@ -348,7 +371,8 @@ class RunOptions:
             `window`.
         n_keep: tokens that are never removed; −1 for the whole prompt. Default: a chat's first message, else 1.
         adapter: the LoRA adapter to answer with, by the name it was loaded under, or a mapping of names to scales.
-        tools: functions that the model may call, as in OpenAI's API, or Python functions; its calls are in the result.
+        tools: at most 1,024 functions that the model may call, as in OpenAI's API, or Python functions; its calls are
+            in the result.
         tool_choice: "none", "auto", "required" (also "any"), one function by name, or OpenAI's "allowed_tools", which
             offers the listed ones alone. Default: auto.
         parallel_tool_calls: False for at most one call: an answer that must call has no second call, any other keeps
@@ -379,7 +403,7 @@ class RunOptions:
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     strict_max_tokens: bool | None = checked(check_flag)
-    stop: str | Sequence[str] | None = checked(strings_of)
+    stop: str | Sequence[str] | None = checked(check_stops)
     stop_token_ids: Sequence[int] | None = checked(token_ids)
     include_stop: bool | None = checked(check_flag)
     ignore_eos: bool | None = checked(check_flag)
@@ -592,7 +616,7 @@ class RunOptions:
         if self.choice is not None:
             return Grammar("regex", "|".join(map(_literal, self.choice)))
         if self.grammar is not None:
-            is_gbnf = re.search(r"^\s*[\w-]+\s*::=", self.grammar, re.MULTILINE)
+            is_gbnf = _GBNF_RULE.search(self.grammar)
             return Grammar("gbnf" if is_gbnf else "lark", self.grammar)
         schema = self.json_schema
         if self.response_format is not None:

@@ -33,14 +33,14 @@ _OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedPro
 }
 """Keys of a schema that may allow an object more than its `properties`."""
 
-MAX_TOOLS = 4096
-"""Tools of one request. OpenAI takes 128; the time of a request grows with their number. Our choice."""
-
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _CHOICES = {name: name for name in ("none", "auto", "required")} | {"any": "required"}
 """Choices without a name, and what each is called here. Source of "any": Mistral's API, vLLM, LangChain."""
 _MODES = ("auto", "required")
 """Modes of a choice of type "allowed_tools". Source: OpenAI's API reference, chat completions, `tool_choice`."""
+MAX_TOOLS = 1024
+"""Functions that one request may offer: OpenAI takes 128, and some work is done for each pair of them."""
+
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -266,6 +266,7 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
         return tools
     if not tools:
         raise ConfigError(f"tool_choice={choice!r} needs tools")
+    names = tools.names
     for name in asked.names or ():
         if name not in tools.functions:
             known = ", ".join(tools.names)

@@ -6,12 +6,15 @@ import copy
 import json
 import math
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
@@ -91,6 +94,8 @@ from cbatch.options import GREEDY, MAX_SEED, DryBreakers, Grammar, RunOptions, S
         ("logit_bias", {1: False}),
         ("logit_bias", {1: 1.0, "1": 2.0}),
         ("logit_bias", dict.fromkeys(range(4097), 1.0)),
+        ("stop", ["x"] * 257),
+        ("stop", ["x" * 2048, "é" * 1024 + "x"]),
     ],
 )
 def test_wrong_value_is_refused_by_the_option_s_name(name: str, value: object) -> None:
@@ -119,6 +124,7 @@ def test_wrong_value_is_refused_by_the_option_s_name(name: str, value: object) -
         ("repeat_last_n", 2**20),
         ("dry_base", 0),
         ("logit_bias", dict.fromkeys(range(4096), -math.inf)),
+        ("stop", ("x" * 16,) * 256),
     ],
 )
 def test_value_on_the_edge_is_taken_as_it_is(name: str, value: float) -> None:
@@ -531,3 +537,18 @@ def test_no_tokens_are_for_the_prompt_alone() -> None:
     with pytest.raises(ConfigError, match="max_tokens"):
         RunOptions(max_tokens=False, echo=True)
     assert RunOptions(echo=False).over(both).max_tokens == 0
+
+
+@given(st.text("a- \t\n:=", max_size=12))
+def test_grammar_with_a_rule_of_gbnf_is_gbnf(grammar: str) -> None:
+    is_gbnf = re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE)
+    structure = RunOptions(grammar=grammar or "a").structure
+    assert structure == Grammar("gbnf" if is_gbnf else "lark", grammar or "a")
+
+
+@pytest.mark.parametrize("text", [" \n", "a", "a\n", "a ", "\n"])
+def test_kind_of_the_longest_grammar_is_found(text: str) -> None:
+    """A search that looks at each pair of places would not end."""
+    structure = RunOptions(grammar=text * (2**20 // len(text))).structure
+    assert structure is not None
+    assert structure.kind == "lark"

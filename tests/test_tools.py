@@ -304,3 +304,11 @@ def test_many_tools_are_gone_through_a_few_times_and_not_once_for_each(
 def test_parameters_that_are_no_object_are_refused() -> None:
     with pytest.raises(ConfigError, match="type object, not 'string'"):
         arguments_schema({"type": "string"})
+
+
+def test_number_of_tools_is_limited() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]
+    options = RunOptions(tools=tools[:1024])
+    assert len(options.offered_tools) == 1024
+    with pytest.raises(ConfigError, match="tools has 1025 tools; at most 1024 are allowed"):
+        RunOptions(tools=tools)

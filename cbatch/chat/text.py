@@ -3,10 +3,75 @@
 from __future__ import annotations
 
 import codecs
+from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+
+class StopStrings:
+    """Stop strings as one automaton: a byte costs the same however many strings there are. Never changes.
+
+    A state is the longest end of the bytes so far that begins a stop string; state 0 is the empty one.
+    Source: Aho and Corasick, Efficient String Matching, 1975.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self.next_states: dict[int, int] = {}
+        """The state that a byte leads to, by state · 256 + byte; none where no string goes on with it."""
+        self._shorter = array("i", [0])
+        """The longest other state that ends each state."""
+        self._ends = array("i", [0])
+        """Bytes of the longest stop string that ends each state."""
+        self.n_bytes = array("i", [0])
+        """Bytes of each state."""
+        self.n_characters = array("i", [0])
+        """Characters that begin in each state."""
+        for stop in stops:
+            self._add(stop.encode())
+        self._first = frozenset(key for key in self.next_states if key < 256)
+        """Bytes that begin a stop string."""
+        for key, state in sorted(self.next_states.items(), key=lambda item: self.n_bytes[item[1]]):
+            before, byte = divmod(key, 256)
+            shorter = self._after(self._shorter[before], byte) if before else 0
+            self._shorter[state] = shorter
+            self._ends[state] = self._ends[state] or self._ends[shorter]
+
+    def _add(self, stop: bytes) -> None:
+        state = 0
+        for byte in stop:
+            key = state << 8 | byte
+            if key not in self.next_states:
+                self.next_states[key] = len(self._ends)
+                self._shorter.append(0)
+                self._ends.append(0)
+                self.n_bytes.append(self.n_bytes[state] + 1)
+                self.n_characters.append(self.n_characters[state] + (byte & 0xC0 != 0x80))
+            state = self.next_states[key]
+        self._ends[state] = len(stop)
+
+    def _after(self, state: int, byte: int) -> int:
+        while (found := self.next_states.get(state << 8 | byte)) is None and state:
+            state = self._shorter[state]
+        return found or 0
+
+    def read(self, state: int, data: bytes) -> tuple[int, int, int]:
+        """Go on from a state; return the new one, the bytes read, and those of the stop string at their end, or 0."""
+        if not state and self._first.isdisjoint(data):
+            return 0, len(data), 0
+        for i, byte in enumerate(data, 1):
+            state = self._after(state, byte)
+            if self._ends[state]:
+                return state, i, self._ends[state]
+        return state, len(data), 0
+
+
+@lru_cache(maxsize=32)
+def stop_strings(stops: tuple[str, ...]) -> StopStrings:
+    """Return the automaton of stop strings, which requests with the same ones share."""
+    return StopStrings(stops)
 
 
 class StopMatcher:
@@ -17,41 +82,29 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted((s.encode() for s in stops), key=len, reverse=True)
-        self._n_hold_max = max((len(s) for s in self._stops), default=0) - 1
+        self._strings, self._state = stop_strings(tuple(stops)), 0
         self._held = b""
 
     def feed(self, piece: bytes) -> tuple[bytes, bytes | None]:
         """Return the bytes that are safe to show now, and the stop string that ended the stream, if one did."""
-        data = self._held + piece
-        end, stop = self._first_match(data)
-        if stop is not None:
-            self._held = b""
-            return data[: end - len(stop)], stop
-        n_hold = self._n_hold(data)
-        self._held = data[len(data) - n_hold :]
-        return data[: len(data) - n_hold], None
+        self._state, n_read, n_stop = self._strings.read(self._state, piece)
+        data = self._held + piece[:n_read]
+        if n_stop:
+            self._state, self._held = 0, b""
+            return data[:-n_stop], data[-n_stop:]
+        n_shown = len(data) - self._strings.n_bytes[self._state]
+        self._held = data[n_shown:]
+        return data[:n_shown], None
 
     @property
     def n_held(self) -> int:
         """Characters that begin in what is held back."""
-        return sum(byte & 0xC0 != 0x80 for byte in self._held)
+        return self._strings.n_characters[self._state]
 
     def flush(self) -> bytes:
         """Return what was held back; nothing more will come."""
-        held, self._held = self._held, b""
+        self._state, held, self._held = 0, self._held, b""
         return held
-
-    def _first_match(self, data: bytes) -> tuple[int, bytes | None]:
-        found = [(i + len(s), s) for s in self._stops if (i := data.find(s)) >= 0]
-        return min(found, key=lambda match: match[0], default=(0, None))
-
-    def _n_hold(self, data: bytes) -> int:
-        for n in range(min(self._n_hold_max, len(data)), 0, -1):
-            tail = data[-n:]
-            if any(s.startswith(tail) for s in self._stops):
-                return n
-        return 0
 
 
 class TextStream:

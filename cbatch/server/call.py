@@ -22,6 +22,7 @@ from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
+from cbatch.server.prompt_size import check_prompts
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 from cbatch.server.sse import COMMENT, EventStream
 from cbatch.server.telemetry import add_answers
@@ -193,6 +194,10 @@ class Answering:
         desk, call = self._desk, self._call
         sizes = await desk.sizes()
         call.see_client(self._exchange.owner, desk.settings)
+        if not self._exchange.is_small:
+            await self._exchange.aside(
+                check_prompts, call.prompts, sizes.n_window, call.prompt_field
+            )
         call.see_facts(sizes.facts)
         if call.asked.biased_texts:
             await desk.ask(call.see_vocabulary, desk.engine, sizes.facts)
@@ -274,7 +279,9 @@ class Answering:
         response = None if is_counted or counts_queue else self._run_soon()
         if response is None:
             if is_counted or has_queue:
-                call.n_prompt_tokens = await desk.in_thread(self._checked_tokens)
+                call.n_prompt_tokens = await desk.in_thread_for(
+                    self._exchange, self._checked_tokens
+                )
                 desk.count_tokens(visit, call.n_prompt_tokens, n_slots)
             response = await desk.in_thread(self._run)
         visit.response = response

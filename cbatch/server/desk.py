@@ -6,12 +6,10 @@ import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
-from anyio.lowlevel import RunVar
 
 from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
@@ -30,6 +28,7 @@ from cbatch.server.http_errors import (
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import Pulse, Question
 from cbatch.server.server_settings import MIB
+from cbatch.server.work_threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from cbatch.model_facts import ModelFacts
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import SlotState
+    from cbatch.server.exchange import Exchange
     from cbatch.server.server_settings import ServerSettings
 
     T = TypeVar("T")
@@ -52,17 +52,10 @@ _RETRY_S = 60
 _ASK_S = 5.0
 """Seconds between two questions about the engine's progress. Our choice."""
 
-_threads: RunVar[anyio.CapacityLimiter] = RunVar("cbatch.server.threads")
+_CALLS = Threads("calls", _N_THREADS)
 
-
-def _threads_here() -> anyio.CapacityLimiter:
-    """Return the threads of the event loop that runs here."""
-    try:
-        return _threads.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(_N_THREADS)
-        _threads.set(limiter)
-        return limiter
+_LARGE_QUESTIONS = Threads("large_questions", 4)
+"""Those that ask about large bodies. A worker reads and answers each in one piece, so few are under way. Our choice."""
 
 
 @dataclass(eq=False)
@@ -157,10 +150,28 @@ class Desk:
         Raises:
             HttpProblemError: no worker can be started.
         """
+        with self._question():
+            return await self.in_thread(question, *args, **named)
+
+    async def ask_of_body(
+        self, exchange: Exchange, question: Callable[..., T], *args: Any, **named: Any
+    ) -> T:
+        """Ask about what a client has sent, as `ask`; questions about large bodies wait for each other.
+
+        Raises:
+            HttpProblemError: as `ask`.
+            ClientGoneError: the client has left before its turn.
+        """
+        with self._question():
+            return await self.in_thread_for(exchange, question, *args, **named)
+
+    @contextmanager
+    def _question(self) -> Iterator[None]:
+        """Count a client's question for the block."""
         self._check_engine()
         self._n_questions += 1
         try:
-            return await self.in_thread(question, *args, **named)
+            yield
         finally:
             self._n_questions -= 1
 
@@ -172,9 +183,15 @@ class Desk:
 
     async def in_thread(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
         """Return what `work` returns, done in a thread: it may wait for the engine."""
-        return await anyio.to_thread.run_sync(
-            partial(work, *args, **named), limiter=_threads_here()
-        )
+        return await _CALLS.run(work, *args, **named)
+
+    async def in_thread_for(
+        self, exchange: Exchange, work: Callable[..., T], *args: Any, **named: Any
+    ) -> T:
+        """Return what `work` returns, as `in_thread`; work for large bodies waits for its turn: `Exchange.in_turn`."""
+        if exchange.is_small:
+            return await self.in_thread(work, *args, **named)
+        return await exchange.in_turn(_LARGE_QUESTIONS, work, *args, **named)
 
     async def sizes(self) -> Sizes:
         """Return what the engine is, asked once."""

@@ -10,6 +10,7 @@ import anyio
 
 from cbatch.checks import MAX_DEPTH, is_too_deep, read_json, why_unread
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
+from cbatch.server.work_threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
@@ -32,6 +33,10 @@ _N_SMALL = 2**16
 """Bytes of a body above which a thread parses it, and what else takes a millisecond or so."""
 
 
+_LARGE_BODIES = Threads("large_bodies", 2)
+"""Those that read large bodies. More would be no faster: Python computes in one thread at a time. Our choice."""
+
+
 class ClientGoneError(Exception):
     """The client has left: nobody reads an answer."""
 
@@ -49,6 +54,8 @@ class Exchange:
         """What is kept of the request; the application's gate has made it."""
         self.is_small = False
         """Whether its body was read, and handling it in the event loop holds up nobody."""
+        self._is_watched = False
+        """Whether somebody waits for the client to leave."""
 
     @property
     def id(self) -> str:
@@ -134,15 +141,52 @@ class Exchange:
         )
 
     async def aside(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Return what `work` makes of the body: in a thread, so that other clients go on, unless the body is small."""
+        """Return what `work` makes of the body: in a thread, so that other clients go on, unless the body is small.
+
+        Raises:
+            ClientGoneError: the client has left before a thread was free; other errors are those of `work`.
+        """
         if self.is_small:
             return work(*args, **named)
-        return await anyio.to_thread.run_sync(partial(work, *args, **named))
+        return await self.in_turn(_LARGE_BODIES, work, *args, **named)
+
+    async def in_turn(
+        self, threads: Threads, work: Callable[..., T], *args: Any, **named: Any
+    ) -> T:
+        """Return what `work` returns, done in one of `threads`. Raises as `aside`. The body has been read."""
+        limiter, borrower = threads.limiter, object()
+        await self._wait_for_turn(limiter, borrower)
+        try:
+            alone = anyio.CapacityLimiter(1)  # not that of all threads: it has its turn
+            return await anyio.to_thread.run_sync(partial(work, *args, **named), limiter=alone)
+        finally:
+            limiter.release_on_behalf_of(borrower)
+
+    async def _wait_for_turn(self, limiter: anyio.CapacityLimiter, borrower: object) -> None:
+        if self._is_watched or limiter.available_tokens:  # whoever watches cancels this
+            await limiter.acquire_on_behalf_of(borrower)
+            return
+        has_turn = False
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._cancel_once_left, tasks.cancel_scope)
+            await limiter.acquire_on_behalf_of(borrower)
+            has_turn = True
+            tasks.cancel_scope.cancel()
+        if not has_turn:
+            raise ClientGoneError
+
+    async def _cancel_once_left(self, scope: anyio.CancelScope) -> None:
+        await self.wait_until_left()
+        scope.cancel()
 
     async def wait_until_left(self) -> None:
         """Return when the client has left. The body has been read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        self._is_watched = True
+        try:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            self._is_watched = False
 
     # ---- the answer ----
 

@@ -21,6 +21,7 @@ from cbatch.server.http_errors import (
     unwell,
 )
 from cbatch.server.openai_chat import ChatCall
+from cbatch.server.prompt_size import check_prompts, check_text, check_tokens
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 
 if TYPE_CHECKING:
@@ -159,29 +160,33 @@ async def tokenize(desk: Desk, exchange: Exchange) -> None:
         if not _flag(body, "parse_special", default=True):
             raise refused("parse_special", "control tokens in a text are always read as such")
         has_special = _flag(body, "add_special", default=False)
-        tokens = await _tokens(desk, sizes, body["content"], "content", has_special=has_special)
+        tokens = await _tokens(desk, exchange, body["content"], "content", has_special=has_special)
         if _flag(body, "with_pieces", default=False):
-            tokens = await desk.ask(_with_pieces, desk.engine, tokens)
+            tokens = await desk.ask_of_body(exchange, _with_pieces, desk.engine, tokens)
         await _respond_long(desk, exchange, {"tokens": tokens})
         return
     if "messages" in body:
         call = await exchange.aside(ChatCall.of, body)
+        await exchange.aside(check_prompts, call.prompts, sizes.n_window, "messages")
         (prompt,), options = call.prompts, call.asked.options
-        tokens = await desk.ask(desk.engine.tokenize, prompt, options=options)
+        tokens = await desk.ask_of_body(exchange, desk.engine.tokenize, prompt, options=options)
     else:
         has_special = _flag(body, "add_special_tokens", default=True)
-        tokens = await _tokens(desk, sizes, body.get("prompt"), "prompt", has_special=has_special)
+        tokens = await _tokens(
+            desk, exchange, body.get("prompt"), "prompt", has_special=has_special
+        )
     said = {"count": len(tokens), "max_model_len": sizes.n_window, "tokens": tokens}
     await _respond_long(desk, exchange, said)
 
 
 async def _respond_long(desk: Desk, exchange: Exchange, said: Mapping[str, Any]) -> None:
     """Send an answer that can be long: it becomes JSON in a thread."""
-    await exchange.respond(200, await desk.in_thread(dumps, said))
+    work = desk.in_thread(dumps, said) if exchange.is_small else exchange.aside(dumps, said)
+    await exchange.respond(200, await work)
 
 
 async def _tokens(
-    desk: Desk, sizes: Sizes, text: Any, field: str, *, has_special: bool
+    desk: Desk, exchange: Exchange, text: Any, field: str, *, has_special: bool
 ) -> list[Any]:
     """Return the tokens of a text, as `text_tokens` does. Raises a `HttpProblemError` that names the field."""
     if not isinstance(text, str):
@@ -189,8 +194,11 @@ async def _tokens(
     if not text:
         return []
     with field_errors(field):
-        engine, facts = desk.engine, sizes.facts
-        return await desk.ask(text_tokens, engine, facts, text, has_special=has_special)
+        engine, sizes = desk.engine, await desk.sizes()
+        check_text(text, sizes.n_window, field)
+        return await desk.ask_of_body(
+            exchange, text_tokens, engine, sizes.facts, text, has_special=has_special
+        )
 
 
 def _with_pieces(engine: Engine, tokens: Sequence[int]) -> list[Any]:
@@ -213,8 +221,9 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
     body = await body_of(desk, exchange)
     with field_errors("tokens"):
         tokens = await exchange.aside(token_ids, "tokens", body.get("tokens"))
+        check_tokens(tokens, (await desk.sizes()).n_window, "tokens")
     try:
-        text = await desk.ask(_text_of, desk.engine, tokens)
+        text = await desk.ask_of_body(exchange, _text_of, desk.engine, tokens)
     except PromptError as error:
         raise problem_of(error, "tokens") from None
     await _respond_long(desk, exchange, {"content": text, "prompt": text})
@@ -227,17 +236,23 @@ def _text_of(engine: Engine, tokens: Sequence[int]) -> str:
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
     """Return a chat as the model sees it."""
     call = await exchange.aside(ChatCall.of, await body_of(desk, exchange))
+    n_window = (await desk.sizes()).n_window
+    await exchange.aside(check_prompts, call.prompts, n_window, "messages")
     (prompt,), options = call.prompts, call.asked.options
-    text = await desk.ask(desk.engine.render, prompt, options=options)
+    text = await desk.ask_of_body(exchange, desk.engine.render, prompt, options=options)
     await _respond_long(desk, exchange, {"prompt": text})
 
 
 async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str) -> None:
     """Say how many tokens the prompt of a call has, tools included."""
     (prompt,), asked = call.prompts, call.asked
-    call.see_facts((await desk.sizes()).facts)
+    sizes = await desk.sizes()
+    await exchange.aside(check_prompts, call.prompts, sizes.n_window, call.prompt_field)
+    call.see_facts(sizes.facts)
     try:
-        n_tokens = await desk.ask(desk.engine.count_tokens, prompt, options=asked.options)
+        n_tokens = await desk.ask_of_body(
+            exchange, desk.engine.count_tokens, prompt, options=asked.options
+        )
     except CBatchError as error:
         raise with_param(error, asked, call.prompt_field) from None
     headers = ignored_header(asked.ignored)

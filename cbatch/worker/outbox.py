@@ -169,9 +169,11 @@ class Outbox:
             if self._credit is not None and not self._is_closed:
                 n_left = min(self._credit, n_left)
             for kind in _KINDS if n_left > 0 else _ANSWERS:
+                if kind == _ANSWERS[0]:
+                    n_left = N_FRAME_BYTES  # answers need no credit
                 values = frame[kind] = []
                 size_of = _SIZES.get(kind, _size_of_other)
-                while self._has(kind) and (n_left > 0 or kind in _ANSWERS):
+                while self._has(kind) and n_left > 0:
                     values.append(self._next(kind))
                     n_left -= size_of(values[-1])
                 if self._has(kind):  # what comes after it in a frame comes after it in the next
@@ -285,7 +287,18 @@ def _size_of_other(_: object) -> int:
     return 128
 
 
-_SIZES: dict[str, Callable[[Any], int]] = {"chunks": _size_of_chunk, "results": _size_of_result}
+def _size_of_reply(reply: Sequence[Any]) -> int:
+    value = reply[1]
+    if isinstance(value, str):
+        return 128 + len(value)
+    return 128 + (8 * len(value) if isinstance(value, list) else 0)
+
+
+_SIZES: dict[str, Callable[[Any], int]] = {
+    "chunks": _size_of_chunk,
+    "results": _size_of_result,
+    "replies": _size_of_reply,
+}
 """About the bytes of a value."""
 
 _ENCODERS: dict[str, Callable[[Any], object]] = {

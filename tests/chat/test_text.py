@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.chat.text import StopMatcher, TextStream
+from cbatch.chat.text import StopMatcher, StopStrings, TextStream, stop_strings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,6 +163,66 @@ def test_matcher_holds_back_no_more_than_it_must() -> None:
     assert matcher.feed(b"ST") == (b"", None)
     assert matcher.feed(b"!") == (b"S", b"T!")
     assert matcher.flush() == b""
+
+
+class SlowMatcher:
+    """The rule of `StopMatcher` as it reads: every stop string is looked for in all bytes that are not shown yet."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = sorted((s.encode() for s in stops), key=len, reverse=True)
+        self.held = b""
+
+    def feed(self, piece: bytes) -> tuple[bytes, bytes | None]:
+        data, self.held = self.held + piece, b""
+        found = [(i + len(s), s) for s in self.stops if (i := data.find(s)) >= 0]
+        if found:
+            end, stop = min(found, key=lambda match: match[0])
+            return data[: end - len(stop)], stop
+        beginnings = {s[:n] for s in self.stops for n in range(1, len(s))}
+        n_held = max((n for n in range(1, len(data) + 1) if data[-n:] in beginnings), default=0)
+        self.held = data[len(data) - n_held :]
+        return data[: len(data) - n_held], None
+
+
+@given(
+    st.lists(st.text("abé€", max_size=8).map(str.encode) | BYTES, max_size=12),
+    st.lists(st.text("abé€", min_size=1, max_size=8), min_size=1, max_size=12),
+)
+def test_matcher_gives_what_the_rule_says(pieces: list[bytes], stops: list[str]) -> None:
+    matcher, slow = StopMatcher(stops), SlowMatcher(stops)
+    for piece in pieces:
+        assert matcher.feed(piece) == slow.feed(piece)
+        assert matcher.n_held == sum(byte & 0xC0 != 0x80 for byte in slow.held)
+    assert matcher.flush() == slow.held
+
+
+def test_equal_stop_strings_are_compiled_once() -> None:
+    assert stop_strings(("a", "bc")) is stop_strings(("a", "bc"))
+
+
+def n_compared(stops: Sequence[str], pieces: Sequence[bytes]) -> int:
+    """Return the steps of the automaton for these pieces, of which none is a stop string."""
+    strings, state, n_steps = StopStrings(stops), 0, 0
+    follow = strings.next_states.get
+
+    class Counted(dict[int, int]):
+        def get(self, key: int, default: Any = None) -> Any:
+            nonlocal n_steps
+            n_steps += 1
+            return follow(key, default)
+
+    strings.next_states = Counted()
+    for piece in pieces:
+        state, *_ = strings.read(state, piece)
+    return n_steps
+
+
+def test_byte_costs_the_same_however_many_stop_strings() -> None:
+    pieces = [b"a story ", b"x", b"12", b"3 ", b"x1", b"."] * 10
+    many = [f"x{i}." for i in range(100, 2000)]
+    n_bytes = sum(map(len, pieces))
+    assert n_compared(many, pieces) <= 2 * n_bytes
+    assert n_compared(["a" * 1000 + "b"], [b"a" * 5000 + b"c"]) <= 2 * 5001
 
 
 def seconds_per_token(n_tokens: int, stops: Sequence[str]) -> float:

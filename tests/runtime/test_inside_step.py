@@ -323,7 +323,7 @@ def test_handler_in_another_thread_waits_for_no_step() -> None:
         owner = owner_of(engine)
         long = engine.run([BatchPrompt(prompt="long", id="long", options={"max_tokens": 100})])
         with logged("cbatch", look):
-            refused = engine.run(iter([b"no prompt"]))  # type: ignore[list-item]
+            refused = engine.run(iter([b"no prompt"]))  # type: ignore[arg-type]
             assert [r.finish_reason for r in all_results(refused)] == ["error"]
             assert [r.finish_reason for r in all_results(long)] == ["cancelled"]
     assert seen == [("cbatch-feed", 1)]

@@ -97,6 +97,15 @@ def test_chunks_that_wait_for_credit_are_one_for_each_answer() -> None:
     assert text == "".join(f"{i} " for i in range(N_TOKENS))
 
 
+@pytest.mark.parametrize("value", [[7] * (N_FRAME_BYTES // 8), "x" * N_FRAME_BYTES])
+def test_large_reply_is_the_last_of_its_frame(value: Any) -> None:
+    with piped(credit=0) as reader:
+        reader.outbox.put("replies", (0, value), (1, value), (2, None))
+        frames = [reader.read() for _ in range(3)]
+        assert reader.rest() == {}
+    assert [[n for n, _ in frame["replies"]] for frame in frames] == [[0], [1], [2]]
+
+
 def test_reader_that_grants_a_byte_at_a_time_gets_all_in_order() -> None:
     with piped(credit=1) as reader:
         reader.deliver("a", "b", result=True, n_tokens=100)

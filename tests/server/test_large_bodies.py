@@ -1,0 +1,226 @@
+"""Large bodies wait for each other, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+import pytest
+
+from cbatch.engine import Engine
+from cbatch.server import exchange, pulse
+from tests.runtime.backends import PATIENCE_S
+from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from anyio.abc import TaskGroup
+    from starlette.applications import Starlette
+
+SMALL: dict[str, Any] = {"messages": USER, "max_tokens": 2}
+LARGE: dict[str, Any] = {**SMALL, "user": "x" * 2**17}
+
+
+class Held:
+    """Work on large bodies, which is held until it is let go."""
+
+    def __init__(self) -> None:
+        self.n_begun = self.n_at_once = self.n_most = 0
+        self.go = threading.Event()
+        self._lock = threading.Lock()
+
+    def of(self, work: Callable[..., Any], *, is_held: Callable[..., bool]) -> Callable[..., Any]:
+        """Return work that begins here when it is one that is to be held."""
+
+        def held(*args: Any, **named: Any) -> Any:
+            if is_held(*args):
+                with self._lock:
+                    self.n_begun += 1
+                    self.n_at_once += 1
+                    self.n_most = max(self.n_most, self.n_at_once)
+                assert self.go.wait(PATIENCE_S)
+                with self._lock:
+                    self.n_at_once -= 1
+            return work(*args, **named)
+
+        return held
+
+
+@contextmanager
+def held_bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """Reading of large bodies is held until the end of the block."""
+    monkeypatch.setattr(pulse, "_PATIENCE_S", PATIENCE_S)
+    held = Held()
+    read = held.of(exchange.object_of, is_held=lambda data: len(data) > 2**16)
+    monkeypatch.setattr(exchange, "object_of", read)
+    try:
+        yield held
+    finally:
+        held.go.set()
+
+
+def test_health_and_small_requests_pass_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+
+    async def main(app: Starlette, held: Held) -> None:
+        transport = httpx.ASGITransport(app)
+        client = httpx.AsyncClient(transport=transport, base_url="http://t")
+
+        async def post() -> None:
+            statuses.append((await client.post(CHAT, json=LARGE)).status_code)
+
+        async with client, anyio.create_task_group() as tasks:
+            for _ in range(50):
+                tasks.start_soon(post)
+            while not held.n_begun:
+                await anyio.lowlevel.checkpoint()
+            assert (await client.get("/health")).json()["status"] == "ok"
+            assert app.state.desk.pulse.answer is not None  # the engine was asked
+            assert (await client.post(CHAT, json=SMALL)).status_code == 200
+            assert not statuses
+            held.go.set()
+        assert statuses == [200] * 50
+
+    with fake_app(4, 256) as app, held_bodies(monkeypatch) as held:
+        anyio.run(main, app, held)
+    assert (held.n_begun, held.n_most) == (50, 2)
+
+
+class Client:
+    """Sends one body to an application, and may leave."""
+
+    def __init__(self, path: str, body: Any) -> None:
+        self.path, self.data = path, json.dumps(body).encode()
+        self.left, self.waits = anyio.Event(), anyio.Event()
+        self.sent: list[Any] = []
+
+    async def receive(self) -> dict[str, Any]:
+        if self.data:
+            data, self.data = self.data, b""
+            return {"type": "http.request", "body": data}
+        self.waits.set()
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def ask(self, app: Starlette) -> None:
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope: dict[str, Any] = {
+            "type": "http",
+            "http_version": "1.1",
+            "headers": headers,
+            "method": "POST",
+        }
+        scope |= {"scheme": "http", "path": self.path, "raw_path": self.path.encode()}
+        scope |= {"query_string": b"", "root_path": "", "server": ("127.0.0.1", 80), "client": None}
+        await app(scope, self.receive, self.send)
+
+
+async def begun(tasks: TaskGroup, app: Starlette, held: Held, n: int, *asked: Any) -> list[Client]:
+    """Return clients whose work has begun."""
+    clients = [Client(*asked) for _ in range(n)]
+    for client in clients:
+        tasks.start_soon(client.ask, app)
+    while held.n_begun < n:
+        await anyio.lowlevel.checkpoint()
+    return clients
+
+
+def test_body_of_a_client_that_left_in_the_queue_is_never_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(app: Starlette, held: Held) -> None:
+        async with anyio.create_task_group() as tasks:
+            await begun(tasks, app, held, 2, CHAT, LARGE)
+            late = Client(CHAT, LARGE)
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(late.ask, app)
+                await late.waits.wait()
+                late.left.set()
+            assert not late.sent
+            held.go.set()
+        assert held.n_begun == 2
+
+    with fake_app(4, 256) as app, held_bodies(monkeypatch) as held:
+        anyio.run(main, app, held)
+
+
+def test_question_of_a_client_that_left_in_the_queue_is_never_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held()
+    work = held.of(Engine.tokenize, is_held=lambda _, text: len(text) > 2**16)
+    monkeypatch.setattr(Engine, "tokenize", work)
+
+    async def main(app: Starlette) -> None:
+        async with anyio.create_task_group() as tasks:
+            first = await begun(tasks, app, held, 4, "/tokenize", {"content": "x" * 2**17})
+            late = Client("/tokenize", {"content": "x" * 2**17})
+            small = Client("/tokenize", {"content": "x"})
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(late.ask, app)
+                await late.waits.wait()
+                await small.ask(app)
+                late.left.set()
+            assert not late.sent
+            held.go.set()
+        assert [client.sent[0]["status"] for client in (*first, small)] == [200] * 5
+        assert held.n_begun == 4
+
+    with fake_app(4, 256) as app:
+        try:
+            anyio.run(main, app)
+        finally:
+            held.go.set()
+
+
+TEXT, TOKENS = "x" * (2**20 + 1), [5] * (2**18 + 1)
+CHATTED = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {"content": TEXT}, "content"),
+        ("/tokenize", {"prompt": TEXT}, "prompt"),
+        ("/tokenize", CHATTED, "messages"),
+        ("/apply-template", CHATTED, "messages"),
+        ("/detokenize", {"tokens": TOKENS}, "tokens"),
+        (CHAT, CHATTED, "messages"),
+        (CHAT, {"messages": USER * 2**18}, "messages"),
+        (COMPLETIONS, {"prompt": ["a", TEXT], "max_tokens": 1}, "prompt"),
+        (COMPLETIONS, {"prompt": TOKENS, "max_tokens": 1}, "prompt"),
+        (COMPLETIONS, {"prompt": [TOKENS, [1]], "max_tokens": 1}, "prompt"),
+        ("/responses", {"input": TEXT}, "input"),
+        ("/responses/input_tokens", {"input": TEXT}, "input"),
+    ],
+)
+def test_prompt_far_beyond_the_window_is_refused(path: str, body: Any, field: str) -> None:
+    with fake_app(4, 256) as app:
+        error = error_of(call(app, path, body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert error["message"].startswith("This model's maximum context length is 256 tokens.")
+    assert (
+        "at most 262,144 are read" in error["message"] or "at most 1,048,576 " in error["message"]
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_message_far_beyond_the_window_is_refused(path: str) -> None:
+    with fake_app(4, 256) as app:
+        response = call(app, path, {"model": "m", **CHATTED})
+    assert response.status_code == 400
+    assert "1,048,576 are read" in response.json()["error"]["message"]
+
+
+def test_larger_window_reads_more() -> None:
+    with fake_app(1, 2**17) as app:
+        assert call(app, "/detokenize", {"tokens": TOKENS}).status_code == 200
+        assert len(call(app, "/tokenize", {"content": TEXT}).json()["tokens"]) == len(TEXT)
