@@ -266,7 +266,6 @@ def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:
         return tools
     if not tools:
         raise ConfigError(f"tool_choice={choice!r} needs tools")
-    names = tools.names
     for name in asked.names or ():
         if name not in tools.functions:
             known = ", ".join(tools.names)

@@ -432,7 +432,7 @@ TEXT = '{"type":"object","properties":{"ü":{"type":"number"}}}'
                     "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
                 }
             },
-            Grammar("json_schema", TEXT),
+            Grammar("json_schema", TEXT[:-1] + ',"additionalProperties":false}'),
         ),
         ({"regex": "a+"}, Grammar("regex", "a+")),
         ({"grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),

@@ -82,7 +82,7 @@ def test_template_variables_of_a_request_come_before_the_defaults_by_name() -> N
         ([{"type": "function", "function": {"name": "f", "parameters": {"x": {1}}}}], "no JSON"),
         ([{"type": "function", "function": {"name": "f", "x": float("nan")}}], "no JSON"),
         ([TIME, TIME], "get_time.*unique"),
-        ([TIME] * 4097, "tools has 4097 tools; at most 4096 are allowed"),
+        ([TIME] * 1025, "tools has 1025 tools; at most 1024 are allowed"),
     ],
 )
 def test_malformed_tools_are_refused_where_they_stand(tools: Any, words: str) -> None:
