@@ -108,8 +108,8 @@ def test_fault_of_a_swap_loses_the_key() -> None:
 
 def test_cells_that_one_plan_saves_loads_and_forgets_are_moved() -> None:
     backend = moving()
-    ops = {"saves": ((Slot(0), 5),), "loads": ((Slot(1), 5, 8),), "forgets": (5,)}
-    assert backend.run(StepPlan((), **ops)).lost == ()
+    moves = StepPlan((), saves=((Slot(0), 5),), loads=((Slot(1), 5, 8),), forgets=(5,))
+    assert backend.run(moves).lost == ()
     assert (backend.cells[1], sorted(backend.saved)) == (TOKENS, [1])
 
 

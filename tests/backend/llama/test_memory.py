@@ -223,8 +223,9 @@ def test_context_that_cannot_be_made_anew_closes_the_backend(
 def test_cells_that_one_plan_saves_loads_and_forgets_are_moved(make: MakeBackend) -> None:
     backend, n = make("partitioned"), len(PROMPT)
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-    moves = {"saves": ((Slot(0), 1),), "clears": (Slot(0),), "loads": ((Slot(1), 1, n),)}
-    assert backend.run(StepPlan((), **moves, forgets=(1,))).lost == ()
+    saves, loads = ((Slot(0), 1),), ((Slot(1), 1, n),)
+    moves = StepPlan((), saves=saves, clears=(Slot(0),), loads=loads, forgets=(1,))
+    assert backend.run(moves).lost == ()
     assert ([*backend.n_cells][:2], backend.saved_keys) == ([0, n], ())
 
 
