@@ -54,7 +54,7 @@ def test_death_of_a_worker_is_one_error_for_each_stream_and_then_service() -> No
         opened = []
         for i in range(4):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(request(CHAT, chat(i, 400, stream=i > 0)))
+            writer.write(request(CHAT, chat(i, 1500, stream=i > 0)))
             opened.append((reader, writer, await reader.read(1000) if i else b""))
         os.kill(server.workers[0], signal.SIGKILL)
         found = [begun + await reader.read() for reader, _, begun in opened]

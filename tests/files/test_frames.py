@@ -93,7 +93,9 @@ class DataFrame:
 def test_frame_of_polars_gets_columns(
     engine: cbatch.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    polars = SimpleNamespace(DataFrame=DataFrame, Series=Series, String="String", Int64="Int64")
+    polars = SimpleNamespace(
+        DataFrame=DataFrame, Series=Series, String="String", Int64="Int64", Float64="Float64"
+    )
     monkeypatch.setitem(sys.modules, "polars", polars)
     frame = DataFrame({"word": ["red", "blue", None]})
     out = run_table(frame, engine=engine, template="{word}", options={"max_tokens": 4})
