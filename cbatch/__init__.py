@@ -98,30 +98,6 @@ __all__ = [
 
 _MODULES = {
     "engine": ("Engine",),
-    "errors": (
-        "BannedTokensError",
-        "CacheError",
-        "CBatchError",
-        "ConfigError",
-        "DeadlineError",
-        "DecodeError",
-        "DuplicateIdError",
-        "EngineClosedError",
-        "EngineError",
-        "GrammarError",
-        "IncompatibleLlamaError",
-        "InsideStepError",
-        "ModelLoadError",
-        "OutputError",
-        "PromptError",
-        "PromptTooLongError",
-        "QueueFullError",
-        "RequestCancelledError",
-        "RequestError",
-        "RequestFailedError",
-        "UnsupportedOptionError",
-        "WorkerDiedError",
-    ),
     "loading": ("load",),
     "messages": (
         "BatchPrompt",
@@ -146,16 +122,16 @@ _MODULES = {
     ),
     "stats": ("EngineStats",),
 }
-"""The modules of the public names, imported at the first use of one: a command handles signals before that."""
+"""The modules of the public names that are no errors; imported at first use: a command handles signals before that."""
 
 if not TYPE_CHECKING:  # so that types are checked by the imports above
 
     def __getattr__(name: str) -> object:
         """Return a public name from its module."""
-        for module, names in _MODULES.items():
-            if name in names:
-                globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), name)
-                return found
+        if name in __all__:
+            module = next((m for m, names in _MODULES.items() if name in names), "errors")
+            globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), name)
+            return found
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -10,13 +10,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, fields
 from functools import cache, lru_cache
 from typing import Any, NoReturn
 
-from cbatch.errors import CBatchError, ConfigError, near, words_of
+from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, near, words_of
 from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of, token_of
 
 MAX_INT = 2**31 - 1
@@ -257,6 +257,13 @@ def check_keys(name: str, mapping: Mapping[str, Any], known: Sequence[str]) -> N
         if key not in known:
             others = near(str(key), known) or f"known are {', '.join(known)}"
             raise ConfigError(f"{name} has the unknown key {key!r}; {others}")
+
+
+def check_names(known: Collection[str], given: Iterable[str]) -> None:
+    """Check that options have known names, with cbatch's own error. Raises an `UnsupportedOptionError`."""
+    for name in given:
+        if name not in known:
+            raise UnsupportedOptionError(name, sorted(known))
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from cbatch.checks import (
     check_flag,
     check_float,
     check_int,
+    check_names,
     check_path,
     check_string,
     check_text,
@@ -253,10 +254,7 @@ class EngineOptions(ScheduleOptions):
 
     def __new__(cls, **settings: Any) -> EngineOptions:
         """Refuse unknown names with cbatch's own error."""
-        known = cls.__dataclass_fields__
-        for name in settings:
-            if name not in known:
-                raise UnsupportedOptionError(name, sorted(known))
+        check_names(cls.__dataclass_fields__, settings)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

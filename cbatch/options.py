@@ -20,6 +20,7 @@ from cbatch.checks import (
     check_float,
     check_int,
     check_keys,
+    check_names,
     check_seconds,
     check_text,
     checked,
@@ -32,7 +33,7 @@ from cbatch.checks import (
     strings_of,
     token_ids,
 )
-from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.errors import ConfigError
 from cbatch.plain import flag_of, int_of, list_of, number_of, text_of
 from cbatch.schemas import SchemaClass, closed, schema_of_class
 from cbatch.tools import (
@@ -464,9 +465,7 @@ class RunOptions:
 
     def __new__(cls, **options: Any) -> RunOptions:
         """Refuse unknown names with cbatch's own error."""
-        for name, value in options.items():
-            if name not in _NAMES and not isinstance(value, _Copied):
-                raise UnsupportedOptionError(name, sorted(_NAMES))
+        check_names(_NAMES, (n for n, value in options.items() if not isinstance(value, _Copied)))
         return super().__new__(cls)
 
     def __post_init__(self, _copied: _Copied | None) -> None:

@@ -86,7 +86,7 @@ class PlanCheck:
     ) -> dict[int, int]:
         """Return how many cells are saved under each key when loading begins, or refuse to save."""
         n_saved = dict(saved)
-        dropped = set(plan.forgets) - {key for _, key, _ in plan.loads}
+        dropped = plan.dropped
         for slot, key in plan.saves:
             if not self._memory.can_save or key in n_saved or not n_cells[slot]:
                 self._refuse(plan, n_cells, f"slot {slot} cannot be saved under {key}")

@@ -206,6 +206,11 @@ class StepPlan:
     is_rebuild: bool = False
     """Make the context anew first: every slot is empty and unbound then; saved cells stay."""
 
+    @property
+    def dropped(self) -> frozenset[int]:
+        """Keys that are gone before anything is loaded: nothing need be saved under them."""
+        return frozenset(self.forgets).difference(key for _, key, _ in self.loads)
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarStep:

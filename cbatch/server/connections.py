@@ -146,9 +146,8 @@ class GuardedProtocol(_Parser):
         n_body = 0 if before is None else len(before.body)
         super().data_received(data)
         if (cycle := self.cycle) is not before:
-            self._n_framing = (
-                0  # these bytes may also end the body of a request that was answered early
-            )
+            # these bytes may also end the body of a request that was answered early
+            self._n_framing = 0
         elif cycle is not None:
             n_new = len(cycle.body) - n_body
             self._n_framing += len(data) - n_new - _N_FRAMING_PER_BYTE * n_new

@@ -115,9 +115,8 @@ class FilesFolder:
                     + shlex.quote(str(marker))
                 )
         self._marker = os.open(marker, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._closing = weakref.finalize(
-            self, os.close, self._marker
-        )  # also without `close`, as in an app never ended
+        # also without `close`, as in an app never ended
+        self._closing = weakref.finalize(self, os.close, self._marker)
         with suppress(OSError):  # the file's name is enough
             if not os.fstat(self._marker).st_size:
                 os.write(self._marker, _ABOUT)

@@ -60,10 +60,8 @@ HARMLESS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Names that are ignored where their value asks for what is done anyway: these values, and what to do instead."""
 
-_UNSAID: Mapping[str, str] = dict.fromkeys(
-    ("model", "grammar", "regex", "guided_grammar", "guided_regex"), ""
-)
-"""Values that mean, as null does, that a field is not said."""
+_UNSAID_IF_EMPTY = frozenset({"model", "grammar", "regex", "guided_grammar", "guided_regex"})
+"""Fields whose empty text means, as null does, that they are not given."""
 
 REFUSED: Mapping[str, str] = {
     "functions": "use tools",
@@ -163,7 +161,7 @@ def asked_of(
     given = {
         name: value
         for name, value in body.items()
-        if value is not None and not (name in _UNSAID and value == _UNSAID[name])
+        if value is not None and not (name in _UNSAID_IF_EMPTY and value == "")
     }
     asked = Asked(own={name: given[name] for name in own if name in given})
     options: dict[str, tuple[str, Any]] = {}
@@ -260,7 +258,7 @@ def _more_options(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     for name in MAX_TOKENS:
         if name in given:
             value = given[name]
-            found["max_tokens"] = name, None if int_of(value) == -1 else value
+            found["max_tokens"] = name, _given(value)
             break
     if "reasoning_effort" in given:
         kwargs = given.get("chat_template_kwargs", {})
@@ -381,11 +379,8 @@ def _last_n(value: Any) -> Any:
     return MAX_LAST_N if int_of(value) == -1 else value
 
 
-def _budget(value: Any) -> Any:
-    return None if int_of(value) == -1 else value
-
-
-def _slot(value: Any) -> Any:
+def _given(value: Any) -> Any:
+    """Return a value; None for the −1 by which llama-server means that it is not given."""
     return None if int_of(value) == -1 else value
 
 
@@ -405,9 +400,9 @@ _CONVERTED: Mapping[str, Convert] = {
     "seed": _seed,
     "repeat_last_n": _last_n,
     "dry_penalty_last_n": _last_n,
-    "slot": _slot,
+    "slot": _given,
     "reasoning_format": _reasoning,
-    "thinking_budget": _budget,
+    "thinking_budget": _given,
     "response_format": _format,
 }
 

@@ -14,13 +14,14 @@ from cbatch.checks import (
     check_flag,
     check_float,
     check_int,
+    check_names,
     check_path,
     check_seconds,
     check_text,
     checked,
     strings_of,
 )
-from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.errors import ConfigError
 from cbatch.plain import list_of, text_of
 
 if TYPE_CHECKING:
@@ -106,10 +107,7 @@ class ServerSettings:
 
     def __new__(cls, **settings: Any) -> ServerSettings:
         """Refuse unknown names with cbatch's own error."""
-        known = cls.__dataclass_fields__
-        for name in settings:
-            if name not in known:
-                raise UnsupportedOptionError(name, sorted(known))
+        check_names(cls.__dataclass_fields__, settings)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

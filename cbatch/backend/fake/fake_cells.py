@@ -70,13 +70,10 @@ class FakeCells:
 
     def do(self, plan: StepPlan) -> tuple[int, ...]:
         """Do a plan's moves, which come before computing; return the keys of cells that were lost."""
-        loaded = {key for _, key, _ in plan.loads}
-        for key in plan.forgets:
-            if key not in loaded:
-                self.saved.pop(key, None)
-        wanted = [
-            (slot, key) for slot, key in plan.saves if key in loaded or key not in plan.forgets
-        ]
+        dropped = plan.dropped
+        for key in dropped:
+            self.saved.pop(key, None)
+        wanted = [(slot, key) for slot, key in plan.saves if key not in dropped]
         lost = [key for slot, key in wanted if not self._save(slot, key)]
         for slot in range(len(self.cells)) if plan.is_rebuild else plan.clears:
             self.put(slot, [])

@@ -79,13 +79,10 @@ class ContextMemory:
 
     def save(self, plan: StepPlan) -> list[int]:
         """Forget and save the states that a plan names; return the keys under which nothing could be saved."""
-        loaded = {key for _, key, _ in plan.loads}
-        for key in plan.forgets:
-            if key not in loaded:
-                self.saved.pop(key, None)
-        wanted = [
-            (slot, key) for slot, key in plan.saves if key in loaded or key not in plan.forgets
-        ]
+        dropped = plan.dropped
+        for key in dropped:
+            self.saved.pop(key, None)
+        wanted = [(slot, key) for slot, key in plan.saves if key not in dropped]
         return [key for slot, key in wanted if not self._save(slot, key)]
 
     def _save(self, slot: Slot, key: int) -> bool:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     Scalar = bool | int | float | str
 
 AGAIN = "copy or download it again"
-NO_DOWNLOAD = "nothing is downloaded, unless the name is hf:OWNER/REPO/FILE.gguf"
 """The way out where a file is damaged."""
+NO_DOWNLOAD = "nothing is downloaded, unless the name is hf:OWNER/REPO/FILE.gguf"
+"""The hint where there is no file."""
 
 _MAGIC = b"GGUF"
 # Source: ggml/include/gguf.h, gguf_type.
