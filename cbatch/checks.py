@@ -16,7 +16,7 @@ from dataclasses import field, fields
 from functools import cache, lru_cache
 from typing import Any, NoReturn
 
-from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, near, words_of
+from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, near_or_known, words_of
 from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of, token_of
 
 MAX_INT = 2**31 - 1
@@ -255,7 +255,7 @@ def check_keys(name: str, mapping: Mapping[str, Any], known: Sequence[str]) -> N
     """Check that a mapping has no keys but the known ones."""
     for key in mapping:
         if key not in known:
-            others = near(str(key), known) or f"known are {', '.join(known)}"
+            others = near_or_known(str(key), known)
             raise ConfigError(f"{name} has the unknown key {key!r}; {others}")
 
 

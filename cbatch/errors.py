@@ -38,6 +38,11 @@ def near(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
+def near_or_known(name: str, known: Sequence[str]) -> str:
+    """Return the names that a wrong one is like, as a question; if there is none, all known ones."""
+    return near(name, known) or f"known are {', '.join(known)}"
+
+
 def words_of(error: BaseException) -> str:
     """Return an error's text without Python's own words, or its type's name where the text is empty or `str` fails."""
     if isinstance(error, UnicodeDecodeError):
@@ -146,8 +151,7 @@ class UnsupportedOptionError(RequestError, ConfigError):
     def __init__(self, option: str, known: Sequence[str] = (), *, reason: str = "") -> None:
         """Keep the option's name; `known` lists the options that exist, `reason` why this one cannot be used."""
         self.option = option
-        others = near(option, known) or f"known are {', '.join(sorted(known))}"
-        unknown = f"unknown option {option!r}; {others}"
+        unknown = f"unknown option {option!r}; {near_or_known(option, sorted(known))}"
         super().__init__(f"{option}: {reason}" if reason else unknown)
 
 

@@ -151,7 +151,7 @@ class DryBreakers:
     strings: tuple[str, ...]
 
 
-_STRUCTURE = ("json_schema", "response_format", "regex", "choice", "grammar")
+STRUCTURE = ("json_schema", "response_format", "regex", "choice", "grammar")
 """Options for what an answer must match; a request has one of them at most."""
 
 
@@ -495,7 +495,7 @@ class RunOptions:
             self._settle("top_logprobs", old.top_logprobs if has_alternatives else None)
 
     def _check_structure(self) -> None:
-        given = [name for name in _STRUCTURE if getattr(self, name) is not None]
+        given = [name for name in STRUCTURE if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both constrain the answer: give one of them")
         if self.response_format is not None:
@@ -575,7 +575,7 @@ class RunOptions:
             return other
         if other == NO_OPTIONS:
             return self
-        kept = _NAMES.difference(_STRUCTURE) if given.keys() & set(_STRUCTURE) else _NAMES
+        kept = _NAMES.difference(STRUCTURE) if given.keys() & set(STRUCTURE) else _NAMES
         if self.logprobs is False:
             kept = kept.difference(("top_logprobs",))
         if self.chat_template_kwargs and other.chat_template_kwargs:

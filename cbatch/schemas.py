@@ -13,7 +13,7 @@ from cbatch.errors import ConfigError
 _PLAIN: Mapping[Any, str] = types.MappingProxyType(
     {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 )
-_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"}) | {
+OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"}) | {
     *("$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas", "propertyNames")
 }
 """Keys beside `properties` that may allow an object more."""
@@ -57,7 +57,7 @@ def closed(schema: Any) -> Any:
     for key in _NAMED:
         if isinstance(found.get(key), Mapping):
             found[key] = {name: closed(inner) for name, inner in found[key].items()}
-    if isinstance(found.get("properties"), Mapping) and not found.keys() & _OPEN:
+    if isinstance(found.get("properties"), Mapping) and not found.keys() & OPENS:
         found["additionalProperties"] = False
     return found
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from cbatch.checks import check_depth, parsed, shown
 from cbatch.errors import ConfigError
 from cbatch.plain import list_of, plain, plain_for_json, text_of
-from cbatch.schemas import closed, tool_of_function
+from cbatch.schemas import OPENS, closed, tool_of_function
 
 Tool: TypeAlias = Mapping[str, Any]
 ToolFunction: TypeAlias = Callable[..., Any]
@@ -28,10 +28,8 @@ TEMPLATE_NAMES = frozenset(
 )
 """Variables that cbatch itself gives a chat template. Source: llama_cpp/llama_chat_format.py, Jinja2ChatFormatter."""
 
-_OPENS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"}) | {
-    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "dependentSchemas", "propertyNames")
-}
-"""Keys of a schema that may allow an object more than its `properties`."""
+_OPENS = OPENS | {"not"}
+"""Keys of a schema beside which a function's arguments are left as they are."""
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _CHOICES = {name: name for name in ("none", "auto", "required")} | {"any": "required"}

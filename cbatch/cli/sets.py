@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cbatch.checks import shown
-from cbatch.errors import ConfigError, near
+from cbatch.errors import ConfigError, near_or_known
 from cbatch.options import RunOptions
 
 FROM_FILE = ("json_schema", "response_format", "grammar", "tools", "chat_template_kwargs")
@@ -45,8 +45,7 @@ def set_options(given: Collection[str], taken: Collection[str]) -> dict[str, Any
 def _check_name(name: str, taken: Collection[str], found: Collection[str]) -> None:
     known = _kinds()
     if name not in known:
-        others = near(name, known) or f"known are {', '.join(sorted(known))}"
-        raise ConfigError(f"--set {name}: unknown option; {others}")
+        raise ConfigError(f"--set {name}: unknown option; {near_or_known(name, sorted(known))}")
     if name in taken:
         raise ConfigError(
             f"--set {name}: --{name.replace('_', '-')} gives this option too: leave one of them out"

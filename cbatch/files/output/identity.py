@@ -22,7 +22,7 @@ from cbatch.files.input.item import bytes_of
 from cbatch.files.output.manifest import NUMBERED, record_key
 from cbatch.files.places import is_dash, real
 from cbatch.files.units import cut
-from cbatch.options import RunOptions
+from cbatch.options import STRUCTURE, RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,9 +36,6 @@ _WITHOUT_EFFECT = ("max_completion_tokens", "pause_every", "priority", "slot")
 """What an answer does not depend on; `max_completion_tokens` is merged into `max_tokens`."""
 
 _NAMES = tuple(f.name for f in fields(RunOptions) if f.name not in _WITHOUT_EFFECT)
-
-_STRUCTURE = ("json_schema", "response_format", "regex", "choice", "grammar")
-"""A value of one replaces the defaults of all. Source: `RunOptions.over`."""
 
 _values = attrgetter(*_NAMES)
 
@@ -93,8 +90,8 @@ class Digests:
         if not said:
             return self._defaults
         defaults = self._defaults
-        if not said.keys().isdisjoint(_STRUCTURE):
-            defaults = {name: v for name, v in defaults.items() if name not in _STRUCTURE}
+        if not said.keys().isdisjoint(STRUCTURE):
+            defaults = {name: v for name, v in defaults.items() if name not in STRUCTURE}
         both = {**defaults, **said}
         return {name: both[name] for name in _NAMES if name in both}
 
