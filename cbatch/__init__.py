@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from cbatch.loading import load
     from cbatch.messages import BatchPrompt, LookAhead
-    from cbatch.options import RunOptions
+    from cbatch.options import LogitsProcessor, RunOptions
     from cbatch.response import (
         BatchError,
         BatchOutputChunk,
@@ -73,6 +73,7 @@ __all__ = [
     "GrammarError",
     "IncompatibleLlamaError",
     "InsideStepError",
+    "LogitsProcessor",
     "LookAhead",
     "ModelLoadError",
     "OutputError",
@@ -103,7 +104,7 @@ _MODULES = {
         "BatchPrompt",
         "LookAhead",
     ),
-    "options": ("RunOptions",),
+    "options": ("LogitsProcessor", "RunOptions"),
     "response": (
         "BatchError",
         "BatchOutputChunk",

@@ -55,7 +55,9 @@ def given_only(value: Any) -> str:
     """Return a dataclass's values as `repr` shows them: those that are not the default, cut where they are long."""
     found = ((f.name, f.default, getattr(value, f.name)) for f in fields(value) if f.repr)
     given = (
-        f"{name}={shown(v)}" for name, default, v in found if v is not default and v != default
+        f"{name}={shown(v)}"
+        for name, default, v in found
+        if v is not default and (default is None or v != default)
     )
     return f"{type(value).__name__}({', '.join(given)})"
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from cbatch.checks import (
     MAX_GRAMMAR_LENGTH,
@@ -33,7 +34,7 @@ from cbatch.checks import (
     strings_of,
     token_ids,
 )
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.plain import flag_of, int_of, list_of, number_of, text_of
 from cbatch.schemas import SchemaClass, closed, schema_of_class
 from cbatch.tools import (
@@ -50,6 +51,10 @@ from cbatch.tools import (
     read_choice,
     template_choice,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_SEED = 2**64 - 1
 
@@ -92,6 +97,30 @@ MAX_BREAKER_BYTES = 40
 
 AdapterSet: TypeAlias = "tuple[tuple[str, float], ...]"
 """Names of LoRA adapters with their scales, in order of names; empty for the model alone."""
+
+
+class LogitsProcessor(Protocol):
+    """A caller's own change of the logits; llama-cpp-python's `LogitsProcessorList` is one."""
+
+    def __call__(
+        self, token_ids: NDArray[np.int32], logits: NDArray[np.float32], /
+    ) -> NDArray[np.floating[Any]] | None:
+        """Change the logits of the next token, in the thread that computes: all requests wait meanwhile.
+
+        Args:
+            token_ids: (n_tokens,) int32, read-only: the prompt and the answer so far, also what was removed from the
+                window.
+            logits: (n_vocab,) float32: the model's own, before grammar, bias, penalties and all samplers. A copy, to be
+                changed in place; −∞ bans a token.
+
+        Returns:
+            None, or the logits to take instead: (n_vocab,) floats, without NaN and +∞.
+
+        Raises:
+            Exception: any ends this request alone, with a `RequestFailedError` whose cause it is. What is no
+                `Exception` ends the engine, or is raised by `Engine.step`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +298,15 @@ def _bias(name: str, value: object) -> float:
     return float(check_float(name, value, -1e4, 1e4))
 
 
+def check_processor(name: str, value: object) -> LogitsProcessor:
+    """Return a processor of logits."""
+    if not callable(value) or iscoroutinefunction(value):
+        raise ConfigError(
+            f"{name} must be a function of (token_ids, logits), which works only in this process, not {shown(value)}"
+        )
+    return value
+
+
 def check_texts(name: str, value: object) -> tuple[str, ...]:
     """Return the different texts of which an answer is to be one."""
     found = None if text_of(value) is not None else list_of(value)
@@ -289,7 +327,12 @@ def _literal(text: str) -> str:
 
 
 def check_runs_through(options: RunOptions) -> RunOptions:
-    """Return options; refuse those of requests that pause, where nobody is there to resume them."""
+    """Return options for a run over files; refuse to pause, as nobody resumes, and what no record can tell."""
+    if options.logits_processor is not None:
+        why = (
+            "works only in this process, with engine.run: a run over files cannot record a function"
+        )
+        raise UnsupportedOptionError("logits_processor", reason=why)
     if options.pause_every is not None:
         raise ConfigError(
             f"pause_every={options.pause_every} needs a program that calls engine.resume: leave it out"
@@ -347,6 +390,9 @@ class RunOptions:
             colon, quotation mark, asterisk.
         logit_bias: token ids, also written as strings, to what is added to their logits: −10,000 … 10,000, or −∞ to
             ban a token; at most 4,096.
+        logits_processor: a function of (token ids, logits) that changes the model's logits before everything else, see
+            `LogitsProcessor`. Slow: it is called for each token while all requests wait. Only in this process: not with
+            replicas, over HTTP or in files.
         seed: 0 … 2⁶⁴ − 1; 0 is a seed like any other. Default: drawn, and reported in the result.
         n: answers to this prompt, 1 … 128, in `result.choices`; the prompt is computed once. Default: 1.
         best_of: answers to compute, of which the `n` with the highest mean log-probability are kept, n … 128.
@@ -426,6 +472,7 @@ class RunOptions:
     dry_penalty_last_n: int | None = checked(check_int, 0, MAX_LAST_N)
     dry_sequence_breakers: Sequence[str] | None = checked(check_dry_breakers)
     logit_bias: Mapping[int, float] | None = checked(check_logit_bias)
+    logits_processor: LogitsProcessor | None = checked(check_processor)
     seed: int | None = checked(check_int, 0, MAX_SEED)
     n: int | None = checked(check_int, 1, MAX_CHOICES)
     best_of: int | None = checked(check_int, 1, MAX_CHOICES)
@@ -573,7 +620,7 @@ class RunOptions:
         given = {name: value for name in _NAMES if (value := getattr(self, name)) is not None}
         if not given:
             return other
-        if other == NO_OPTIONS:
+        if all(getattr(other, name) is None for name in _NAMES):
             return self
         kept = _NAMES.difference(STRUCTURE) if given.keys() & set(STRUCTURE) else _NAMES
         if self.logprobs is False:

@@ -40,11 +40,11 @@ int32_t row_sample(const sample_code & code, row_binding * b, const row_task & t
     cbatch_logprobs * report = b->has_logprobs ? task.report : nullptr;
     double log_total = NAN;
     if (report != nullptr) {
-        log_total = code.report(task.logits, task.n_vocab, b->n_top, scratch, report);
+        log_total = code.report(task.model, task.n_vocab, b->n_top, scratch, report);
     }
     const int32_t token = choose(code, b, task, scratch);
     if (report != nullptr) {
-        const double logit = token >= 0 ? static_cast<double>(task.logits[token]) : NAN;
+        const double logit = token >= 0 ? static_cast<double>(task.model[token]) : NAN;
         report->logprob = static_cast<float>(logit - log_total);
     }
     return token;
@@ -78,7 +78,7 @@ int32_t cbatch_sample_row(float * logits, int32_t n_vocab, const cbatch_binding 
     if (memory == nullptr) {
         return CBATCH_NO_TOKEN;
     }
-    const row_task task = {logits, n_vocab, mask, i_output, logprobs, kept};
+    const row_task task = {logits, logits, n_vocab, mask, i_output, logprobs, kept};
     const int32_t token = row_sample(*code, &b, task, sample_scratch_at(memory, n_vocab));
     free(memory);
     return token;

@@ -43,7 +43,7 @@ struct binding {
 // One row to sample in the current step.
 struct output_row {
     int32_t i_chunk;
-    int32_t i_mask;   // its place among the chunks with an output
+    int32_t i_mask;   // its place among the chunks with an output: in masks and in rows
     int32_t i_token;  // index in the batch
     int32_t i_output;
     float * logits;
@@ -94,7 +94,8 @@ struct cbatch_stepper {
     int32_t * out;                     // the caller's, at the current step
     cbatch_logprobs * logprobs;        // the caller's, at the current step, or NULL
     const uint32_t * const * masks;    // the caller's, or NULL
-    void (*await_masks)(void);         // the caller's, or NULL
+    float ** given_rows;               // the caller's, or NULL
+    void (*await_rows)(void);          // the caller's, or NULL
     const cbatch_scoring * scoring;    // the caller's, or NULL
 
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
@@ -219,8 +220,8 @@ int32_t check_scoring(const cbatch_stepper & s, const cbatch_chunk * chunks, int
 }
 
 int32_t check_run(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
-                  int32_t n_steps, int64_t budget_us, bool has_masks) {
-    if (n_steps < 1 || budget_us < 0 || (has_masks && n_steps > 1)) {
+                  int32_t n_steps, int64_t budget_us, bool is_single) {
+    if (n_steps < 1 || budget_us < 0 || (is_single && n_steps > 1)) {
         return CBATCH_BAD_STEPS;
     }
     if (n_chunks < 1) {
@@ -333,6 +334,11 @@ void fetch_rows(cbatch_stepper * s) {
     for (int32_t i = 0; i < s->n_scores; i++) {
         s->scores[i].logits = s->api.get_logits_ith(s->ctx, s->scores[i].i_token);
     }
+    if (s->given_rows != nullptr) {
+        for (int32_t i = 0; i < s->n_rows; i++) {
+            s->given_rows[s->rows[i].i_mask] = s->rows[i].logits;
+        }
+    }
 }
 
 void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratch) {
@@ -345,7 +351,8 @@ void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratc
     }
     if (row.logits != nullptr) {
         const uint32_t * mask = s->masks != nullptr ? s->masks[row.i_mask] : nullptr;
-        const row_task task = {row.logits, s->sizes.n_vocab, mask, row.i_output, report, nullptr};
+        float * given = s->given_rows != nullptr ? s->given_rows[row.i_mask] : row.logits;
+        const row_task task = {row.logits, given, s->sizes.n_vocab, mask, row.i_output, report, nullptr};
         token = row_sample(*s->code, &s->bindings[s->chunks[row.i_chunk].slot].row, task, scratch);
     }
     s->out[row.i_chunk] = token;
@@ -442,8 +449,8 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
         return false;
     }
     const auto t_sample = steady::now();
-    if (s->await_masks != nullptr) {
-        s->await_masks();
+    if (s->await_rows != nullptr) {
+        s->await_rows();
     }
     sample_rows(s);
     report->sample_ns += elapsed_ns(t_sample);
@@ -541,11 +548,11 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
 }
 
 int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
-                           int32_t n_steps, int64_t budget_us, const uint32_t * const * masks,
-                           void (*await_masks)(void), int32_t * out, cbatch_logprobs * logprobs,
+                           int32_t n_steps, int64_t budget_us, const uint32_t * const * masks, float ** rows,
+                           void (*await_rows)(void), int32_t * out, cbatch_logprobs * logprobs,
                            const cbatch_scoring * scoring, cbatch_report * report) noexcept {
     *report = {};
-    int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr);
+    int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr || rows != nullptr);
     if (code == CBATCH_OK && scoring != nullptr) {
         code = check_scoring(*s, chunks, n_chunks, *scoring, n_steps);
     }
@@ -562,7 +569,8 @@ int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int3
     s->out = out;
     s->logprobs = logprobs;
     s->masks = masks;
-    s->await_masks = await_masks;
+    s->given_rows = rows;
+    s->await_rows = await_rows;
     s->scoring = scoring;
     run(s, tokens, n_steps, budget_us, report);
     return CBATCH_OK;

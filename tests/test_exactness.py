@@ -64,8 +64,9 @@ class RecordingStepper(NativeStepper):
         masks: Any = None,
         await_masks: Any = None,
         pads: Collection[Chunk] = (),
+        changes: Any = None,
     ) -> StepResult:
-        result = super().run(chunks, masks=masks, pads=pads)
+        result = super().run(chunks, masks=masks, pads=pads, changes=changes)
         self.n_pad_rows += len(pads)
         self.n_rows_max = max(self.n_rows_max, len(chunks) - len(pads))
         if len(chunks[0].tokens) == 1:

@@ -90,8 +90,8 @@ CHAT: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-ELSEWHERE = {"parallel_tool_calls", "thinking_budget", "slot", "pause_every"}
-"""They take a model that calls twice or thinks (test_tool_calls), others in slots (test_chosen_slots), or somebody who
+ELSEWHERE = {"logits_processor", "parallel_tool_calls", "thinking_budget", "slot", "pause_every"}
+"""They take a function (test_logits_processor), a model that calls twice or thinks (test_tool_calls), others in slots (test_chosen_slots), or somebody who
 resumes (test_quanta)."""
 
 

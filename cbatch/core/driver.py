@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.reply import Reply
 from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
-from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, Binding, Chunk, Slot
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, Binding, Chunk, OwnProcessor, Slot
 from cbatch.errors import (
     BannedTokensError,
     DeadlineError,
@@ -352,6 +352,7 @@ class SequenceDriver:
         constraint = self.compiled.get(request.grammar) if request.grammar else None
         # of held tokens none is sampled: they have all come before the next token is
         held = self.held.forced if self.held else ()
+        process = request.options.logits_processor
         return Binding(
             slot,
             output_origin,
@@ -362,6 +363,7 @@ class SequenceDriver:
             request.n_prompt_logprobs or 0,
             constraint=constraint,
             output=() if constraint is None else (*self.output, *held),
+            processor=None if process is None else OwnProcessor(process, self.given, self.output),
         )
 
     @property
@@ -531,16 +533,22 @@ class SequenceDriver:
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"
         elif self.request.grammar is not None:
-            bans = "logit_bias, the model's file or its logits rule out all that it allows"
+            bans = f"{self._bans} rule out all that it allows"
             self._fail_grammar(f"no token is left to go on with: {bans}", now)
             return
-        elif -math.inf in bias.values():
+        elif -math.inf in bias.values() and self.request.options.logits_processor is None:
             reason = "logit_bias bans every token that could follow: ban fewer tokens"
             self.finish("error", now, BannedTokensError(reason))
             return
         else:
-            reason = "no token is left to sample: logit_bias, the model's file or its logits rule out every one"
+            reason = f"no token is left to sample: {self._bans} rule out every one"
         self.finish("error", now, RequestFailedError(reason))
+
+    @property
+    def _bans(self) -> str:
+        """What may have ruled out tokens."""
+        own = "" if self.request.options.logits_processor is None else "logits_processor, "
+        return f"{own}logit_bias, the model's file or its logits"
 
     def _fail_grammar(self, reason: str, now: float) -> None:
         """End a sequence whose grammar cannot be followed any further."""

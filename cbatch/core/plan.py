@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, NewType
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.options import AdapterSet, Sampling
+    from cbatch.errors import RequestFailedError
+    from cbatch.options import AdapterSet, LogitsProcessor, Sampling
 
 Slot = NewType("Slot", int)
 
@@ -107,6 +108,16 @@ ANYWHERE = PromptCuts()
 
 
 @dataclass(frozen=True, slots=True)
+class OwnProcessor:
+    """A request's own processor of logits, and what it is told of the sequence."""
+
+    function: LogitsProcessor
+    prompt: tuple[int, ...] = field(repr=False)
+    output: Sequence[int] = field(repr=False)
+    """The sequence's own list, to be read only: whenever a row is sampled, all output so far is in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Binding:
     """What the backend must know of a sequence that enters a slot; it holds until the slot is bound again."""
 
@@ -129,6 +140,8 @@ class Binding:
     """What the sequence must match, as the backend's `Grammars` compiled it; None for anything."""
     output: tuple[int, ...] = ()
     """With a constraint: the output so far, which it has followed."""
+    processor: OwnProcessor | None = None
+    """What changes each row of logits before anything else does; None for nothing."""
 
 
 @dataclass(slots=True)
@@ -171,7 +184,7 @@ class StepPlan:
     """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
     Where a slot is bound with a constraint, no token is sampled that it does not allow; such a chunk with an output
-    is done in one step alone, for what is allowed next depends on what was sampled.
+    is done in one step alone, for what is allowed next depends on what was sampled. So is one with a processor.
     `chunks` are in ascending order of slot, one a slot at most, with `N_TARGETS_MAX` targets at most in all. With
     `n_steps` > 1 every chunk has an output and none has targets, and each further step computes the token that the
     step before sampled, one a slot. The run ends early after a step in which a row sampled one of its stop tokens or
@@ -258,6 +271,8 @@ class StepResult:
     """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; a constraint with nothing to say is left out."""
+    failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
+    """Why processors of logits failed; broken rows stand for the tokens of their slots."""
 
     @property
     def later_s(self) -> float:

@@ -405,7 +405,7 @@ class ContinuousBatchScheduler:
         is_turn = self._quantum and n_waiting
         has_checkpoints = self._has_checkpoints
         for d in group:
-            if d.request.grammar is not None:
+            if d.request.grammar is not None or d.request.options.logits_processor is not None:
                 return 1, 0.0
             if has_checkpoints and slot_plan.n_to_mark(d, d.n_computed) is not None:
                 return 1, 0.0  # the next plan takes a checkpoint
@@ -473,6 +473,10 @@ class ContinuousBatchScheduler:
                 n_prompt += n_chunk
             scores = result.scores.get(chunk.slot)
             if scores and not driver.take_scores(scores, now):
+                finished.append(driver)
+                continue
+            if failure := result.failures.get(chunk.slot):
+                driver.finish("error", now, failure)
                 finished.append(driver)
                 continue
             if n_computed < driver.n_prompt or n_computed < driver.n_reached:

@@ -54,6 +54,10 @@ def _offers_no_tools(asked: Asked) -> bool:
     return not asked.options.offered_tools
 
 
+def _samples_nothing(asked: Asked) -> bool:
+    return bool(asked.options.prefill_only) or asked.options.max_tokens == 0
+
+
 _NEUTRAL: Mapping[str, float] = {
     "dry_multiplier": 0,
     "dry_penalty_last_n": 0,
@@ -93,6 +97,7 @@ _OF_A_REQUEST: tuple[tuple[tuple[str, ...], _Without, str], ...] = (
     (("thinking_budget",), _is_no_chat, "without messages: only chats think"),
     (("parallel_tool_calls",), _offers_no_tools, "without tools"),
     (("strict_max_tokens",), lambda a: a.options.max_tokens is None, "without max_tokens"),
+    (("logits_processor",), _samples_nothing, "where nothing is sampled"),
     (("strict_max_tokens",), lambda a: bool(a.options.n_discard), "with n_discard"),
 )
 """Options that are given, when they have no effect, and how the warning goes on."""

@@ -72,6 +72,7 @@ REFUSED: Mapping[str, str] = {
     "truncate_prompt_tokens": "shorten the prompt",
     "chat_template": "the server's own is used",
     "documents": "write them into a message",
+    "logits_processor": "it works only in the server's process; use logit_bias or a grammar",
     "pause_every": "nobody resumes a request here",
 }
 """Names that would change the answer, with what to do instead."""

@@ -21,7 +21,7 @@ from cbatch.checks import (
     shown,
     token_ids,
 )
-from cbatch.errors import CBatchError, ConfigError, RequestFailedError
+from cbatch.errors import CBatchError, ConfigError, RequestFailedError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt
 from cbatch.model_facts import ModelFacts
 from cbatch.options import MAX_SEED, RunOptions
@@ -132,7 +132,14 @@ def prompt_of_json(said: object) -> BatchPrompt:
 
 
 def options_as_json(options: RunOptions) -> dict[str, Any]:
-    """Return the options that are set; a bias of −∞ as the text "-inf", no limit of time as the longest one."""
+    """Return the options that are set; a bias of −∞ as the text "-inf", no limit of time as the longest one.
+
+    Raises:
+        UnsupportedOptionError: one that a process cannot give to another.
+    """
+    if options.logits_processor is not None:
+        why = "works only in this process, but this engine computes in another one"
+        raise UnsupportedOptionError("logits_processor", reason=why)
     given = {name: value for name in _OPTIONS if (value := getattr(options, name)) is not None}
     if given.get("timeout_s") == math.inf:
         given["timeout_s"] = MAX_TIME_S

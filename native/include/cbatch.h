@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 6
+#define CBATCH_ABI_VERSION 7
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -42,7 +42,7 @@ extern "C" {
 #define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too high, a pad row of several tokens
 #define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab): to compute, in a history, with a bias
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
-#define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks or a chunk without output; a budget below 0
+#define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks, rows or a chunk without output; a budget below 0
 #define CBATCH_NOT_BOUND 10     // a chunk with output in a slot that was never bound
 #define CBATCH_BAD_SCORES 11    // targets: more than n_scores or than the chunk has tokens to score, a token id outside
                                 // [0, n_vocab), alternatives out of range, or n_steps above 1
@@ -125,7 +125,7 @@ typedef struct cbatch_binding {
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
 } cbatch_binding;
 
-// Log-probabilities of one token by the model's own logits: before mask, bias, penalties, filters, temperature.
+// Log-probabilities of one token by the model's own logits: before a changed row, mask, bias, penalties, filters, temperature.
 typedef struct cbatch_logprobs {
     float logprob;                      // of the token; NaN for a broken row
     int32_t n_top;                      // alternatives that follow: as many as asked for, or all with a finite logit
@@ -198,17 +198,20 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //   budget_us: microseconds, 0 = no limit.
 //   masks: NULL, or one pointer for each chunk with an output, NULL or to (n_vocab + 31) / 32 words: a token is allowed
 //     where bit token % 32 of word token / 32 is set. Not with n_steps above 1.
-//   await_masks: NULL, or called once before the masks are read, where the step was decoded: it returns when they are
-//     written, so that they can be made while a device decodes.
+//   rows: NULL, or (outputs) written where the step was decoded: the address of each output's logits, NULL where llama.cpp
+//     gave none. What stands there after await_rows is sampled; log-probabilities are of the model's own. Not with n_steps
+//     above 1.
+//   await_rows: NULL, or called once before masks and rows are read, where the step was decoded: it returns when they are
+//     written, so that masks can be made while a device decodes.
 //   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
 //   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
 //   scoring: NULL, or targets whose log-probabilities are to be reported; written where the step was done. Not with n_steps above 1.
-// A row of logits that llama.cpp gives may be changed while it is sampled; it is as before afterwards.
+// A row of logits that is sampled may be changed meanwhile; it is as before afterwards.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
                                          const int32_t * tokens, int32_t n_steps, int64_t budget_us,
-                                         const uint32_t * const * masks, void (*await_masks)(void), int32_t * out,
-                                         cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
+                                         const uint32_t * const * masks, float ** rows, void (*await_rows)(void),
+                                         int32_t * out, cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
                                          cbatch_report * report) CBATCH_NOEXCEPT;
 
 // Ask the run in flight, or else the next one, to end after its current step. From any thread.

@@ -48,5 +48,5 @@ def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.Monke
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ABI_VERSION", 99)
-    with pytest.raises(IncompatibleLlamaError, match=r"surface 6.*wants 99"):
+    with pytest.raises(IncompatibleLlamaError, match=r"surface 7.*wants 99"):
         library.load_library()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from cbatch.backend.llama.native import Masks
+    from cbatch.backend.llama.row_changes import RowChanges
     from cbatch.options import Sampling
     from tests.oracle.sampling import Logits, Mask
 
@@ -83,6 +84,7 @@ class PythonStepper:
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
         pads: Collection[Chunk] = (),
+        changes: RowChanges | None = None,
     ) -> StepResult:
         """Do up to `n_steps` steps; see `NativeStepper.run`."""
         padded = {c.slot for c in pads}
@@ -102,13 +104,15 @@ class PythonStepper:
             decode_s += time.perf_counter() - step_begin
             if code:
                 break
+            scores = self._scores(fed, rows)
+            outputs = [(i, row) for i, j, row in rows if _is_output(fed[i], j)]
+            outputs.sort(key=lambda row: row[0])
+            changed = self._changed([row for _, row in outputs], changes)
             if await_masks is not None:
                 await_masks()
-            scores = self._scores(fed, rows)
-            sampled = [(i, row) for i, j, row in rows if _is_output(fed[i], j)]
-            for i_row, (i, logits) in enumerate(sorted(sampled, key=lambda row: row[0])):
+            for i_row, (i, logits) in enumerate(outputs):
                 mask = None if masks is None else masks[i_row]
-                token = self._sample(chunks[i], len(tokens[i]), logits, mask)
+                token = self._sample(chunks[i], len(tokens[i]), changed[i_row], mask)
                 tokens[i].append(token)
                 n_top = self._bindings[chunks[i].slot].n_logprobs
                 reports[i] += [] if n_top is None else [logprobs(logits, token, n_top)]
@@ -118,6 +122,21 @@ class PythonStepper:
         return StepResult(
             tokens, n_done, code, decode_s, sample_s, first_s, logprobs=found, scores=scores
         )
+
+    def _changed(self, rows: list[Logits], changes: RowChanges | None) -> list[Logits]:
+        if changes is None:
+            return rows
+        for i, row in enumerate(rows):
+            changes.addresses[i] = row.ctypes.data if len(row) == self._n_vocab else None
+        changes.make(self._n_vocab)
+        return [
+            row if at is None else self._row_at(at)
+            for row, at in zip(rows, changes.addresses, strict=True)
+        ]
+
+    def _row_at(self, address: int) -> Logits:
+        floats = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(floats, (self._n_vocab,)).copy()
 
     def _reports(self, chunk: Chunk) -> bool:
         return chunk.has_output and self._bindings[chunk.slot].n_logprobs is not None
@@ -185,8 +204,7 @@ class PythonStepper:
         row = self._api.get_logits_ith(self._ctx, i_token)
         if not row:
             return np.full(1, np.nan, dtype=np.float32)
-        floats = ctypes.cast(row, ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(floats, (self._n_vocab,)).copy()
+        return self._row_at(row)
 
     def _sample(self, chunk: Chunk, n_sampled: int, logits: Logits, mask: Mask | None) -> int:
         binding = self._bindings[chunk.slot]

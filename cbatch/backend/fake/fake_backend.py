@@ -24,9 +24,11 @@ from cbatch.backend.fake.fake_tokens import (
     mix,
     tag_of,
 )
+from cbatch.backend.logits_processors import LogitsProcessors
 from cbatch.core.plan import (
     ANYWHERE,
     BROKEN_ROW,
+    EMPTY_ROW,
     N_TARGETS_MAX,
     Binding,
     Chunk,
@@ -37,7 +39,7 @@ from cbatch.core.plan import (
     StepResult,
     TokenLogprobs,
 )
-from cbatch.errors import ConfigError, PlanError
+from cbatch.errors import ConfigError, PlanError, RequestFailedError
 from cbatch.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -161,6 +163,8 @@ class FakeBackend:
         self._tag = 0
         self._scores: dict[Slot, list[TokenLogprobs]] = {}
         self._bound: dict[Slot, _Bound] = {}
+        self._processors = LogitsProcessors()
+        self._failures: dict[Slot, RequestFailedError] = {}
         self.grammars = FakeGrammars()
         self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
@@ -171,6 +175,7 @@ class FakeBackend:
         self._check(plan)
         self._kv.check(plan)
         self.plans.append(plan)
+        self._failures = {}
         lost = self._kv.do(plan)
         self._bind(plan)
         tokens: list[list[int]] = [[] for _ in plan.chunks]
@@ -191,6 +196,7 @@ class FakeBackend:
             logprobs=found,
             scores=self._scores if n_done else {},
             grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
+            failures=self._failures,
         )
 
     def _bind(self, plan: StepPlan) -> None:
@@ -198,9 +204,11 @@ class FakeBackend:
         if plan.is_rebuild:
             self.n_rebuilt += 1
             self._bound.clear()
+            self._processors.clear()
         self._tag = tag_of(plan.adapters)
         for b in plan.binds:
             self._bound[b.slot] = _Bound(b, History(b.history), matcher_of(b))
+            self._processors.bind(b)
 
     def _steps(self, plan: StepPlan, tokens: list[list[int]]) -> tuple[int, int, float]:
         """Do a plan's steps and add to `tokens`; return how many were done, the code and when the first one ended."""
@@ -333,7 +341,20 @@ class FakeBackend:
         token = self.next_token(
             self._kv.states[slot], bound.history.tokens, bound.binding, len(self.cells[slot])
         )
-        return bound.matcher.choose(token) if bound.matcher else token
+        if bound.binding.processor is not None:
+            token = self._processed(slot, token)
+        return bound.matcher.choose(token) if bound.matcher and token >= 0 else token
+
+    def _processed(self, slot: Slot, token: int) -> int:
+        """Return the likeliest token of a row, in which `token` was, after the slot's processor changed it."""
+        n = self.vocab.n_vocab
+        row = (-((np.arange(n) - token) % n) / n).astype(np.float32)
+        try:
+            self._processors.change(slot, row)
+        except RequestFailedError as error:
+            self._failures[slot] = error
+            return BROKEN_ROW
+        return int(row.argmax()) if row.max() > -np.inf else EMPTY_ROW
 
     def next_token(self, state: int, history: Sequence[int], binding: Binding, n_cells: int) -> int:
         """Return the token that follows cells which lead to a state, before a constraint changes it."""
@@ -354,14 +375,16 @@ class FakeBackend:
         ]
 
     def _ends(self, chunk: Chunk, token: int | None) -> bool:
-        return token == BROKEN_ROW or token in self._bound[chunk.slot].binding.stop_tokens
+        return (
+            token in (BROKEN_ROW, EMPTY_ROW) or token in self._bound[chunk.slot].binding.stop_tokens
+        )
 
     def _check(self, plan: StepPlan) -> None:
         """Refuse a plan that breaks a rule of `StepPlan`, whatever slots hold."""
         chunks, is_one_step = plan.chunks, plan.n_steps == 1
         bindings = {} if plan.is_rebuild else {slot: b.binding for slot, b in self._bound.items()}
         bindings.update((b.slot, b) for b in plan.binds)
-        constrained = [slot for slot, binding in bindings.items() if binding.constraint]
+        constrained = [slot for slot, b in bindings.items() if b.constraint or b.processor]
         n_targets = sum(len(c.targets) for c in chunks)
         broken = {
             "the backend is closed": self.is_closed,
@@ -373,7 +396,7 @@ class FakeBackend:
             ),
             "only steps with outputs can be repeated": not is_one_step
             and not all(c.has_output for c in chunks),
-            "steps under a constraint cannot be repeated": not is_one_step
+            "steps under a constraint or with a processor cannot be repeated": not is_one_step
             and any(c.slot in constrained for c in chunks),
             "no such adapter": any(name not in self.adapters for name, _ in plan.adapters),
             "a slot was never bound": any(c.has_output and c.slot not in bindings for c in chunks),

@@ -20,7 +20,7 @@ from cbatch.errors import IncompatibleLlamaError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
@@ -38,7 +38,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
     "cbatch_stepper_run": (
         _int,
-        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 6],
+        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 7],
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
     "cbatch_log_init": (_pointer, [_int]),

@@ -472,6 +472,7 @@ def _mended(result: StepResult, rows: Sequence[int], found: StepResult) -> StepR
         tokens=tokens,
         logprobs=logprobs,
         scores={**result.scores, **found.scores},
+        failures={**result.failures, **found.failures},
         decode_s=result.decode_s + found.decode_s,
         sample_s=result.sample_s + found.sample_s,
     )

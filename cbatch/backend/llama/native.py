@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from cbatch.backend.llama.row_changes import RowChanges
+
     Masks: TypeAlias = "Sequence[NDArray[np.uint32] | None] | NDArray[np.uint32]"
 
 _PAD_ROW = 2
@@ -57,7 +59,7 @@ _MEANINGS = {
     6: "no chunk, a chunk without tokens, a pad row of several, or a start out of range",
     7: "a token id outside the vocabulary: to compute, in a history, or with a bias",
     8: "more tokens than n_batch",
-    9: "n_steps below 1, or several steps while a chunk has no output or masks are given",
+    9: "n_steps below 1, or several steps while a chunk has no output, or masks or changes are given",
     10: "an output in a slot that was never bound",
     11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
 }
@@ -154,6 +156,7 @@ class NativeStepper:
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
         pads: Collection[Chunk] = (),
+        changes: RowChanges | None = None,
     ) -> StepResult:
         """Do up to `n_steps` steps, feeding each sampled token to the next.
 
@@ -162,13 +165,14 @@ class NativeStepper:
 
         Args:
             chunks: what to compute.
-            n_steps: most steps; 1 where there are masks.
+            n_steps: most steps; 1 where there are masks or changes.
             slice_s: the run ends after the first step that ends later; 0 for no limit.
             masks: (n_rows, n_words) uint32, a row for each chunk with an output, `n_words` of 32 tokens each; token `i`
                 is allowed where bit `i % 32` of word `i // 32` is set. A sequence of rows may hold None for all tokens.
             await_masks: called once the step is decoded and before the masks are read: returns when they are written.
                 Not called where decoding fails. None where they are written already.
             pads: those of the chunks that are pad rows: nothing is sampled of them, and each step computes one more.
+            changes: made of rows once the step is decoded; log-probabilities are of the rows before.
 
         Raises:
             PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
@@ -193,7 +197,8 @@ class NativeStepper:
             n_steps,
             math.ceil(slice_s * 1e6),
             mask_rows,
-            None if masks is None or await_masks is None else _VoidFunction(await_masks),
+            None if changes is None else changes.addresses,
+            self._before_sampling(await_masks if masks is not None else None, changes),
             self._out_at,
             reports,
             None if scoring is None else scoring.at,
@@ -212,6 +217,20 @@ class NativeStepper:
             if mask is not None and not _is_mask(mask, n_words):
                 raise PlanError(f"a mask is {n_words} words of uint32 on end, not {mask!r}")
         return (ctypes.c_void_p * n_rows)(*(None if m is None else m.ctypes.data for m in masks))
+
+    def _before_sampling(
+        self, await_masks: Callable[[], object] | None, changes: RowChanges | None
+    ) -> Any:
+        """Return what native code calls once a step is decoded, or None for nothing."""
+        if changes is None:
+            return None if await_masks is None else _VoidFunction(await_masks)
+
+        def change_and_wait() -> None:
+            changes.make(self._n_vocab)
+            if await_masks is not None:
+                await_masks()
+
+        return _VoidFunction(change_and_wait)
 
     def _reports(self, chunks: Sequence[Chunk], n_steps: int) -> Any:
         """Return memory for log-probabilities, or None where no slot reports any."""

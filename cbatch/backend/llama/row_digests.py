@@ -13,6 +13,7 @@ from cbatch.backend.llama.native import NativeStepper
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from cbatch.backend.llama.row_changes import RowChanges
     from cbatch.core.plan import Binding, Chunk, Slot, StepResult
 
 RowDigests = dict[tuple[int, int], bytes]
@@ -41,9 +42,12 @@ class DigestingStepper(NativeStepper):
         masks: Any = None,
         await_masks: Any = None,
         pads: Collection[Chunk] = (),
+        changes: RowChanges | None = None,
     ) -> StepResult:
         """Do one step; see `NativeStepper.run`."""
-        result = super().run(chunks, masks=masks, await_masks=await_masks, pads=pads)
+        result = super().run(
+            chunks, masks=masks, await_masks=await_masks, pads=pads, changes=changes
+        )
         for i, chunk in enumerate(chunks):
             if result.n_steps and chunk.has_output and chunk.slot in self._seeds:
                 position = chunk.start + len(chunk.tokens) - 1

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.llama.pad_rows import N_GROUP
+from cbatch.backend.llama.row_changes import RowChanges, without_failed
+from cbatch.backend.logits_processors import LogitsProcessors
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.llama.pad_rows import PadRows
     from cbatch.core.plan import PromptCuts
+    from cbatch.errors import RequestFailedError
 
 _CELLS_UNKNOWN = -3
 """Stands for a failure after which a slot's cells are not known. Source: include/llama.h, llama_decode."""
@@ -41,6 +44,7 @@ class StepRunner:
         self._make_stepper, self._matchers, self._pad_rows = make_stepper, matchers, pad_rows
         self._cheaper_widths = cheaper_widths
         self._is_on_device = is_on_device
+        self._processors = LogitsProcessors()
         self.renew()
 
     def renew(self) -> None:
@@ -58,6 +62,7 @@ class StepRunner:
         for binding in bindings:
             self._stepper.bind(binding)
             self._matchers.bind(binding)
+            self._processors.bind(binding)
 
     def run(
         self,
@@ -86,7 +91,8 @@ class StepRunner:
         return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
-        """Have grammars follow what was sampled in at least one step that was done."""
+        """Have grammars follow what was sampled in at least one step that was done; tell what processors failed."""
+        result = without_failed(chunks, result)
         tokens, steps = self._matchers.follow(chunks, result.tokens)
         return replace(result, tokens=tokens, grammar_steps=steps) if steps else result
 
@@ -120,15 +126,28 @@ class StepRunner:
     ) -> StepResult:
         """Run the stepper; masks are made while a device computes, but before decoding where that needs the cores."""
         self.last_chunks = rows
+        changed = self._processors.of(rows)
+        changes = RowChanges(self._processors, changed, rows) if changed else None
+        result = self._run_masked(rows, pads, n_steps, slice_s, changes)
+        return result if changes is None else changes.told(result)
+
+    def _run_masked(
+        self,
+        rows: Sequence[Chunk],
+        pads: Sequence[Chunk],
+        n_steps: int,
+        slice_s: float,
+        changes: RowChanges | None,
+    ) -> StepResult:
         masks = self._matchers.masks(rows)
         if masks is None:
-            return self._stepper.run(rows, n_steps, slice_s, pads=pads)
+            return self._stepper.run(rows, n_steps, slice_s, pads=pads, changes=changes)
         if not self._is_on_device:
             self._matchers.fill(rows)
-            return self._stepper.run(rows, n_steps, slice_s, masks, pads=pads)
+            return self._stepper.run(rows, n_steps, slice_s, masks, pads=pads, changes=changes)
         await_masks = self._matchers.fill_meanwhile(rows)
         try:
-            return self._stepper.run(rows, n_steps, slice_s, masks, await_masks, pads)
+            return self._stepper.run(rows, n_steps, slice_s, masks, await_masks, pads, changes)
         finally:
             await_masks()  # the stepper does not where decoding failed
 
@@ -213,11 +232,13 @@ def _joined(
     tokens: dict[Slot, list[int]] = {}
     reports: dict[Slot, Sequence[TokenLogprobs]] = {}
     scores: dict[Slot, Sequence[TokenLogprobs]] = {}
+    failures: dict[Slot, RequestFailedError] = {}
     for group, result in zip(groups, results, strict=True):
         tokens.update((c.slot, t) for c, t in zip(group, result.tokens, strict=True))
         if result.logprobs:
             reports.update((c.slot, p) for c, p in zip(group, result.logprobs, strict=True))
         scores.update(result.scores)
+        failures.update(result.failures)
     decode_s, sample_s = sum(r.decode_s for r in results), sum(r.sample_s for r in results)
     return StepResult(
         [tokens[c.slot] for c in chunks],
@@ -227,5 +248,6 @@ def _joined(
         first_s=decode_s + sample_s,
         logprobs=[reports.get(c.slot, []) for c in chunks] if reports else (),
         scores=scores,
+        failures=failures,
         n_pad_rows=sum(r.n_pad_rows for r in results),
     )
