@@ -24,7 +24,7 @@ from cbatch.core.books import find_ledger_imbalance
 from cbatch.core.cell_ops import ToStore
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.kv import KvLedger
-from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, PromptCuts, Slot
+from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, OwnProcessor, PromptCuts, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
@@ -153,6 +153,7 @@ class Rig:
             request.stop_tokens,
             tuple(tokens),
             constraint=constraint_of(request),
+            processor=processor_of(request),
         )
         if not request.options.n_discard:
             return stream_alone(self.backend, tokens, binding, n_output, request.adapters)
@@ -181,6 +182,7 @@ class Rig:
                 (*tokens, *output),
                 constraint=constraint,
                 output=tuple(output),
+                processor=processor_of(request),
             )
             found = stream_alone(self.backend, context, binding, 1, request.adapters)
             if not found:  # the constraint cannot be followed
@@ -188,6 +190,12 @@ class Rig:
             context += found
             output += found
         return output
+
+
+def processor_of(request: Request) -> OwnProcessor | None:
+    """What stands for the request's processor of logits in `stream_alone`."""
+    function = request.options.logits_processor
+    return None if function is None else OwnProcessor(function, (), ())
 
 
 def constraint_of(request: Request) -> FakeConstraint | None:

@@ -38,7 +38,7 @@ from tests.helpers import (
     step,
     tokenize,
 )
-from tests.oracle.fake_streams import scores_alone
+from tests.oracle.fake_streams import rolled, scores_alone
 from tests.profiles import examples
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class Item:
     slot: int | None = None
     """A slot of its own choosing, modulo their number."""
     pause_every: int | None = None
+    is_processed: bool = False
+    """Whether it has a processor of logits."""
 
     @property
     def grammar(self) -> str | None:
@@ -180,6 +182,7 @@ ITEMS = st.builds(
     echo=st.sampled_from([False, False, True]),
     slot=st.sampled_from([None, None, None]) | st.integers(0, 4),
     pause_every=_rarely(st.integers(1, 9)),
+    is_processed=st.sampled_from([False, False, True]),
 )
 
 
@@ -330,6 +333,8 @@ def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
 def _request(rig: Rig, id: str, item: Item) -> Request:
     """Return an item's request; its stops are cut from the stream that it gives without them."""
     said: dict[str, Any] = {"adapter": item.adapter, "regex": item.grammar}
+    if item.is_processed:
+        said["logits_processor"] = rolled
     if item.window and rig.backend.memory.can_shift and not rig.backend.cuts:
         said["n_keep"], said["n_discard"] = item.window
     plain = make_request(id, item.prompt, seed=item.seed, ignore_eos=True, **said)

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from cbatch.backend.llama import native
 from cbatch.backend.llama.library import LlamaApi, library
 from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.llama.row_changes import RowChanges
 from cbatch.backend.llama.structs import NativeSizes
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepResult
+from cbatch.backend.logits_processors import LogitsProcessors
+from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, OwnProcessor, Slot, StepResult
 from cbatch.errors import EngineClosedError, PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.oracle import native_row
@@ -361,6 +363,53 @@ def test_masks_belong_to_the_chunks_with_an_output(make: MakeStepper) -> None:
     both = np.stack([only_3, only_4])
     assert stepper.run([chunk(0, 2, 1), chunk(3, 1, 1)], masks=both).tokens == [[3], [4]]
     assert stepper.run([chunk(0, 3, 1)]).tokens == [[9]]
+
+
+def changes_of(chunks: list[Chunk], **own: Callable[[Any, Any], Any]) -> RowChanges:
+    """The changes of a step's rows by processors of slots `s0`, `s1`, …"""
+    processors = LogitsProcessors()
+    for name, function in own.items():
+        slot = Slot(int(name[1:]))
+        processor = OwnProcessor(function, (1,), ())
+        processors.bind(Binding(slot, 0, GREEDY, (), processor=processor))
+    return RowChanges(processors, processors.of(chunks), chunks)
+
+
+def test_changed_rows_are_sampled_and_the_models_rows_stay(make: MakeStepper) -> None:
+    fake = Countdown()
+    stepper, ban_9 = make(fake), lambda _, row: row.__setitem__(9, -1)
+    stepper.bind(Binding(Slot(3), 0, GREEDY, (), n_logprobs=1))
+    chunks = [chunk(0, 0, 1, 2), chunk(1, 0, 1, has_output=False), chunk(2, 0, 1), chunk(3, 0, 1)]
+    plain = stepper.run(chunks)
+    again = [chunk(c.slot, c.start, *c.tokens, has_output=c.has_output) for c in chunks]
+    found = stepper.run(again, changes=changes_of(chunks, s2=ban_9, s3=ban_9))
+    assert plain.tokens == [[9], [], [9], [9]]
+    assert found.tokens == [[9], [], [8], [8]]
+    assert found.logprobs[3][0].top == plain.logprobs[3][0].top
+    assert all(row.max() == 10 for row in fake.rows)
+
+
+def test_masks_come_after_changed_rows(make: MakeStepper) -> None:
+    stepper, chunks = make(Countdown()), [chunk(0, 0, 1)]
+    mask = np.array([1 << 3 | 1 << 5, 0], dtype=np.uint32)
+    changes = changes_of(chunks, s0=lambda _, row: row.put([3, 7], [20, 30]))
+    waited: list[int] = []
+    found = stepper.run(chunks, masks=[mask], await_masks=lambda: waited.append(1), changes=changes)
+    assert (found.tokens, waited) == ([[3]], [1])
+
+
+def test_row_that_is_not_there_is_not_changed(make: MakeStepper) -> None:
+    chunks, called = [chunk(0, 0, 1), chunk(1, 0, 1)], list[int]()
+    fake = FakeLlama(next_token=lambda slot, _: -slot - 1)
+    changes = changes_of(chunks, s0=lambda *_: called.append(0), s1=lambda *_: called.append(1))
+    assert changes.told(make(fake).run(chunks, changes=changes)).tokens == [[BROKEN_ROW]] * 2
+    assert called == []
+
+
+def test_changes_with_several_steps_raise(make: MakeStepper) -> None:
+    chunks = [chunk(0, 0, 1)]
+    with pytest.raises(PlanError):
+        make(Countdown()).run(chunks, n_steps=2, changes=changes_of(chunks))
 
 
 @pytest.mark.parametrize("n_masks", [0, 2])

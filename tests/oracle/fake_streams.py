@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cbatch.backend.fake.fake_tokens import fake_score, matcher_of, mix, state_after, tag_of
 from cbatch.core.plan import GrammarStep, TokenLogprobs
@@ -14,6 +16,16 @@ if TYPE_CHECKING:
     from cbatch.backend.fake import FakeBackend
     from cbatch.core.plan import Binding
     from cbatch.options import AdapterSet
+
+
+def rolled(token_ids: Any, logits: Any) -> Any:
+    """A processor of logits that depends on every token so far."""
+    return np.roll(logits, shift_of(token_ids.tolist()))
+
+
+def shift_of(token_ids: Sequence[int]) -> int:
+    """How far `rolled` moves logits."""
+    return len(token_ids) + sum(token_ids)
 
 
 def stream_alone(
@@ -30,6 +42,8 @@ def stream_alone(
         matcher = matcher_of(binding, output)
         history = (*binding.history, *output)
         token = backend.next_token(state, history, binding, len(prompt) + len(output))
+        if binding.processor is not None:
+            token = (token + shift_of(history)) % backend.vocab.n_vocab
         output.append(matcher.choose(token) if matcher else token)
         if output[-1] in binding.stop_tokens:
             break

@@ -88,7 +88,7 @@ class PythonStepper:
     ) -> StepResult:
         """Do up to `n_steps` steps; see `NativeStepper.run`."""
         padded = {c.slot for c in pads}
-        self._check(chunks, n_steps, masks, padded)
+        self._check(chunks, n_steps, masks, padded, has_changes=changes is not None)
         begin = time.perf_counter()
         end_s = begin + slice_s if slice_s else math.inf
         tokens: list[list[int]] = [[] for _ in chunks]
@@ -149,7 +149,13 @@ class PythonStepper:
         """Do nothing: nothing is held."""
 
     def _check(
-        self, chunks: Sequence[Chunk], n_steps: int, masks: Masks | None, padded: set[Slot]
+        self,
+        chunks: Sequence[Chunk],
+        n_steps: int,
+        masks: Masks | None,
+        padded: set[Slot],
+        *,
+        has_changes: bool,
     ) -> None:
         slots = [c.slot for c in chunks]
         n_tokens = sum(len(c.tokens) for c in chunks)
@@ -166,7 +172,11 @@ class PythonStepper:
             and all(c.slot in self._bindings for c in chunks if c.has_output)
             and (
                 n_steps == 1
-                or (masks is None and all(c.has_output or c.slot in padded for c in chunks))
+                or (
+                    masks is None
+                    and not has_changes
+                    and all(c.has_output or c.slot in padded for c in chunks)
+                )
             )
             and (masks is None or len(masks) == sum(c.has_output for c in chunks))
             and self._can_score(chunks, n_steps)
