@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.engine import Engine
+    from cbatch.messages import Prompt
     from cbatch.response import BatchResult
 
     Row = NDArray[np.float32]
@@ -73,7 +74,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         with engine_on(FakeBackend(6, 256, 64), options=OPTIONS) as engine:
             yield engine
         return
-    settings = {"parallel": 6, "ctx_per_seq": 256, "n_threads": 1, "options": OPTIONS}
+    settings: dict[str, Any] = {
+        "parallel": 6,
+        "ctx_per_seq": 256,
+        "n_threads": 1,
+        "options": OPTIONS,
+    }
     path = request.getfixturevalue("test_model")
     with cbatch.load(path, **settings, **MODELS[request.param]) as engine:
         yield engine
@@ -85,7 +91,8 @@ def answer(engine: Engine, processor: Any, **more: Any) -> BatchResult:
 
 
 def answers(engine: Engine, *prompts: BatchPrompt | str) -> list[BatchResult]:
-    return engine.run([*prompts]).results(return_errors=True)
+    given: list[Prompt] = [*prompts]
+    return engine.run(given).results(return_errors=True)
 
 
 def what(result: BatchResult) -> object:
@@ -114,7 +121,7 @@ def test_processor_gets_prompt_and_answer_and_a_row_of_its_own(engine: Engine) -
     kept: list[Row] = []
 
     def look(token_ids: Ids, logits: Row) -> None:
-        assert (token_ids.dtype, logits.dtype) == (np.int32, np.float32)
+        assert (token_ids.dtype.name, logits.dtype.name) == ("int32", "float32")
         assert (token_ids.ndim, logits.shape) == (1, (engine.model_facts.n_vocab,))
         assert logits.flags.writeable
         with pytest.raises(ValueError, match="read-only"):
@@ -193,6 +200,7 @@ def test_failing_processor_ends_its_request_alone(engine: Engine, name: str) -> 
     assert (failed.finish_reason, type(failed.error)) == ("error", RequestFailedError)
     with pytest.raises(RequestFailedError, match=said):
         raise failed.error  # type: ignore[misc]
+    assert failed.error is not None
     assert isinstance(failed.error.__cause__, KeyError if name == "raises" else None.__class__)
     assert [r.token_ids for i, r in enumerate(found) if i != 1] == [*alone[:1], *alone[2:]]
     assert answer(engine, None).error is None
@@ -244,7 +252,8 @@ def test_what_is_no_exception_is_raised_by_the_step() -> None:
     calls: list[int] = []
     with engine_on(FakeBackend(2, 256, 64), threaded=False, options=OPTIONS) as engine:
         plain = [r.token_ids for r in answers(engine, "mine", "b")]
-        response = engine.run([with_own(stop), "b"])
+        given: list[Prompt] = [with_own(stop), "b"]
+        response = engine.run(given)
         with pytest.raises(KeyboardInterrupt):
             all(iter(engine.step, False))
         assert [r.token_ids for r in response.results()] == plain
@@ -258,10 +267,16 @@ def test_what_is_no_exception_is_raised_by_the_step_of_a_model(test_model: Path)
             raise KeyboardInterrupt
 
     calls: list[int] = []
-    settings = {"parallel": 2, "ctx_per_seq": 256, "n_threads": 1, "options": OPTIONS}
+    settings: dict[str, Any] = {
+        "parallel": 2,
+        "ctx_per_seq": 256,
+        "n_threads": 1,
+        "options": OPTIONS,
+    }
     with cbatch.load(test_model, **settings, threaded=False) as engine:
         plain = [r.token_ids for r in answers(engine, with_own(nothing), "b")]
-        response = engine.run([with_own(stop), "b"])
+        given: list[Prompt] = [with_own(stop), "b"]
+        response = engine.run(given)
         with pytest.raises(KeyboardInterrupt):
             all(iter(engine.step, False))
         assert [r.token_ids for r in response.results()] == plain
@@ -303,11 +318,13 @@ def test_coroutine_is_no_processor() -> None:
 
 def test_other_process_takes_none() -> None:
     with chosen("pool"), engine_on(FakeBackend(4, 256, 64), options=OPTIONS) as engine:
-        for ask in (
+        mixed: list[Prompt] = ["a", with_own(force)]
+        asks: list[Callable[[], object]] = [
             lambda: engine.run(["a"], options={"logits_processor": force}),
-            lambda: engine.run(["a", with_own(force)]),
+            lambda: engine.run(mixed),
             lambda: engine.submit(with_own(force)),
-        ):
+        ]
+        for ask in asks:
             with pytest.raises(ConfigError, match="logits_processor: works only in this process"):
                 ask()
         assert answers(engine, "a")[0].error is None
