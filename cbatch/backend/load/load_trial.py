@@ -2,7 +2,7 @@
 
 Sizes that do not fit each other end the process by an assertion in the model's graph, and each architecture has
 assertions of its own. Where the header does not show that none of them can fail, the model is loaded and computes a few
-steps in a process that shares the pages of the weights. The result is noted.
+steps in a process that shares the pages of the weights; without weights only its graphs are made. The result is noted.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ KEPT = (
 WALL_S = 300.0
 """Seconds after which a process is killed, and nothing is known."""
 
+NO_WEIGHTS = "no-weights"
+"""The argument with which the process reads no weights and computes nothing."""
+
 N_WINDOW = 256
 """Tokens of a sequence that the process computes at most."""
 
@@ -44,15 +47,21 @@ _SURVIVED = "survived"
 _ASSERTED = b"GGML_ASSERT"
 
 
-def check_load(path: Path, options: EngineOptions, is_stopped: Callable[[], bool] = bool) -> None:
-    """Load a file in a process and compute one sequence; done once on a machine.
+def check_load(
+    path: Path,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool] = bool,
+    *,
+    has_weights: bool = True,
+) -> None:
+    """Load a file in a process and compute one sequence, if it is loaded with weights; done once on a machine.
 
     A process that is not started, killed, or refuses the file proves nothing: the load itself will tell.
 
     Raises:
         ModelLoadError: llama.cpp ended the process.
     """
-    depends = note_parts(os.fspath(path), options)
+    depends = note_parts(os.fspath(path), options, has_weights=has_weights)
     if not depends:
         return
     found = notes.read(_NOTE, *depends)
@@ -64,7 +73,7 @@ def check_load(path: Path, options: EngineOptions, is_stopped: Callable[[], bool
             "n_gpu_layers": 0,  # assertions do not depend on the device
             **{name: getattr(options, name) for name in KEPT},
         }
-        words = os.fspath(path), json.dumps(said)
+        words = (os.fspath(path), json.dumps(said), *(() if has_weights else (NO_WEIGHTS,)))
         try:
             done = run_apart(PROCESS, *words, wall_s=WALL_S, is_stopped=is_stopped)
         except ConfigError:

@@ -82,7 +82,7 @@ def open_model(
     header = check_file(path)
     _init_backend()
     if not (is_trial or (header is not None and is_proven(header))):
-        check_load(path, options, is_stopped)
+        check_load(path, options, is_stopped, has_weights=has_weights)
     params = llama_cpp.llama_model_default_params()
     params.no_alloc = not has_weights
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE

@@ -14,11 +14,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.context import context_cells, exact_batch, sequences_of
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.context import (
+    context_cells,
+    exact_batch,
+    make_context,
+    sequences_of,
+)
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load import notes
-from cbatch.backend.load.load_trial import KEPT, N_WINDOW, WALL_S
+from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, WALL_S
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
@@ -111,16 +117,22 @@ def _for_process(model: LlamaModel, options: EngineOptions) -> dict[str, object]
 
 
 def main() -> None:
-    """Compute steps with the model and options that the arguments name.
+    """Compute steps with the model and options that the arguments name; without weights make its graphs alone.
 
     Raises:
         SystemExit: the steps cannot be tried, mostly for lack of memory; this is no crash.
     """
-    path, said = sys.argv[1:]
+    path, said, *more = sys.argv[1:]
+    has_weights = NO_WEIGHTS not in more
     options = EngineOptions.of(json.loads(said))
     llama_log().install()
     try:
-        model = open_model(Path(path), options, may_repack=False, is_trial=True)
+        model = open_model(
+            Path(path), options, has_weights=has_weights, may_repack=False, is_trial=True
+        )
+        if not has_weights:
+            llama_cpp.llama_free(make_context(model, options, 1))
+            return
         with closing(LlamaBackend(model, options)) as backend:
             endure(backend)
     except CBatchError as error:

@@ -43,9 +43,20 @@ except cbatch.ModelLoadError as error:
 """
 
 
-def is_refused_by_a_trial(path: Path) -> str:
+DESCRIBE = """
+import sys, cbatch
+from cbatch.backend.load.loader import describe_model
+from cbatch.engine_options import EngineOptions
+try:
+    describe_model(sys.argv[1], EngineOptions(), asks_probe=False)
+except cbatch.ModelLoadError as error:
+    print(error)
+"""
+
+
+def is_refused_by_a_trial(path: Path, code: str = LOAD) -> str:
     """Load a file in a process, which must survive it, and return the reason."""
-    done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     begin = f"{path}: llama.cpp ended a process that loaded it ("
     said = done.stdout.decode()
@@ -53,8 +64,9 @@ def is_refused_by_a_trial(path: Path) -> str:
     return said.removeprefix(begin).partition("): ")[0]
 
 
-def test_states_of_a_wrong_size_end_no_process_that_loads(
-    zoo: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("code", [LOAD, DESCRIBE], ids=["loads", "describes"])
+def test_states_of_a_wrong_size_end_no_process(
+    zoo: Callable[[str], Path], tmp_path: Path, code: str
 ) -> None:
     data = bytearray(zoo("jamba").read_bytes())
     header = read_header(zoo("jamba"), "")
@@ -64,7 +76,7 @@ def test_states_of_a_wrong_size_end_no_process_that_loads(
     data[start:end] = struct.pack("<I", 2 * size)
     path = tmp_path / "damaged.gguf"
     path.write_bytes(data)
-    assert is_refused_by_a_trial(path) == "GGML_ASSERT(2 * n_embd == d_inner) failed"
+    assert is_refused_by_a_trial(path, code) == "GGML_ASSERT(2 * n_embd == d_inner) failed"
 
 
 def test_heads_of_a_wrong_size_end_no_process_that_loads(synth: SynthFactory) -> None:
@@ -84,7 +96,7 @@ def processes(
     def prepare(code: str) -> list[dict[str, Any]]:
         asked: list[dict[str, Any]] = []
 
-        def command_of(module: str, path: str, said: str) -> list[str]:
+        def command_of(module: str, path: str, said: str, *more: str) -> list[str]:
             asked.append(json.loads(said))
             return [sys.executable, "-c", code]
 
@@ -121,6 +133,19 @@ def test_end_of_the_process_is_told_and_remembered(
             check_load(test_model, OPTIONS)
     assert len(asked) == n_tried
     assert (asked[0]["parallel"], asked[0]["ctx_per_seq"]) == (1, 256)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_whole_file_is_tried_once(
+    zoo: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_weights: bool,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        check_load(zoo("rwkv7"), OPTIONS, has_weights=has_weights)
+        monkeypatch.setattr("cbatch.backend.load.load_trial.run_apart", None)
 
 
 def test_file_is_tried_where_its_header_proves_nothing(
