@@ -92,13 +92,13 @@ def served(model: str | None, *arguments: str) -> Iterator[Server]:
 
 @contextmanager
 def serving(
-    *arguments: str, has_folder: bool = True
+    *arguments: str, has_folder: bool = True, program: Sequence[str] = ("-m", "cbatch.cli")
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `cbatch serve` for the block; gives the place that the server names.
 
-    Files are in a folder of its own, or else where the server has them by default.
+    Files are in a folder of its own, or else where the server has them by default. `program` is what Python runs.
     """
-    command = [sys.executable, "-m", "cbatch.cli", "serve", *arguments]
+    command = [sys.executable, *program, "serve", *arguments]
     with (
         TemporaryDirectory() as folder,
         subprocess.Popen(

@@ -6,8 +6,9 @@ whole line is as it was written is trusted.
 
 from __future__ import annotations
 
+import os
 import zlib
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
@@ -24,7 +25,7 @@ from cbatch.files.output.manifest import (
     record_key,
     remove_manifest,
 )
-from cbatch.files.output.record_file import RecordFile, part_of
+from cbatch.files.output.record_file import open_locked, part_of
 from cbatch.files.places import real
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: Traceable
     """Make the manifest of files again, of their whole lines; return a message.
 
     Args:
-        files: the output and, where there is one, the file of errors. They stay unchanged.
+        files: the output and, where there is one, the file of errors. Their lines stay as they are, and they are locked
+            meanwhile; an output that is gone is made anew.
         settings: of the run that will continue.
         encoder: of the records.
 
@@ -47,6 +49,15 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: Traceable
         OutputError: the disk is full.
     """
     rows = [FileRow(file, real(path), b"") for file, path in enumerate(files)]
+    with ExitStack() as stack:
+        for row in rows:
+            if row is rows[0] or row.path.exists():
+                stack.callback(os.close, open_locked(row.path))
+        return _adopt(rows, settings, encoder)
+
+
+def _adopt(rows: Sequence[FileRow], settings: Mapping[str, str], encoder: TraceableEncoder) -> str:
+    """Make the manifest of locked files."""
     output = rows[0].path
     home = manifest_of(output)
     part = part_of(home)
@@ -72,11 +83,7 @@ def _adopt_file(manifest: Manifest, row: FileRow, encoder: TraceableEncoder) -> 
     if not row.path.is_file():
         return 0
     n_left, record = 0, manifest.last_record()
-    with (
-        closing(RecordFile(manifest, row)),  # which locks the file
-        row.path.open("rb") as file,
-        manifest.transaction(),
-    ):
+    with row.path.open("rb") as file, manifest.transaction():
         for start, line, known in _records(file, row.path, encoder):
             if known is None:
                 n_left += 1

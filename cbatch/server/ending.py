@@ -41,10 +41,12 @@ class Ending:
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        """Make one. `leave` ends the process if nothing else does; its exit code is 128 plus the signal's number."""
+        """Make one. `leave` ends the process if nothing else does."""
         self._grace_s, self._clock, self._leave = grace_s, clock, leave
         self._ends_s: float | None = None
         self._number = int(signal.SIGTERM)
+        self._code = 0
+        """Exit code of the end, also by force: how fast the machine is does not change it."""
         self._is_serving = False
         self._is_done = False
         self._on_begin: Callable[[], object] = bool
@@ -80,7 +82,10 @@ class Ending:
         self._on_begin()
         self._changed.wake()
         if is_first and not self._is_serving:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(0)
+            if number == signal.SIGINT:
+                self._code = 128 + number
+                raise KeyboardInterrupt
+            raise SystemExit(0)
 
     # ---- around the server ----
 
@@ -152,7 +157,7 @@ class Ending:
         with suppress(OSError, ValueError):
             sys.stderr.write(f"cbatch: ended by force after {name}: something still ran\n")
             sys.stderr.flush()
-        self._leave(128 + self._number)
+        self._leave(self._code)
 
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

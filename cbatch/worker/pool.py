@@ -16,7 +16,6 @@ from cbatch.errors import (
     ConfigError,
     DeadlineError,
     EngineClosedError,
-    IncompatibleLlamaError,
     ModelLoadError,
     WorkerDiedError,
     words_of,
@@ -54,10 +53,11 @@ _T = TypeVar("_T")
 Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
 
-N_REFUSED_MAX = 3
-"""Failed loads of a model after which requests that wait for a worker end. Starts are still retried. Our choice."""
+N_FAILED_MAX = 6
+"""Failed starts in a row, for each place, after which what waits for a worker ends. Starts are still retried.
 
-_REFUSALS = (ConfigError, IncompatibleLlamaError, ModelLoadError)
+Our choice: with the pauses of `BACK_OFF_S`, about 4 seconds and the time of the starts.
+"""
 
 N_ASKED_MAX = 3
 """Workers that a question is put to, where one after the other dies of it. Our choice."""
@@ -116,10 +116,10 @@ class Pool:
         self._changed = Sleepers()
         """Threads that wait for a worker."""
         self._is_loaded = False
-        self._n_refused = 0
-        """Starts that have failed, since a worker last ran, with an error of the model or its settings."""
+        self._n_failed = 0
+        """Starts that have failed since a worker last ran, for whatever reason."""
         self._refusal: ModelLoadError | None = None
-        """The error of requests that wait for a worker, once the model has failed to load often enough."""
+        """The error of requests that wait for a worker, once starts have failed often enough."""
         self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look_on, name="cbatch-watch", daemon=True)
@@ -499,7 +499,7 @@ class Pool:
 
     def join(self, connection: Connection) -> None:
         """Take a worker that is ready."""
-        self._n_refused, self._refusal = 0, None
+        self._n_failed, self._refusal = 0, None
         with self.lock():
             if self.recorder is not None:
                 connection.post("record_steps", on=True)
@@ -679,13 +679,13 @@ class Pool:
     def miss(self, error: CBatchError) -> bool:
         """Note a worker that could not be started; return whether to try again.
 
-        If the model has failed to load several times, requests that wait for a worker get the error.
+        If starts have failed often while no worker ran, requests and questions that wait for one get the error.
         """
         if not self._is_loaded:
             self.fail(error)
             return False
-        self._n_refused += isinstance(error, _REFUSALS)
-        if self._n_refused >= N_REFUSED_MAX and not self.ready:
+        self._n_failed = 0 if self.ready else self._n_failed + 1
+        if self._n_failed >= N_FAILED_MAX * len(self._replicas):
             self._refusal = ModelLoadError(f"no worker can be started: {words_of(error)}")
             self._refusal.__cause__ = error
             for asked in [*self.held]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file, stream_file
+from cbatch.files.output.manifest import remove_manifest
 from cbatch.files.output.sorting import sort_in_place
 from cbatch.progress import SilentView
 from tests.files.runs import SHORT, answers, records, run_in
+from tests.runtime.backends import PATIENCE_S, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,6 +215,42 @@ def test_formats_that_do_not_tell_what_they_answer_are_refused(
         run_file(
             tmp_path / "in.csv", tmp_path / "out", engine=engine, output_format=format, adopt=True
         )
+
+
+@pytest.mark.parametrize("has_output", [True, False])
+@pytest.mark.parametrize("i_removed", [0, 1], ids=["begin", "end"])
+def test_adopting_run_locks_the_output_until_its_manifest_is_there(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch, i_removed: int, has_output: bool
+) -> None:
+    errors = folder / "errors.jsonl"
+    run(engine, folder, errors=errors)
+    if not has_output:
+        (folder / "out.jsonl").unlink()
+    lose(folder)
+    if not has_output:
+        (folder / "out.jsonl.manifest").write_bytes(b"damaged")
+    before = {path: path.read_bytes() for path in folder.glob("*.jsonl")}
+    is_there, may_go = threading.Event(), threading.Event()
+    removed: list[Path] = []
+
+    def remove(path: Path) -> None:
+        removed.append(path)
+        if len(removed) == i_removed + 1:
+            is_there.set()
+            assert may_go.wait(PATIENCE_S)
+        remove_manifest(path)
+
+    monkeypatch.setattr("cbatch.files.adopt.remove_manifest", remove)
+    waiting = in_thread(lambda: adopt(engine, folder, errors=errors))
+    assert is_there.wait(PATIENCE_S)
+    for more in ({"adopt": True}, {}, {"force": True}):
+        with pytest.raises(ConfigError, match=r"another run is writing to it|--adopt"):
+            run(engine, folder, errors=errors, **more)
+    assert {path: path.read_bytes() for path in before} == before
+    may_go.set()
+    summary, _ = waiting()
+    assert summary.is_complete
+    assert len(answers(folder / "out.jsonl")) + len(records(errors)) == N_ITEMS
 
 
 def test_adopt_is_refused_where_it_could_do_nothing(engine: Engine, folder: Path) -> None:

@@ -49,6 +49,7 @@ class GatedBackend(FakeBackend):
         self.n_interrupts = 0
         self._held, self._go = threading.Event(), threading.Event()
         self._is_asked: Callable[[], bool] = bool
+        self._is_stepping = False
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.chunks:
@@ -61,7 +62,11 @@ class GatedBackend(FakeBackend):
 
     def interrupt(self) -> None:
         super().interrupt()
-        if self._is_asked():
+        if self._is_stepping:
+            held, self._go = self._go, threading.Event()
+            self.hold_at = self.n_runs + 1
+            held.set()
+        elif self._is_asked():
             self._go.set()
         self.n_interrupts += 1  # at last: one that is counted opens no gate later
 
@@ -80,11 +85,17 @@ class GatedBackend(FakeBackend):
         assert self._held.wait(PATIENCE_S)
 
     def release(self) -> None:
+        if self._is_stepping:
+            self._is_stepping, self.hold_at = False, None
         self._go.set()
 
     def release_when_asked(self, is_asked: Callable[[], bool] = lambda: True) -> None:
         """Go on when somebody interrupts and it is so: a command waits then."""
         self._is_asked = is_asked
+
+    def step_when_asked(self) -> None:
+        """Whenever somebody interrupts, do the run that is held, and stop before the next."""
+        self._is_stepping = True
 
 
 def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:

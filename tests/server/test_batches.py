@@ -12,10 +12,11 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.errors import ModelLoadError
+from cbatch.errors import EngineError, ModelLoadError
 from cbatch.files.output import durable
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
+from cbatch.worker.pool import N_FAILED_MAX
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
 from tests.server.kept import (
@@ -362,8 +363,11 @@ def test_batch_over_workers_survives_a_death(tmp_path: Path) -> None:
     assert len({str(each["response"]["body"]["choices"]) for each in found.values()}) == 1
 
 
-def test_batch_waits_while_a_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [ModelLoadError("the file is not there now"), EngineError("no memory")], ids=str
+)
+def test_batch_waits_while_no_worker_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EngineError
 ) -> None:
     monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
     monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0, 0.01))
@@ -371,10 +375,10 @@ def test_batch_waits_while_a_model_is_refused(
     launches = Launches(lambda: backend if not launches.backends else MortalBackend(2, 256))
     with kept_app(tmp_path, launches.engine(1)) as app:
         call(app, CHAT, {"messages": USER, **SHORT})
-        launches.error = ModelLoadError("the file is not there now")
+        launches.error = error
         backend.die_at = backend.n_runs + 12
         id = begun(app, many(20))
-        wait_until(lambda: launches.n_failed > 2)
+        wait_until(lambda: launches.n_failed > N_FAILED_MAX)
         assert batch_of(app, id)["status"] == "in_progress"
         launches.error = None
         batch = ended(app, id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -151,6 +152,7 @@ class Launches:
         """Raised by every later start."""
         self.n_failed = 0
         """Starts that have raised it."""
+        self._n_to_fail: float = math.inf
         self.is_silent = False
         """Whether later workers never say that they are ready."""
         self._started = threading.Condition()
@@ -161,9 +163,11 @@ class Launches:
     def __call__(self) -> ThreadLink:
         if self.links:
             assert self.gate.wait(PATIENCE_S)
-        if self.error is not None:
-            self.n_failed += 1
-            raise self.error
+        with self._started:
+            if self.error is not None and self._n_to_fail > 0:
+                self._n_to_fail -= 1
+                self.n_failed += 1
+                raise self.error
         backend = self._make()
         make = partial(LocalRuntime, backend, ScheduleOptions())
         link = ThreadLink(make, is_silent=self.is_silent)
@@ -173,6 +177,10 @@ class Launches:
             self.backends.append(backend)
             self._started.notify_all()
         return link
+
+    def fail_next(self, n: int, error: CBatchError) -> None:
+        """Have the next `n` starts raise an error."""
+        self._n_to_fail, self.error = n, error
 
     def wait_for(self, n: int) -> None:
         """Wait until so many workers were started."""

@@ -12,10 +12,12 @@ from cbatch.engine import Engine
 from cbatch.errors import (
     DeadlineError,
     EngineError,
+    ModelLoadError,
     RequestCancelledError,
     WorkerDiedError,
 )
 from cbatch.messages import BatchPrompt
+from cbatch.worker.pool import N_FAILED_MAX
 from cbatch.worker.replica import back_off_s
 from cbatch.worker.requests import N_ALONE_MAX
 from tests.places import wait_until
@@ -224,7 +226,7 @@ def test_death_within_a_frame_ends_that_frame_alone(caplog: pytest.LogCaptureFix
     assert warnings == [died, "worker 0 is running again"]
 
 
-def test_worker_is_replaced_however_often_its_start_fails(
+def test_requests_are_told_once_every_place_has_failed_some_starts_and_workers_are_started_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
@@ -232,18 +234,56 @@ def test_worker_is_replaced_however_often_its_start_fails(
     with launches.engine(options=SHORT) as engine, caplog.at_level(logging.WARNING):
         assert engine.outage is None
         launches.error = EngineError("no memory")
-        response = killed_at(launches, 3, engine, 4)
+        results = all_results(killed_at(launches, 3, engine, 4))
+        assert launches.n_failed >= N_FAILED_MAX
+        with pytest.raises(ModelLoadError, match="no worker can be started: no memory"):
+            engine.count_tokens("a")
         wait_until(lambda: launches.n_failed >= 30)
         assert engine.outage is not None
         assert engine.outage.cause == "no worker can be started: no memory"
         launches.error = None
-        results = all_results(response)
-        assert engine.outage is None
+        wait_until(lambda: engine.outage is None)
         assert [r.token_ids for r in all_results(engine.run(prompts(4)))] == undisturbed(4)
-    assert ends(results) == ["WorkerDiedError"] * 2 + ["length"] * 2
+    assert ends(results) == ["WorkerDiedError"] * 2 + ["ModelLoadError"] * 2
     told = [r.getMessage() for r in caplog.records]
     assert "worker 0 could not be started: no memory; restarting now" in told
     assert told[-1] == "worker 0 is running again"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_requests_wait_through_fewer_failed_starts_than_tell_them(
+    monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
+    launches = Launches(make())
+    with launches.engine(n, options=SHORT) as engine:
+        launches.gate.clear()
+        launches.fail_next(N_FAILED_MAX * n - 1, EngineError("no memory"))
+        for link in launches.links[:n]:
+            link.kill()
+        wait_until(lambda: engine.outage is not None)
+        response = engine.run(prompts(4))
+        launches.gate.set()
+        assert [r.token_ids for r in all_results(response)] == undisturbed(4)
+        assert launches.n_failed == N_FAILED_MAX * n - 1
+
+
+def test_failed_starts_beside_a_worker_that_runs_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
+    launches = Launches(make())
+    with launches.engine(2, options=SHORT) as engine:
+        launches.error = EngineError("no memory")
+        launches.links[0].kill()
+        wait_until(lambda: launches.n_failed > 2 * N_FAILED_MAX)
+        launches.gate.clear()
+        launches.links[1].kill()
+        wait_until(lambda: engine.outage is not None)
+        launches.error = None
+        response = engine.run(prompts(4))
+        launches.gate.set()
+        assert [r.token_ids for r in all_results(response)] == undisturbed(4)
 
 
 def test_pause_before_a_start_grows_to_half_a_minute() -> None:

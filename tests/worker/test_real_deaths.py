@@ -129,11 +129,15 @@ def test_spoiled_model_fails_what_waits_until_it_is_mended(
     with load(model) as engine:
         model.unlink()  # its bytes stay mapped in the worker that runs
         model.write_bytes(b"no model")
-        response = engine.run(prompts(64), options=LONG)
+        # they pause, so none can end before the kill, and four have the slots
+        response = engine.run(prompts(64), options={**LONG, "pause_every": 4})
+        chunks = iter(response)
+        first = next(chunks)
         os.kill(pids_of(engine)[0], signal.SIGKILL)
-        results = all_results(response)
-        kinds = {type(r.error) for r in results}
-        assert ModelLoadError in kinds <= {ModelLoadError, WorkerDiedError, type(None)}
+        assert all(chunk.finish_reason in (None, "error") for chunk in chunks)
+        kinds = {r.id: type(r.error) for r in all_results(response)}
+        assert kinds[first.id] is WorkerDiedError
+        assert {*kinds.values()} == {ModelLoadError, WorkerDiedError}
         with pytest.raises(ModelLoadError, match="no worker can be started: "):
             engine.count_tokens("a")
         model.unlink()

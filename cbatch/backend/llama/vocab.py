@@ -319,7 +319,9 @@ class LlamaVocab:
         return text.decode(errors="replace")
 
     def _can_add_special(self, bos: int, eos: int) -> bool:
-        # Source: llama-vocab.cpp, tokenize: asserts that the token to add exists.
+        # Source: llama-vocab.cpp, tokenize: asserts that they exist, which BERT adds to every text.
+        if llama_cpp.llama_vocab_type(self.pointer) == llama_cpp.LLAMA_VOCAB_TYPE_WPM:
+            return bos >= 0 and llama_cpp.llama_vocab_sep(self.pointer) >= 0
         lacks_bos = llama_cpp.llama_vocab_get_add_bos(self.pointer) and bos < 0
         lacks_eos = llama_cpp.llama_vocab_get_add_eos(self.pointer) and eos < 0
         return not (lacks_bos or lacks_eos)

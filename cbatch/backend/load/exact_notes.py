@@ -117,7 +117,7 @@ def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
     if model.is_borrowed:
         return ()
     window = options.ctx_per_seq or (options.n_ctx or _WINDOW) // options.n_slots
-    return note_parts(model, options, slots=options.n_exact_slots, window=min(window, _WINDOW))
+    return note_parts(model.name, options, slots=options.n_exact_slots, window=min(window, _WINDOW))
 
 
 def _written(found: ExactFinding) -> str:

@@ -1,7 +1,7 @@
 """A model's file looked at before llama.cpp reads it: clear errors, and no abort for what llama.cpp only asserts.
 
 llama.cpp returns an error for most damage. A few values it merely asserts, which ends the process; those are checked
-here.
+here, or tried in a separate process where each architecture has its own; see `load_trial`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,37 @@ _MAP_ALIGNMENT = 32  # Source: ggml-impl.h, TENSOR_ALIGNMENT
 _BYTE_TOKEN = 6  # Source: llama.h, LLAMA_TOKEN_TYPE_BYTE
 
 
-def check_file(path: Path) -> None:
+_PLAIN = frozenset(
+    (
+        *(
+            "command-r",
+            "falcon",
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "granite",
+            "llama",
+            "mistral3",
+            "olmo",
+            "olmo2",
+        ),
+        *("phi2", "phi3", "qwen", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+    )
+)
+"""Dense transformers whose graphs assert no more than `_HEAD_SIZES`. Source: src/models/, and damaged files."""
+
+_HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+"""Sizes of a head that the graphs of `_PLAIN` assert to be the same."""
+
+
+def check_file(path: Path) -> Header | None:
     """Check that a file is a whole GGUF model that llama.cpp can read without ending the process.
 
     Args:
         path: the file; of a split model, the first one.
+
+    Returns:
+        what it says of itself; None where only llama.cpp can read it.
 
     Raises:
         ModelLoadError: it is not; the message names the path, the reason and the way out.
@@ -39,6 +65,18 @@ def check_file(path: Path) -> None:
         for rule in _RULES:
             for reason in rule(header):
                 raise ModelLoadError(f"{path}: {reason}")
+    return header
+
+
+def is_proven(header: Header) -> bool:
+    """Whether the rules here leave no assertion of llama.cpp that this file could fail."""
+    n_embd, n_heads = header.count("embedding_length"), header.count("attention.head_count")
+    own = {name: f"{header.architecture}.{name}" for name in _HEAD_SIZES}
+    if header.architecture not in _PLAIN or n_heads < 1 or n_embd % n_heads:
+        return False
+    sizes = [header.count(name) for name, key in own.items() if key in header.kinds]
+    lacks_heads = any(own[name] not in header.kinds for name in _HEAD_SIZES[:2])
+    return len({*sizes, *([n_embd // n_heads] if lacks_heads else ())}) == 1
 
 
 # ---- rules: each yields what is wrong with a header ----

@@ -11,22 +11,20 @@ from cbatch.engine_options import EngineOptions, ScheduleOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.backend.llama.model import LlamaModel
-
 _SIZES = ("parallel", "exact_slots", "n_ctx", "ctx_per_seq", "memory_mib", "n_threads")
 _NO_MATTER = ("cache_dir", "cache_mib", "use_mmap", "use_mlock", "chat_template")
 _LEFT_OUT = {f.name for f in fields(ScheduleOptions)}.union(_SIZES, _NO_MATTER)
 
 
-def note_parts(model: LlamaModel, options: EngineOptions, **sizes: object) -> Sequence[str]:
+def note_parts(name: str, options: EngineOptions, **sizes: object) -> Sequence[str]:
     """Return what a finding depends on, for `notes`; empty if the model's file is missing, or RPC servers compute.
 
     Args:
-        model: the model.
+        name: path of the model.
         options: sizes, and options that change no bits, are left out.
         sizes: those on which the finding depends.
     """
-    parts = model_parts(model.name)
+    parts = model_parts(name)
     if options.rpc_servers or not parts:
         return ()
     try:

@@ -16,7 +16,8 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import LlamaModel, Placement, read_metadata
 from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.load.devices import add_servers, free_on_devices
-from cbatch.backend.load.gguf_check import check_file
+from cbatch.backend.load.gguf_check import check_file, is_proven
+from cbatch.backend.load.load_trial import check_load
 from cbatch.backend.threads import once
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
@@ -57,6 +58,7 @@ def open_model(
     *,
     has_weights: bool = True,
     may_repack: bool = True,
+    is_trial: bool = False,
     is_stopped: Callable[[], bool] = bool,
 ) -> LlamaModel:
     """Load a GGUF file, or borrow the model of a `llama_cpp.Llama`.
@@ -66,6 +68,7 @@ def open_model(
         options: where the weights are put, and the chat template.
         has_weights: read the weights; nothing can be computed without.
         may_repack: let llama.cpp repack weights for this processor, which doubles their memory.
+        is_trial: do not try the file in a separate process before; this is that process.
         is_stopped: called for each tensor; once it is true, loading ends.
 
     Raises:
@@ -76,8 +79,10 @@ def open_model(
     if isinstance(model, llama_cpp.Llama):
         return _borrow(model, template)
     path = Path(model)
-    check_file(path)
+    header = check_file(path)
     _init_backend()
+    if not (is_trial or (header is not None and is_proven(header))):
+        check_load(path, options, is_stopped, has_weights=has_weights)
     params = llama_cpp.llama_model_default_params()
     params.no_alloc = not has_weights
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE

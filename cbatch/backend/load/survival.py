@@ -14,10 +14,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.context import context_cells, exact_batch, sequences_of
+from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.context import (
+    context_cells,
+    exact_batch,
+    make_context,
+    sequences_of,
+)
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load import notes
+from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, WALL_S
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
@@ -34,20 +41,12 @@ if TYPE_CHECKING:
 _NOTE = "survival"
 _SURVIVED, _ENDED = "survived", "ended"
 
-_WALL_S = 300.0
 _ENOUGH_S = 20.0
 """Most seconds of steps; the steps most likely to crash come first. Our choice."""
 
-_N_WINDOW = 256
 _N_ALL = 32  # up to so many rows, every number is tried
 _SIZES = (3, 5, 2)  # tokens of prompts that share a step
 _N_LONG = 70  # above 64, as some layers work in chunks of 64 tokens
-
-_KEPT = (
-    *("kv", "flash_attn", "cache_type_k", "cache_type_v", "rope_scaling", "rope_freq_base"),
-    *("rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"),
-    *("yarn_orig_ctx", "n_threads"),
-)
 
 
 def find_surviving(
@@ -68,14 +67,14 @@ def survives(
 ) -> bool:
     """Whether a separate process survived steps of all numbers of sequences; tried once on a machine."""
     said = _for_process(model, options)
-    depends = note_parts(model, options, **{n: said[n] for n in ("parallel", "ctx_per_seq")})
+    depends = note_parts(model.name, options, **{n: said[n] for n in ("parallel", "ctx_per_seq")})
     if not depends:
         return True
     if known := notes.read(_NOTE, *depends):
         return known != _ENDED
     try:
         words = model.name, json.dumps(said)
-        done = run_apart(__name__, *words, wall_s=_WALL_S, is_stopped=is_stopped)
+        done = run_apart(__name__, *words, wall_s=WALL_S, is_stopped=is_stopped)
     except ConfigError:
         return True
     has_ended = done is not None and has_crashed(done.returncode)
@@ -103,14 +102,14 @@ def _candidates(options: EngineOptions) -> Iterator[EngineOptions]:
 def _for_process(model: LlamaModel, options: EngineOptions) -> dict[str, object]:
     """Return the options of an engine with the same sequences and graphs, and few cells."""
     n_seqs, n_ubatch = sequences_of(options), min(options.n_ubatch, options.n_batch)
-    n_cells = min(context_cells(model, options), max(n_ubatch, n_seqs * _N_WINDOW))
+    n_cells = min(context_cells(model, options), max(n_ubatch, n_seqs * N_WINDOW))
     return {
         "parallel": n_seqs,
         "n_batch": exact_batch(options) if options.exact else options.n_batch,
         "n_ubatch": max(n_ubatch, n_seqs) if options.exact else n_ubatch,
         "ctx_per_seq": max(1, n_cells // n_seqs),
         "n_gpu_layers": 0,  # assertions do not depend on the device
-        **{name: getattr(options, name) for name in _KEPT},
+        **{name: getattr(options, name) for name in ("kv", *KEPT)},
     }
 
 
@@ -118,16 +117,22 @@ def _for_process(model: LlamaModel, options: EngineOptions) -> dict[str, object]
 
 
 def main() -> None:
-    """Compute steps with the model and options that the arguments name.
+    """Compute steps with the model and options that the arguments name; without weights make its graphs alone.
 
     Raises:
         SystemExit: the steps cannot be tried, mostly for lack of memory; this is no crash.
     """
-    path, said = sys.argv[1:]
+    path, said, *more = sys.argv[1:]
+    has_weights = NO_WEIGHTS not in more
     options = EngineOptions.of(json.loads(said))
     llama_log().install()
     try:
-        model = open_model(Path(path), options, may_repack=False)
+        model = open_model(
+            Path(path), options, has_weights=has_weights, may_repack=False, is_trial=True
+        )
+        if not has_weights:
+            llama_cpp.llama_free(make_context(model, options, 1))
+            return
         with closing(LlamaBackend(model, options)) as backend:
             endure(backend)
     except CBatchError as error:
@@ -162,7 +167,7 @@ def _steps(n: int, n_batch: int, n_window: int) -> Iterator[Sequence[tuple[int, 
     n_long = max(1, min(_N_LONG, n_batch - n, n_window // 2))
     yield [(0, n_long), *rows[1:]]
     yield [*rows[:-1], (n - 1, n_long)]
-    widths = [n - 1, 2, *range(3, min(n, _N_ALL + 1)), *range(_N_ALL, n, _N_ALL)]
+    widths = [max(1, n - 1), 2, *range(3, min(n, _N_ALL + 1)), *range(_N_ALL, n, _N_ALL)]
     for width in dict.fromkeys(widths):
         yield rows[:width]
         yield rows[-width:]

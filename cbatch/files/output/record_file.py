@@ -75,18 +75,7 @@ class RecordFile:
         self.row, self.path, self._manifest = row, row.path, manifest
         self._added = bytearray()
         self._is_ahead = False  # whether bytes after the committed ones may be ours
-        self._open(mode)
-
-    def _open(self, mode: int = disk.ANYBODY) -> None:
-        with told(self.path):
-            self._fd = os.open(self.path, _FLAGS, mode)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise ConfigError(
-                f"{self.path}: another run is writing to it: wait for its end, or give another file"
-            ) from error
+        self._fd = open_locked(self.path, mode)
 
     def close(self) -> None:
         """Close the file."""
@@ -222,7 +211,7 @@ class RecordFile:
         self._manifest.fold()
         finish(self._manifest, self.row)
         os.close(self._fd)
-        self._open()
+        self._fd = open_locked(self.path)
 
     def _write_part(self, part: Path, order: Order) -> None:
         """Write the part, and a table of the start of each record in it."""
@@ -271,6 +260,20 @@ class RecordFile:
                 begin = start
             end = start + size
         yield from _pieces(self._fd, begin, end - begin)
+
+
+def open_locked(path: Path, mode: int = disk.ANYBODY) -> int:
+    """Open or create a file, locked until it is closed; see `RecordFile`."""
+    with told(path):
+        fd = os.open(path, _FLAGS, mode)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"{path}: another run is writing to it: wait for its end, or give another file"
+        ) from error
+    return fd
 
 
 def finish(manifest: Manifest, row: FileRow) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import random
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_vocabulary import BOS, CONTROL_TOKENS, EOS, TURN_END, TURN_START
 from cbatch.errors import EngineClosedError, RequestFailedError
 from tests.backend.llama.vocabularies import KINDS, MARKS, write_model_of
-from tests.bench.test_synthetic_tokenizer import BPE
+from tests.bench.test_synthetic_tokenizer import BPE, WPM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,6 +243,34 @@ def marked(
         yield opened.vocab
     opened.close()
     log.remove()
+
+
+_TOKENS_OF = """
+import json, sys
+from cbatch.backend.load.open_model import open_model
+print(json.dumps(open_model(sys.argv[1]).vocab.tokenize("a a")))
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("lacking", ["bos", "seperator"])  # as llama.cpp writes it
+@pytest.mark.parametrize("is_told", [False, True])
+def test_vocabulary_of_words_without_a_special_token_adds_none(
+    tmp_path: Path, lacking: str, is_told: bool
+) -> None:
+    """llama.cpp ends the process where it is asked to add a token that is not there."""
+    known = {"bos": 2, "seperator": 3}
+    pairs = {key: pair for key, pair in WPM.items() if "seperator" not in key}
+    metadata: dict[str, object] = {
+        f"tokenizer.ggml.{name}_token_id": token for name, token in known.items() if name != lacking
+    }
+    if is_told:
+        metadata["tokenizer.ggml.add_bos_token"] = False
+    path = write_model_of(tmp_path / "model.gguf", pairs, metadata)
+    asked = [sys.executable, "-c", _TOKENS_OF, str(path)]
+    done = subprocess.run(asked, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [8, 8]
 
 
 _WORDS = (" ", "  ", "\n", "\t", "\v", "a", "ab", "hello", "<", ">", "<a", "[", "é", "\u3000")

@@ -1,0 +1,98 @@
+"""Whether llama.cpp survives a model's file, tried in a separate process before it is loaded here.
+
+Sizes that do not fit each other end the process by an assertion in the model's graph, and each architecture has
+assertions of its own. Where the header does not show that none of them can fail, the model is loaded and computes a few
+steps in a process that shares the pages of the weights; without weights only its graphs are made. The result is noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+from cbatch.backend.load import notes
+from cbatch.backend.load.note_parts import note_parts
+from cbatch.errors import ConfigError, ModelLoadError
+from cbatch.processes import has_crashed, run_apart
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cbatch.engine_options import EngineOptions
+
+PROCESS = "cbatch.backend.load.survival"
+"""The module whose `main` the process runs."""
+
+KEPT = (
+    *("flash_attn", "cache_type_k", "cache_type_v", "rope_scaling", "rope_freq_base"),
+    *("rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_orig_ctx", "n_threads"),
+)
+"""Options of an engine that the process has too."""
+
+WALL_S = 300.0
+"""Seconds after which a process is killed, and nothing is known."""
+
+NO_WEIGHTS = "no-weights"
+"""The argument with which the process reads no weights and computes nothing."""
+
+N_WINDOW = 256
+"""Tokens of a sequence that the process computes at most."""
+
+_NOTE = "load"
+_SURVIVED = "survived"
+_ASSERTED = b"GGML_ASSERT"
+
+
+def check_load(
+    path: Path,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool] = bool,
+    *,
+    has_weights: bool = True,
+) -> None:
+    """Load a file in a process and compute one sequence, if it is loaded with weights; done once on a machine.
+
+    A process that is not started, killed, or refuses the file proves nothing: the load itself will tell.
+
+    Raises:
+        ModelLoadError: llama.cpp ended the process.
+    """
+    depends = note_parts(os.fspath(path), options, has_weights=has_weights)
+    if not depends:
+        return
+    found = notes.read(_NOTE, *depends)
+    if found is None:
+        sizes = {"parallel": 1, "n_batch": options.n_batch, "n_ubatch": options.n_ubatch}
+        said = {
+            **sizes,
+            "ctx_per_seq": N_WINDOW,
+            "n_gpu_layers": 0,  # assertions do not depend on the device
+            **{name: getattr(options, name) for name in KEPT},
+        }
+        words = (os.fspath(path), json.dumps(said), *(() if has_weights else (NO_WEIGHTS,)))
+        try:
+            done = run_apart(PROCESS, *words, wall_s=WALL_S, is_stopped=is_stopped)
+        except ConfigError:
+            return
+        has_ended = done is not None and has_crashed(done.returncode)
+        if done is None or not (has_ended or done.returncode == 0):
+            return
+        found = _last_words(done) if has_ended else _SURVIVED
+        notes.write(found, _NOTE, *depends)
+    if found != _SURVIVED:
+        raise ModelLoadError(
+            f"{path}: llama.cpp ended a process that loaded it ({found}): the file is damaged, or this "
+            "llama-cpp-python cannot compute it; copy or download it again"
+        )
+
+
+def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
+    """Return the assertion that ended a process; its exit code if it said none."""
+    for line in done.stderr.splitlines():
+        if _ASSERTED in line:
+            return line[line.index(_ASSERTED) :].decode(errors="replace")
+    return f"exit code {done.returncode}"
