@@ -308,7 +308,7 @@ def test_error_of_the_generator_is_raised_with_all_results(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_end_of_the_program_inside_the_generator_is_raised_for_the_reader_alone(
+def test_end_of_the_program_inside_the_generator_is_the_readers_alone(
     engine: Engine, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended() -> Iterator[str]:
