@@ -17,7 +17,16 @@ from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, near_or_known, words_of
-from cbatch.plain import flag_of, int_of, list_of, number_of, plain_for_json, text_of, token_of
+from cbatch.plain import (
+    LEAVES,
+    flag_of,
+    int_of,
+    list_of,
+    number_of,
+    plain_for_json,
+    text_of,
+    token_of,
+)
 
 MAX_INT = 2**31 - 1
 """The largest whole number of native code and of llama.cpp."""
@@ -37,7 +46,11 @@ MAX_DEPTH = 128
 TOO_DEEP = f"{{}}: its values are nested more than {MAX_DEPTH} deep"
 """The error's text, to be formatted with the value's name."""
 
-_CONTAINERS = (dict, list, tuple, Mapping)
+_LISTS = (list, tuple)
+_CONTAINERS = (*_LISTS, dict, Mapping)
+
+_AS_LISTS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 _N_SHOWN = 80
 
@@ -75,13 +88,25 @@ def is_too_deep(value: object) -> bool:
         if not level:
             return False
         # each object once: a list that holds itself twice would double the work at every level
-        level = [*{id(inner): inner for outer in level for inner in _within(outer)}.values()]
+        level = [
+            *{
+                id(inner): inner
+                for outer in level
+                for inner in (outer if isinstance(outer, _LISTS) else outer.values())
+                if type(inner) not in LEAVES and isinstance(inner, _CONTAINERS)
+            }.values()
+        ]
     return bool(level)
 
 
-def _within(value: Any) -> list[Any]:
-    values = value.values() if isinstance(value, Mapping) else value
-    return [inner for inner in values if isinstance(inner, _CONTAINERS)]
+def is_text_too_deep(text: str) -> bool:
+    """Return whether JSON text has values that are nested more than `MAX_DEPTH` deep. Looks at no value: it is fast."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return False
+    unescaped = text.replace("\\\\", "").replace('\\"', "")
+    outside_strings = "".join(unescaped.split('"')[::2])
+    brackets = outside_strings.encode().translate(_AS_LISTS, _NO_BRACKETS)
+    return all((brackets := brackets.replace(b"[]", b"")) for _ in range(MAX_DEPTH))
 
 
 def check_depth(name: str, value: object) -> None:
@@ -305,11 +330,14 @@ def parsed(name: str, text: str) -> object:
         ConfigError: it is none, or is nested too deep; the message calls it `name`.
     """
     try:
-        return read_json(text)
+        value = read_json(text)
     except RecursionError:
         raise ConfigError(TOO_DEEP.format(name)) from None
     except ValueError as error:
         raise ConfigError(f"{name}: {why_unread(error, text)}") from None
+    if is_text_too_deep(text):
+        raise ConfigError(TOO_DEEP.format(name))
+    return value
 
 
 def why_unread(error: ValueError, text: str) -> str:

@@ -15,6 +15,9 @@ from typing import Any
 _NUMBER = re.compile(r"(?:^|\.)(?:u?int|b?float)\d")
 """The start of the name of a number's `dtype`: `int64` in numpy, `torch.bfloat16` in torch."""
 
+LEAVES = frozenset({str, int, float, bool, type(None)})
+"""Types whose values are plain and have no others in them."""
+
 _AS_LIST = ("tolist", "to_pylist", "to_list")
 """Methods that make a list of an array: of numpy, torch, pandas and Python; of pyarrow; of polars."""
 
@@ -29,6 +32,8 @@ def is_a(value: object, kind: Any) -> bool:
 
 def text_of(value: Any) -> str | None:
     """Return text as a plain string, also of subclasses and enum members; None for any other value."""
+    if type(value) in LEAVES:
+        return value if type(value) is str else None
     if is_a(value, str):
         return str.__str__(value)
     return text_of(value.value) if is_a(value, Enum) else None
@@ -80,6 +85,8 @@ def flag_of(value: Any) -> bool | None:
 
 def list_of(value: Any) -> list[object] | None:
     """Return the items of a sequence or an array; None for any other value: text, bytes, sets and tables too."""
+    if type(value) is list:
+        return list(value)
     if is_a(value, str | bytes | bytearray | memoryview | Mapping | Enum) or is_table(value):
         return None
     for name in _AS_LIST:
@@ -96,6 +103,13 @@ def is_table(value: object) -> bool:
 
 def plain(value: Any) -> object:
     """Return a copy of nested values with plain text, lists, dicts and numbers; other values stay as they are."""
+    kind = type(value)
+    if kind in LEAVES:
+        return value
+    if kind is dict:
+        return {plain(key): plain(inner) for key, inner in value.items()}
+    if kind is list:
+        return [plain(item) for item in value]
     text = text_of(value)
     if text is not None:
         return text

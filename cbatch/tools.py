@@ -101,7 +101,7 @@ def _tool(place: str, given: object) -> Tool:
         raise ConfigError(f"{place} ({name}): description must be a string")
     if not isinstance(parameters, dict | None):
         raise ConfigError(f"{place} ({name}): parameters must be a JSON schema, a mapping")
-    settled: Tool = as_json(f"{place} ({name})", tool)
+    settled: Tool = _as_json(f"{place} ({name})", tool)
     if function.get("strict") is True and parameters is not None:
         inner = settled["function"]
         settled = {**settled, "function": {**inner, "parameters": closed(inner["parameters"])}}
@@ -218,7 +218,7 @@ def _arguments(place: str, value: object) -> dict[str, Any]:
         value = parsed(place, value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{place} must be an object, not {shown(value)}")
-    settled: dict[str, Any] = as_json(place, value)
+    settled: dict[str, Any] = _as_json(place, value)
     return settled
 
 
@@ -239,12 +239,11 @@ def check_template_kwargs(value: object) -> TemplateKwargs | None:
             raise ConfigError(
                 f"chat_template_kwargs must not have {name!r}: cbatch sets this variable itself"
             )
-    return TemplateKwargs(as_json("chat_template_kwargs", plain(value)))
+    return TemplateKwargs(_as_json("chat_template_kwargs", plain(value)))
 
 
-def as_json(name: str, value: object) -> Any:
-    """Return a copy of `value` as plain JSON values."""
-    check_depth(name, value)
+def _as_json(name: str, value: object) -> Any:
+    """Return a copy of `value`, which is not too deep, as plain JSON values."""
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=plain_for_json))
     except (TypeError, ValueError) as error:

@@ -307,6 +307,23 @@ def test_error_of_the_generator_is_raised_with_all_results(engine: Engine) -> No
     assert texts(engine.run(["still good"])) != [""]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_end_of_the_program_inside_the_generator_is_the_readers_alone(
+    engine: Engine, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended() -> Iterator[str]:
+        yield "one"
+        raise error
+
+    seen: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    with pytest.raises(error):
+        list(engine.run(ended()))
+    assert_no_feed()
+    assert not seen
+    assert texts(engine.run(["still good"])) != [""]
+
+
 @thread_only(Reason.BY_HAND)
 def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
     def interrupted() -> Iterator[str]:

@@ -55,7 +55,9 @@ class Feed:
             return
         try:
             while self._mailbox.items.has_room():
-                self._read()
+                error = self._read()
+                if error is not None and not isinstance(error, Exception):
+                    raise error  # Ctrl-C, as it is the reader's own thread
         finally:
             self._is_reading.release()
 
@@ -68,15 +70,16 @@ class Feed:
             self._read()
         self._source = iter(())  # a generator ends here, in its own thread
 
-    def _read(self) -> None:
+    def _read(self) -> BaseException | None:
+        """Read one prompt; return the error that ended the source, which the batch's reader gets."""
         try:
             self._put(next(self._source))
         except StopIteration:
             self._mailbox.end_feed()
         except BaseException as error:
             self._mailbox.end_feed(error)
-            if not isinstance(error, Exception):  # Ctrl-C, where the reader's own thread reads here
-                raise
+            return error
+        return None
 
 
 class Submitter:

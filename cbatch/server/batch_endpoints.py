@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote
 
 from cbatch.checks import shown
@@ -153,11 +153,7 @@ async def file_content(desk: Desk, exchange: Exchange) -> None:
     """Send what a file holds."""
     store = batches_of(desk).store
     file = await desk.in_thread(store.file, id_in(exchange), exchange.owner)
-    try:
-        content: BinaryIO = await desk.in_thread(store.path_of(file).open, "rb")
-    except FileNotFoundError:  # removed meanwhile
-        raise HttpProblemError(404, f"No such File object: {file.id}", None, "id") from None
-    with content:
+    with await desk.in_thread(store.opened, file) as content:
         headers = {
             "content-length": str(file.bytes),
             "content-disposition": f"attachment; filename*=UTF-8''{quote(file.name, safe='')}",

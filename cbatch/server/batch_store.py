@@ -17,12 +17,13 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import platformdirs
 
 from cbatch.errors import ConfigError, words_of
 from cbatch.folders import sync_folder
+from cbatch.logs import Log
 from cbatch.server.batch_index import (
     BATCH,
     BATCH_OUTPUT,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.server.batch_index import Kind
+
+_log = Log("cbatch.server")
 
 _FILE = "id, name, purpose, bytes, created_at, expires_at"
 _BATCH = "id, is_ended, fields"
@@ -166,6 +169,15 @@ class BatchStore:
         """Return the place of a file's content."""
         return self._folder.content / file.id
 
+    def opened(self, file: StoredFile) -> BinaryIO:
+        """Open a file's content. Raises a `HttpProblemError` if it was removed meanwhile, or the folder was."""
+        try:
+            return self.path_of(file).open("rb")
+        except FileNotFoundError:
+            with disk_problems():
+                self._folder.check()
+            raise not_there("File", file.id) from None
+
     def file(self, id: str, viewer: str | None) -> StoredFile:
         """Return a file. Raises a `HttpProblemError` if the viewer has no file with this id."""
         query = f"SELECT {_FILE} FROM shown_files WHERE id = ? AND {_IS_SEEN}"
@@ -199,6 +211,7 @@ class BatchStore:
     @contextmanager
     def arriving(self) -> Iterator[Arriving]:
         """Lend a place for a file that is being written; unless it is kept, it is removed."""
+        self._folder.check()
         if not self._folder.take_reserve():
             raise disk_full()
         arriving = Arriving(self, self._folder.content / _new_id("file"))
@@ -291,6 +304,7 @@ class BatchStore:
         )
 
     def _entered(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> Batch:
+        self._folder.check()
         now = int(self._clock())
         id = _new_id(kind, "_")
         batch = Batch(id=id, created_at=now, expires_at=now + window_s, **fields)
@@ -366,6 +380,7 @@ class BatchStore:
     def _write(self, query: str, *values: object) -> None:
         """Change the index. On a full disk, first free the reserve and the room of the index's log."""
         with self._lock:
+            self._folder.check()
             try:
                 self._db.execute(query, values)
             except sqlite3.OperationalError as error:
@@ -461,13 +476,15 @@ def disk_full() -> HttpProblemError:
 
 @contextmanager
 def disk_problems() -> Iterator[None]:
-    """Tell a client of a disk that is full."""
+    """Tell a client of a disk that is full, or of a folder that cannot be used: then the log says why."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
-        if not is_full(error):
-            raise
-        raise disk_full() from error
+        if is_full(error):
+            raise disk_full() from error
+        _log.warn("the folder of files cannot be used: %s", words_of(error))
+        message = "the server's folder of files cannot be used: the server's log says why"
+        raise HttpProblemError(500, message, "storage_unusable", headers=NO_RETRY) from error
 
 
 def _new_id(prefix: str, dash: str = "-") -> str:

@@ -76,6 +76,10 @@ class GuardedProtocol(_Parser):
             from cbatch.server.plain_requests import PlainRequestParser
 
             self.parser = PlainRequestParser(self)
+        else:
+            from cbatch.server.plain_h11 import PlainConnection
+
+            self.conn = PlainConnection(limits.n_header_bytes)
         self._limits = limits
         self._header_s = limits.header_timeout_s
         self._is_unheard = False

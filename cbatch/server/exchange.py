@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from cbatch.checks import MAX_DEPTH, is_too_deep, read_json, why_unread
+from cbatch.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 from cbatch.server.work_threads import Threads
 
@@ -33,8 +34,8 @@ _N_SMALL = 2**16
 """Bytes of a body above which a thread parses it, and what else takes a millisecond or so."""
 
 
-_LARGE_BODIES = Threads("large_bodies", 2)
-"""Those that read large bodies. More would be no faster: Python computes in one thread at a time. Our choice."""
+_LARGE_BODIES = Threads("large_bodies", 1)
+"""The one that reads large bodies. More would be no faster: Python computes in one thread at a time."""
 
 
 class ClientGoneError(Exception):
@@ -148,7 +149,7 @@ class Exchange:
         """
         if self.is_small:
             return work(*args, **named)
-        return await self.in_turn(_LARGE_BODIES, work, *args, **named)
+        return await self.in_turn(_LARGE_BODIES, _uncollected, work, *args, **named)
 
     async def in_turn(
         self, threads: Threads, work: Callable[..., T], *args: Any, **named: Any
@@ -157,6 +158,7 @@ class Exchange:
         limiter, borrower = threads.limiter, object()
         await self._wait_for_turn(limiter, borrower)
         try:
+            await self._check_stays()
             alone = anyio.CapacityLimiter(1)  # not that of all threads: it has its turn
             return await anyio.to_thread.run_sync(partial(work, *args, **named), limiter=alone)
         finally:
@@ -173,6 +175,14 @@ class Exchange:
             has_turn = True
             tasks.cancel_scope.cancel()
         if not has_turn:
+            raise ClientGoneError
+
+    async def _check_stays(self) -> None:
+        """Raise a `ClientGoneError` where the client is known to have left. Does not wait."""
+        if self._is_watched:  # whoever watches cancels this
+            return
+        with anyio.move_on_after(0):
+            await self.wait_until_left()
             raise ClientGoneError
 
     async def _cancel_once_left(self, scope: anyio.CancelScope) -> None:
@@ -257,7 +267,7 @@ def object_of(data: bytes) -> dict[str, Any]:
         raise _no_json(why_unread(error, text)) from None
     if not isinstance(value, dict):
         raise _no_json(f"a JSON object is needed, not {type(value).__name__}")
-    if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
+    if is_text_too_deep(text):
         raise _too_deep()
     if "\\ud" in text or "\\uD" in text:
         try:
@@ -265,6 +275,20 @@ def object_of(data: bytes) -> dict[str, Any]:
         except UnicodeEncodeError:
             raise _no_json("a string in it holds half of a surrogate pair") from None
     return value
+
+
+def _uncollected(work: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Return what `work` makes of a large body, without looks for cyclic garbage: it has none, and many objects.
+
+    Each look would go through them all, and nothing else could run meanwhile.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return work(*args, **named)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_stays(message: Message) -> None:

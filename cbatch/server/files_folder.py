@@ -129,6 +129,15 @@ class FilesFolder:
         except OSError:
             pass  # not every file system has locks; that of the index is left
 
+    def check(self) -> None:
+        """Raise an OSError if the folder was removed or replaced since it was opened: what is written would be lost."""
+        marker = self.path / _MARKER
+        with suppress(FileNotFoundError):
+            if os.path.samestat(marker.stat(), os.fstat(self._marker)):
+                return
+        why = "removed or replaced while the server ran; restart the server"
+        raise FileNotFoundError(errno.ENOENT, why, str(marker))
+
     def close(self) -> None:
         """Let other servers open the folder. Twice is harmless."""
         self._closing()

@@ -206,8 +206,10 @@ def _opened(opened: ExitStack, batches: Batches, batch: Batch) -> list[BinaryIO]
     store, found = batches.store, list[BinaryIO]()
     for id in filter(None, (batch.output_file_id, batch.error_file_id)):
         try:
-            file = store.path_of(store.file(id, batch.kept_owner)).open("rb")
-        except (HttpProblemError, FileNotFoundError):
+            file = store.opened(store.file(id, batch.kept_owner))
+        except HttpProblemError as problem:
+            if problem.status != 404:
+                raise
             raise HttpProblemError(404, f"the file {id} was deleted", None, "id") from None
         found.append(opened.enter_context(file))
     return found

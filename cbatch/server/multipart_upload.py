@@ -5,6 +5,7 @@ Source: RFC 7578; OpenAI's API reference, files.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from python_multipart.exceptions import FormParserError
@@ -14,6 +15,9 @@ from cbatch.server.http_errors import HttpProblemError, bad_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+# its warnings are of broken forms, whose senders are told: they are not for stderr where nobody has set up a log
+logging.getLogger("python_multipart").addHandler(logging.NullHandler())
 
 _N_FIELD, _N_FIELDS = 4096, 64
 """Bytes of a field, and fields, at most: those of an upload are short and few."""

@@ -29,6 +29,7 @@ from cbatch.options import RunOptions
 from cbatch.runtime.choices import display_id, request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
+from cbatch.worker.framing import N_LINE_MAX
 from cbatch.worker.wire import (
     comparison_as_json,
     error_as_json,
@@ -58,6 +59,9 @@ _Command: TypeAlias = "tuple[Callable[[Host, Message], object] | None, Sequence[
 
 N_LATER_MAX = 1000
 """Commands that may wait for room in the queue, or compute for long, at once: each has a thread. Our choice."""
+
+N_LATER_BYTES_MAX = 4 * N_LINE_MAX
+"""Bytes of the lines of these commands, all together. Our choice."""
 
 _LOOK_S = 0.05
 """How often requests are cancelled that were on their way into the queue."""
@@ -107,7 +111,10 @@ class Host:
         self._batches: dict[str, _Batch] = {}
         """The target of each request in flight, by id."""
         self._ids, self._options = Ids(), _LastOptions(options or RunOptions())
-        self._later: set[threading.Thread] = set()
+        self._later: dict[threading.Thread, int] = {}
+        """Threads of commands that wait or compute, and the bytes of each one's line."""
+        self._n_line = 0
+        """Bytes of the line that is done now."""
         self._ending: SessionEnd | None = None
         self._closing: list[object] = []
         """The number of `close`, once it was asked for."""
@@ -199,7 +206,7 @@ class Host:
 
     def _do(self, line: bytes) -> bool:
         """Do what a line says; return whether it is `close`."""
-        number = None
+        number, self._n_line = None, len(line)
         try:
             message = loads(line)
             number = _number_of(message)
@@ -233,15 +240,15 @@ class Host:
                 self._tell(number, rest.work())
             except Exception as error:
                 self._tell(number, None, error)
-            self._later.discard(thread)
+            self._later.pop(thread, None)
             self._changed.wake()
 
         thread = threading.Thread(target=answer, name="cbatch-command", daemon=True)
-        self._later.add(thread)
+        self._later[thread] = self._n_line
         try:
             thread.start()
         except RuntimeError:  # the system has no more of them
-            self._later.discard(thread)
+            self._later.pop(thread, None)
             rest.undo()
             raise
 
@@ -249,6 +256,12 @@ class Host:
         """Refuse a command that may take long while too many do."""
         if len(self._later) >= N_LATER_MAX:
             raise ConfigError(f"{N_LATER_MAX} commands wait or compute already: try again later")
+        n_bytes = sum([*self._later.values()])  # a copy: threads that end change it
+        if n_bytes and n_bytes + self._n_line > N_LATER_BYTES_MAX:
+            raise ConfigError(
+                f"commands of {n_bytes:,} bytes wait or compute already, and this one has {self._n_line:,}; at most "
+                f"{N_LATER_BYTES_MAX:,} are taken: try again later"
+            )
 
     def _tell(self, number: object, value: object, error: Exception | None = None) -> None:
         if error is not None and not isinstance(error, CBatchError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,17 @@ N_FRAME_BYTES = 2**20
 N_ANSWERS_MAX = 1000
 """Replies and errors that may wait before no more lines are read. Our choice."""
 
+N_ANSWER_BYTES_MAX = 2**26
+"""About the bytes of these, all together. Our choice: the longest line that a worker takes."""
+
 N_EVENTS_MAX = 10_000
 """Records of steps, and lines of the log, that are kept for a reader: the newest ones. Our choice."""
 
 _SOON_S = 0.01
 
 _OUTPUT = ("admitted", "chunks", "results", "steps", "logs")
-_ANSWERS = ("errors", "replies", "died")
+_REPLIES = ("errors", "replies")
+_ANSWERS = (*_REPLIES, "died")
 _KINDS = (*_OUTPUT, *_ANSWERS)
 
 
@@ -67,6 +72,7 @@ class Outbox:
             kind: deque(maxlen=N_EVENTS_MAX if kind in ("steps", "logs") else None)
             for kind in _KINDS
         }
+        self._n_answer_bytes = 0
         self._unwritten: set[str] = set()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="cbatch-outbox", daemon=True)
@@ -96,6 +102,8 @@ class Outbox:
         """Add values of another kind."""
         with self._changed:
             self._waiting[kind].extend(values)
+            if kind in _REPLIES:
+                self._n_answer_bytes += sum(map(_size_of_reply, values))
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -126,12 +134,10 @@ class Outbox:
 
     def wait_for_room(self) -> None:
         """Return when the reader has taken most of its replies, or has left."""
-        if self._n_answers < N_ANSWERS_MAX:
+        if self._has_room:
             return
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._n_answers < N_ANSWERS_MAX or self._has_left or self._is_closed
-            )
+            self._changed.wait_for(lambda: self._has_room or self._has_left or self._is_closed)
 
     def close(self, patience_s: float | None = None) -> None:
         """Write what waits, credit or not, and end; leave a reader that takes nothing for `patience_s` seconds."""
@@ -145,8 +151,9 @@ class Outbox:
         self._has_left = True
 
     @property
-    def _n_answers(self) -> int:
-        return len(self._waiting["errors"]) + len(self._waiting["replies"])
+    def _has_room(self) -> bool:
+        n_answers = sum(len(self._waiting[kind]) for kind in _REPLIES)
+        return n_answers < N_ANSWERS_MAX and self._n_answer_bytes < N_ANSWER_BYTES_MAX
 
     # ---- the thread ----
 
@@ -189,6 +196,8 @@ class Outbox:
             value = self._waiting[kind].popleft()
             if kind == "results":
                 self._unwritten.discard(value.id)
+            if kind in _REPLIES:
+                self._n_answer_bytes -= _size_of_reply(value)
             return value
         held = self._chunks.pop(next(iter(self._chunks)))
         return held.chunk() if isinstance(held, _Merged) else held
@@ -287,8 +296,9 @@ def _size_of_other(_: object) -> int:
     return 128
 
 
-def _size_of_reply(reply: Sequence[Any]) -> int:
-    value = reply[1]
+def _size_of_reply(reply: Any) -> int:
+    """Return about the bytes of a reply; an error's, which is a mapping, are few."""
+    value = None if isinstance(reply, Mapping) else reply[1]
     if isinstance(value, str):
         return 128 + len(value)
     return 128 + (8 * len(value) if isinstance(value, list) else 0)

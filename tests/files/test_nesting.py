@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.checks import MAX_DEPTH, is_too_deep
+from cbatch.checks import MAX_DEPTH, is_text_too_deep, is_too_deep
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
@@ -178,6 +178,20 @@ def test_depth_is_counted_in_lists_and_objects_as_they_are_in_each_other() -> No
     wide = [[1], {"a": [2]}, *([3] for _ in range(10 * MAX_DEPTH))]
     assert not is_too_deep(wide)
     assert not is_too_deep("[" * 10 * MAX_DEPTH)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["", "]", "[", '"', "\\", "\\]", '\\"[', '\\\\"]', "é[", "\ud800]", '"]' * 9, "[{" * MAX_DEPTH],
+)
+def test_depth_of_text_is_that_of_its_value_whatever_its_strings_say(said: str) -> None:
+    for depth in (1, MAX_DEPTH - 1, MAX_DEPTH, MAX_DEPTH + 1, MAX_DEPTH + 2):
+        value: Any = said
+        for i in range(depth):
+            value = {said: value} if i % 2 else [said, value, said]
+        for ensure_ascii in (True, False):
+            text = json.dumps([value, said, {"a": said}], ensure_ascii=ensure_ascii, indent=1)
+            assert is_text_too_deep(text) is is_too_deep(json.loads(text)) is (depth >= MAX_DEPTH)
 
 
 @pytest.mark.parametrize("name", ["json_schema", "chat_template_kwargs", "tools"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http import auto
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cbatch import Engine
 from cbatch.bench.http_faults import MOMENTS, vanish_all
 from cbatch.bench.http_load import heard, n_open_files, request
 from cbatch.errors import ConfigError
-from cbatch.server import create_app
+from cbatch.server import connections, create_app, serving
 from cbatch.server.serving import limits_for
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, USER, Running, call, fake_app, running, wait_until
@@ -33,6 +36,19 @@ LONG = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_
 PATIENCE_S = 60.0
 HEADER_S = 1.0
 """A limit within which a client that is in no hurry sends what it has; waited for where nothing more comes."""
+
+
+@pytest.fixture(params=["httptools", "h11"])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package by which the server reads HTTP: httptools where it is installed, else h11."""
+    if request.param == "h11":
+        monkeypatch.setattr(auto, "AutoHTTPProtocol", H11Protocol)
+        spec = importlib.util.find_spec(connections.__name__)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(serving, "GuardedProtocol", module.GuardedProtocol)
 
 
 def connected(server: Running, sent: bytes = b"", n_buffer: int | None = None) -> socket.socket:
@@ -137,6 +153,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_http_is_told_in_json_and_disturbs_nobody(
@@ -223,6 +240,7 @@ def test_request_for_an_upgrade_is_answered_as_any_other(
 INNER = b"GET /slots HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
+@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_request_inside_the_body_of_one_for_an_upgrade_is_not_served() -> None:
     head = (
@@ -249,6 +267,7 @@ def test_many_requests_for_an_upgrade_in_one_packet_are_each_answered() -> None:
     assert got.count(b"HTTP/1.1 200") == 301
 
 
+@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_tunnel_is_refused_and_nothing_in_it_is_served() -> None:
     asked = b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -259,6 +278,7 @@ def test_tunnel_is_refused_and_nothing_in_it_is_served() -> None:
     assert b"is_processing" not in got.data
 
 
+@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_trailer_is_no_header() -> None:
     data = HEAD + b"connection: close\r\n\r\n2\r\n{}\r\n0\r\nx-api-key: k\r\n\r\n"
@@ -270,6 +290,7 @@ def test_trailer_is_no_header() -> None:
         assert rest_of(connection).status == 401
 
 
+@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 @pytest.mark.parametrize(
     "more",
@@ -287,6 +308,7 @@ def test_length_that_is_told_twice_is_refused(more: bytes) -> None:
     assert error_in(got)["code"] == "invalid_http"
 
 
+@pytest.mark.usefixtures("parser")
 @pytest.mark.real
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_large_header_is_refused(is_ended: bool) -> None:

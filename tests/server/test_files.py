@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import stat
 import tracemalloc
@@ -213,6 +214,17 @@ def test_form_means_the_same_however_it_is_cut(n: int) -> None:
         "n",
         b"a\r\n--\r\n----x\r\n\r\n",
     )
+
+
+def test_broken_form_writes_nothing_to_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    with kept_app(tmp_path) as app:
+        answer = call(app, "/v1/files", b"--x", headers=headers)
+    assert error_of(answer, 400)["code"] == "invalid_form"
+    assert capsys.readouterr().err == ""
 
 
 def test_limits_of_files_hold(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_store import BatchStore, Page
 from tests.runtime.backends import GatedBackend
 from tests.server import test_message_batches as messages
-from tests.server.clients import call, wait_until
+from tests.server.clients import CHAT, call, wait_until
 from tests.server.kept import (
     answers,
     batch_of,
@@ -538,3 +538,37 @@ def test_any_damage_costs_only_what_is_damaged(folder: Path, seed: int) -> None:
             store.delete_file(id, "")
         left = tree(folder).values()
         assert all(data in left for name, data in before.items() if "/mine" in name)
+
+
+# ---- a folder that is removed while the server runs ----
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_folder_that_is_removed_under_the_server_is_told_and_takes_nothing(
+    tmp_path: Path, is_made_again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kept_app(tmp_path) as app:
+        file = upload(app, TWO).json()["id"]
+        shutil.rmtree(tmp_path / "kept")
+        if is_made_again:
+            BatchStore(tmp_path / "kept", 2**20).close()
+        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        told = [
+            upload(app, b"x"),
+            call(app, "/v1/batches", asked),
+            call(app, f"/v1/files/{file}/content"),
+            call(app, BATCHES, {"requests": [messages.request("a")]}),
+            call(app, f"/v1/files/{file}", method="DELETE"),
+        ]
+        for answer in told:
+            assert answer.status_code == 500
+            assert "folder of files cannot be used" in answer.json()["error"]["message"]
+            assert str(tmp_path) not in answer.text
+        warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == len(told)
+        for warning in warnings:
+            assert "removed or replaced while the server ran; restart" in warning.getMessage()
+            assert "\n" not in warning.getMessage()
+            assert warning.exc_info is None
+    with kept_app(tmp_path) as app:
+        assert upload(app, b"x").status_code == 200

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch import Engine, RunOptions
+from cbatch import BatchPrompt, Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_options import ScheduleOptions
+from cbatch.runtime.local import LocalRuntime
+from cbatch.worker import host
 from cbatch.worker.host import SessionEnd
-from tests.runtime.backends import GatedBackend
+from tests.runtime.backends import PATIENCE_S, GatedBackend
 from tests.worker.programs import Program
 
 if TYPE_CHECKING:
@@ -304,3 +307,28 @@ def test_protocol_page_has_every_command(program: Program) -> None:
     rows = page.split("| op | fields |")[1].split("\n\n")[0].splitlines()[2:]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(known)
+
+
+def test_long_commands_that_compute_are_limited_by_their_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "N_LATER_BYTES_MAX", 3000)
+    go, count = threading.Event(), LocalRuntime.n_tokens_of
+
+    def held(self: LocalRuntime, prompt: BatchPrompt, options: RunOptions) -> int:
+        assert go.wait(PATIENCE_S)
+        return count(self, prompt, options)
+
+    monkeypatch.setattr(LocalRuntime, "n_tokens_of", held)
+    item = {"prompt": "x" * 2000}
+    with Program(FakeBackend(1, 64)) as program:
+        program.read()
+        program.send("count", n=1, item=item)
+        program.send("count", n=2, item=item)
+        [[number, _, error]] = program.read_until("replies")["replies"]
+        assert (number, error["type"]) == (2, "ConfigError")
+        assert "bytes wait or compute already, and this one has 2," in error["message"]
+        assert "at most 3,000 are taken: try again later" in error["message"]
+        go.set()
+        assert program.read_until("replies")["replies"] == [[1, 2000]]
+        assert program.call("count", item={"prompt": "x" * 5000}) == 5000

@@ -16,7 +16,7 @@ from cbatch.response import Timings, TokenLogprob, Usage
 from cbatch.runtime.ids import own_id
 from cbatch.runtime.interface import Submission
 from cbatch.worker.framing import FrameSink
-from cbatch.worker.outbox import N_ANSWERS_MAX, N_FRAME_BYTES, Outbox
+from cbatch.worker.outbox import N_ANSWER_BYTES_MAX, N_ANSWERS_MAX, N_FRAME_BYTES, Outbox
 from tests.runtime.backends import PATIENCE_S, GatedBackend
 from tests.worker.programs import Program, add, strict
 
@@ -198,6 +198,23 @@ def test_reader_that_takes_nothing_at_the_end_is_left() -> None:
     reader.outbox.close(patience_s=0.01)
     os.close(reader.fd)
     assert reader.left.wait(PATIENCE_S)
+
+
+def test_no_more_lines_are_read_while_long_replies_wait() -> None:
+    long = "x" * (N_ANSWER_BYTES_MAX // 4)
+    with piped() as reader:
+        for i in range(6):
+            reader.outbox.put("replies", (i, long))
+        waiting = threading.Thread(target=reader.outbox.wait_for_room)
+        waiting.start()
+        waiting.join(0.05)  # nothing tells that it waits
+        assert waiting.is_alive()
+        numbers: list[int] = []
+        while len(numbers) < 6:
+            numbers += [number for number, _ in reader.read()["replies"]]
+        waiting.join()
+        reader.rest()
+    assert numbers == [*range(6)]
 
 
 def test_no_more_lines_are_read_while_replies_wait() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from cbatch.backend.llama.sandbox import Limits, NoAnswerError, Sandbox
 from cbatch.errors import ConfigError, PromptError, RequestFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.backend import Message
 
@@ -29,8 +30,14 @@ _NO_TEMPLATE = (
 _LIMITS = Limits(cpu_s=5, wall_s=60.0, n_bytes=2**30)
 """Of one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
 
-_N_PROCESSES = 2
-"""Most chats that are rendered at the same time."""
+_N_AT_ONCE = 2
+"""Chats that are rendered at the same time, where none takes long."""
+
+_N_PROCESSES = 4
+"""Most chats that are rendered at the same time, those that take long too. Our choice: each may have 1 GiB."""
+
+_LONG_S = 0.5
+"""Seconds after which a chat takes long, and another may begin beside it. Our choice: most take some milliseconds."""
 
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
 _ASKED = {"role": "user", "content": "Hi"}
@@ -77,6 +84,41 @@ def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
     return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
+class _Turns:
+    """Lets chats be rendered, a few at the same time; those that take long hold up no others, up to a limit."""
+
+    def __init__(self) -> None:
+        self._begun: dict[object, float] = {}
+        """When each turn has begun."""
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until one more may begin; it is under way until the end of the block."""
+        turn = object()
+        with self._changed:
+            while (wait_s := self._wait_s()) > 0:
+                self._changed.wait(wait_s)
+            self._begun[turn] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._begun[turn]
+                self._changed.notify_all()
+
+    def _wait_s(self) -> float:
+        """Return the seconds until one more may begin if no other ends."""
+        if len(self._begun) >= _N_PROCESSES:
+            return threading.TIMEOUT_MAX
+        newest = sorted(self._begun.values())[-_N_AT_ONCE:]
+        return newest[0] + _LONG_S - time.monotonic() if len(newest) == _N_AT_ONCE else 0.0
+
+
+class _NotAskedError(PromptError):
+    """The template was not asked: no process for it could be started, or another program has killed it."""
+
+
 class _Renderer:
     """Renders chats in other processes, or in this one if none can be started. From any thread."""
 
@@ -90,28 +132,28 @@ class _Renderer:
         self._clock = clock
         self._settings = {"source": source, "bos_token": bos_text, "eos_token": eos_text}
         self._free: list[Sandbox] = []
-        self._turns = threading.BoundedSemaphore(_N_PROCESSES)
+        self._turns = _Turns()
         self._is_closed = False
 
     def ask(
         self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> dict[str, str]:
-        """Return the answer of `template_job`: `text`, `broken` or `refused`."""
+        """Return the answer of `template_job`: `text`, `broken` or `refused`; or `unasked`, why there is none."""
         now_s = self._clock()
         question = {"messages": messages, "variables": dict(variables or {}), "now_s": now_s}
-        with self._turns:
+        with self._turns.turn():
             sandbox = self._take()
             try:
                 found: dict[str, str] = sandbox.ask(question)
-            except NoAnswerError:
+            except NoAnswerError as error:
                 if not sandbox.is_possible:
                     return template_job.begin(self._settings)(question)
                 if sandbox.problem:
-                    return {
-                        "refused": f"chats are rendered in a process of its own: {sandbox.problem}"
-                    }
+                    words = f"chats are rendered in a process of its own: {sandbox.problem}"
+                    return {"unasked": words}
+                kind = "refused" if error.is_lasting else "unasked"
                 return {
-                    "refused": f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
+                    kind: f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
                     f"{_LIMITS.n_bytes >> 20} MiB of memory: simplify the template or shorten the chat"
                 }
             except UnicodeEncodeError as error:  # half a surrogate pair
@@ -119,7 +161,7 @@ class _Renderer:
             except (TypeError, ValueError) as error:  # such as bytes
                 return {"refused": f"messages and variables must be JSON: {error}"}
             finally:
-                if self._is_closed:
+                if self._is_closed or len(self._free) == _N_AT_ONCE:
                     sandbox.close()
                 else:
                     self._free.append(sandbox)
@@ -193,7 +235,12 @@ class ChatTemplate:
             RequestFailedError: there is no template, it does not compile, or it refuses.
         """
         if any(message.get("tool_calls") for message in messages):
-            messages = [self._shape(message) for message in messages]
+            if (put := self._shape) is None:
+                raise PromptError(
+                    f"{self._name} does not show the tool_calls of earlier messages: "
+                    "write them into the message's content"
+                )
+            messages = [put(message) for message in messages]
         if messages and messages[-1].get("role") == "assistant":
             opened = _text_of(messages[-1].get("content"))
             return self._render(messages[:-1], variables) + opened
@@ -211,27 +258,27 @@ class ChatTemplate:
                 f"the model's chat template does not compile ({words}): load it with "
                 "chat_template='chatml' (or a Jinja string), or give plain string prompts"
             )
-        if (words := found.get("refused")) is not None:
-            raise PromptError(f"the chat template refuses these messages: {words}")
+        for kind, error in (("refused", PromptError), ("unasked", _NotAskedError)):
+            if (words := found.get(kind)) is not None:
+                raise error(f"the chat template refuses these messages: {words}")
         return found["text"]
 
     @cached_property
-    def _shape(self) -> Callable[[Message], Message]:
-        """The shape in which this template shows the calls of earlier messages: the first that works."""
+    def _shape(self) -> Callable[[Message], Message] | None:
+        """The shape in which this template shows the calls of earlier messages: the first that works, None for none."""
         for put in _SHAPES:
             chat = [_ASKED, put(_CALLED), _ANSWERED]
             try:
                 shown = self._render(chat, {"tools": [_TOOL]})
+            except _NotAskedError:  # which says nothing of the template
+                raise
             except RequestFailedError:
                 continue
             # neither as Python writes a mapping, nor as JSON text within JSON text
             wrong = (f"'{_ARGUMENT}'", f'\\"{_ARGUMENT}')
             if _ARGUMENT in shown and not any(text in shown for text in wrong):
                 return put
-        raise PromptError(
-            f"{self._name} does not show the tool_calls of earlier messages: "
-            "write them into the message's content"
-        )
+        return None
 
 
 def parse_override(chat_template: str) -> str:

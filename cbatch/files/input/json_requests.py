@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cbatch.checks import MAX_DEPTH, is_too_deep, why_unread
+from cbatch.checks import is_text_too_deep, why_unread
 from cbatch.errors import ConfigError, near
 from cbatch.files.input.item import WRONG, Item, LineError, unlabelled, what_is_wrong
 from cbatch.files.input.text_files import LongLine, not_utf8, numbered
@@ -61,7 +61,7 @@ def loaded(
         raise (wrong or LineError("invalid_json_line", message)) from None
     if not isinstance(value, dict):
         raise wrong or LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
-    if _is_too_deep(text, value):
+    if is_text_too_deep(text):
         return value, RecursionError()
     may_have_half = wrong is None and (b"\\ud" in line or b"\\uD" in line)
     if may_have_half and not is_text(json.dumps(value, ensure_ascii=False)):
@@ -84,13 +84,9 @@ def mended(value: dict[str, Any]) -> dict[str, Any]:
 def decoded(text: str) -> Any:
     """Return the value of JSON text; ValueError where it is no JSON, RecursionError where it is nested too deeply."""
     value = _decode(text)
-    if _is_too_deep(text, value):
+    if is_text_too_deep(text):
         raise RecursionError
     return value
-
-
-def _is_too_deep(text: str, value: object) -> bool:
-    return text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value)
 
 
 def without_nulls(value: Any) -> Any:

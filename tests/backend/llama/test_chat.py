@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.backend.llama import chat_template
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate, parse_override
 from cbatch.errors import ConfigError, RequestFailedError
+from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
     from cbatch.backend import Message
@@ -168,6 +172,44 @@ def test_template_of_any_size_runs_in_its_process() -> None:
         ChatTemplate("{#" + "é" * 200_000 + "#}{% for i in range(9999999) %}{% endfor %}").render(
             [USER]
         )
+
+
+class HeldSandbox:
+    """Stands for a process that renders `slow` until it is let go, and any other chat at once."""
+
+    is_possible, problem = True, ""
+    go = threading.Event()
+    begun = threading.Semaphore(0)
+
+    def __init__(self, job: str, settings: object, limits: object) -> None:
+        pass
+
+    def ask(self, question: Any) -> dict[str, str]:
+        content = question["messages"][0]["content"]
+        if content == "slow":
+            self.begun.release()
+            assert self.go.wait(PATIENCE_S)
+        return {"text": content}
+
+    def close(self) -> None:
+        pass
+
+
+def test_chats_that_take_long_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "Sandbox", HeldSandbox)
+    template = ChatTemplate(ECHO)
+    slow = {**USER, "content": "slow"}
+    with ThreadPoolExecutor() as threads:
+        try:
+            held = [threads.submit(template.render, [slow]) for _ in range(3)]
+            for _ in held:
+                assert HeldSandbox.begun.acquire(timeout=PATIENCE_S)
+            others = [threads.submit(template.render, [USER]) for _ in range(8)]
+            assert [other.result(PATIENCE_S) for other in others] == ["Hi"] * 8
+            assert not any(future.done() for future in held)
+        finally:
+            HeldSandbox.go.set()
+        assert [future.result(PATIENCE_S) for future in held] == ["slow"] * 3
 
 
 def children() -> list[int]:

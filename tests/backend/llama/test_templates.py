@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate
+from cbatch.backend.llama.sandbox import NoAnswerError, Sandbox
 from cbatch.chat.answers import Answer
 from cbatch.chat.formats import answer_format
 from cbatch.errors import RequestFailedError
@@ -148,6 +149,36 @@ def test_earlier_calls_that_a_template_would_drop_are_refused() -> None:
     chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", name="this template")
     with pytest.raises(RequestFailedError, match="this template does not show the tool_calls"):
         chat.render([USER, ASKS, ANSWERS])
+
+
+def test_template_that_drops_earlier_calls_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    ask = Sandbox.ask
+
+    def counted(self: Sandbox, question: object) -> object:
+        asked.append(question)
+        return ask(self, question)
+
+    monkeypatch.setattr(Sandbox, "ask", counted)
+    chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for _ in range(2):
+        with pytest.raises(RequestFailedError, match="does not show the tool_calls"):
+            chat.render([USER, ASKS, ANSWERS])
+    assert len(asked) == 4
+
+
+def test_template_whose_process_was_killed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(self: Sandbox, question: object) -> object:
+        raise NoAnswerError(is_lasting=False)
+
+    chat = ChatTemplate(
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Sandbox, "ask", killed)
+        with pytest.raises(RequestFailedError):
+            chat.render([USER, ASKS, ANSWERS])
+    assert "city" in chat.render([USER, ASKS, ANSWERS])
 
 
 @pytest.mark.parametrize(

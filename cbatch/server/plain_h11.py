@@ -1,0 +1,28 @@
+"""Requests read by h11, which serves where httptools is not installed: a request for a tunnel is none."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import h11
+
+
+class PlainConnection(h11.Connection):
+    """A connection of a server that opens no tunnels."""
+
+    def __init__(self, n_header_bytes: int) -> None:
+        """Make one whose clients send headers of at most so many bytes."""
+        super().__init__(h11.SERVER, n_header_bytes)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Return what comes next.
+
+        Raises:
+            h11.RemoteProtocolError: no HTTP, or a request for a tunnel: what follows it is no HTTP.
+        """
+        event = super().next_event()
+        if isinstance(event, h11.Request) and event.method == b"CONNECT":
+            raise h11.RemoteProtocolError(
+                "a request for a tunnel", HTTPStatus.METHOD_NOT_ALLOWED.value
+            )
+        return event
