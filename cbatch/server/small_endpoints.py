@@ -15,6 +15,7 @@ from cbatch.server.call import text_tokens
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
+    absent,
     bad_request,
     problem_of,
     refused,
@@ -114,7 +115,7 @@ async def props(desk: Desk, exchange: Exchange) -> None:
         {
             "default_generation_settings": {
                 "n_ctx": sizes.n_window,
-                "params": _defaults(options, facts.sampling),
+                "params": settings_of(options, facts.sampling),
             },
             "total_slots": sizes.n_slots,
             "model_alias": desk.model_name,
@@ -128,8 +129,25 @@ async def props(desk: Desk, exchange: Exchange) -> None:
     )
 
 
-def _defaults(options: RunOptions, of_model: Mapping[str, float]) -> dict[str, Any]:
-    """Return the values that a request has where it says none: the engine's, else the model's, else cbatch's."""
+async def adapters(desk: Desk, exchange: Exchange) -> None:
+    """List the adapters; a scale of 0 says that a request gets one only if it names it."""
+    names = (await desk.sizes()).facts.adapters
+    listed = [{"id": i, "path": name, "scale": 0.0} for i, name in enumerate(names)]
+    await exchange.respond_json(listed)
+
+
+async def set_adapters(desk: Desk, exchange: Exchange) -> None:
+    """Refuse to change what all requests get."""
+    raise absent("adapters have no scale for all requests: a request names one as model or adapter")
+
+
+async def change_slot(desk: Desk, exchange: Exchange) -> None:
+    """Refuse to save, restore or erase a slot: cells belong to prompts here, not to slots."""
+    raise absent("cells are not saved by slot: a request saves its own with cache_key")
+
+
+def settings_of(options: RunOptions, of_model: Mapping[str, float]) -> dict[str, Any]:
+    """Return the values that a request with these options has: its own, else the model's, else cbatch's."""
     sampling = options.sampling(of_model, seed=0)
     said = {f.name: getattr(sampling, f.name) for f in fields(RunOptions) if f.name in _SAMPLED}
     said |= {name: getattr(options, name) for name in ("seed", "max_tokens", "timeout_s")}
