@@ -98,6 +98,7 @@ def _routes(desk: Desk) -> list[Route]:
         ("POST", "/messages/count_tokens", count_tokens),
         ("GET", "/models", small.models),
         ("GET", "/models/{name:path}", small.model),
+        ("POST", "/models/load", small.load_model),
         ("GET", "/health", small.health),
         ("GET", "/metrics", metrics),
         ("GET", "/slots", slots),

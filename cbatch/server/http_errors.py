@@ -154,6 +154,11 @@ def draining() -> HttpProblemError:
     return HttpProblemError(503, "the server is shutting down", "shutting_down", headers=SOON)
 
 
+def reloading() -> HttpProblemError:
+    """Return the problem of a call that the model was not kept for."""
+    return HttpProblemError(503, "the model is being reloaded", "model_reloading", headers=SOON)
+
+
 def no_worker(seconds: float) -> HttpProblemError:
     """Return the problem of a server without a worker; the next start is in `seconds`."""
     headers = {"retry-after": str(whole_seconds(seconds))}

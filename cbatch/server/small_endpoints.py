@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from datetime import datetime, timezone
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from cbatch.server.http_errors import (
     HttpProblemError,
     absent,
     bad_request,
+    draining,
     problem_of,
     refused,
     unwell,
@@ -38,7 +40,10 @@ async def health(desk: Desk, exchange: Exchange) -> None:
     """Say whether the engine gets on."""
     found = await desk.health()
     if not found.problem:
-        await exchange.respond_json({"status": found.status, "in_flight": desk.n_in_flight})
+        state = "none" if desk.front is None else desk.front.state
+        reload = {} if state == "none" else {"reload": state}
+        said = {"status": found.status, "in_flight": desk.n_in_flight, **reload}
+        await exchange.respond_json(said)
         return
     problem = unwell(found.problem, found.retry_s)
     body = {"status": found.status, **problem.as_openai()}
@@ -66,6 +71,31 @@ async def model(desk: Desk, exchange: Exchange) -> None:
         raise HttpProblemError(404, message, "model_not_found", "model")
     of = _model_of_anthropic if _is_anthropic(exchange) else _model
     await exchange.respond_json(of(desk, sizes, name))
+
+
+async def load_model(desk: Desk, exchange: Exchange) -> None:
+    """Begin to load the served model once more; no other one, as clients name no files of the server."""
+    if not (exchange.owner or _is_local(exchange)):
+        message = "without API keys, a model is reloaded from this machine alone"
+        raise HttpProblemError(403, message, "not_local")
+    has_body = exchange.headers.get(b"content-length", b"0") != b"0"
+    name = (await body_of(desk, exchange)).get("model") if has_body else None
+    if name not in (None, desk.model_name):
+        message = f"the model {shown(name)} is not served here: only {desk.model_name} can be loaded again"
+        raise HttpProblemError(404, message, "model_not_found", "model")
+    if desk.front is None or not desk.front.can_reload:
+        raise absent("this application does not reload its model: cbatch serve does")
+    if not desk.front.ask():
+        raise (
+            draining() if desk.is_draining else HttpProblemError(409, "the model is being reloaded")
+        )
+    await exchange.respond_json({"success": True, "model": desk.model_name})
+
+
+def _is_local(exchange: Exchange) -> bool:
+    """Whether a request comes from this machine: from a loopback address, or over a Unix socket."""
+    client = exchange.scope.get("client")
+    return not client or not client[0] or ip_address(client[0].partition("%")[0]).is_loopback
 
 
 def _is_anthropic(exchange: Exchange) -> bool:
