@@ -169,7 +169,7 @@ class Front:
         old.desk.end_visits(reloading())
         await _until(lambda: not old.n_calls, _LAST_S)
         self._served.remove(old)
-        await anyio.to_thread.run_sync(old.desk.engine.close)
+        await self._close(old.desk.engine)
         self._state = "none"
 
     async def _replaced(self, renewal: Renewal) -> _Served:
@@ -185,12 +185,17 @@ class Front:
             await anyio.to_thread.run_sync(old.desk.leave_batches, _LEAVE_S)
             self._serve(_Served(await anyio.to_thread.run_sync(renewal.create, engine)))
         except Exception:
-            await anyio.to_thread.run_sync(engine.close)
+            await self._close(engine)
             raise
         finally:
             self._change = None
             change.set()
         return old
+
+    async def _close(self, engine: Engine) -> None:
+        """Close an engine that no new call gets; its workers have a minute to end."""
+        await anyio.to_thread.run_sync(engine.close)
+        self._own = [own for own in self._own if own is not engine]
 
     def _serve(self, new: _Served) -> None:
         """Have new calls go to an application."""

@@ -12,6 +12,7 @@ from cbatch.messages import BatchPrompt
 from cbatch.server.call import text_tokens
 from cbatch.server.http_errors import absent, bad_request
 from cbatch.server.llama_completions import DEFAULTS, LlamaCall
+from cbatch.server.openai_completions import moot_in
 from cbatch.server.request_fields import asked_of
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.model_facts import ModelFacts
+    from cbatch.server.request_fields import Asked
 
     Tokens = Callable[[str], list[int]]
 
@@ -45,6 +47,21 @@ class InfillCall(LlamaCall):
 
     prompt_field = "input_prefix"
 
+    def __init__(
+        self, asked: Asked, texts: Sequence[str], extra: Sequence[tuple[str, str]]
+    ) -> None:
+        """Make one.
+
+        Args:
+            asked: the fields of the call.
+            texts: what stands before the place, what it begins with, and what stands behind it.
+            extra: names and texts of other files.
+        """
+        # as large as the prompt that it stands for until its texts are tokens
+        size = "".join([*texts, *(text for pair in extra for text in pair)])
+        super().__init__(asked, [BatchPrompt(prompt=size or " ")], [texts[1]])
+        self._texts, self._extra = texts, extra
+
     @classmethod
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> InfillCall:
         """Return the call that a body asks for. Raises a `HttpProblemError`."""
@@ -55,7 +72,7 @@ class InfillCall(LlamaCall):
             given["samplers"] = [name for name in samplers if name != "infill"]
             ignored.append("samplers.infill")
         asked = asked_of(given, OWN, defaults=DEFAULTS, is_strict=is_strict)
-        asked.ignored += ignored
+        asked.ignored += [*ignored, *moot_in(given)]
         for name in ("input_prefix", "input_suffix"):
             if name not in asked.own:
                 raise bad_request(f"{name} is missing", name)
@@ -64,15 +81,7 @@ class InfillCall(LlamaCall):
             if not isinstance(text, str):
                 raise bad_request(f"{name} must be a string, not {shown(text)}", name)
         extra = _extra(asked.own.get("input_extra", []))
-        size = "".join([*texts, *(text for pair in extra for text in pair)])
-        call = cls(asked, [BatchPrompt(prompt=size or " ")], [texts[1]])
-        call._texts, call._extra = texts, extra
-        return call
-
-    _texts: Sequence[str] = ()
-    """What stands before the place, what it begins with, and what stands behind it."""
-    _extra: Sequence[tuple[str, str]] = ()
-    """Names and texts of other files."""
+        return cls(asked, texts, extra)
 
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is. Raises a `HttpProblemError` if it cannot fill in."""

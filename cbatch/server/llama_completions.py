@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,13 @@ from cbatch.server.answer_events import Ended, Text, choices_of
 from cbatch.server.call import Call, text_tokens
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.openai_answers import extensions, timings_of
-from cbatch.server.openai_completions import OF_CHATS, begun, is_token, prompt_of
+from cbatch.server.openai_completions import begun, is_token, moot_in, prompt_of
 from cbatch.server.request_fields import asked_of, field_errors
 from cbatch.server.small_endpoints import settings_of
 from cbatch.server.sse import COMMENT, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from cbatch.engine import Engine
     from cbatch.model_facts import ModelFacts
@@ -44,7 +45,6 @@ class LlamaCall(Call):
         """Make one; `said` are the prompts as the client has sent them."""
         super().__init__(asked, prompts)
         self._said = said
-        asked.ignored += [name for name in OF_CHATS if getattr(asked, _FLAGS[name]) is not None]
         with field_errors("response_fields"):
             self._wanted = strings_of("response_fields", asked.own.get("response_fields", ()))
 
@@ -52,6 +52,7 @@ class LlamaCall(Call):
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> LlamaCall:
         """Return the call that a body asks for. Raises a `HttpProblemError`."""
         asked = asked_of(body, OWN, defaults=DEFAULTS, is_strict=is_strict)
+        asked.ignored += moot_in(body)
         said = _listed(body)
         is_one = len(said) == 1
         prompts = [_prompt(s, "prompt" if is_one else f"prompt[{i}]") for i, s in enumerate(said)]
@@ -151,9 +152,6 @@ class LlamaCall(Call):
         }
 
 
-_FLAGS = {"continue_final_message": "continues", "add_generation_prompt": "opens"}
-
-
 class LlamaStream:
     """Encodes the events of some completions."""
 
@@ -207,8 +205,10 @@ def _nested(said: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     for path in paths:
         value: Any = said
         for name in path.split("/"):
-            value = value.get(name, _nested) if isinstance(value, dict) else _nested
-        if value is not _nested:
+            if not isinstance(value, Mapping) or name not in value:
+                break
+            value = value[name]
+        else:
             found[path] = value
     return found
 

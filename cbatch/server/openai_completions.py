@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OWN = ("prompt",)
 
-OF_CHATS = ("continue_final_message", "add_generation_prompt")
+_OF_CHATS = ("continue_final_message", "add_generation_prompt")
 """Names that concern the messages of a chat, so that they do nothing here."""
 
 _BEGINNING = BatchPrompt(tokens=[0])
@@ -53,7 +53,7 @@ class CompletionCall(OpenAICall):
         if logprobs is not None and int_of(logprobs) is None:
             raise bad_request(f"logprobs must be a number, not {shown(logprobs)}", "logprobs")
         asked = asked_of(body, OWN, defaults=DEFAULTS, is_strict=is_strict)
-        asked.ignored += [name for name in OF_CHATS if body.get(name) is not None]
+        asked.ignored += moot_in(body)
         asked.options = _with_end(asked.options)
         options = asked.options
         if asked.is_streamed and options.n_choices > (options.n or 1):
@@ -116,6 +116,11 @@ def _with_end(options: RunOptions) -> RunOptions:
     if options.echo and options.logprobs and not options.stop and options.include_stop is None:
         return replace(options, include_stop=True)
     return options
+
+
+def moot_in(body: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a body that concern chats alone."""
+    return [name for name in _OF_CHATS if body.get(name) is not None]
 
 
 def begun(prompts: list[BatchPrompt], facts: ModelFacts) -> list[BatchPrompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timezone
 from ipaddress import ip_address
@@ -95,7 +96,11 @@ async def load_model(desk: Desk, exchange: Exchange) -> None:
 def _is_local(exchange: Exchange) -> bool:
     """Whether a request comes from this machine: from a loopback address, or over a Unix socket."""
     client = exchange.scope.get("client")
-    return not client or not client[0] or ip_address(client[0].partition("%")[0]).is_loopback
+    if not client or not client[0]:
+        return True
+    with suppress(ValueError):
+        return ip_address(client[0].partition("%")[0]).is_loopback
+    return False
 
 
 def _is_anthropic(exchange: Exchange) -> bool:
