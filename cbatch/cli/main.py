@@ -278,15 +278,20 @@ def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> 
     logger.setLevel(level.name)
 
 
+_ALWAYS_SHOWN = ("cbatch.worker", "cbatch.reload")
+"""Loggers of deaths and starts of workers, and of reloads of a model."""
+
+
 def _show_deaths(ctx: typer.Context) -> None:
-    """Show deaths and starts of workers on stderr until the command ends or shows the whole log."""
+    """Show what became of workers and models on stderr until the command ends or shows the whole log."""
     _hide_log()
-    logging.getLogger("cbatch.worker").addHandler(LogLines(ctx.obj, "cbatch: %(message)s"))
+    for name in _ALWAYS_SHOWN:
+        logging.getLogger(name).addHandler(LogLines(ctx.obj, "cbatch: %(message)s"))
     ctx.call_on_close(_hide_log)
 
 
 def _hide_log() -> None:
-    for logger in map(logging.getLogger, ("cbatch", "cbatch.worker")):
+    for logger in map(logging.getLogger, ("cbatch", *_ALWAYS_SHOWN)):
         for lines in [handler for handler in logger.handlers if isinstance(handler, LogLines)]:
             logger.removeHandler(lines)
 

@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
@@ -21,13 +21,17 @@ from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_
 from cbatch.cli.terminal import say, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.hub import local_model
 from cbatch.loading import best_replicas, check_replicas
+from cbatch.logs import Log
 from cbatch.worker.listening import remove_socket, socket_at
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from cbatch.server.ending import Ending
+
+_log = Log("cbatch.reload")
 
 KEY_VARIABLE = "CBATCH_API_KEY"
 """The environment variable of a key: on a command line, others would see it."""
@@ -216,8 +220,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the formats of OpenAI's and Anthropic's APIs.
 
-    Ctrl-C, SIGTERM or SIGHUP takes no new calls and gives those in flight
-    --grace-s seconds; twice ends at once.
+    Ctrl-C or SIGTERM takes no new calls and gives those in flight --grace-s
+    seconds; twice ends at once. SIGHUP does the same in a terminal, and
+    reloads the model where there is none.
 
     Example: cbatch serve -m model.gguf --parallel 16 --port 8080
     """
@@ -225,6 +230,7 @@ def serve(
     from cbatch.server import create_app  # needs the extra
     from cbatch.server.batch_store import default_folder
     from cbatch.server.ending import Ending
+    from cbatch.server.front import Front, Renewal, on_hangup
     from cbatch.server.server_settings import ServerSettings
     from cbatch.server.serving import Tls, limits_for
     from cbatch.server.serving import serve as serve_app
@@ -250,22 +256,28 @@ def serve(
     ServerSettings(**settings)  # checked before the model is loaded
     is_guarded = _is_guarded(settings["api_keys"], no_auth=no_auth)
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)
-    load = partial(cbatch.load, given["model"], options=options, replicas=n_replicas)
+    load = partial(cbatch.load, options=options, replicas=n_replicas, **engine_settings)
     tls, limits = Tls(_text(tls_cert), _text(tls_key)), limits_for(max_connections)
     ending = Ending(grace_s)
     ctx.obj.on_exit = ending.leave_threads
     with (
         ending.on_signals(),
+        ExitStack() as stack,
         _opened(uds, partial(_bound, host, port, is_guarded=is_guarded)) as address,
-        _loaded(partial(load, **engine_settings), ending) as engine,
+        _loaded(partial(load, given["model"]), ending) as engine,
     ):
         app, why_no_files = _with_files(
             partial(create_app, engine, **settings), files_dir, default_folder(port, uds)
         )
+        files = app.state.desk.settings.files_dir
+        again = partial(_renewed, partial(create_app, **settings), files)
+        renewal = Renewal(partial(local_model, given["model"]), load, again)
+        front = Front(app, renewal, grace_s)
+        stack.enter_context(on_hangup(front.ask))
         where = str(uds) if uds else _url(host, address, is_secure=bool(tls.certificate))
         slots = f"{engine.parallel} slots of {engine.n_window} tokens"
         serve_app(
-            app,
+            front,
             address,
             ending=ending,
             tls=tls,
@@ -334,6 +346,18 @@ def _with_files(
         if folder is not None:
             raise
         return create(), f"no files and batches here: {error}: name another folder with --files-dir"
+
+
+def _renewed(
+    create: "Callable[..., Starlette]", folder: str | None, engine: cbatch.Engine
+) -> "Starlette":
+    """Return the application of a reloaded model; one that keeps no files where their folder can no longer be used."""
+    if folder is not None:
+        try:
+            return create(engine, files_dir=folder)
+        except ConfigError as error:
+            _log.warn("no files and batches after the reload: %s", error)
+    return create(engine)
 
 
 def _notes(app: "Starlette") -> Sequence[str]:

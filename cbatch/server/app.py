@@ -24,6 +24,8 @@ from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.gate import Gate
 from cbatch.server.http_errors import HttpProblemError, problem_of, told
+from cbatch.server.infill import InfillCall
+from cbatch.server.llama_completions import LlamaCall
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.responses_api import ResponsesCall, count_input
@@ -88,15 +90,21 @@ def _routes(desk: Desk) -> list[Route]:
     handles: list[tuple[str, str, Handle]] = [
         ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
         ("POST", "/completions", partial(_answer, CompletionCall.of)),
+        ("POST", "/completion", partial(_answer, LlamaCall.of)),
+        ("POST", "/infill", partial(_answer, InfillCall.of)),
         ("POST", "/responses", partial(_answer, ResponsesCall.of)),
         ("POST", "/responses/input_tokens", count_input),
         ("POST", "/messages", partial(_answer, MessagesCall.of)),
         ("POST", "/messages/count_tokens", count_tokens),
         ("GET", "/models", small.models),
         ("GET", "/models/{name:path}", small.model),
+        ("POST", "/models/load", small.load_model),
         ("GET", "/health", small.health),
         ("GET", "/metrics", metrics),
         ("GET", "/slots", slots),
+        ("POST", "/slots/{id}", small.change_slot),
+        ("GET", "/lora-adapters", small.adapters),
+        ("POST", "/lora-adapters", small.set_adapters),
         ("GET", "/props", small.props),
         ("GET", "/tokenizer_info", small.tokenizer_info),
         ("POST", "/tokenize", small.tokenize),

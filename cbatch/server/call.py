@@ -89,7 +89,7 @@ class Call(ABC):
     """The field that has the prompt."""
 
     def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt]) -> None:
-        self.asked, self.prompts = asked, prompts
+        self.asked, self.prompts = asked, [*prompts]
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""
         self.fingerprint: str | None = None
@@ -145,10 +145,21 @@ class Call(ABC):
         self._defaults, self.fingerprint = (of_engine, of_model), fingerprint
 
     @property
+    def asks_vocabulary(self) -> bool:
+        """Whether `see_vocabulary` has something to do."""
+        return bool(self.asked.biased_texts)
+
+    @property
+    def settled(self) -> tuple[RunOptions, Mapping[str, float]]:
+        """The options of the call over the engine's, and the model's values, once defaults were seen."""
+        of_engine, of_model = self._defaults
+        return self.asked.options.over(of_engine), of_model
+
+    @property
     def sampling(self) -> Sampling:
         """How answers are sampled, once defaults were seen."""
-        of_engine, of_model = self._defaults
-        return self.asked.options.over(of_engine).sampling(of_model, seed=0)
+        options, of_model = self.settled
+        return options.sampling(of_model, seed=0)
 
     @property
     def n_choices(self) -> int:
@@ -166,8 +177,8 @@ class Call(ABC):
         return False
 
     @abstractmethod
-    def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
-        """Return the whole answer."""
+    def body(self, results: Sequence[BatchResult], model: str) -> Any:
+        """Return the whole answer, an object in all dialects but llama-server's."""
 
     @abstractmethod
     def stream(self, model: str) -> StreamEncoder:
@@ -199,8 +210,8 @@ class Answering:
                 check_prompts, call.prompts, sizes.n_window, call.prompt_field
             )
         call.see_facts(sizes.facts)
-        if call.asked.biased_texts:
-            await desk.ask(call.see_vocabulary, desk.engine, sizes.facts)
+        if call.asks_vocabulary:
+            await desk.ask_of_body(self._exchange, call.see_vocabulary, desk.engine, sizes.facts)
         if call.asked.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")
         self._name_ignored()

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.exchange import Exchange
+    from cbatch.server.front import Front
     from cbatch.server.server_settings import ServerSettings
 
     T = TypeVar("T")
@@ -49,7 +50,7 @@ _N_THREADS = 64
 _RETRY_S = 60
 """Most seconds that a client is told to wait: our choice; clients of OpenAI and Anthropic obey up to 120."""
 
-_ASK_S = 5.0
+ASK_S = 5.0
 """Seconds between two questions about the engine's progress. Our choice."""
 
 _CALLS = Threads("calls", _N_THREADS)
@@ -108,6 +109,8 @@ class Desk:
         self.created = int(time.time())
         self.is_draining = False
         """Whether new calls are refused."""
+        self.front: Front | None = None
+        """What reloads the model, where the application is served by `cbatch.server.serving`."""
         self._visits: dict[int, Visit] = {}
         self._n_in_flight = 0
         self._n_questions = 0
@@ -131,6 +134,10 @@ class Desk:
     def close(self, within_s: float = CLOSE_S) -> None:
         """Leave the batches to the next server on the same folder; waits until what they have done is on disk."""
         self.drain()
+        self.leave_batches(within_s)
+
+    def leave_batches(self, within_s: float = CLOSE_S) -> None:
+        """Leave the batches alone, as `close`: calls go on."""
         if self.batches is not None:
             self.batches.close(within_s)
 
@@ -141,7 +148,7 @@ class Desk:
     async def keep_asking(self) -> None:
         """Ask the engine for its progress now and then, so that `health` knows for how long it has been silent."""
         while True:
-            await anyio.sleep(_ASK_S)
+            await anyio.sleep(ASK_S)
             await self.pulse.ask()
 
     async def ask(self, question: Callable[..., T], *args: Any, **named: Any) -> T:
@@ -210,6 +217,11 @@ class Desk:
     def is_idle(self) -> bool:
         """Whether no client waits for the engine."""
         return not (self._n_in_flight or self._n_questions)
+
+    @property
+    def n_visits(self) -> int:
+        """Calls that are being answered."""
+        return len(self._visits)
 
     @property
     def n_in_flight(self) -> int:
@@ -296,10 +308,10 @@ class Desk:
             each_s = 0.0 if oldest is None else self.clock() - oldest.since_s
         return min(_RETRY_S, max(1, math.ceil(n_ends * each_s / n_slots)))
 
-    def end_visits(self) -> None:
-        """End every call that is being answered: its client is told that the server shuts down."""
+    def end_visits(self, problem: HttpProblemError) -> None:
+        """End every call that is being answered: its client is told the problem."""
         for visit in self._visits.values():
-            visit.problem = draining()
+            visit.problem = problem
             visit.scope.cancel()
 
     # ---- health ----

@@ -91,7 +91,7 @@ class Ending:
 
     @contextmanager
     def on_signals(self) -> Iterator[Ending]:
-        """Let SIGTERM, Ctrl-C and SIGHUP (a closed terminal) begin the end, except a signal that is ignored.
+        """Let SIGTERM, Ctrl-C and SIGHUP (of a closed terminal) begin the end, except a signal that is ignored.
 
         Once the end has begun, the process must end after the block: it is ended by force if it does not in time, and
         a second signal takes its time.

@@ -29,7 +29,7 @@ _log = Log("cbatch.server")
 _POLL, _POLLED = b"x-cbatch-poll", ("/slots", "/metrics")
 """The header of the page's polls, one a second, and their routes. Polls are not counted as requests."""
 
-_OPEN_PATHS = ("/health", "/v1/health")
+OPEN_PATHS = ("/health", "/v1/health")
 """Paths that need no key and are answered over any connection."""
 
 _READING = ("GET", "HEAD")
@@ -106,7 +106,7 @@ class Gate:
                 400, f"the HTTP request is invalid: {why}", "invalid_http", headers=headers
             )
         path = _path_in(scope)
-        if scope["method"] == "OPTIONS" or path in _OPEN_PATHS:
+        if scope["method"] == "OPTIONS" or path in OPEN_PATHS:
             return None
         if CROWDED in scope["state"]:
             return crowded()

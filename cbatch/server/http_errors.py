@@ -144,9 +144,19 @@ def refused(name: str, why: str) -> HttpProblemError:
     return bad_request(f"{name} is not supported: {why}", name, "unsupported_parameter")
 
 
+def absent(message: str) -> HttpProblemError:
+    """Return the problem of what another server does at this path, and this one does not."""
+    return HttpProblemError(501, message, "not_implemented", headers=NO_RETRY)
+
+
 def draining() -> HttpProblemError:
     """Return the problem of a server that is being stopped."""
     return HttpProblemError(503, "the server is shutting down", "shutting_down", headers=SOON)
+
+
+def reloading() -> HttpProblemError:
+    """Return the problem of a call that the model was not kept for."""
+    return HttpProblemError(503, "the model is being reloaded", "model_reloading", headers=SOON)
 
 
 def no_worker(seconds: float) -> HttpProblemError:

@@ -53,7 +53,7 @@ class CompletionCall(OpenAICall):
         if logprobs is not None and int_of(logprobs) is None:
             raise bad_request(f"logprobs must be a number, not {shown(logprobs)}", "logprobs")
         asked = asked_of(body, OWN, defaults=DEFAULTS, is_strict=is_strict)
-        asked.ignored += [name for name in _OF_CHATS if body.get(name) is not None]
+        asked.ignored += moot_in(body)
         asked.options = _with_end(asked.options)
         options = asked.options
         if asked.is_streamed and options.n_choices > (options.n or 1):
@@ -65,12 +65,7 @@ class CompletionCall(OpenAICall):
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is: an empty prompt is the token that begins a text."""
         super().see_facts(facts)
-        if any(prompt is _BEGINNING for prompt in self.prompts):
-            if facts.bos_id < 0:
-                words = "the prompt is empty, and this model has no token that begins a text"
-                raise bad_request(words, "prompt")
-            first = BatchPrompt(tokens=[facts.bos_id])
-            self.prompts = [first if prompt is _BEGINNING else prompt for prompt in self.prompts]
+        self.prompts = begun(self.prompts, facts)
 
     @property
     def has_tops(self) -> bool:
@@ -123,24 +118,44 @@ def _with_end(options: RunOptions) -> RunOptions:
     return options
 
 
+def moot_in(body: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a body that concern chats alone."""
+    return [name for name in _OF_CHATS if body.get(name) is not None]
+
+
+def begun(prompts: list[BatchPrompt], facts: ModelFacts) -> list[BatchPrompt]:
+    """Return prompts, of which those that were empty are the token that begins a text. Raises a `HttpProblemError`."""
+    if not any(prompt is _BEGINNING for prompt in prompts):
+        return prompts
+    if facts.bos_id < 0:
+        words = "the prompt is empty, and this model has no token that begins a text"
+        raise bad_request(words, "prompt")
+    first = BatchPrompt(tokens=[facts.bos_id])
+    return [first if prompt is _BEGINNING else prompt for prompt in prompts]
+
+
 def _prompts(body: Mapping[str, Any]) -> list[BatchPrompt]:
     """Return prompts: a text, token ids, or a list of these; null is an empty text. Raises a `HttpProblemError`."""
     if "prompt" not in body:
         raise bad_request("prompt is missing", "prompt")
     said = "" if body["prompt"] is None else body["prompt"]
-    is_one = isinstance(said, str) or (isinstance(said, list) and said and _is_token(said[0]))
+    is_one = isinstance(said, str) or (isinstance(said, list) and said and is_token(said[0]))
     listed = [said] if is_one else said
     if not isinstance(listed, list) or not listed:
         words = "a string, a list of token ids, or a list of these"
         raise bad_request(f"prompt must be {words}, not {shown(said)}", "prompt")
-    return [_prompt(item, "prompt" if is_one else f"prompt[{i}]") for i, item in enumerate(listed)]
+    return [
+        prompt_of(item, "prompt" if is_one else f"prompt[{i}]") for i, item in enumerate(listed)
+    ]
 
 
-def _is_token(value: Any) -> bool:
+def is_token(value: Any) -> bool:
+    """Whether a value can be the id of a token."""
     return int_of(value) is not None
 
 
-def _prompt(item: Any, place: str) -> BatchPrompt:
+def prompt_of(item: Any, place: str) -> BatchPrompt:
+    """Return the prompt of a text or token ids; `place` is where it stands. Raises a `HttpProblemError`."""
     try:
         if isinstance(item, str):
             return BatchPrompt(prompt=item) if item else _BEGINNING

@@ -24,16 +24,17 @@ from cbatch.server.http_errors import HttpProblemError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from starlette.applications import Starlette
-
-    from cbatch.server.desk import Desk
     from cbatch.server.ending import Ending
+    from cbatch.server.front import Front
 
 _IDLE_S = 75
 """Seconds after which an idle connection is closed: longer than clients keep theirs, or they meet resets."""
 
 _LAST_S = 5
 """Most seconds for sending the last bytes of ended calls. Our choice."""
+
+_WORKERS_S = 60.0
+"""Most seconds for the workers of a reloaded model to end. Our choice."""
 
 _TOLD_S = 0.2
 """Seconds for sending errors to calls when the grace period is over, before the engine is closed. Our choice."""
@@ -135,7 +136,7 @@ def limits_for(n_connections: int | None) -> ConnectionLimits:
 
 
 def serve(
-    app: Starlette,
+    front: Front,
     address: socket.socket,
     *,
     ending: Ending,
@@ -150,26 +151,26 @@ def serve(
     Raises:
         EngineClosedError: the engine has failed; calls got its error.
     """
-    config = config_of(app, tls or Tls(), limits or ConnectionLimits())
-    desk: Desk = app.state.desk
-    server = DrainingServer(config, desk, ending, on_ready)
-    with ending.serving(desk.drain, partial(_give_up, desk)):
+    config = config_of(front, tls or Tls(), limits or ConnectionLimits())
+    server = DrainingServer(config, front, ending, on_ready)
+    with ending.serving(front.drain, partial(_give_up, front)):
         try:
             server.run(sockets=[address])
         finally:
-            desk.close(ending.left_s(CLOSE_S))
+            front.close_desks(ending.left_s(CLOSE_S))
+            front.close_own_engines(ending.left_s(_WORKERS_S))
     if server.problem:
         raise EngineClosedError(f"the engine stopped: {server.problem}")
 
 
-def _give_up(desk: Desk) -> None:
-    """Leave the batches to the next server and close the engine with all its requests, so that no call waits."""
+def _give_up(front: Front) -> None:
+    """Leave the batches to the next server and close the engines with all their requests, so that no call waits."""
     time.sleep(_TOLD_S)
-    desk.close(0.0)
-    desk.engine.close(within_s=0.0)
+    front.close_desks(0.0)
+    front.close_engines(0.0)
 
 
-def config_of(app: Starlette, tls: Tls, limits: ConnectionLimits) -> uvicorn.Config:
+def config_of(app: Front, tls: Tls, limits: ConnectionLimits) -> uvicorn.Config:
     """Return what uvicorn is told."""
     guarded: Any = partial(GuardedProtocol, limits)
     return uvicorn.Config(
@@ -193,12 +194,12 @@ class DrainingServer(uvicorn.Server):
     """Refuses new calls, except `/health`, once its ending begins; ends when no call is left."""
 
     def __init__(
-        self, config: uvicorn.Config, desk: Desk, ending: Ending, on_ready: Callable[[], object]
+        self, config: uvicorn.Config, front: Front, ending: Ending, on_ready: Callable[[], object]
     ) -> None:
         super().__init__(config)
         self.problem = ""
         """Why the engine has ended; "" if it has not."""
-        self._desk, self._ending, self._on_ready = desk, ending, on_ready
+        self._front, self._ending, self._on_ready = front, ending, on_ready
         self._asking: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -212,27 +213,30 @@ class DrainingServer(uvicorn.Server):
             anyio.lowlevel.checkpoint()
         )  # has anyio load what it is made of, before a client waits for it
         with suppress(CBatchError, HttpProblemError):  # the first call gets this error, too
-            await self._desk.sizes()
-        self._asking = asyncio.create_task(self._desk.keep_asking())
+            await self._front.desk.sizes()
+        self._asking = asyncio.create_task(self._front.keep_asking())
         await super().startup(sockets)
         self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end now; called some ten times a second."""
-        outage = self._desk.engine.outage
+        outage = self._front.desk.engine.outage
         if outage is not None and outage.retry_s is None and not self._ending.has_begun:
             self.problem = outage.cause
             self._ending.begin()
         if self._ending.has_begun:
             if self._ending.is_over:
-                self._desk.end_visits()
-            self.should_exit = self._ending.is_over or self._desk.is_idle
+                self._front.end_visits()
+            self.should_exit = self._ending.is_over or self._front.is_idle
+        else:
+            self._front.look()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close connections; those that still send or read get some seconds, at most those that are left."""
         if self._asking is not None:
             self._asking.cancel()
+        self._front.cancel()
         wait_s = self._ending.left_s(_LAST_S)
         asyncio.get_running_loop().call_later(wait_s, self._drop)
         self.config.timeout_graceful_shutdown = math.ceil(wait_s) + 1

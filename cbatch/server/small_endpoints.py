@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields
 from datetime import datetime, timezone
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,9 @@ from cbatch.server.call import text_tokens
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
+    absent,
     bad_request,
+    draining,
     problem_of,
     refused,
     unwell,
@@ -37,7 +41,10 @@ async def health(desk: Desk, exchange: Exchange) -> None:
     """Say whether the engine gets on."""
     found = await desk.health()
     if not found.problem:
-        await exchange.respond_json({"status": found.status, "in_flight": desk.n_in_flight})
+        state = "none" if desk.front is None else desk.front.state
+        reload = {} if state == "none" else {"reload": state}
+        said = {"status": found.status, "in_flight": desk.n_in_flight, **reload}
+        await exchange.respond_json(said)
         return
     problem = unwell(found.problem, found.retry_s)
     body = {"status": found.status, **problem.as_openai()}
@@ -65,6 +72,35 @@ async def model(desk: Desk, exchange: Exchange) -> None:
         raise HttpProblemError(404, message, "model_not_found", "model")
     of = _model_of_anthropic if _is_anthropic(exchange) else _model
     await exchange.respond_json(of(desk, sizes, name))
+
+
+async def load_model(desk: Desk, exchange: Exchange) -> None:
+    """Begin to load the served model once more; no other one, as clients name no files of the server."""
+    if not (exchange.owner or _is_local(exchange)):
+        message = "without API keys, a model is reloaded from this machine alone"
+        raise HttpProblemError(403, message, "not_local")
+    has_body = exchange.headers.get(b"content-length", b"0") != b"0"
+    name = (await body_of(desk, exchange)).get("model") if has_body else None
+    if name not in (None, desk.model_name):
+        message = f"the model {shown(name)} is not served here: only {desk.model_name} can be loaded again"
+        raise HttpProblemError(404, message, "model_not_found", "model")
+    if desk.front is None or not desk.front.can_reload:
+        raise absent("this application does not reload its model: cbatch serve does")
+    if not desk.front.ask():
+        raise (
+            draining() if desk.is_draining else HttpProblemError(409, "the model is being reloaded")
+        )
+    await exchange.respond_json({"success": True, "model": desk.model_name})
+
+
+def _is_local(exchange: Exchange) -> bool:
+    """Whether a request comes from this machine: from a loopback address, or over a Unix socket."""
+    client = exchange.scope.get("client")
+    if not client or not client[0]:
+        return True
+    with suppress(ValueError):
+        return ip_address(client[0].partition("%")[0]).is_loopback
+    return False
 
 
 def _is_anthropic(exchange: Exchange) -> bool:
@@ -114,7 +150,7 @@ async def props(desk: Desk, exchange: Exchange) -> None:
         {
             "default_generation_settings": {
                 "n_ctx": sizes.n_window,
-                "params": _defaults(options, facts.sampling),
+                "params": settings_of(options, facts.sampling),
             },
             "total_slots": sizes.n_slots,
             "model_alias": desk.model_name,
@@ -128,8 +164,25 @@ async def props(desk: Desk, exchange: Exchange) -> None:
     )
 
 
-def _defaults(options: RunOptions, of_model: Mapping[str, float]) -> dict[str, Any]:
-    """Return the values that a request has where it says none: the engine's, else the model's, else cbatch's."""
+async def adapters(desk: Desk, exchange: Exchange) -> None:
+    """List the adapters; a scale of 0 says that a request gets one only if it names it."""
+    names = (await desk.sizes()).facts.adapters
+    listed = [{"id": i, "path": name, "scale": 0.0} for i, name in enumerate(names)]
+    await exchange.respond_json(listed)
+
+
+async def set_adapters(desk: Desk, exchange: Exchange) -> None:
+    """Refuse to change what all requests get."""
+    raise absent("adapters have no scale for all requests: a request names one as model or adapter")
+
+
+async def change_slot(desk: Desk, exchange: Exchange) -> None:
+    """Refuse to save, restore or erase a slot: cells belong to prompts here, not to slots."""
+    raise absent("cells are not saved by slot: a request saves its own with cache_key")
+
+
+def settings_of(options: RunOptions, of_model: Mapping[str, float]) -> dict[str, Any]:
+    """Return the values that a request with these options has: its own, else the model's, else cbatch's."""
     sampling = options.sampling(of_model, seed=0)
     said = {f.name: getattr(sampling, f.name) for f in fields(RunOptions) if f.name in _SAMPLED}
     said |= {name: getattr(options, name) for name in ("seed", "max_tokens", "timeout_s")}

@@ -429,7 +429,8 @@ def facts_of_json(said: Mapping[str, Any]) -> ModelFacts:
     """Return what a model is."""
     facts = as_fields(ModelFacts, said)
     RunOptions.of(facts.sampling)  # checked
-    return replace(facts, adapters=as_texts([*facts.adapters]))
+    fim = {name: as_count(token) for name, token in facts.fim.items()}
+    return replace(facts, adapters=as_texts([*facts.adapters]), fim=fim)
 
 
 def extension_as_json(result: BatchResult, origin: Origin) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,13 +33,15 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from tests.conftest import SynthFactory
+
 
 @contextmanager
-def started(model: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(model: Path, *arguments: str, **of_process: Any) -> Iterator[subprocess.Popen[str]]:
     """`cbatch serve` with two slots; it is killed where a test leaves it running."""
     own = ["-m", str(model), "--port", "0", "--threads", "1", "--parallel", "2"]
     command = [sys.executable, "-m", "cbatch.cli", "serve", *own, *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **of_process) as process:
         try:
             yield process
         finally:
@@ -212,7 +216,7 @@ def test_serve_speaks_https(test_model: Path, tmp_path: Path, host: str) -> None
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_lets_a_stream_end_and_then_the_server(
     test_model: Path, number: signal.Signals
 ) -> None:
@@ -229,6 +233,62 @@ def test_signal_lets_a_stream_end_and_then_the_server(
         assert process.wait() == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+def _address_in(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    found = re.search(r"serving \S+ at (http://127\.0\.0\.1:\d+)", line)
+    assert found is not None, line
+    return found[1]
+
+
+@pytest.mark.real
+def test_hangup_reloads_the_model_that_the_file_now_is(synth: SynthFactory, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.symlink_to(synth("test"))
+    arguments = ("--replicas", "1", "--files-dir", str(tmp_path / "kept"))
+    with started(path, *arguments, start_new_session=True) as process:
+        with httpx.Client(base_url=_address_in(process), timeout=60) as client:
+            assert process.stderr is not None
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+            before = client.post("/v1/chat/completions", json=chat).json()["system_fingerprint"]
+            path.unlink()
+            process.send_signal(signal.SIGHUP)  # no file: the old model stays
+            lines = [process.stderr.readline() for _ in range(2)]
+            assert lines[0] == "cbatch: the model is being reloaded\n"
+            assert lines[1].startswith("cbatch: the model was not reloaded, the old one stays: ")
+            assert client.get("/health").json()["reload"] == "failed"
+            path.symlink_to(synth("test", seed=1))
+            process.send_signal(signal.SIGHUP)
+            lines = [process.stderr.readline() for _ in range(2)]
+            assert lines[1].startswith("cbatch: the model is reloaded; ")
+            answer = client.post("/v1/chat/completions", json=chat).json()
+            assert answer["system_fingerprint"] != before
+            assert client.get("/v1/files").status_code == 200
+        process.terminate()
+        assert process.wait() == 0
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.real
+def test_hangup_of_a_terminal_ends_the_server(test_model: Path) -> None:
+    ours, theirs = os.openpty()
+    try:
+        in_terminal = {"start_new_session": True, "preexec_fn": partial(_take_terminal, theirs)}
+        with started(test_model, "--replicas", "1", **in_terminal) as process:
+            _address_in(process)
+            process.send_signal(signal.SIGHUP)
+            assert process.wait() == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == ""
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def _take_terminal(file: int) -> None:
+    fcntl.ioctl(file, termios.TIOCSCTTY, 0)
 
 
 def test_serve_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,15 @@ from cbatch.engine import Engine
 from cbatch.server import create_app
 from cbatch.server.connections import ConnectionLimits
 from cbatch.server.ending import Ending
+from cbatch.server.front import Front
 from cbatch.server.serving import DrainingServer, Tls, bound_socket, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from starlette.applications import Starlette
+
+    from cbatch.server.front import Renewal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = "/v1/messages"
@@ -42,6 +45,7 @@ def call(
     *,
     method: str | None = None,
     backend: str = "asyncio",
+    client_host: str = "127.0.0.1",
     **more: Any,
 ) -> httpx.Response:
     """What one request is answered, in a loop of its own."""
@@ -52,7 +56,7 @@ def call(
     method = method or ("GET" if body is None else "POST")
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app)
+        transport = httpx.ASGITransport(app, client=(client_host, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **more)
 
@@ -145,16 +149,22 @@ class Running:
 
 @contextmanager
 def running(
-    app: Starlette, *, grace_s: float = 0.0, port: int = 0, **limits: Any
+    app: Starlette,
+    *,
+    grace_s: float = 0.0,
+    port: int = 0,
+    renewal: Renewal | None = None,
+    **limits: Any,
 ) -> Iterator[Running]:
     """Serve an application until the end of the block, with limits of connections."""
     is_ready = threading.Event()
-    config = config_of(app, Tls(), ConnectionLimits(**limits))
+    front = Front(app, renewal, grace_s)
+    config = config_of(front, Tls(), ConnectionLimits(**limits))
     ending = Ending(grace_s)
-    server = DrainingServer(config, app.state.desk, ending, is_ready.set)
+    server = DrainingServer(config, front, ending, is_ready.set)
 
     def serve() -> None:
-        with ending.serving(app.state.desk.drain, bool):
+        with ending.serving(front.drain, bool):
             server.run(sockets=[address])
 
     with bound_socket("127.0.0.1", port) as address:

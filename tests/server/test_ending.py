@@ -19,6 +19,7 @@ from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from cbatch.server import create_app, ending
 from cbatch.server.ending import Ending
+from cbatch.server.front import Front
 from cbatch.server.serving import bound_socket, serve
 from tests.files.kill_runs import children_of, lives
 from tests.runtime.backends import PATIENCE_S, FailingBackend, in_thread
@@ -178,7 +179,7 @@ def test_server_whose_engine_ends_raises_its_error() -> None:
         app = create_app(engine)
         url = f"http://127.0.0.1:{address.getsockname()[1]}"
         given: Any = {"ending": Ending(60), "on_ready": is_ready.set}
-        ended = in_thread(partial(serve, app, address, **given))
+        ended = in_thread(partial(serve, Front(app), address, **given))
         assert is_ready.wait(PATIENCE_S)
         assert httpx.post(url + CHAT, json=SHORT, timeout=60).status_code == 503
         with pytest.raises(EngineClosedError, match="the engine stopped: out of luck"):

@@ -155,6 +155,7 @@ class FakeBackend:
         self._kv = FakeCells(n_slots, n_window, self.memory, self.start, faults.swap)
         self.cells, self.saved = self._kv.cells, self._kv.saved
         self.adapters: tuple[str, ...] = ()
+        self.fim: dict[str, int] = {}
         self.answer_settings: dict[str, str] = {}
         self.now_s = 0.0
         self.n_steps = 0
@@ -248,6 +249,7 @@ class FakeBackend:
             self.vocab.n_vocab,
             self.n_window,
             adapters=tuple(self.adapters),
+            fim=self.fim,
             sampling=dict(self.sampling_defaults),
         )
 

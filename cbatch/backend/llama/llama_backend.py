@@ -436,6 +436,7 @@ class LlamaBackend:
             bos_token=model.vocab.bos_text,
             eos_token=model.vocab.eos_text,
             bos_id=model.vocab.bos_id,
+            fim=dict(model.vocab.fim),
             adapters=tuple(self.adapters),
             sampling=dict(self.sampling_defaults),
             company=self.company,

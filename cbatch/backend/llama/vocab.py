@@ -54,6 +54,7 @@ class LlamaVocab:
         bos = int(llama_cpp.llama_vocab_bos(self._pointer))
         eos = int(llama_cpp.llama_vocab_eos(self._pointer))
         self.bos_id, self.bos_text, self.eos_text = bos, self._text(bos), self._text(eos)
+        self.fim = self._fim_tokens()
         self._may_add_special = self._can_add_special(bos, eos)
         self.end_tokens = tuple(
             i for i in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(self._pointer, i)
@@ -317,6 +318,12 @@ class LlamaVocab:
             return ""
         text: bytes = llama_cpp.llama_vocab_get_text(self.pointer, token)
         return text.decode(errors="replace")
+
+    def _fim_tokens(self) -> dict[str, int]:
+        """Return the tokens for filling in the middle that the model has."""
+        names = ("pre", "suf", "mid", "rep", "sep")
+        found = {n: int(getattr(llama_cpp, f"llama_vocab_fim_{n}")(self._pointer)) for n in names}
+        return {name: token for name, token in found.items() if token >= 0}
 
     def _can_add_special(self, bos: int, eos: int) -> bool:
         # Source: llama-vocab.cpp, tokenize: asserts that they exist, which BERT adds to every text.

@@ -95,6 +95,16 @@ def test_model_that_wants_no_bos_gets_none(synth: SynthFactory) -> None:
     model.close()
 
 
+def test_tokens_for_filling_in_are_those_of_the_file(
+    vocab: LlamaVocab, synth: SynthFactory
+) -> None:
+    assert vocab.fim == {}
+    ids = {f"tokenizer.ggml.fim_{name}_token_id": 300 + i for i, name in enumerate(("pre", "mid"))}
+    model = open_model(synth("test", metadata=ids))
+    assert model.vocab.fim == {"pre": 300, "mid": 301}
+    model.close()
+
+
 def test_text_that_needs_more_room_than_guessed_is_tokenized_whole(vocab: LlamaVocab) -> None:
     # Each special token is followed by a space that the text does not have.
     text = "<s>" + "<|im_end|>a" * 2000

@@ -1,0 +1,258 @@
+"""What a socket serves: an application, whose place another one takes when its model is reloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import anyio
+
+from cbatch.errors import words_of
+from cbatch.logs import Log
+from cbatch.server.desk import ASK_S
+from cbatch.server.gate import OPEN_PATHS
+from cbatch.server.http_errors import draining, reloading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from starlette.applications import Starlette
+    from starlette.types import Receive, Scope, Send
+
+    from cbatch.engine import Engine
+    from cbatch.server.desk import Desk
+
+_log = Log("cbatch.reload")
+
+_LAST_S = 5.0
+"""Most seconds for short calls to end before the applications change, and for the last bytes of ended ones."""
+
+_LEAVE_S = 60.0
+"""Most seconds for the lines of batches that run to be given up. Our choice: a long step of the old model."""
+
+_LOOK_S = 0.02
+"""Seconds between two looks at calls that are to end. Our choice."""
+
+State: TypeAlias = Literal["none", "loading", "draining", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """How a model is loaded once more.
+
+    Args:
+        find: returns the model; may wait, as for a download.
+        load: returns an engine of it that is not open yet.
+        create: returns an application over that engine; may wait. Batches were left to it.
+    """
+
+    find: Callable[[], Any]
+    load: Callable[[Any], Engine]
+    create: Callable[[Engine], Starlette]
+
+
+@dataclass(eq=False)
+class _Served:
+    """An application, and the calls that it answers."""
+
+    app: Starlette
+    n_calls: int = 0
+
+    @property
+    def desk(self) -> Desk:
+        """What its calls share."""
+        desk: Desk = self.app.state.desk
+        return desk
+
+
+class Front:
+    """Passes calls to the newest application. Calls of an older one have some time to end there.
+
+    A reload loads the model beside the old one, which goes on if that fails. From then on new calls get the new model.
+    Old calls have the grace period; what is left of them then ends with an error that says so.
+    """
+
+    def __init__(
+        self, app: Starlette, renewal: Renewal | None = None, grace_s: float = 0.0
+    ) -> None:
+        """Make one; without a `renewal` the model cannot be reloaded."""
+        self._served: list[_Served] = []
+        """The newest last."""
+        self._renewal, self._grace_s = renewal, grace_s
+        self._is_asked = self._is_draining = False
+        self._task: asyncio.Task[None] | None = None
+        self._change: asyncio.Event | None = None
+        """Set when applications have changed, for which new calls wait."""
+        self._state: State = "none"
+        self._own: list[Engine] = []
+        """Engines that were loaded here, and are to be closed here."""
+        self._serve(_Served(app))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a call on."""
+        while self._change is not None and scope["path"] not in OPEN_PATHS:
+            await self._change.wait()
+        served = self._served[-1]
+        served.n_calls += 1
+        try:
+            await served.app(scope, receive, send)
+        finally:
+            served.n_calls -= 1
+
+    @property
+    def desk(self) -> Desk:
+        """That of new calls."""
+        return self._served[-1].desk
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no client waits for an engine."""
+        return all(served.desk.is_idle for served in self._served)
+
+    def drain(self) -> None:
+        """Refuse new calls from now on, and reload nothing. From any thread or signal handler."""
+        self._is_draining = True
+        for served in [*self._served]:
+            served.desk.drain()
+
+    def end_visits(self) -> None:
+        """End every call that is being answered: its client is told that the server shuts down."""
+        for served in self._served:
+            served.desk.end_visits(draining())
+
+    async def keep_asking(self) -> None:
+        """Ask the engine for its progress now and then, as `Desk.keep_asking`."""
+        while True:
+            await anyio.sleep(ASK_S)
+            await self.desk.pulse.ask()
+
+    # ---- reloads ----
+
+    @property
+    def state(self) -> State:
+        """What becomes of the last reload; `none` where there is none, and after one that succeeded."""
+        return "loading" if self._is_asked else self._state
+
+    @property
+    def can_reload(self) -> bool:
+        """Whether there is a model to load once more."""
+        return self._renewal is not None
+
+    def ask(self) -> bool:
+        """Have the model reloaded; False while that is under way or the server ends. Also in a signal handler."""
+        if not self.can_reload or self._is_draining or self.state in ("loading", "draining"):
+            return False
+        self._is_asked = True
+        return True
+
+    def look(self) -> None:
+        """Begin a reload that was asked for. In the event loop."""
+        if self._is_asked and self._renewal is not None:
+            self._state, self._is_asked = "loading", False
+            self._task = asyncio.create_task(self._reload(self._renewal))
+
+    async def _reload(self, renewal: Renewal) -> None:
+        _log.warn("the model is being reloaded")
+        try:
+            old = await self._replaced(renewal)
+        except Exception as error:  # whatever it is, the old model is there
+            self._state = "failed"
+            _log.warn("the model was not reloaded, the old one stays: %s", words_of(error))
+            return
+        self._state = "draining"
+        _log.warn("the model is reloaded; calls of the old one that go on: %d", old.desk.n_visits)
+        await _until(lambda: not old.n_calls, self._grace_s)
+        old.desk.end_visits(reloading())
+        await _until(lambda: not old.n_calls, _LAST_S)
+        self._served.remove(old)
+        await self._close(old.desk.engine)
+        self._state = "none"
+
+    async def _replaced(self, renewal: Renewal) -> _Served:
+        """Load the model, have new calls go to it, and return the application that was there before."""
+        engine = renewal.load(await anyio.to_thread.run_sync(renewal.find))
+        await engine.__aenter__()  # breaks off the load where this is cancelled
+        self._own.append(engine)
+        old, change = self._served[-1], asyncio.Event()
+        self._change = change
+        try:
+            # uploads and the like end where they began
+            await _until(lambda: old.n_calls <= old.desk.n_visits, _LAST_S)
+            await anyio.to_thread.run_sync(old.desk.leave_batches, _LEAVE_S)
+            self._serve(_Served(await anyio.to_thread.run_sync(renewal.create, engine)))
+        except Exception:
+            await self._close(engine)
+            raise
+        finally:
+            self._change = None
+            change.set()
+        return old
+
+    async def _close(self, engine: Engine) -> None:
+        """Close an engine that no new call gets; its workers have a minute to end."""
+        await anyio.to_thread.run_sync(engine.close)
+        self._own = [own for own in self._own if own is not engine]
+
+    def _serve(self, new: _Served) -> None:
+        """Have new calls go to an application."""
+        new.desk.front = self
+        self._served.append(new)
+        if self._is_draining:
+            new.desk.drain()
+
+    # ---- the end ----
+
+    def cancel(self) -> None:
+        """Break off a reload. In the event loop."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def close_desks(self, within_s: float) -> None:
+        """Leave the batches to the next server."""
+        for served in [*self._served]:
+            served.desk.close(within_s)
+
+    def close_own_engines(self, within_s: float) -> None:
+        """Close engines that were loaded here."""
+        for engine in [*self._own]:
+            engine.close(within_s=within_s)
+
+    def close_engines(self, within_s: float) -> None:
+        """Close all engines with all their requests."""
+        for served in [*self._served]:
+            served.desk.engine.close(within_s=within_s)
+        self.close_own_engines(within_s)
+
+
+async def _until(is_so: Callable[[], bool], seconds: float) -> None:
+    """Wait until it is so, at most so long."""
+    with anyio.move_on_after(seconds):
+        while not is_so():  # noqa: ASYNC110  # nothing tells what becomes of calls
+            await anyio.sleep(_LOOK_S)
+
+
+@contextmanager
+def on_hangup(reload: Callable[[], object]) -> Iterator[None]:
+    """Have SIGHUP reload, for the block, where no terminal can be closed; a SIGHUP that is ignored stays so."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_IGN or _has_terminal():
+        yield
+        return
+    signal.signal(signal.SIGHUP, lambda number, frame: reload())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _has_terminal() -> bool:
+    """Whether this process belongs to a terminal, of which the system tells it the end by SIGHUP."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

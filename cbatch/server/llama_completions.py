@@ -1,0 +1,260 @@
+"""llama-server's own completions. Source: llama.cpp tools/server, README.md and server-task.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from cbatch.checks import shown, strings_of, token_ids
+from cbatch.messages import BatchPrompt
+from cbatch.openai_format import chat_logprobs
+from cbatch.server.answer_events import Ended, Text, choices_of
+from cbatch.server.call import Call, text_tokens
+from cbatch.server.http_errors import bad_request, refused
+from cbatch.server.openai_answers import extensions, timings_of
+from cbatch.server.openai_completions import begun, is_token, moot_in, prompt_of
+from cbatch.server.request_fields import asked_of, field_errors
+from cbatch.server.small_endpoints import settings_of
+from cbatch.server.sse import COMMENT, frame
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.engine import Engine
+    from cbatch.model_facts import ModelFacts
+    from cbatch.response import BatchResult, TokenLogprob
+    from cbatch.server.answer_events import Event
+    from cbatch.server.http_errors import HttpProblemError
+    from cbatch.server.request_fields import Asked
+
+OWN = ("prompt", "response_fields")
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"chat_template_kwargs": {}})
+"""Options where the request names none; without `n_predict`, an answer may fill the window."""
+
+_STOP_TYPES = {"stop": "eos", "length": "limit", "window": "limit"}
+"""llama-server's words for finish reasons; an answer that a stop string has ended is `word`, others are `none`."""
+
+
+class LlamaCall(Call):
+    """Prompts to complete in llama-server's format."""
+
+    prompt_field = "prompt"
+
+    def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt], said: Sequence[Any]) -> None:
+        """Make one; `said` are the prompts as the client has sent them."""
+        super().__init__(asked, prompts)
+        self._said = said
+        with field_errors("response_fields"):
+            self._wanted = strings_of("response_fields", asked.own.get("response_fields", ()))
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> LlamaCall:
+        """Return the call that a body asks for. Raises a `HttpProblemError`."""
+        asked = asked_of(body, OWN, defaults=DEFAULTS, is_strict=is_strict)
+        asked.ignored += moot_in(body)
+        said = _listed(body)
+        is_one = len(said) == 1
+        prompts = [_prompt(s, "prompt" if is_one else f"prompt[{i}]") for i, s in enumerate(said)]
+        return cls(asked, prompts, said)
+
+    def see_facts(self, facts: ModelFacts) -> None:
+        """See what the model is: an empty prompt is the token that begins a text."""
+        super().see_facts(facts)
+        self.prompts = begun(self.prompts, facts)
+
+    @property
+    def asks_vocabulary(self) -> bool:
+        """Whether texts are to become tokens before the call can run."""
+        return super().asks_vocabulary or any(map(_is_mixed, self._said))
+
+    def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
+        """Find the tokens of texts: those with a bias, and those that stand between tokens in a prompt."""
+        super().see_vocabulary(engine, facts)
+        for i, said in enumerate(self._said):
+            if _is_mixed(said):
+                self.prompts[i] = BatchPrompt(tokens=_joined(engine, facts, said))
+
+    def body(
+        self, results: Sequence[BatchResult], model: str
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the whole answer: a list where there are several."""
+        choices = [choice for result in results for choice in choices_of(result)]
+        answers = [self._whole(i, choice, model) for i, choice in enumerate(choices)]
+        return answers[0] if len(answers) == 1 else answers
+
+    def _whole(self, index: int, choice: BatchResult, model: str) -> dict[str, Any]:
+        more = {}
+        if choice.logprobs is not None:
+            more["completion_probabilities"] = probabilities(choice.logprobs)
+        tokens = choice.token_ids if self.asked.has_tokens else ()
+        return self.ended(index, choice, model, content=choice.text, tokens=tokens, **more)
+
+    def stream(self, model: str) -> LlamaStream:
+        """Return what encodes the answer's events."""
+        return LlamaStream(self, model)
+
+    def part(self, index: int, content: str, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return what all parts of an answer begin with."""
+        slot = self.asked.options.slot
+        return {
+            "index": index,
+            "content": content,
+            "tokens": [*tokens],
+            "id_slot": -1 if slot is None else slot,
+            "stop": False,
+        }
+
+    def ended(
+        self,
+        index: int,
+        choice: BatchResult,
+        model: str,
+        *,
+        content: str = "",
+        tokens: Sequence[int] = (),
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Return an answer that is complete, or of a stream the part that says so."""
+        usage, word = choice.usage, choice.stop_reason
+        has_word = isinstance(word, str)
+        said = {
+            **self.part(index, content, tokens),
+            "stop": True,
+            "model": model,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": self._settings(choice),
+            "prompt": self._said[index // self.n_choices],
+            "has_new_line": "\n" in choice.text,
+            "truncated": choice.finish_reason == "window",
+            "stop_type": "word" if has_word else _STOP_TYPES.get(choice.finish_reason, "none"),
+            "stopping_word": word if has_word else "",
+            "tokens_cached": usage.prompt_tokens + max(0, usage.completion_tokens - 1),
+            "timings": timings_of(choice),
+            **more,
+            **extensions(choice),
+        }
+        return _nested(said, self._wanted) if self._wanted else said
+
+    def _settings(self, choice: BatchResult) -> dict[str, Any]:
+        options, of_model = self.settled
+        n_most = -1 if options.max_tokens is None else options.max_tokens
+        return {
+            **settings_of(options, of_model),
+            "seed": choice.seed,
+            "n_predict": n_most,
+            "max_tokens": n_most,
+            "stop": [*(options.stop or ())],
+            "stream": self.asked.is_streamed,
+            "n_probs": options.top_logprobs or 0,
+            "ignore_eos": bool(options.ignore_eos),
+        }
+
+
+class LlamaStream:
+    """Encodes the events of some completions."""
+
+    def __init__(self, call: LlamaCall, model: str) -> None:
+        self._call, self._model = call, model
+        self._n_tokens: dict[int, int] = {}
+        """Tokens of each choice so far."""
+
+    def frames(self, events: Sequence[Event]) -> bytes:
+        """Return the frames of events."""
+        return b"".join(map(self._frame, events))
+
+    def _frame(self, event: Event) -> bytes:
+        if isinstance(event, Ended):
+            return frame(self._call.ended(event.i_choice, event.choice, self._model))
+        if not isinstance(event, Text):
+            raise TypeError(f"not an event of a completion: {event!r}")
+        index = event.i_choice
+        self._n_tokens[index] = self._n_tokens.get(index, 0) + len(event.token_ids)
+        said = self._call.part(index, event.text, event.token_ids)
+        said["tokens_predicted"] = self._n_tokens[index]
+        if event.logprobs is not None:
+            said["completion_probabilities"] = probabilities(event.logprobs)
+        return frame(said)
+
+    def progress(self, told: Mapping[str, Any]) -> bytes:
+        """Return the frame of how far the prompt is."""
+        return frame({**self._call.part(0, "", ()), "prompt_progress": told})
+
+    def end(self) -> bytes:
+        """Return nothing: the last part says that it is the last."""
+        return b""
+
+    def idle(self) -> bytes:
+        """Return what is sent in silence."""
+        return COMMENT
+
+    def error(self, problem: HttpProblemError) -> bytes:
+        """Return the frame of an error, behind which nothing comes."""
+        return frame(problem.as_openai())
+
+
+def probabilities(tokens: Sequence[TokenLogprob]) -> Any:
+    """Return log-probabilities as llama-server has them."""
+    return chat_logprobs(tokens)["content"]
+
+
+def _nested(said: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Return the values at paths with `/`, by path; paths that lead nowhere are left out."""
+    found = {}
+    for path in paths:
+        value: Any = said
+        for name in path.split("/"):
+            if not isinstance(value, Mapping) or name not in value:
+                break
+            value = value[name]
+        else:
+            found[path] = value
+    return found
+
+
+# ---- prompts: a text, tokens, both mixed, an object with a text, or a list of these ----
+
+
+def _listed(body: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts as they are written. Raises a `HttpProblemError`."""
+    if "prompt" not in body:
+        raise bad_request("prompt is missing", "prompt")
+    said = "" if body["prompt"] is None else body["prompt"]
+    is_list = isinstance(said, list) and not any(map(is_token, said))
+    if said == []:
+        raise bad_request("prompt must have a text or a token, not []", "prompt")
+    return [_text_of(item) for item in (said if is_list else [said])]
+
+
+def _text_of(item: Any) -> Any:
+    """Return the text of a prompt that is an object; another prompt as it is."""
+    if not isinstance(item, dict):
+        return item
+    if item.get("multimodal_data"):
+        raise refused("prompt", "multimodal_data has pictures or sound; give a text alone")
+    return item.get("prompt_string")
+
+
+def _is_mixed(said: Any) -> bool:
+    return isinstance(said, list) and any(isinstance(piece, str) for piece in said)
+
+
+def _prompt(said: Any, place: str) -> BatchPrompt:
+    """Return a prompt; of mixed ones, one that is as large, until their texts are tokens."""
+    if not _is_mixed(said):
+        return prompt_of(said, place)
+    texts = [piece for piece in said if isinstance(piece, str)]
+    with field_errors("prompt"):
+        token_ids(place, [piece for piece in said if not isinstance(piece, str)])
+    return BatchPrompt(prompt="".join(texts) or shown(said))
+
+
+def _joined(engine: Engine, facts: ModelFacts, said: Sequence[Any]) -> list[int]:
+    """Return the tokens of a mixed prompt; a text at its beginning has the token that begins a prompt."""
+    tokens: list[int] = []
+    for i, piece in enumerate(said):
+        is_text = isinstance(piece, str)
+        some = text_tokens(engine, facts, piece, has_special=not i) if is_text and piece else ()
+        tokens += some if is_text else [piece]
+    return tokens

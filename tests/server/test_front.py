@@ -1,0 +1,262 @@
+"""A model that is reloaded while it is served."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.errors import ModelLoadError
+from cbatch.server import create_app
+from cbatch.server.front import Renewal, on_hangup
+from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
+from tests.server.clients import CHAT, USER, call, error_of, fake_app, running, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from starlette.applications import Starlette
+
+    from tests.server.clients import Running
+
+LOAD = "/models/load"
+SHORT = {"messages": USER, "max_tokens": 3, "temperature": 0}
+LONG = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+class Models:
+    """Loads fake engines, each with another window, as a test wants it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.error: Exception | None = None
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.loaded: list[Engine] = []
+        self.may_create = threading.Event()
+        self.may_create.set()
+        self.is_creating = threading.Event()
+        self.renewal = Renewal(self._find, self._load, self._create)
+
+    def _find(self) -> Any:
+        assert self.may_load.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        return FakeBackend(2, 512)
+
+    def _load(self, backend: Any) -> Engine:
+        self.loaded.append(Engine(backend))
+        return self.loaded[-1]
+
+    def _create(self, engine: Engine) -> Starlette:
+        self.is_creating.set()
+        assert self.may_create.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        return create_app(engine, **self.settings)
+
+
+def served(
+    models: Models, backend: Any = None, *, grace_s: float = PATIENCE_S
+) -> AbstractContextManager[Running]:
+    app = create_app(Engine(backend or FakeBackend(2, 256)), **models.settings)
+    return running(app, grace_s=grace_s, renewal=models.renewal)
+
+
+def window(client: httpx.Client) -> int:
+    n: int = client.get("/v1/models").json()["data"][0]["max_model_len"]
+    return n
+
+
+def until_done(client: httpx.Client) -> None:
+    wait_until(lambda: "reload" not in client.get("/health").json())
+
+
+def test_new_calls_get_the_new_model() -> None:
+    models = Models()
+    models.may_load.clear()
+    with served(models) as server, server.client() as client:
+        assert window(client) == 256
+        assert client.post(LOAD).json() == {"success": True, "model": "cbatch"}
+        assert client.get("/health").json()["reload"] == "loading"
+        assert client.post(CHAT, json=SHORT).status_code == 200
+        assert window(client) == 256
+        assert client.post(LOAD).status_code == 409
+        models.may_load.set()
+        until_done(client)
+        assert window(client) == 512
+        assert client.post(CHAT, json=SHORT).status_code == 200
+        assert server.app.state.desk.engine.outage is not None  # the old one is closed
+    assert len(models.loaded) == 1
+
+
+def test_old_call_ends_with_the_old_model() -> None:
+    models, backend = Models(), GatedBackend(2, 256, hold_at=1)
+    with served(models, backend) as server, server.client() as client:
+        with client.stream("POST", CHAT, json=LONG) as answer:
+            wait_until(lambda: server.app.state.desk.n_in_flight == 1)
+            with server.client() as other:
+                other.post(LOAD)
+                wait_until(lambda: other.get("/health").json().get("reload") == "draining")
+                assert other.post(CHAT, json=SHORT).status_code == 200
+            backend.release()
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        until_done(client)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_old_call_that_outlasts_the_grace_is_told_why_it_ends(is_streamed: bool) -> None:
+    models, backend = Models(), GatedBackend(2, 256, hold_at=1)
+    with served(models, backend, grace_s=0.0) as server, server.client() as client:
+        asked = in_thread(
+            lambda: httpx.post(server.url + CHAT, json={**LONG, "stream": is_streamed}, timeout=60)
+        )
+        backend.wait_until_held()
+        client.post(LOAD)
+        answer = asked()
+        last = answer.text.split("data: ")[-1] if is_streamed else answer.text
+        assert json.loads(last)["error"]["code"] == "model_reloading"
+        assert answer.status_code == 503 or is_streamed
+        backend.release()
+        until_done(client)
+
+
+def test_load_that_fails_keeps_the_old_model() -> None:
+    models = Models()
+    models.error = ModelLoadError("/secret/model.gguf: no such file")
+    with served(models) as server, server.client() as client:
+        client.post(LOAD)
+        wait_until(lambda: client.get("/health").json().get("reload") == "failed")
+        assert "secret" not in client.get("/health").text
+        assert client.post(CHAT, json=SHORT).status_code == 200
+        models.error = None
+        assert client.post(LOAD).status_code == 200
+        until_done(client)
+        assert window(client) == 512
+
+
+def test_calls_wait_while_applications_change_and_health_does_not() -> None:
+    models = Models()
+    models.may_create.clear()
+    with served(models) as server, server.client() as client:
+        client.post(LOAD)
+        assert models.is_creating.wait(PATIENCE_S)
+        asked = in_thread(lambda: window(client))
+        assert httpx.get(server.url + "/health").json()["reload"] == "loading"
+        models.may_create.set()
+        assert asked() in (256, 512)  # the first where it came before
+        until_done(client)
+        assert window(client) == 512
+
+
+def test_application_that_cannot_be_made_leaves_the_old_one() -> None:
+    models = Models()
+    models.may_create.clear()
+    with served(models) as server, server.client() as client:
+        client.post(LOAD)
+        assert models.is_creating.wait(PATIENCE_S)
+        models.error = RuntimeError("no")
+        models.may_create.set()
+        wait_until(lambda: client.get("/health").json().get("reload") == "failed")
+        assert window(client) == 256
+        assert models.loaded[0].outage is not None  # closed
+
+
+def test_server_that_ends_while_it_loads_waits_for_no_load() -> None:
+    models = Models()
+    models.may_load.clear()
+    with served(models) as server, server.client() as client:
+        client.post(LOAD)
+        server.ending.begin()
+        models.may_load.set()
+    assert not models.loaded or models.loaded[0].outage is not None
+
+
+def test_batches_go_on_with_the_new_model(tmp_path: Path) -> None:
+    body = {**SHORT, "max_tokens": 50, "ignore_eos": True}
+    asked = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
+    form: dict[str, Any] = {
+        "files": {"file": ("a", json.dumps(asked).encode())},
+        "data": {"purpose": "batch"},
+    }
+    models, backend = Models(files_dir=str(tmp_path / "kept")), GatedBackend(2, 256, hold_at=1)
+    with served(models, backend) as server, server.client() as client:
+        backend.release_when_asked(lambda: server.app.state.desk.batches.is_closed)
+        file = client.post("/v1/files", **form).json()
+        batch = {"endpoint": CHAT, "completion_window": "24h", "input_file_id": file["id"]}
+        id = client.post("/v1/batches", json=batch).json()["id"]
+        backend.wait_until_held()
+        client.post(LOAD)
+        until_done(client)
+        assert client.get("/v1/files").json()["data"][-1] == file
+        wait_until(lambda: client.get(f"/v1/batches/{id}").json()["status"] == "completed")
+        counts = client.get(f"/v1/batches/{id}").json()["request_counts"]
+        assert counts == {"total": 1, "completed": 1, "failed": 0}
+        assert models.loaded[0].stats().n_steps > 0
+
+
+# ---- who may ---
+
+
+def test_other_models_are_not_loaded() -> None:
+    models = Models()
+    with served(models) as server, server.client() as client:
+        error = error_of(client.post(LOAD, json={"model": "/etc/passwd"}), 404)
+        assert error["code"] == "model_not_found"
+        assert client.post(LOAD, json={"model": "cbatch"}).status_code == 200
+        until_done(client)
+
+
+def test_strangers_need_a_key() -> None:
+    def load(app: Any, host: str, **headers: str) -> int:
+        return call(app, LOAD, method="POST", client_host=host, headers=headers).status_code
+
+    with fake_app() as app:
+        assert load(app, "192.0.2.1") == 403
+        assert load(app, "127.0.0.1") == 501  # nobody reloads this application
+    with fake_app(api_keys=["k"]) as app:
+        assert load(app, "127.0.0.1") == 401
+        assert load(app, "192.0.2.1", authorization="Bearer k") == 501
+
+
+# ---- SIGHUP ----
+
+
+@pytest.fixture
+def without_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("cbatch.server.front._has_terminal", lambda: False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("without_terminal")
+def test_hangup_reloads_without_a_terminal() -> None:
+    told: list[int] = []
+    with on_hangup(lambda: told.append(1)):
+        signal.raise_signal(signal.SIGHUP)
+    assert told == [1]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("without_terminal")
+def test_hangup_that_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with on_hangup(bool):
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_hangup_of_a_terminal_does_not_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.server.front._has_terminal", lambda: True)
+    before = signal.getsignal(signal.SIGHUP)
+    with on_hangup(bool):
+        assert signal.getsignal(signal.SIGHUP) is before
