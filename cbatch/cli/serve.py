@@ -16,6 +16,7 @@ import typer
 
 import cbatch
 from cbatch.checks import check_text, reading
+from cbatch.cli.completion import among
 from cbatch.cli.main import LogLevel, LogLines, show_log
 from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
 from cbatch.cli.terminal import say, tell
@@ -73,6 +74,7 @@ def serve(
             metavar="N",
             help="Worker processes with the model, which share the cores: a number, or auto.",
             panel=HTTP,
+            autocompletion=among(["auto"]),
         ),
     ] = "auto",
     api_key_file: Annotated[
