@@ -272,7 +272,9 @@ def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> 
     """Show the library's log from this level on until the command ends, instead of as it was shown before."""
     _hide_log()
     logger = logging.getLogger("cbatch")
-    logger.addHandler(LogLines(ctx.obj, has_time=has_time))
+    lines = LogLines(ctx.obj, has_time=has_time)
+    lines.setLevel(level.name)  # a logger below may let more pass
+    logger.addHandler(lines)
     ctx.call_on_close(_hide_log)
     ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
     logger.setLevel(level.name)
