@@ -77,6 +77,7 @@ def bench(
             panel=_REQUESTS,
             metavar="NAMES",
             help="Kinds of requests; see --list.",
+            default="decode, mixed, shared, burst",
             autocompletion=_named_workloads,
         ),
     ] = "decode,mixed,shared,burst",
@@ -137,7 +138,7 @@ def bench(
             panel=_SIDES,
             metavar="NAMES",
             help="Who answers; see --list.",
-            default="engine,one,llama,static,bare; beside servers engine,serve,bare",
+            default="engine, one, llama, static, bare; beside servers engine, serve, bare",
         ),
     ] = None,
     llama_server: Annotated[
