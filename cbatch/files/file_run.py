@@ -167,7 +167,11 @@ class _Run:
             title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
             with (
                 self.recording.of(
-                    engine, title, settings, self.on_result, lambda: work.tally.n_before
+                    engine,
+                    title,
+                    _for_people(settings, engine),
+                    self.on_result,
+                    lambda: work.tally.n_before,
                 ) as on_ended,
                 _shown(view, work, engine),
                 self.stop,
@@ -329,6 +333,14 @@ def _settings_of(
         **engine.fingerprint,
         "options": ", ".join(said) or "none",
     }
+
+
+def _for_people(settings: Mapping[str, str], engine: Engine) -> dict[str, str]:
+    """Return the settings of a run with the model's name, and a word for what is empty."""
+    named = {name: value or "none" for name, value in settings.items()}
+    if engine.model_name:
+        named["model"] = f"{engine.model_name}, {named['model']}"
+    return named
 
 
 def _rows(stream: ItemStream, asked: FileOptions) -> str:
