@@ -21,7 +21,8 @@ _CRASHES = {
     for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
     if hasattr(signal, name)
 }
-_CODE = "import sys; sys.path[:] = {path}; from {module} import main; main()"
+_CODE = '"{name}"; import sys; sys.path[:] = {path}; from {module} import main; main()'
+"""Begins with a name, which `ps` shows."""
 
 
 def command_of(module: str, *words: str) -> list[str]:
@@ -35,7 +36,8 @@ def command_of(module: str, *words: str) -> list[str]:
     if not sys.executable:
         raise ConfigError("no process can be started: Python does not know its own program")
     path = json.dumps([os.path.abspath(p) for p in sys.path])
-    return [sys.executable, "-c", _CODE.format(path=path, module=module), *words]
+    name = module.removesuffix(".__main__").replace(".", " ")
+    return [sys.executable, "-c", _CODE.format(name=name, path=path, module=module), *words]
 
 
 def environment() -> dict[str, str]:

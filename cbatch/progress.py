@@ -66,6 +66,8 @@ class Counts:
     """Items of `n_done` that an earlier run has done."""
     ending: Ending | None = None
     """Why a run over a file ended; None while the run goes on, and for other batches."""
+    is_counted: bool = False
+    """Whether `n_about` was counted; the input may still change."""
 
     @property
     def share(self) -> float | None:
@@ -375,7 +377,10 @@ def _items(counts: Counts) -> str:
 
 
 def _cancelled(counts: Counts) -> str:
-    return f", {counts.n_cancelled} cancelled" if counts.n_cancelled else ""
+    if not counts.n_cancelled:
+        return ""
+    next = "" if counts.ending is None else " until the next run"
+    return f", {counts.n_cancelled} cancelled{next}"
 
 
 def _cached(s: Snapshot) -> str:
@@ -400,7 +405,11 @@ def _parts(s: Snapshot) -> dict[str, str]:
 def _total(counts: Counts) -> str:
     if counts.n_total is not None:
         return str(counts.n_total)
-    return "?" if counts.n_about is None else f"about {counts.n_about}"
+    if counts.n_about is None:
+        return "?"
+    return (
+        str(counts.n_about) if counts.is_counted else f"about {float(f'{counts.n_about:.1e}'):.0f}"
+    )
 
 
 def _bar(share: float, room: int) -> str:

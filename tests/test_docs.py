@@ -61,6 +61,10 @@ def measurements(page: Path) -> Iterator[list[str]]:
             yield shlex.split(re.sub(r"(?<=-rows) N\b", " 1", said))
 
 
+PRINTED = re.compile(r"""print\(.*\)  # ("[^"]+"|\[[^]]*\]|[\w ]*\d[\w ]*)""")
+"""What the comment of a line says that it prints: a quoted beginning, a list, or words with a number."""
+
+
 class ParsedError(Exception):
     """A command line could be read; nothing is to be run."""
 
@@ -105,10 +109,15 @@ def workplace(tmp_path: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_run_one_after_another(page: Path, workplace: Path) -> None:
+def test_snippets_run_and_print_what_they_promise(
+    page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     namespace: dict[str, object] = {}
     for snippet in blocks(page, "python"):
         exec(compile(snippet, page.name, "exec"), namespace)
+        printed = capsys.readouterr().out
+        for promise in PRINTED.findall(snippet):
+            assert promise.strip('"') in printed, promise
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

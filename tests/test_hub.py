@@ -11,6 +11,8 @@ import pytest
 
 import cbatch
 from cbatch.errors import ConfigError, ModelLoadError
+from cbatch.files.file_run import run_file
+from cbatch.files.preview import check_file, estimate_file
 from cbatch.hub import local_model
 from tests.cli.conftest import invoke
 
@@ -88,3 +90,26 @@ def test_load_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_path_that_is_none_says_that_nothing_is_downloaded() -> None:
     with pytest.raises(ModelLoadError, match="No such file or directory; nothing is downloaded"):
         cbatch.load("no.gguf")
+
+
+@pytest.mark.real
+def test_calls_on_files_take_the_name_too(
+    asked: list[dict[str, Any]], tmp_path: Path, test_model: Path
+) -> None:
+    (tmp_path / "a.gguf").symlink_to(test_model)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi", "options": {"max_tokens": 2}}\n')
+    name, source = "hf:me/models/q8/a.gguf", tmp_path / "in.jsonl"
+    done = run_file(source, tmp_path / "out.jsonl", model=name, isolate=False)
+    assert (done.n_done, done.n_failed) == (1, 0)
+    assert check_file(source, model=name).n_items == 1
+    assert estimate_file(source, model=name).n_sample == 1
+    assert len(asked) == 3
+
+
+def test_output_may_not_be_the_file_that_the_name_stands_for(
+    asked: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ConfigError, match=r"a\.gguf: is the input"):
+        run_file(tmp_path / "in.jsonl", tmp_path / "a.gguf", model="hf:me/models/q8/a.gguf")

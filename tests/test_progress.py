@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import pytest
 from rich.console import Console
 
 from cbatch.errors import EngineClosedError
@@ -25,9 +25,6 @@ from cbatch.progress import (
 )
 from cbatch.stats import EngineStats
 from tests.runtime.backends import PATIENCE_S
-
-if TYPE_CHECKING:
-    import pytest
 
 STATS = EngineStats(
     n_steps=10,
@@ -124,6 +121,27 @@ def test_cancelled_items_are_neither_done_nor_failed() -> None:
     assert left.counts.is_over
     assert summary_lines(left).startswith("items   10 of 40, 2 failed, 30 cancelled")
     assert closing_line(left).startswith("10/40, 2 failed, 30 cancelled · ")
+
+
+def test_cancelled_items_of_a_file_come_in_the_next_run() -> None:
+    left = replace(snapshot(), counts=Counts(40, 10, 0, n_cancelled=30, ending="now"))
+    assert summary_lines(left).startswith("items   10 of 40, 0 failed, 30 cancelled until the next")
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (Counts(None, 48, 0), "48/? · "),
+        (Counts(None, 48, 0, n_about=3023), "48/about 3000 · "),
+        (Counts(None, 48, 0, n_about=3023, is_counted=True), "48/3023 · "),
+        (Counts(3000, 48, 0, n_about=3023), "48/3000 · "),
+        (Counts(None, 2, 0, n_about=7), "2/about 7 · "),
+        (Counts(None, 2, 0, n_about=1_265_432), "2/about 1300000 · "),
+    ],
+    ids=str,
+)
+def test_number_of_items_is_as_exact_as_it_is_known(counts: Counts, said: str) -> None:
+    assert progress_line(replace(snapshot(), counts=counts)).startswith(said)
 
 
 def test_progress_closed_twice_finishes_once_with_the_work_since_it_began() -> None:

@@ -80,8 +80,10 @@ class PrefixLoop:
             ConfigError: the model's memory cannot be copied and cut back.
         """
         self._backend = LlamaBackend(model, settle_attention(model, options), owns_model=False)
-        self._ctx: Any = self._backend.ctx
-        self._cells = LlamaCells(self._ctx)
+        self.ctx: Any = self._backend.ctx
+        """llama.cpp's context."""
+        self.cells = LlamaCells(self.ctx)
+        """What its memory holds."""
         memory = self._backend.memory
         if not memory.can_trim or (self._backend.n_slots > 1 and not memory.can_copy):
             self._backend.close()
@@ -98,7 +100,7 @@ class PrefixLoop:
         Raises:
             DecodeError: `llama_decode` failed.
         """
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), True)
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), True)
         n_common, n_slots = len(common), self._backend.n_slots
         prefix = self._batches(_Row(token, i, 0) for i, token in enumerate(common))
         waves = [
@@ -109,12 +111,12 @@ class PrefixLoop:
         start = time.perf_counter()
         self._decode(prefix)
         for slot in slots[1:] if common else ():
-            self._cells.copy(0, slot, n_common)
+            self.cells.copy(0, slot, n_common)
         for wave in waves:
             self._decode(wave)
             for slot in slots:
-                self._cells.trim(slot, n_common)
-        llama_cpp.llama_synchronize(self._ctx)
+                self.cells.trim(slot, n_common)
+        llama_cpp.llama_synchronize(self.ctx)
         return time.perf_counter() - start
 
     def _wave(self, owns: Sequence[Sequence[int]], n_common: int, n_output: int) -> list[Any]:
@@ -135,7 +137,7 @@ class PrefixLoop:
 
     def _decode(self, batches: Iterable[Any]) -> None:
         for batch in batches:
-            if code := llama_cpp.llama_decode(self._ctx, batch):
+            if code := llama_cpp.llama_decode(self.ctx, batch):
                 raise DecodeError(code)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cbatch.checks import check_int
+from cbatch.cli.completion import among, among_several
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
 from cbatch.cli.terminal import say
@@ -43,6 +44,18 @@ _FLAGS = {"n_threads": "threads", "n_gpu_layers": "gpu-layers"}
 """Options of `cbatch serve` that are not called as the setting."""
 
 
+def _cases(incomplete: str) -> list[str]:
+    from cbatch.bench.cases import CASES
+
+    return among(CASES)(incomplete)
+
+
+def _named_workloads(incomplete: str) -> list[str]:
+    from cbatch.bench.workloads import WORKLOADS
+
+    return among_several(WORKLOADS)(incomplete)
+
+
 @takes(
     *("parallel", "ctx_per_seq", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
     *("exact", "threads", "gpu_layers"),
@@ -59,7 +72,14 @@ def bench(
     model: Annotated[Path | None, MODEL_OPTION] = None,
     given: Given,
     workload: Annotated[
-        str, option(panel=_REQUESTS, metavar="NAMES", help="Kinds of requests; see --list.")
+        str,
+        option(
+            panel=_REQUESTS,
+            metavar="NAMES",
+            help="Kinds of requests; see --list.",
+            default="decode, mixed, shared, burst",
+            autocompletion=_named_workloads,
+        ),
     ] = "decode,mixed,shared,burst",
     requests: Annotated[
         Path | None,
@@ -118,7 +138,7 @@ def bench(
             panel=_SIDES,
             metavar="NAMES",
             help="Who answers; see --list.",
-            default="engine,one,llama,static,bare; beside servers engine,serve,bare",
+            default="engine, one, llama, static, bare; beside servers engine, serve, bare",
         ),
     ] = None,
     llama_server: Annotated[
@@ -191,6 +211,7 @@ def bench(
             metavar="NAME",
             help="Run a benchmark of one question instead; see --list.",
             default="none",
+            autocompletion=_cases,
         ),
     ] = None,
 ) -> None:

@@ -31,6 +31,12 @@ _BOXES_WIDTH = 64
 """Columns below which boxes in the help would cut option names."""
 
 
+_LONG_NAME = 10
+"""Columns of a name beyond which, in a narrow window, all texts of its list go below the names. Our choice."""
+
+_INDENT = 4
+
+
 class ExitCode(IntEnum):
     """What a command returns to the shell."""
 
@@ -130,6 +136,7 @@ class _Help:
         if n_columns < _BOXES_WIDTH:
             command: Any = self
             formatter.width = n_columns - 2
+            formatter.write_dl = partial(_write_narrow, formatter.write_dl)
             command.format_usage(ctx, formatter)
             command.format_help_text(ctx, formatter)
             command.format_options(ctx, formatter)
@@ -138,6 +145,12 @@ class _Help:
             super().format_help(ctx, formatter)  # type: ignore[misc]
         except SystemExit:  # the reader has left. Source: rich's `Console.on_broken_pipe`
             raise typer.Exit(ExitCode.DONE) from None
+
+
+def _write_narrow(write_list: Callable[..., None], rows: Any) -> None:
+    """Write names with their texts beside them, or below: else the longest name leaves too little."""
+    n_most = max(len(name) for name, _ in rows)
+    write_list(rows, col_max=n_most if n_most <= _LONG_NAME else _INDENT)
 
 
 class Command(_Help, TyperCommand):
@@ -272,7 +285,9 @@ def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> 
     """Show the library's log from this level on until the command ends, instead of as it was shown before."""
     _hide_log()
     logger = logging.getLogger("cbatch")
-    logger.addHandler(LogLines(ctx.obj, has_time=has_time))
+    lines = LogLines(ctx.obj, has_time=has_time)
+    lines.setLevel(level.name)  # a logger below may let more pass
+    logger.addHandler(lines)
     ctx.call_on_close(_hide_log)
     ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
     logger.setLevel(level.name)

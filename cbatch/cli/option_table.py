@@ -8,14 +8,23 @@ from functools import partial, wraps
 from operator import not_
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
-from cbatch.checks import check_flag, check_float, check_int, check_path, check_seconds
+from cbatch.checks import (
+    check_choice,
+    check_flag,
+    check_float,
+    check_int,
+    check_path,
+    check_seconds,
+)
+from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.sets import read_text, set_options, value_of
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.files.file_formats import Format
 from cbatch.files.places import file_of
 from cbatch.files.settings import FileOptions
 from cbatch.hub import local_model
@@ -56,6 +65,7 @@ class Option:
         setting: the name of the setting where it is not `name`; empty for what only the command uses.
         read: makes the setting's value of what was given.
         callback: does so before anything is checked.
+        completion: returns what the shell offers for a value that begins so; None: the words of a setting of choice.
     """
 
     panel: str
@@ -67,11 +77,12 @@ class Option:
     metavar: str | None = None
     setting: str | None = None
     read: Callable[[Any], Any] = lambda value: value
-    callback: Callable[[Any], Any] | None = None
+    callback: Callable[..., Any] | None = None
+    completion: Callable[[str], list[str]] | None = None
 
     def parameter(self) -> inspect.Parameter:
         """Return the parameter by which typer knows the option."""
-        default, kind = self._of_setting()
+        default, kind, words = self._of_setting()
         is_flag = kind is bool
         names = self.names or ((f"--{self.name.replace('_', '-')}",) if is_flag else ())
         # a default number stays with the engine: what is not given is no setting of the run
@@ -86,20 +97,23 @@ class Option:
             default=shown,
             metavar=self.metavar,
             callback=self.callback,
+            autocompletion=self.completion or (among(words) if words else None),
         )
         kind = kind if initial is not None else kind | None
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind
         )
 
-    def _of_setting(self) -> tuple[Any, Any]:
-        """Return the default and the type of the setting; a type of the option's own comes first."""
+    def _of_setting(self) -> tuple[Any, Any, Sequence[str]]:
+        """Return the default, type and words of the setting; a type of the option's own comes first."""
         owners = {RUN: FileOptions, FILES: FileOptions, ANSWERS: RunOptions}
         owner = owners.get(self.panel, EngineOptions)
         for f in fields(owner):
             if f.name == (self.setting or self.name):
-                return f.default, self.type or _TYPES.get(f.metadata.get("check"), str)
-        return None, self.type
+                check = f.metadata.get("check")
+                words = f.metadata["limits"] if check is check_choice else ()
+                return f.default, self.type or _TYPES.get(check, str), words
+        return None, self.type, ()
 
 
 def named_adapters(given: list[str] | None) -> dict[str, str] | None:
@@ -116,6 +130,11 @@ def named_adapters(given: list[str] | None) -> dict[str, str] | None:
 def number_or_word(text: str | None) -> int | str | None:
     """Return a number that is written in digits, other text as it is."""
     return int(text) if text is not None and text.isdecimal() else text
+
+
+def model_of(ctx: typer.Context, model: Path | None) -> Any:
+    """Return the model that an option or argument names; the shell's completion downloads none."""
+    return model if ctx.resilient_parsing else local_model(model)
 
 
 def shares_of(text: str | None) -> list[float] | None:
@@ -198,12 +217,22 @@ OPTIONS = (
         metavar="N",
         read=number_or_word,
         type=str,
+        completion=among(["auto"]),
     ),
     _run("json", "Progress and summary as JSON lines, on stderr.", setting="", type=bool),
     _run("quiet", "No progress, no summary.", names=("--quiet", "-q"), setting="", type=bool),
     _file("errors", "A file of their own for items that fail.", "in the output"),
-    _file("format", "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow."),
-    _file("output_format", "Of the output.", "as its name says, else as the input"),
+    _file(
+        "format",
+        "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
+        completion=among(["auto", *get_args(Format)]),
+    ),
+    _file(
+        "output_format",
+        "Of the output.",
+        "as its name says, else as the input",
+        completion=among(get_args(Format)),
+    ),
     _file(
         "output_column", "The name of the answer's column, in tables.", "response", metavar="NAME"
     ),
@@ -242,7 +271,8 @@ OPTIONS = (
         names=("--model", "-m"),
         setting="",
         type=Path,
-        callback=local_model,
+        callback=model_of,
+        completion=gguf_files,
     ),
     _model(
         "parallel",
@@ -438,7 +468,7 @@ def takes(
 
 def model_argument(help: str) -> Any:
     """Declare the model of a command that takes it as its argument; -m says the same."""
-    return typer.Argument(metavar="MODEL", help=help, callback=local_model)
+    return typer.Argument(metavar="MODEL", help=help, callback=model_of, autocompletion=gguf_files)
 
 
 MODEL_OPTION = option(
@@ -447,7 +477,8 @@ MODEL_OPTION = option(
     metavar="MODEL",
     help="The same as MODEL.",
     default="none",
-    callback=local_model,
+    callback=model_of,
+    autocompletion=gguf_files,
 )
 """The option by which a command that has its model as an argument takes it as all others do."""
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -16,14 +17,15 @@ import typer
 
 import cbatch
 from cbatch.checks import check_text, reading
+from cbatch.cli.completion import among
 from cbatch.cli.main import LogLevel, LogLines, show_log
 from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
-from cbatch.cli.terminal import say, tell
+from cbatch.cli.terminal import say, say_at_once, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.hub import local_model
 from cbatch.loading import best_replicas, check_replicas
-from cbatch.logs import Log
+from cbatch.logs import FIELDS, Log
 from cbatch.worker.listening import remove_socket, socket_at
 
 if TYPE_CHECKING:
@@ -40,13 +42,18 @@ _NOT_HERE = ("max_queue", "when_full", "slot")
 
 HTTP = "Server"
 
+_N_PATH = 200
+"""Characters of a path in a short line of the log. Our choice."""
+
 _WORKERS_S = 60.0
 """Most seconds for workers to end. Our choice."""
 
 
 class LogFormat(str, Enum):
-    """How the log's lines look."""
+    """What the log has of requests, and how its lines look."""
 
+    NONE = "none"
+    SHORT = "short"
     TEXT = "text"
     JSON = "json"
 
@@ -77,6 +84,7 @@ def serve(
             metavar="N",
             help="Worker processes with the model, which share the cores: a number, or auto.",
             panel=HTTP,
+            autocompletion=among(["auto"]),
         ),
     ] = "auto",
     api_key_file: Annotated[
@@ -211,8 +219,8 @@ def serve(
             "--log-format",
             metavar="FORMAT",
             case_sensitive=False,
-            help="Log each request to stderr, as text or as json.",
-            default="no log",
+            help="Log each request to stderr: short, with all figures as text or json, or none.",
+            default="short; with --log-level none",
             panel=HTTP,
         ),
     ] = None,
@@ -235,8 +243,7 @@ def serve(
     from cbatch.server.serving import Tls, limits_for
     from cbatch.server.serving import serve as serve_app
 
-    if log_format is not None:
-        _show_requests(ctx, log_format)
+    _show_requests(ctx, log_format)
     options, engine_settings = given.run_options(), given.engine_settings()
     settings: dict[str, Any] = {
         "api_keys": _keys(api_key_file, no_auth=no_auth),
@@ -368,15 +375,48 @@ def _notes(app: "Starlette") -> Sequence[str]:
     return () if is_logged or batches is None else batches.store.notes
 
 
-def _show_requests(ctx: typer.Context, log_format: LogFormat) -> None:
-    """Show the log with times, from --log-level on, or with a line for each request and llama.cpp's warnings."""
-    ctx.obj.says_events = log_format is LogFormat.JSON
+class ShortLines(logging.Handler):
+    """Prints a line for each HTTP request; where stderr is full, it leaves lines out and counts them."""
+
+    n_lost = 0
+    """Lines left out since the last one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the line of a request; other records are not for it."""
+        values = getattr(record, FIELDS, {})
+        if "latency_ms" not in values:
+            return
+        what = f"{values['method']} {values['path'][:_N_PATH]} {values['status']}"
+        lost = f" ({self.n_lost:,} lines left out)" if self.n_lost else ""
+        when = time.strftime("%H:%M:%S", time.localtime(record.created))
+        is_said = say_at_once(f"{when} {what} {values['latency_ms']:,.0f} ms{lost}")
+        self.n_lost = 0 if is_said else self.n_lost + 1
+
+
+def _show_requests(ctx: typer.Context, asked: LogFormat | None) -> None:
+    """Show a line for each HTTP request, or the log with times, from --log-level on or with llama.cpp's warnings."""
     level: LogLevel | None = ctx.find_root().params.get("log_level")
-    show_log(ctx, level or LogLevel.INFO, has_time=True)
-    if level is None:
-        of_llama = logging.getLogger("cbatch.llama")
-        ctx.call_on_close(lambda before=of_llama.level: of_llama.setLevel(before))
-        of_llama.setLevel(logging.WARNING)
+    log_format = asked or (LogFormat.SHORT if level is None else LogFormat.NONE)
+    if log_format is LogFormat.SHORT:
+        _show_short(ctx)
+    elif log_format is not LogFormat.NONE:
+        ctx.obj.says_events = log_format is LogFormat.JSON
+        show_log(ctx, level or LogLevel.INFO, has_time=True)
+        if level is None:
+            _set_level(ctx, logging.getLogger("cbatch.llama"), logging.WARNING)
+
+
+def _show_short(ctx: typer.Context) -> None:
+    logger, lines = logging.getLogger("cbatch.server"), ShortLines()
+    logger.addHandler(lines)
+    ctx.call_on_close(lambda: logger.removeHandler(lines))
+    _set_level(ctx, logger, logging.INFO)
+
+
+def _set_level(ctx: typer.Context, logger: logging.Logger, level: int) -> None:
+    """Have a logger at this level until the command ends."""
+    ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
+    logger.setLevel(level)
 
 
 def _say_ready(ctx: typer.Context, *texts: str) -> None:

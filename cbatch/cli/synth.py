@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.option_table import option
 from cbatch.cli.terminal import say
 from cbatch.errors import ConfigError
@@ -21,6 +22,12 @@ _SIZES = "Sizes"
 _of_shape = "the shape's"
 
 
+def _shapes(incomplete: str) -> list[str]:
+    from cbatch.bench.synthetic_shapes import SHAPES
+
+    return among(SHAPES)(incomplete)
+
+
 def synth(
     output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="Where the model goes.")],
     *,
@@ -28,7 +35,8 @@ def synth(
         str,
         option(
             help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or as well-known models "
-            "have it: 0.5b, 1b, 3b, 8b."
+            "have it: 0.5b, 1b, 3b, 8b.",
+            autocompletion=_shapes,
         ),
     ] = "test",
     type: Annotated[
@@ -41,7 +49,11 @@ def synth(
     ] = None,
     vocab: Annotated[
         Path | None,
-        option(help="A GGUF file of which the vocabulary is taken.", default="made up"),
+        option(
+            help="A GGUF file of which the vocabulary is taken.",
+            default="made up",
+            autocompletion=gguf_files,
+        ),
     ] = None,
     seed: Annotated[int, option(help="Of the weights.", min=0)] = 0,
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,

@@ -3,11 +3,15 @@
 import json
 import os
 import re
+import select
 import sys
 from contextlib import suppress
 from typing import Any
 
 import typer
+
+N_LINE_MAX = 1000
+"""Characters of a line of `say_at_once`: fewer bytes than any pipe with room takes whole. Source: pipe(7), PIPE_BUF."""
 
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs
 
@@ -25,6 +29,24 @@ def say(line: str) -> None:
     escaped = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in line)
     with suppress(OSError):
         typer.echo("".join(escaped), err=True)
+
+
+def say_at_once(line: str) -> bool:
+    """Print at most `N_LINE_MAX` characters of a line, or nothing where that would wait for a reader of stderr.
+
+    Characters other than printable ASCII are escaped.
+
+    Returns:
+        whether the line was printed, or nobody will ever read.
+    """
+    can_write = select.poll()
+    can_write.register(2, select.POLLOUT)
+    if not can_write.poll(0):
+        return False
+    text = ascii(line)[1:-1][:N_LINE_MAX]
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+    return True
 
 
 def settle_stderr() -> None:

@@ -32,6 +32,7 @@ from cbatch.files.settings import (
     split_settings,
 )
 from cbatch.files.work import RunContext, Work
+from cbatch.hub import local_model
 from cbatch.loading import model_name
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
@@ -81,7 +82,7 @@ def run_file(
         source: a file, a pattern, several of them, or "-" for stdin; see `cbatch.files.input.source.open_source`.
         output: a file, or "-" for stdout, which no later run can continue.
         engine: runs the items; None: one is loaded, and closed at the end.
-        model: to load, see `cbatch.load`.
+        model: to load, see `cbatch.load`; `hf:OWNER/REPO/FILE.gguf` is downloaded first.
         options: that an item leaves out; before those of the engine.
         progress: whether to show progress on stderr, or a `View` that shows it.
         on_result: called with each item that ended and its result, None where the item has an error.
@@ -99,7 +100,7 @@ def run_file(
     """
     asked, load_settings = split_settings(settings)
     defaults, view = RunOptions.of(options), _view(progress)
-    place = file_of("output", output)
+    model, place = local_model(model), file_of("output", output)
     _check_calls(on_result, stop)
     models = [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
     adapters = [str(path) for path in (load_settings.get("adapters") or {}).values()]
@@ -166,7 +167,11 @@ class _Run:
             title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
             with (
                 self.recording.of(
-                    engine, title, settings, self.on_result, lambda: work.tally.n_before
+                    engine,
+                    title,
+                    _for_people(settings, engine),
+                    self.on_result,
+                    lambda: work.tally.n_before,
                 ) as on_ended,
                 _shown(view, work, engine),
                 self.stop,
@@ -328,6 +333,14 @@ def _settings_of(
         **engine.fingerprint,
         "options": ", ".join(said) or "none",
     }
+
+
+def _for_people(settings: Mapping[str, str], engine: Engine) -> dict[str, str]:
+    """Return the settings of a run with the model's name, and a word for what is empty."""
+    named = {name: value or "none" for name, value in settings.items()}
+    if engine.model_name:
+        named["model"] = f"{engine.model_name}, {named['model']}"
+    return named
 
 
 def _rows(stream: ItemStream, asked: FileOptions) -> str:

@@ -206,6 +206,9 @@ class _Encoder(Encoder):
 class _Lines:
     """The items of a file of requests."""
 
+    n_items = None
+    """Not told here: the lines were counted."""
+
     def __init__(self, path: Path, reader: OpenAIReader, max_line_bytes: int) -> None:
         self._file = InputFile(str(path), max_line_bytes)
         self._items = reader.items(self._file, 0)
@@ -221,7 +224,7 @@ class _Lines:
         return False
 
     def about(self) -> None:
-        """Estimate nothing: the lines were counted."""
+        """Estimate nothing."""
 
     def close(self) -> None:
         """Close the file."""

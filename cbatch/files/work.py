@@ -60,6 +60,10 @@ class Items(Protocol):
     def is_dry(self) -> bool:
         """Return whether reading the next item would wait."""
 
+    @property
+    def n_items(self) -> int | None:
+        """The number of items; None where it is not known."""
+
     def about(self) -> int | None:
         """Estimate the number of items; None where nothing tells."""
 
@@ -338,18 +342,28 @@ class Work:
 
     def counts(self) -> Counts:
         """Return the progress."""
-        tally, n_about = self.tally, self._stream.about()
-        if n_about is not None and self._limit < math.inf:
-            n_about = min(n_about, tally.n_before + int(self._limit))
+        tally = self.tally
+        n_total = tally.n_items if self.has_read_all else None
+        n_about, is_counted = (n_total, True) if self.has_read_all else self._about()
         return Counts(
-            tally.n_items if self.has_read_all else None,
+            n_total,
             self._n_settled,
             tally.n_failed + tally.n_failed_before,
             self._n_given_back,
             n_about,
             tally.n_before,
             self._ended,
+            is_counted,
         )
+
+    def _about(self) -> tuple[int | None, bool]:
+        """Return about how many items there are, and whether they were counted."""
+        n_items = self._stream.n_items
+        n_about = self._stream.about() if n_items is None else n_items
+        n_most = self.tally.n_before + self._limit
+        if n_about is not None and n_about > n_most:
+            return int(n_most), False  # more may be done already, further on
+        return n_about, n_items is not None
 
     def _ending(self) -> Ending:
         if self._stop.is_asked:

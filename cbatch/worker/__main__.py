@@ -21,12 +21,14 @@ GRACE_S = 2.0
 """Seconds that a worker has to end after its client is gone. Our choice."""
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_NAME = b"cbatch worker"
+"""What `top`, `pgrep` and `ps -o comm` call the process: at most 15 bytes."""
 
 
 def main() -> None:
     """Serve the engine of this process to its client, until stdin ends or the client asks for the end."""
-    _die_with_client()
+    _tell_system()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the client
     from cbatch.worker.service import load_and_serve  # takes long: a client may go meanwhile
 
@@ -41,15 +43,17 @@ def main() -> None:
         load_and_serve(lines, sink, leave)
 
 
-def _die_with_client() -> None:
-    """Have the system kill this process when its client is gone, even if it is stopped or stuck. Linux only.
+def _tell_system() -> None:
+    """Name this process; have the system kill it when its client is gone, even if it is stopped or stuck. Linux only.
 
     The signal comes when the thread that started this process ends; that thread outlives the process.
-    Source: man 2 PR_SET_PDEATHSIG.
+    Source: man 2 PR_SET_PDEATHSIG, PR_SET_NAME.
     """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            prctl = ctypes.CDLL(None).prctl
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            prctl(_PR_SET_NAME, _NAME, 0, 0, 0)
 
 
 def _outlive(source: int, leave: Callable[[], object]) -> None:

@@ -84,11 +84,11 @@ def test_loop_computes_what_each_prompt_gives_alone(
     )
     for n_output in (4, 1):
         assert loop.run(prompts.common, prompts.owns, n_output) > 0
-    assert [loop._cells.count(slot) for slot in range(3)] == [n_common] * 3
+    assert [loop.cells.count(slot) for slot in range(3)] == [n_common] * 3
     # the outputs left are those of the last batch: with 16 of the last wave's 20 rows in one before, one of two
     n_outputs = 2 if n_batch == 512 else 1
     for i in range(1, n_outputs + 1):
-        row = llama_cpp.llama_get_logits_ith(loop._ctx, -i)
+        row = llama_cpp.llama_get_logits_ith(loop.ctx, -i)
         found = np.ctypeslib.as_array(row, (N_VOCAB,)).copy()
         alone = logits_alone(model, [*prompts.common, *prompts.owns[-i]])
         np.testing.assert_allclose(found, alone, atol=0.05 * np.abs(alone).max())

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -183,15 +186,16 @@ def test_help_has_one_example_and_every_default(command: str) -> None:
             assert f"[default: {parameter.default}]" in result.output
 
 
+@pytest.mark.parametrize("n_columns", [40, 60, 80])
 @pytest.mark.parametrize("command", [None, *COMMANDS])
-def test_help_in_a_narrow_window_cuts_no_option(command: str | None) -> None:
+def test_help_fits_the_window_and_cuts_no_option(command: str | None, n_columns: int) -> None:
     args = [command] if command else []
-    result = CliRunner(env={"COLUMNS": "40"}).invoke(app, [*args, "--help"])
+    result = CliRunner(env={"COLUMNS": str(n_columns)}).invoke(app, [*args, "--help"])
     assert result.exit_code == 0
-    assert max(map(len, result.output.splitlines())) <= 45  # and the last column of a list
+    assert max(map(len, result.output.splitlines())) <= n_columns
     assert "…" not in result.output.replace("1 … 256", "")
     for parameter in options_of(command) if command else ():
-        assert f"{parameter.opts[0]} " in result.output
+        assert re.search(rf"{parameter.opts[0]}\s", result.output)
 
 
 def test_log_level_shows_the_log_on_stderr(
@@ -251,8 +255,66 @@ def test_unknown_log_level_is_named() -> None:
     assert "loud" in result.stderr
 
 
-def test_shell_completes_commands() -> None:
-    asked = {"_CBATCH_COMPLETE": "complete_bash", "COMP_WORDS": "cbatch i", "COMP_CWORD": "1"}
+# ---- completion ----
+
+
+def completed(words: str) -> list[str]:
+    """Return what bash is told of the last word of a command line."""
+    at = str(words.count(" "))
+    asked = {"_CBATCH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": at}
     result = CliRunner(env=asked).invoke(app, [], prog_name="cbatch")
-    assert result.stdout.split() == ["info"]
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return result.stdout.split()
+
+
+def test_shell_completes_commands() -> None:
+    assert completed("cbatch i") == ["info"]
     assert "--install-completion" in invoke("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("run --kv ", "auto partitioned unified"),
+        ("ask Hi --flash-attn o", "on off"),
+        ("serve --policy r", "round_robin"),
+        ("run --when-full ", "wait reject"),
+        ("run --format c", "cbatch csv"),
+        ("run --output-format te", "text"),
+        ("run --replicas a", "auto"),
+        ("serve --replicas a", "auto"),
+        ("serve --log-format j", "json"),
+        ("synth m.gguf --shape te", "test"),
+        ("bench --case stall", "stall"),
+        ("bench --workload decode,m", "decode,mixed"),
+        ("info --kv p", "partitioned"),
+    ],
+    ids=str,
+)
+def test_shell_completes_words_of_choices(words: str, found: str) -> None:
+    assert completed(f"cbatch {words}") == found.split()
+
+
+@pytest.mark.parametrize("command", ["run -m", "info", "bench -m", "synth a.gguf --vocab"])
+def test_shell_completes_model_files(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a[1].gguf", "b.txt", "b c.gguf", "models/big.gguf", "models/deep/c.gguf"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert completed(f"cbatch {command} ") == ["a[1].gguf", "models/big.gguf"]
+    assert completed(f"cbatch {command} a[") == ["a[1].gguf"]
+    assert completed(f"cbatch {command} ~/mod") == ["~/models/big.gguf"]
+    assert completed(f"cbatch {command} b") == []
+
+
+def test_shell_completion_downloads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    hub = SimpleNamespace(hf_hub_download=lambda **given: asked.append(given))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    for command in ("info", "run -m"):
+        words = f"cbatch {command} hf:me/models/a.gguf --kv p"
+        assert completed(words) == ["partitioned"]
+    assert asked == []

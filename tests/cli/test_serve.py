@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import signal
@@ -23,13 +24,14 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench import http_load
 from cbatch.cli import app
-from cbatch.cli.serve import _with_files
+from cbatch.cli.serve import ShortLines, _with_files
 from cbatch.errors import ConfigError
+from cbatch.logs import FIELDS
 from cbatch.server import create_app
 from tests.server.clients import call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -37,10 +39,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def started(model: Path, *arguments: str, **of_process: Any) -> Iterator[subprocess.Popen[str]]:
+def started(
+    model: Path, *arguments: str, before: Sequence[str] = (), **of_process: Any
+) -> Iterator[subprocess.Popen[str]]:
     """`cbatch serve` with two slots; it is killed where a test leaves it running."""
     own = ["-m", str(model), "--port", "0", "--threads", "1", "--parallel", "2"]
-    command = [sys.executable, "-m", "cbatch.cli", "serve", *own, *arguments]
+    command = [sys.executable, "-m", "cbatch.cli", *before, "serve", *own, *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **of_process) as process:
         try:
             yield process
@@ -106,6 +110,61 @@ def test_serve_logs_each_request(test_model: Path, log_format: str) -> None:
     else:
         assert re.match(r"\d{4}-\d\d-\d\d \S+ INFO cbatch: request ", logged[0])
         assert "path=/v1/chat/completions status=200" in logged[1]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("before", "after", "n_lines"),
+    [
+        ([], [], 2),
+        ([], ["--log-format", "none"], 0),
+        (["--log-level", "error"], [], 0),
+        (["--log-level", "error"], ["--log-format", "short"], 2),
+    ],
+    ids=str,
+)
+def test_serve_says_a_short_line_of_each_request(
+    test_model: Path, before: list[str], after: list[str], n_lines: int
+) -> None:
+    with started(test_model, *after, before=before) as process:
+        assert process.stderr is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert found is not None
+        with httpx.Client(base_url=found[0], timeout=60) as client:
+            chat = {"messages": [{"role": "user", "content": "private"}], "max_tokens": 3}
+            assert client.post("/v1/chat/completions?key=secret", json=chat).status_code == 200
+            assert client.get("/no%0Asuch").status_code == 404
+            client.get("/slots", headers={"x-cbatch-poll": "1"})
+        os.kill(process.pid, signal.SIGTERM)
+        lines = process.stderr.read().splitlines()
+    shown = [re.sub(r"^\d\d:\d\d:\d\d |\d+ ms$", "", line) for line in lines if " ms" in line]
+    assert shown == ["POST /v1/chat/completions 200 ", r"GET /no\nsuch 404 "][:n_lines]
+
+
+def test_line_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that never reads the stderr of a server would stop it else."""
+    source, sink = os.pipe()
+    values = {"method": "GET", "path": "/" + "é" * 9999, "status": 200, "latency_ms": 0.4}
+    record = logging.makeLogRecord({FIELDS: values})
+    lines = ShortLines()
+    kept = os.dup(2)
+    os.dup2(sink, 2)
+    try:
+        while lines.n_lost < 3:
+            lines.emit(record)
+        said = os.read(source, 2**20).decode().splitlines()
+        lines.emit(record)
+        [last] = os.read(source, 2**20).decode().splitlines()
+        os.close(source)
+        lines.emit(record)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
+    assert len(said) > 10
+    assert all(re.fullmatch(r"..:..:.. GET /(\\xe9)+ 200 0 ms", line) for line in said)
+    assert last.endswith(" 200 0 ms (3 lines left out)")
+    assert lines.n_lost == 0
 
 
 @pytest.mark.parametrize(

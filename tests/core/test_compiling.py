@@ -27,11 +27,8 @@ def rig_with(*regexes: str | None, n_slots: int = 1, **options: int) -> Rig:
 def test_one_that_waits_for_its_grammar_is_passed_and_runs_then() -> None:
     rig = rig_with("1", None, None)
     assert rig.drivers["0"].waits_for is Wait.COMPILE
-    assert (
-        rig.batcher.occupancy().n_held,
-        rig.batcher.occupancy().n_waiting,
-        len(rig.batcher._builds),
-    ) == (1, 2, 1)
+    seen = rig.batcher.occupancy()
+    assert (seen.n_held, seen.n_waiting, seen.n_unserved) == (1, 2, 3)
     drive(rig)
     assert [*rig.results] == ["1", "2", "0"]
     assert all(t % 2 for t in rig.results["0"].token_ids)

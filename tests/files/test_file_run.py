@@ -776,6 +776,15 @@ def test_report_and_trace_are_written(engine: Engine, source: Path, out: Path) -
     assert len(events) > 100
 
 
+def test_report_names_the_model(tmp_path: Path) -> None:
+    source, report = write_requests(tmp_path / "in.jsonl", 2), tmp_path / "report.html"
+    engine = make_engine()
+    engine.model_name = "mine"
+    run_file(source, tmp_path / "out.jsonl", engine=engine, report=report)
+    page = report.read_text()
+    assert "mine, " in page
+
+
 class Notes(SilentView):
     """Keeps what is said."""
 

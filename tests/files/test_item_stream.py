@@ -32,6 +32,19 @@ def test_number_of_items_is_about_right_before_all_were_read(tmp_path: Path) -> 
         assert abs((reading.about() or 0) - 20_000) < 2_000
 
 
+def test_short_files_are_counted_before_all_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        write_requests(tmp_path / f"{name}.jsonl", 1500)
+    for most, n_items in (("N_COUNTED", 3000), ("N_COUNTED", None), ("N_COUNTED_BYTES", None)):
+        with closing(ItemStream(str(tmp_path / "*.jsonl"), FileOptions())) as reading:
+            next(reading)
+            assert reading.n_items == n_items
+            assert len([*reading]) == 2999
+        monkeypatch.setattr(reading_module, most, 2999)
+
+
 def test_what_is_looked_at_ahead_comes_again(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 10)
     with closing(ItemStream(str(source), FileOptions())) as reading:
@@ -46,7 +59,7 @@ def test_shuffled_input_is_counted_and_has_every_item_once(tmp_path: Path) -> No
     source = write_requests(tmp_path / "in.jsonl", 50)
     with closing(ItemStream(str(source), FileOptions(shuffle=True))) as reading:
         numbers = [item.number for item in reading]
-        assert (reading.about(), reading.is_piped) == (50, False)
+        assert (reading.n_items, reading.is_piped) == (50, False)
     assert numbers != sorted(numbers)
     assert sorted(numbers) == list(range(1, 51))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_chat_has_its_history_prompt_and_options(browser: Browser) -> None:
         ]
 
 
-def test_settings_and_chat_outlive_a_reload_in_the_tab_alone(browser: Browser) -> None:
+def test_settings_and_chat_outlive_a_reload(browser: Browser) -> None:
     with scripted(browser, says("kept")) as (_, tab):
         tab.click("[data-view=settings]")
         tab.fill("#top_k", "7")
@@ -146,7 +147,57 @@ def test_settings_and_chat_outlive_a_reload_in_the_tab_alone(browser: Browser) -
         tab.open(tab.js("location.href"))
         assert tab.text(".answer .body") == "kept"
         assert tab.js("document.querySelector('#top_k').value") == "7"
-        assert tab.js("[localStorage.length, document.cookie]") == [0, ""]
+        assert "top_k" not in tab.js("Object.values({...localStorage}).join()")
+        assert tab.js("document.cookie") == ""
+
+
+TITLES = "[...document.querySelectorAll('.open-chat span:first-child')].map((s) => s.innerText)"
+KEPT = "JSON.parse(Object.values({...localStorage})[0] ?? '[]')"
+
+
+def test_chats_outlive_their_tab_until_they_are_deleted(browser: Browser) -> None:
+    with scripted(browser, says("red"), says("blue"), says("again")) as (script, tab):
+        assert tab.js("document.querySelector('#chats-open').hidden")
+        for word in ("red", EVIL):
+            ask(tab, f"Say {word}.")
+            wait_for_answers(tab, 1)
+            tab.click("#new-chat")
+            wait_for_answers(tab, 0)
+        tab.open(tab.js("location.href"))
+        tab.click("#chats-open")
+        assert tab.js(TITLES) == [f"Say {EVIL}.", "Say red."]
+        tab.click("li:last-child .open-chat")
+        tab.until_text(".answer .body", "red")
+        ask(tab, "And?")
+        wait_for_answers(tab, 2)
+        assert [m["content"] for m in script.asked[2]["messages"]] == ["Say red.", "red", "And?"]
+        tab.until(f"{KEPT}[0].turns.length === 4")
+        tab.click("#chats-open")
+        assert tab.js(TITLES) == ["Say red.", f"Say {EVIL}."]
+        tab.click("li:last-child [aria-label^=Delete]")
+        assert tab.js(TITLES) == ["Say red."]
+        wait_for_answers(tab, 2)
+        tab.click("#chats-delete")
+        assert tab.text("#chats-delete") == "Delete 1 for ever?"
+        tab.click("#chats-delete")
+        assert tab.js(TITLES) == []
+        wait_for_answers(tab, 0)
+        tab.open(tab.js("location.href"))
+        assert tab.js("localStorage.length") == 0
+        assert tab.js("window.hacked") is None
+
+
+def test_chats_that_are_kept_are_few_and_short(browser: Browser) -> None:
+    with scripted(browser) as (_, tab):
+        keep = (
+            "import('./page/kept.js').then((kept) => {{ for (let i = 0; i < {0}; i += 1) {{ kept.goOn(`c${{i}}`);"
+            " kept.keep([{{role: 'user', text: `${{i}}`.padEnd({1})}}]); }} }})"
+        )
+        tab.js(keep.format(25, 10))
+        assert tab.js(f"{KEPT}.map(({{id}}) => id)") == [f"c{i}" for i in range(24, 4, -1)]
+        tab.js(keep.format(5, 900_000))
+        assert tab.js(f"{KEPT}.map(({{id}}) => id)")[:2] == ["c4", "c3"]
+        assert tab.js("Object.values({...localStorage})[0].length") < 2_000_100
 
 
 def test_answers_side_by_side_and_the_chosen_one_goes_on(browser: Browser) -> None:
@@ -588,11 +639,8 @@ def test_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
         tab.until_text("#status", "connected")
         ask(tab)
         wait_for_answers(tab, 1)
-        assert tab.js("[localStorage.length, document.cookie, location.href.includes('good')]") == [
-            0,
-            "",
-            False,
-        ]
+        assert "good" not in tab.js("Object.values({...localStorage}).join()")
+        assert tab.js("[document.cookie, location.href.includes('good')]") == ["", False]
         assert "good" in tab.js("Object.values({...sessionStorage}).join()")
         tab.open(f"{server.url}/")
         tab.until_text("#status", "connected")
@@ -716,7 +764,51 @@ def test_figures_of_the_engine_are_those_of_its_metrics(browser: Browser) -> Non
         assert not {"/slots", "/metrics"} & routes
 
 
+@pytest.mark.parametrize(("width", "least"), [(1280, 350), (1000, 350), (390, 300)])
+def test_lanes_have_room_for_a_minute(browser: Browser, width: int, least: int) -> None:
+    with scripted(browser) as (script, tab):
+        script.slots = [slot(0), slot(1)]
+        tab.resize(width, 800)
+        if not tab.js("document.body.dataset.engine === 'on'"):
+            tab.click("[data-view=engine]")
+        tab.until("document.querySelectorAll('.strip').length === 2")
+        assert tab.js("document.querySelector('.strip').clientWidth") >= least
+        assert tab.js("document.documentElement.scrollWidth") == width
+
+
+def test_curves_have_axes(browser: Browser) -> None:
+    with scripted(browser) as (_, tab):
+        tops = "import('./page/live.js').then(({roundTop}) => [0, 0.4, 1, 17, 554, 9e5].map((n) => roundTop(n)))"
+        assert tab.js(tops) == [1, 0.4, 1, 20, 600, 1e6]
+        wholes = "import('./page/live.js').then(({roundTop}) => [0, 1, 3, 7].map((n) => roundTop(n, true)))"
+        assert tab.js(wholes) == [2, 2, 4, 8]
+        tab.until("document.querySelectorAll('.curve').length === 4")
+        ask(tab)
+        marks = (
+            "[...document.querySelectorAll('.curve:nth-child(3) .{} span')].map((s) => s.innerText)"
+        )
+        assert tab.js(marks.format("times")) == ["−5 min", "−4", "−3", "−2", "−1", "now"]
+        assert tab.js(marks.format("levels"))[2] == "0"
+
+
 # ---- everybody ----
+
+
+@pytest.mark.parametrize("width", [1280, 1000, 760])
+def test_buttons_of_the_head_do_not_touch(browser: Browser, width: int) -> None:
+    with scripted(browser, says("x")) as (_, tab):
+        tab.resize(width, 800)
+        ask(tab)
+        tab.until("!document.querySelector('#chats-open').hidden")
+        tab.js("document.querySelector('#key-open').hidden = false")
+        boxes = (
+            "[...document.querySelectorAll('.top button, .views button')].filter((b) => b.checkVisibility())"
+            ".map((b) => b.getBoundingClientRect()).map(({left, right}) => [left, right])"
+        )
+        found = tab.js(boxes)
+        assert len(found) == 5
+        for (_, right), (left, _) in pairwise(found):
+            assert left - right >= 8
 
 
 def test_narrow_page_shows_one_part_at_a_time(browser: Browser) -> None:

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +19,6 @@ from cbatch.worker.host import DEBUG
 from tests.files.kill_runs import children_of, lives
 from tests.places import wait_until
 from tests.runtime.backends import PATIENCE_S, all_results, connections_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(sys.platform == "win32", reason="needs signals")]
 
@@ -220,3 +217,13 @@ def test_workers_end_when_their_client_dies_while_they_load(test_model: Path) ->
         children += children_of(client.pid)
         client.kill()
     wait_until(lambda: not any(map(lives, children)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ps_shows_what_a_worker_is(test_model: Path) -> None:
+    with load(test_model) as engine:
+        [pid] = pids_of(engine)
+        about = Path(f"/proc/{pid}")
+        assert about.joinpath("comm").read_text() == "cbatch worker\n"
+        words = about.joinpath("cmdline").read_bytes().split(b"\0")
+        assert words[2].startswith(b'"cbatch worker"; import sys; ')

@@ -10,6 +10,8 @@ import time
 from array import array
 from collections import deque
 from contextlib import closing, suppress
+from functools import cached_property, partial
+from itertools import islice
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, cast
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 N_LOOKED_AHEAD = 1024
 """Items read before a model is loaded, for the size of its windows: as many as `load` uses."""
+
+N_COUNTED_BYTES, N_COUNTED = 2**22, 50_000
+"""Most bytes, and items, of files that are counted: our choice, some tenths of a second."""
 
 N_ARRIVED = 64  # most items of a pipe that are read ahead: our choice
 
@@ -115,7 +120,8 @@ class ItemStream:
 
     def __init__(self, paths: Paths, options: FileOptions, without: Collection[str] = ()) -> None:
         """Open the input without the files `without`; copy, and check, all of it for `shuffle`, or `strict`."""
-        self.source = open_source(
+        self._open_source = partial(
+            open_source,
             paths,
             format=options.format,
             template=options.template,
@@ -123,6 +129,7 @@ class ItemStream:
             is_raw=options.is_raw,
             without=without,
         )
+        self.source = self._open_source()
         self._spool: Spool | None = None
         self._arrivals: Arrivals | None = None
         self._looked: deque[Item] = deque()  # items that were looked at, and not yet given
@@ -192,10 +199,21 @@ class ItemStream:
                 return
         self._has_looked_at_all = self._arrivals is None or self._arrivals.has_ended
 
-    def about(self) -> int | None:
-        """Estimate the number of items by the bytes of the items that were read; None where nothing tells."""
+    @cached_property
+    def n_items(self) -> int | None:
+        """The number of items, where a copy or a second look at short files tells; None where that would take long."""
         if self._spool is not None:
             return len(self._spool)
+        n_bytes = self.source.n_bytes
+        if n_bytes is None or n_bytes > N_COUNTED_BYTES:
+            return None
+        with suppress(ConfigError, OSError), self._open_source() as again:  # the run itself tells
+            n = sum(1 for _ in islice(again, N_COUNTED + 1))
+            return n if n <= N_COUNTED else None
+        return None
+
+    def about(self) -> int | None:
+        """Estimate the number of items by the bytes of the items that were read; None where nothing tells."""
         n_bytes, n_read = self.source.n_bytes, self.source.n_bytes_read
         return round(self.source.n_items_read * n_bytes / n_read) if n_bytes and n_read else None
 

@@ -29,6 +29,7 @@ const PATHS = {
   check: "M5 12.5l4.5 4.5L19 7.5",
   retry: "M19 12a7 7 0 1 1-2.2-5.1M19 4v4h-4",
   edit: "M5 19l1-4L16 5l3 3L9 18zM14 7l3 3",
+  remove: "M6 6l12 12M18 6L6 18",
   next: "M5 5v14M10 6l9 6-9 6z",
 };
 

@@ -294,7 +294,17 @@ const CURVES = [
 ];
 
 const WIDTH = 240;
-const HEIGHT = 56;
+const HEIGHT = 62;
+const MARGIN = 5; // above the highest level and below the lowest, half a label
+const MINUTES = SPAN_S / 60;
+
+/** Return the least round number that is at least this, for the top of an axis; whole numbers have a whole half. */
+export function roundTop(most, isWhole) {
+  if (!most) return isWhole ? 2 : 1;
+  const unit = 10 ** Math.floor(Math.log10(most));
+  const top = [1, 2, 4, 6, 8, 10].find((n) => n * unit >= most * 0.999) * unit;
+  return isWhole ? Math.max(2, top) : top;
+}
 
 function showCurves() {
   const place = byId("curves");
@@ -306,14 +316,22 @@ class Curve {
   constructor(curve) {
     this.curve = curve;
     this.now = el("span", { class: "now" });
-    this.top = el("span", { class: "top-value" });
+    this.levels = [2, 1, 0].map(() => el("span"));
     this.readout = el("span", { class: "readout", hidden: true });
     this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
     this.cursor = svg("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
-    const plot = el("div", { class: "plot" }, this.picture, this.top, this.readout);
+    const plot = el("div", { class: "plot" }, this.picture, this.readout);
     plot.addEventListener("pointermove", (event) => this.point(event));
     plot.addEventListener("pointerleave", () => this.point(null));
-    this.node = el("figure", { class: "curve" }, el("figcaption", {}, el("span", {}, curve.title), this.now), plot);
+    const times = Array.from({ length: MINUTES + 1 }, (_, i) => el("span", {}, i === MINUTES ? "now" : i ? String(i - MINUTES).replace("-", "−") : `−${MINUTES} min`));
+    const axes = el(
+      "div",
+      { class: "axes" },
+      el("div", { class: "levels", "aria-hidden": "true" }, ...this.levels),
+      plot,
+      el("div", { class: "times", "aria-hidden": "true" }, ...times),
+    );
+    this.node = el("figure", { class: "curve" }, el("figcaption", {}, el("span", {}, curve.title), this.now), axes);
     this.drawn = [];
   }
 
@@ -321,13 +339,13 @@ class Curve {
     const { curve } = this;
     this.drawn = curve.lines.map(([, points]) => points());
     const most = Math.max(0, ...this.drawn.flat().map((point) => point.value ?? 0));
-    const high = most || 1;
+    const high = roundTop(most, curve.words === whole);
     const now = history.at(-1).at;
     const x = (at) => WIDTH * (1 - (now - at) / SPAN_S);
-    const y = (value) => HEIGHT - 2 - (value / high) * (HEIGHT - 8);
+    const y = (value) => HEIGHT - MARGIN - (value / high) * (HEIGHT - 2 * MARGIN);
     const parts = this.drawn.flatMap((points, i) => drawing(points, curve.lines[i][0], { x, y, dots: curve.dots }));
-    this.picture.replaceChildren(...parts, this.cursor);
-    setText(this.top, most ? curve.words(most) : "");
+    this.picture.replaceChildren(...grid(y, high), ...parts, this.cursor);
+    this.levels.forEach((node, i) => setText(node, most || i === 2 ? curve.words((high * (2 - i)) / 2) : ""));
     const last = this.drawn.map((points) => (curve.unit ? recent(points) : points.at(-1)?.value));
     setText(this.now, this.wordsOf(last));
     this.x = x;
@@ -373,6 +391,13 @@ function p95() {
   return Number.isFinite(found) ? ` · p95 ${span(found)}` : "";
 }
 
+/** Return the lines of the axes: three levels, and each minute. */
+function grid(y, high) {
+  const level = (value) => svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: y(value), y2: y(value) });
+  const minute = (i) => svg("line", { class: "grid", x1: (WIDTH * i) / MINUTES, x2: (WIDTH * i) / MINUTES, y1: 0, y2: HEIGHT });
+  return [...[0, high / 2, high].map(level), ...Array.from({ length: MINUTES - 1 }, (_, i) => minute(i + 1))];
+}
+
 /** Return the nodes of a line: an area below it, and dots where there are single values. */
 function drawing(points, color, { x, y, dots }) {
   const runs = [[]];
@@ -383,7 +408,7 @@ function drawing(points, color, { x, y, dots }) {
   const made = [];
   for (const run of runs.filter((run) => run.length)) {
     const [left, right] = [run[0].split(",")[0], run.at(-1).split(",")[0]];
-    if (!dots) made.push(svg("path", { class: `area ${color}`, d: `M${left},${HEIGHT} L${run.join(" L")} L${right},${HEIGHT}Z` }));
+    if (!dots) made.push(svg("path", { class: `area ${color}`, d: `M${left},${HEIGHT - MARGIN} L${run.join(" L")} L${right},${HEIGHT - MARGIN}Z` }));
     made.push(svg("path", { class: `line ${color}`, d: `M${run.join(" L")}` }));
     if (dots) made.push(svg("path", { class: `dots ${color}`, d: run.map((place) => `M${place}h0`).join("") }));
   }

@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import * as chat from "./chat.js";
 import { announce, byId, el, setText, whole } from "./dom.js";
+import * as kept from "./kept.js";
 import * as live from "./live.js";
 import * as settings from "./settings.js";
 
@@ -236,7 +237,7 @@ function showRoom() {
   setText(byId("room-text"), `${whole(used)} of ${whole(window)} tokens`);
 }
 
-// ---- kept over a reload, in this tab alone ----
+// ---- kept: settings and chat over a reload in this tab, chats in this browser ----
 
 const KEPT = `cbatch chat of ${api.base.pathname}`;
 let saving = null;
@@ -247,8 +248,11 @@ function save() {
 }
 
 function saveNow() {
+  const turns = chat.saved();
+  kept.keep(turns);
+  showChats();
   try {
-    sessionStorage.setItem(KEPT, JSON.stringify({ turns: chat.saved(), settings: settings.saved() }));
+    sessionStorage.setItem(KEPT, JSON.stringify({ id: kept.ownId(), turns, settings: settings.saved() }));
   } catch {
     // too large, or storage is off: the chat is gone at a reload
   }
@@ -256,12 +260,34 @@ function saveNow() {
 
 function restore() {
   try {
-    const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
-    settings.restore(kept.settings ?? {});
-    chat.restore(kept.turns ?? []);
+    const found = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
+    settings.restore(found.settings ?? {});
+    chat.restore(found.turns ?? []);
+    kept.goOn(found.id ?? null);
   } catch {
     sessionStorage.removeItem(KEPT);
   }
+}
+
+function showChats() {
+  byId("chats-open").hidden = !kept.all().length;
+}
+
+/** Show a chat that is kept, or begin a new one. */
+function openChat({ id = null, turns = [] } = {}) {
+  saveNow(); // what has just come
+  chat.clear();
+  kept.goOn(id);
+  chat.restore(turns);
+  changed();
+  byId("question").focus();
+}
+
+/** Begin a new chat in place of one that was deleted. */
+function dropChat() {
+  clearTimeout(saving);
+  kept.goOn();
+  chat.clear();
 }
 
 // ---- begin ----
@@ -306,16 +332,15 @@ byId("question").addEventListener("keydown", (event) => {
   submit(event);
 });
 byId("stop-button").addEventListener("click", chat.stop);
-byId("new-chat").addEventListener("click", () => {
-  chat.clear();
-  byId("question").focus();
-});
+byId("new-chat").addEventListener("click", () => openChat());
+kept.setUp({ onopen: openChat, ondelete: dropChat });
+addEventListener("storage", showChats);
 byId("key-open").addEventListener("click", () => askKey(""));
 byId("key-form").addEventListener("submit", takeKey);
 byId("key-close").addEventListener("click", () => byId("key-dialog").close());
 for (const button of document.querySelectorAll("[data-view]")) button.addEventListener("click", () => press(button.dataset.view));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && chat.isRunning() && !byId("key-dialog").open) chat.stop();
+  if (event.key === "Escape" && chat.isRunning() && !document.querySelector("dialog[open]")) chat.stop();
 });
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : wake()));
 addEventListener("online", wake);
@@ -325,6 +350,7 @@ narrow.addEventListener("change", fit);
 
 fit();
 restore();
+showChats();
 changed();
 wake();
 if (!touch.matches) byId("question").focus();

@@ -1,0 +1,111 @@
+// Chats that outlive their tab: the newest few, in this browser alone.
+
+import * as api from "./api.js";
+import { byId, el, iconButton, whole } from "./dom.js";
+
+const KEY = `cbatch chats of ${api.base.pathname}`;
+const N_KEPT = 20;
+const N_CHARACTERS = 2_000_000; // of all: browsers keep five million or so a site
+
+let own = null; // the id of this tab's chat
+
+/** Return what is kept, the newest first. */
+export function all() {
+  try {
+    const found = JSON.parse(localStorage.getItem(KEY) ?? "[]");
+    return Array.isArray(found) ? found.filter((chat) => typeof chat?.id === "string" && Array.isArray(chat.turns)) : [];
+  } catch {
+    return [];
+  }
+}
+
+function write(chats) {
+  const parts = chats.slice(0, N_KEPT).map((chat) => JSON.stringify(chat));
+  let n = 0;
+  const fit = parts.filter((part) => (n += part.length) <= N_CHARACTERS);
+  try {
+    if (fit.length) localStorage.setItem(KEY, `[${fit.join(",")}]`);
+    else localStorage.removeItem(KEY);
+  } catch {
+    // storage is full or off: chats are gone with their tabs
+  }
+}
+
+export const ownId = () => own;
+
+/** Have this tab go on with a chat, or with a new one. */
+export function goOn(id = null) {
+  own = id;
+}
+
+/** Keep this tab's chat. */
+export function keep(turns) {
+  if (!turns.length) return;
+  own ??= `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+  write([{ id: own, at: Date.now(), turns }, ...all().filter(({ id }) => id !== own)]);
+}
+
+export function remove(id) {
+  write(all().filter((chat) => chat.id !== id));
+}
+
+// ---- the list ----
+
+const TIME = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
+
+function titleOf({ turns }) {
+  const first = turns.find((turn) => turn?.role === "user")?.text;
+  return typeof first === "string" && first.trim() ? first.trim().slice(0, 200) : "A chat";
+}
+
+/** Show the list; `onopen` gets the chat that a user chooses, `onempty` is called where all are deleted. */
+export function setUp({ onopen, ondelete }) {
+  const dialog = byId("chats-dialog");
+  const button = byId("chats-delete");
+  const show = () => {
+    const chats = all();
+    byId("chats-note").textContent = chats.length ? `The newest ${N_KEPT} stay in this browser.` : "None is kept in this browser.";
+    byId("kept-chats").replaceChildren(...chats.map((chat) => item(chat)));
+    button.hidden = !chats.length;
+    setAsked(false);
+  };
+  const setAsked = (isAsked) => {
+    button.dataset.asked = String(isAsked);
+    button.textContent = isAsked ? `Delete ${whole(all().length)} for ever?` : "Delete all";
+  };
+  const item = (chat) => {
+    const open = el(
+      "button",
+      {
+        type: "button",
+        class: "open-chat",
+        "aria-current": String(chat.id === own),
+        onclick: () => {
+          dialog.close();
+          onopen(chat);
+        },
+      },
+      el("span", {}, titleOf(chat)),
+      el("span", { class: "quiet" }, TIME.format(chat.at)),
+    );
+    const drop = () => {
+      remove(chat.id);
+      if (chat.id === own) ondelete();
+      show();
+    };
+    return el("li", {}, open, iconButton("remove", `Delete ${titleOf(chat)}`, drop));
+  };
+  button.addEventListener("click", () => {
+    if (button.dataset.asked !== "true") {
+      setAsked(true);
+      return;
+    }
+    write([]);
+    ondelete();
+    show();
+  });
+  byId("chats-open").addEventListener("click", () => {
+    show();
+    dialog.showModal();
+  });
+}
