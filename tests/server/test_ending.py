@@ -127,7 +127,7 @@ def test_process_that_does_not_end_behind_the_block_is_ended(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_exit_code_of_a_load_that_is_ended_by_force_is_that_of_one_that_ends(
+def test_load_ended_by_force_has_the_exit_code_of_any_end(
     monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     monkeypatch.setattr(ending, "_LAST_S", 0.0)

@@ -226,7 +226,7 @@ def test_death_within_a_frame_ends_that_frame_alone(caplog: pytest.LogCaptureFix
     assert warnings == [died, "worker 0 is running again"]
 
 
-def test_requests_are_told_once_every_place_has_failed_some_starts_and_workers_are_started_on(
+def test_failed_starts_are_told_to_what_waits_and_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
