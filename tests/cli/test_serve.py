@@ -281,7 +281,7 @@ def test_signal_lets_a_stream_end_and_then_the_server(
 ) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "stream": True}
     with (
-        serving(test_model, "--port", "0") as (process, where),
+        serving(test_model, "--port", "0", "--log-format", "none") as (process, where),
         httpx.Client(base_url=where, timeout=60) as client,
         client.stream("POST", "/v1/chat/completions", json={**chat, "ignore_eos": True}) as answer,
     ):
@@ -306,7 +306,7 @@ def _address_in(process: subprocess.Popen[str]) -> str:
 def test_hangup_reloads_the_model_that_the_file_now_is(synth: SynthFactory, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.symlink_to(synth("test"))
-    arguments = ("--replicas", "1", "--files-dir", str(tmp_path / "kept"))
+    arguments = ("--replicas", "1", "--log-format", "none", "--files-dir", str(tmp_path / "kept"))
     with started(path, *arguments, start_new_session=True) as process:
         with httpx.Client(base_url=_address_in(process), timeout=60) as client:
             assert process.stderr is not None
@@ -334,7 +334,10 @@ def test_hangup_reloads_the_model_that_the_file_now_is(synth: SynthFactory, tmp_
 def test_hangup_of_a_terminal_ends_the_server(test_model: Path) -> None:
     ours, theirs = os.openpty()
     try:
-        in_terminal = {"start_new_session": True, "preexec_fn": partial(_take_terminal, theirs)}
+        in_terminal: dict[str, Any] = {
+            "start_new_session": True,
+            "preexec_fn": partial(_take_terminal, theirs),
+        }
         with started(test_model, "--replicas", "1", **in_terminal) as process:
             _address_in(process)
             process.send_signal(signal.SIGHUP)

@@ -71,7 +71,7 @@ def test_row_of_several_chats_is_one_chat(vocab: Vocab) -> None:
 
 def test_batches_hold_no_more_than_asked_and_come_again_with_the_same_seed(vocab: Vocab) -> None:
     def first(n: int) -> list[list[list[int]]]:
-        made = batches(training_chats(1), RowMaker(vocab), 4096, seed=1)
+        made = batches(training_chats(1), RowMaker(vocab), 4096, seed=1, n_pool=256)
         return [[row.tokens for row in batch] for batch in islice(made, n)]
 
     found = first(6)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from cbatch.models.recipe.tasks import Example
 
 IGNORED = -100  # Source: torch.nn.functional.cross_entropy, ignore_index
-_N_POOL = 4096  # chats that are sorted by length together
 _LONG_SHARE = 0.06  # of the chats, those that are joined to long ones
 _N_LONG = (
     500,
@@ -62,11 +61,21 @@ class RowMaker:
         return targets
 
 
-def batches(chats: Iterator[Example], maker: RowMaker, n_batch: int, seed: int) -> Iterator[Batch]:
-    """Yield batches of rows of about the same length, in random order, without end."""
+def batches(
+    chats: Iterator[Example], maker: RowMaker, n_batch: int, seed: int, *, n_pool: int = 4096
+) -> Iterator[Batch]:
+    """Yield batches of rows of about the same length, in random order, without end.
+
+    Args:
+        chats: as many as are needed.
+        maker: makes their rows.
+        n_batch: most tokens of a batch, those that fill up shorter rows included.
+        seed: of the order.
+        n_pool: chats that are sorted by length together.
+    """
     rng = random.Random(seed)
     while True:
-        pool = list(islice(chats, _N_POOL))
+        pool = list(islice(chats, n_pool))
         rows = [maker.row(chat) for chat in _join_some(pool, rng)]
         rows.sort(key=lambda row: len(row.tokens), reverse=True)
         cut = list(_cut(rows, n_batch))
