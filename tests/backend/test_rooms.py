@@ -12,8 +12,8 @@ import cbatch.backend
 ROOT = Path(cbatch.backend.__file__).parent
 
 SEES = {
-    "fake": {"fake", "plan_check"},
-    "llama": {"llama", "bindings", "plan_check", "protocol", "threads"},
+    "fake": {"fake", "logits_processors", "plan_check"},
+    "llama": {"llama", "bindings", "logits_processors", "plan_check", "protocol", "threads"},
     "load": {"load", "llama", "bindings", "protocol", "threads"},
 }
 """What the modules of each room import of the backend, beside its front door."""
