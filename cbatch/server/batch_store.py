@@ -483,7 +483,7 @@ def disk_problems() -> Iterator[None]:
         if is_full(error):
             raise disk_full() from error
         _log.warn("the folder of files cannot be used: %s", words_of(error))
-        message = "the server cannot use its folder of files: its log says why"
+        message = "the server's folder of files cannot be used: the server's log says why"
         raise HttpProblemError(500, message, "storage_unusable", headers=NO_RETRY) from error
 
 

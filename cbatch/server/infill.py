@@ -33,7 +33,7 @@ _OF_EDITORS = ("t_max_prompt_ms", "t_max_predict_ms", "n_indent")
 """Limits that editors send with each request. They would only shorten answers, so they are ignored by name."""
 
 _N_NEAR = 2048
-"""Most tokens of the text around the gap, three quarters of them before it. Source: llama.cpp's default of `n_batch`."""
+"""Most tokens of text around the gap, three quarters of them before it. Source: llama.cpp's default of `n_batch`."""
 
 _N_MARKS = 4
 """Special tokens of a prompt: prefix, suffix, middle and BOS."""
