@@ -186,7 +186,7 @@ FAILING: dict[str, tuple[Callable[[Ids, Row], Any], str]] = {
     "too large": (lambda _, row: row.astype(np.float64) + 1e300, r"left NaN or \+∞"),
     "all banned": (
         lambda _, row: row.fill(-np.inf),
-        "no token is left to sample: logits_processor",
+        "every token is ruled out by logits_processor",
     ),
 }
 
