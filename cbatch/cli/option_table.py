@@ -65,7 +65,7 @@ class Option:
         setting: the name of the setting where it is not `name`; empty for what only the command uses.
         read: makes the setting's value of what was given.
         callback: does so before anything is checked.
-        completion: returns what the shell offers for a value that begins so; None: the words of a setting of choice.
+        completion: returns the shell's completions of a partial value; None: the setting's choices, if it has any.
     """
 
     panel: str
@@ -105,7 +105,7 @@ class Option:
         )
 
     def _of_setting(self) -> tuple[Any, Any, Sequence[str]]:
-        """Return the default, type and words of the setting; a type of the option's own comes first."""
+        """Return the setting's default, type and choices; the option's own type takes precedence."""
         owners = {RUN: FileOptions, FILES: FileOptions, ANSWERS: RunOptions}
         owner = owners.get(self.panel, EngineOptions)
         for f in fields(owner):
@@ -133,7 +133,7 @@ def number_or_word(text: str | None) -> int | str | None:
 
 
 def model_of(ctx: typer.Context, model: Path | None) -> Any:
-    """Return the model that an option or argument names; the shell's completion downloads none."""
+    """Return the model that an option or argument names. Nothing is downloaded during shell completion."""
     return model if ctx.resilient_parsing else local_model(model)
 
 
@@ -221,15 +221,15 @@ OPTIONS = (
     ),
     _run("json", "Progress and summary as JSON lines, on stderr.", setting="", type=bool),
     _run("quiet", "No progress, no summary.", names=("--quiet", "-q"), setting="", type=bool),
-    _file("errors", "A file of their own for items that fail.", "in the output"),
+    _file("errors", "A separate file for items that fail.", "in the output"),
     _file(
         "format",
-        "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
+        "Input format: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
         completion=among(["auto", *get_args(Format)]),
     ),
     _file(
         "output_format",
-        "Of the output.",
+        "Output format.",
         "as its name says, else as the input",
         completion=among(get_args(Format)),
     ),

@@ -43,14 +43,14 @@ _NOT_HERE = ("max_queue", "when_full", "slot")
 HTTP = "Server"
 
 _N_PATH = 200
-"""Characters of a path in a short line of the log. Our choice."""
+"""Most characters of a path in a short log line. Our choice."""
 
 _WORKERS_S = 60.0
 """Most seconds for workers to end. Our choice."""
 
 
 class LogFormat(str, Enum):
-    """What the log has of requests, and how its lines look."""
+    """How HTTP requests are logged."""
 
     NONE = "none"
     SHORT = "short"
@@ -219,8 +219,8 @@ def serve(
             "--log-format",
             metavar="FORMAT",
             case_sensitive=False,
-            help="Log each request to stderr: short, with all figures as text or json, or none.",
-            default="short; with --log-level none",
+            help="Log of HTTP requests on stderr: short (one line each), text or json (all figures), or none.",
+            default="short; none with --log-level",
             panel=HTTP,
         ),
     ] = None,
@@ -228,9 +228,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the formats of OpenAI's and Anthropic's APIs.
 
-    Ctrl-C or SIGTERM takes no new calls and gives those in flight --grace-s
-    seconds; twice ends at once. SIGHUP does the same in a terminal, and
-    reloads the model where there is none.
+    On Ctrl-C or SIGTERM, new calls are refused, and calls in flight have
+    --grace-s seconds to end; a second signal ends them at once. SIGHUP does the
+    same in a terminal; without a terminal it reloads the model.
 
     Example: cbatch serve -m model.gguf --parallel 16 --port 8080
     """
@@ -358,12 +358,12 @@ def _with_files(
 def _renewed(
     create: "Callable[..., Starlette]", folder: str | None, engine: cbatch.Engine
 ) -> "Starlette":
-    """Return the application of a reloaded model; one that keeps no files where their folder can no longer be used."""
+    """Return the application for a reloaded model; without files and batches if their folder is no longer usable."""
     if folder is not None:
         try:
             return create(engine, files_dir=folder)
         except ConfigError as error:
-            _log.warn("no files and batches after the reload: %s", error)
+            _log.warn("files and batches are off after the reload: %s", error)
     return create(engine)
 
 
@@ -376,13 +376,13 @@ def _notes(app: "Starlette") -> Sequence[str]:
 
 
 class ShortLines(logging.Handler):
-    """Prints a line for each HTTP request; where stderr is full, it leaves lines out and counts them."""
+    """Prints a line for each HTTP request; while stderr is full, lines are left out and counted."""
 
     n_lost = 0
-    """Lines left out since the last one."""
+    """Lines left out since the last printed line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the line of a request; other records are not for it."""
+        """Print a line for an HTTP request; ignore other records."""
         values = getattr(record, FIELDS, {})
         if "latency_ms" not in values:
             return
@@ -394,7 +394,7 @@ class ShortLines(logging.Handler):
 
 
 def _show_requests(ctx: typer.Context, asked: LogFormat | None) -> None:
-    """Show a line for each HTTP request, or the log with times, from --log-level on or with llama.cpp's warnings."""
+    """Show a line for each HTTP request, or the log with times: at --log-level, else at info."""
     level: LogLevel | None = ctx.find_root().params.get("log_level")
     log_format = asked or (LogFormat.SHORT if level is None else LogFormat.NONE)
     if log_format is LogFormat.SHORT:
@@ -414,7 +414,7 @@ def _show_short(ctx: typer.Context) -> None:
 
 
 def _set_level(ctx: typer.Context, logger: logging.Logger, level: int) -> None:
-    """Have a logger at this level until the command ends."""
+    """Set a logger's level until the command ends."""
     ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
     logger.setLevel(level)
 

@@ -34,8 +34,8 @@ def synth(
     shape: Annotated[
         str,
         option(
-            help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or as well-known models "
-            "have it: 0.5b, 1b, 3b, 8b.",
+            help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or the shapes of "
+            "well-known models: 0.5b, 1b, 3b, 8b.",
             autocompletion=_shapes,
         ),
     ] = "test",
@@ -50,7 +50,7 @@ def synth(
     vocab: Annotated[
         Path | None,
         option(
-            help="A GGUF file of which the vocabulary is taken.",
+            help="A GGUF file whose vocabulary is used.",
             default="made up",
             autocompletion=gguf_files,
         ),
