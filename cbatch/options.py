@@ -302,7 +302,7 @@ def check_processor(name: str, value: object) -> LogitsProcessor:
     """Return a processor of logits."""
     if not callable(value) or iscoroutinefunction(value):
         raise ConfigError(
-            f"{name} must be a plain function of (token_ids, logits), given in Python, not {shown(value)}"
+            f"{name} must be a Python function of (token_ids, logits), only in this process, not {shown(value)}"
         )
     return value
 
