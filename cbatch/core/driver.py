@@ -79,7 +79,7 @@ class Wait(Enum):
     """What a waiting sequence is held for, outside the queue: others pass it meanwhile."""
 
     PROMPT = "prompt"
-    """The tokens of its long prompt; of any prompt, if that decides its grammar or its place in the queue."""
+    """The tokens of a long prompt, or of any prompt that decides the sequence's grammar or its place in the queue."""
     COMPILE = "compile"
     """Its grammar, or what DRY needs of the vocabulary."""
     LEADER = "leader"

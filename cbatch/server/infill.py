@@ -89,7 +89,7 @@ class InfillCall(LlamaCall):
         missing = [words for name, words in _NEEDED.items() if name not in facts.fim]
         if missing:
             words = " and no ".join(missing)
-            raise absent(f"infill is not supported by this model: it has no {words} token")
+            raise absent(f"this model does not support infill: it has no {words} token")
 
     @property
     def asks_vocabulary(self) -> bool:
