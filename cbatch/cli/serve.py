@@ -72,7 +72,7 @@ def serve(
         Path | None,
         option(
             "--uds",
-            help="The path of a socket to listen on instead, for this user alone.",
+            help="Listen on a socket at this path instead, for this user only.",
             default="none",
             panel=HTTP,
         ),
@@ -91,7 +91,7 @@ def serve(
         Path | None,
         option(
             "--api-key-file",
-            help="Keys, one a line, of which a client must give one.",
+            help="File of API keys, one a line; clients must send one.",
             default="the one in CBATCH_API_KEY, else none",
             panel=HTTP,
         ),
@@ -100,7 +100,7 @@ def serve(
         str | None,
         option(
             "--model-name",
-            help="What answers call the model.",
+            help="Name of the model in answers.",
             default="its file's name",
             panel=HTTP,
         ),
@@ -109,7 +109,7 @@ def serve(
         int | None,
         option(
             "--max-queue",
-            help="Most requests that wait; further ones get status 429.",
+            help="Most waiting requests; others get status 429.",
             default="any number",
             panel=HTTP,
         ),
@@ -118,7 +118,7 @@ def serve(
         int | None,
         option(
             "--max-queue-tokens",
-            help="Most prompt tokens that wait; requests with more get status 429.",
+            help="Most waiting prompt tokens; requests beyond that get status 429.",
             default="any number",
             panel=HTTP,
         ),
@@ -127,7 +127,7 @@ def serve(
         int | None,
         option(
             "--max-connections",
-            help="Most connections; further ones get status 503.",
+            help="Most connections; others get status 503.",
             default="4096, or what the limit of open files allows",
             panel=HTTP,
             min=1,
@@ -143,7 +143,7 @@ def serve(
         list[str] | None,
         option(
             "--cors-origin",
-            help="Web pages from there may call, localhost for any port of it, * for all; may be given again.",
+            help="Origin whose web pages may call: a URL, localhost (any port), or * for all; may be repeated.",
             default="none",
             panel=HTTP,
         ),
@@ -153,7 +153,7 @@ def serve(
         option(
             "--allowed-host",
             help="Without keys: accept this host name besides IP addresses and localhost (* for all); "
-            "may be given again.",
+            "may be repeated.",
             default="none",
             panel=HTTP,
         ),
@@ -162,7 +162,7 @@ def serve(
         bool,
         option(
             "--no-auth",
-            help="Allow an address that other machines can reach without API keys.",
+            help="Without API keys, allow an address that other machines can reach.",
             panel=HTTP,
         ),
     ] = False,
@@ -176,7 +176,9 @@ def serve(
     ] = False,
     grace_s: Annotated[
         float,
-        option("--grace-s", help="Seconds for calls in flight at the end.", panel=HTTP, min=0),
+        option(
+            "--grace-s", help="Seconds for calls in flight to end at shutdown.", panel=HTTP, min=0
+        ),
     ] = 30.0,
     tls_cert: Annotated[
         Path | None,
@@ -184,7 +186,9 @@ def serve(
     ] = None,
     tls_key: Annotated[
         Path | None,
-        option("--tls-key", help="Its key file.", default="in --tls-cert", panel=HTTP),
+        option(
+            "--tls-key", help="The certificate's key file.", default="in --tls-cert", panel=HTTP
+        ),
     ] = None,
     strict_fields: Annotated[
         bool,
@@ -208,7 +212,7 @@ def serve(
         int, option("--max-stored-mib", help="Most MiB of all files together.", panel=HTTP)
     ] = 10_240,
     no_page: Annotated[
-        bool, option("--no-page", help="Serve no page to try the model in.", panel=HTTP)
+        bool, option("--no-page", help="Do not serve the page for trying the model.", panel=HTTP)
     ] = False,
     model_required: Annotated[
         bool, option("--model-required", help="Refuse requests that name no model.", panel=HTTP)
