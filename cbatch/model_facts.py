@@ -26,7 +26,7 @@ class ModelFacts:
     adapters: tuple[str, ...] = ()
     """The names of the LoRA adapters that requests may ask for."""
     fim: dict[str, int] = field(default_factory=dict)
-    """Tokens around the parts of a text to fill in, those that the model has: pre, suf, mid, rep, sep."""
+    """The model's fill-in-the-middle tokens by name, as far as it has them: pre, suf, mid, rep, sep."""
     limits_thinking: bool = True
     """Whether `thinking_budget` is served, as it is where chats have no thinking."""
     sampling: dict[str, float] = field(default_factory=dict)

@@ -100,7 +100,7 @@ AdapterSet: TypeAlias = "tuple[tuple[str, float], ...]"
 
 
 class LogitsProcessor(Protocol):
-    """A caller's own change of the logits; llama-cpp-python's `LogitsProcessorList` is one."""
+    """A function of your own that changes logits, such as llama-cpp-python's `LogitsProcessorList`."""
 
     def __call__(
         self, token_ids: NDArray[np.int32], logits: NDArray[np.float32], /
@@ -108,17 +108,17 @@ class LogitsProcessor(Protocol):
         """Change the logits of the next token, in the thread that computes: all requests wait meanwhile.
 
         Args:
-            token_ids: (n_tokens,) int32, read-only: the prompt and the answer so far, also what was removed from the
+            token_ids: (n_tokens,) int32, read-only: the prompt and the answer so far, including tokens removed from the
                 window.
-            logits: (n_vocab,) float32: the model's own, before grammar, bias, penalties and all samplers. A copy, to be
-                changed in place; −∞ bans a token.
+            logits: (n_vocab,) float32: a copy of the model's logits, before grammar, bias, penalties and all samplers.
+                May be changed in place; −∞ bans a token.
 
         Returns:
-            None, or the logits to take instead: (n_vocab,) floats, without NaN and +∞.
+            None, or the logits to use instead: (n_vocab,) floats without NaN and +∞.
 
         Raises:
-            Exception: any ends this request alone, with a `RequestFailedError` whose cause it is. What is no
-                `Exception` ends the engine, or is raised by `Engine.step`.
+            Exception: ends only this request, with a `RequestFailedError` whose cause it is. Another `BaseException`
+                ends the engine, or is raised by `Engine.step`.
         """
         ...
 
@@ -302,7 +302,7 @@ def check_processor(name: str, value: object) -> LogitsProcessor:
     """Return a processor of logits."""
     if not callable(value) or iscoroutinefunction(value):
         raise ConfigError(
-            f"{name} must be a function of (token_ids, logits), which works only in this process, not {shown(value)}"
+            f"{name} must be a Python function of (token_ids, logits), only in this process, not {shown(value)}"
         )
     return value
 
@@ -327,7 +327,7 @@ def _literal(text: str) -> str:
 
 
 def check_runs_through(options: RunOptions) -> RunOptions:
-    """Return options for a run over files; refuse to pause, as nobody resumes, and what no record can tell."""
+    """Return options for a run over files. Refuse pauses, as nobody resumes, and functions, as records hold none."""
     if options.logits_processor is not None:
         why = (
             "works only in this process, with engine.run: a run over files cannot record a function"

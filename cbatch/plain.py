@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?:^|\.)(?:u?int|b?float)\d")
 """The start of the name of a number's `dtype`: `int64` in numpy, `torch.bfloat16` in torch."""
 
 LEAVES = frozenset({str, int, float, bool, type(None)})
-"""Types whose values are plain and have no others in them."""
+"""Types of plain values that contain no other values."""
 
 _AS_LIST = ("tolist", "to_pylist", "to_list")
 """Methods that make a list of an array: of numpy, torch, pandas and Python; of pyarrow; of polars."""

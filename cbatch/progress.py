@@ -379,7 +379,7 @@ def _items(counts: Counts) -> str:
 def _cancelled(counts: Counts) -> str:
     if not counts.n_cancelled:
         return ""
-    next = "" if counts.ending is None else " until the next run"
+    next = "" if counts.ending is None else " (left for the next run)"
     return f", {counts.n_cancelled} cancelled{next}"
 
 

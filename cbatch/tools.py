@@ -243,7 +243,7 @@ def check_template_kwargs(value: object) -> TemplateKwargs | None:
 
 
 def _as_json(name: str, value: object) -> Any:
-    """Return a copy of `value`, which is not too deep, as plain JSON values."""
+    """Return a copy of `value` as plain JSON values; its depth must have been checked."""
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=plain_for_json))
     except (TypeError, ValueError) as error:

@@ -20,8 +20,8 @@ int32_t row_binding_init(const cbatch_binding & binding, int32_t n_vocab, row_bi
 
 // A row to sample, and where to put what is found.
 struct row_task {
-    const float * model;       // (n_vocab) what is reported of
-    float * logits;            // (n_vocab) what is sampled, as before afterwards
+    const float * model;       // (n_vocab) the model's row, for log-probabilities
+    float * logits;            // (n_vocab) the row to sample; as before afterwards
     int32_t n_vocab;
     const uint32_t * mask;     // or NULL
     int32_t i_output;

@@ -43,7 +43,7 @@ struct binding {
 // One row to sample in the current step.
 struct output_row {
     int32_t i_chunk;
-    int32_t i_mask;   // its place among the chunks with an output: in masks and in rows
+    int32_t i_mask;   // index among the chunks with an output, in masks and rows
     int32_t i_token;  // index in the batch
     int32_t i_output;
     float * logits;

@@ -13,10 +13,11 @@ SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)
 
 STATUSES: dict[Status, str] = {
     Status.WAITING: (
-        "queued, or back without a slot. The policy says whose turn it is; the slot that holds most of the "
-        "prompt is given or copied from, else one that is empty or unused for longest, in partitioned memory one "
-        "beside those in use; a sequence whose cells were saved takes any. Other threads tokenize prompts: "
-        "those of the first in the queue, with `shortest` each prompt as it comes. A prompt that cannot run fails then."
+        "queued, or back without a slot. The policy decides the order. A sequence gets the slot that holds most of its "
+        "prompt, or copies its cells; otherwise it gets one that is empty or longest unused, in partitioned memory "
+        "next to those in use. A sequence whose cells were saved takes any slot. Other threads tokenize the prompts of "
+        "the first sequences in the queue; with `shortest`, each prompt as it is submitted. A prompt that cannot run "
+        "fails then."
     ),
     Status.RUNNING: (
         "in a slot. Whether the sequence computes its prompt or decodes follows from its counters; nothing "

@@ -255,7 +255,9 @@ def test_grammar_and_bans_that_leave_no_token_are_named_as_the_reason(
     with cbatch.load(test_model, parallel=2, ctx_per_seq=64) as engine:
         results = engine.run(prompts, options={"max_tokens": 4}).results(return_errors=True)
     said = [str(r.error) for r in results]
-    assert said[0].startswith("regex: no token is left to go on with: logit_bias")
+    assert said[0].startswith(
+        "regex: every token that the grammar allows is ruled out by logit_bias"
+    )
     assert said[1].startswith("logit_bias bans every token that could follow")
     assert isinstance(results[1].error, cbatch.BannedTokensError)
     assert results[2].error is None

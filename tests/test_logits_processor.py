@@ -186,7 +186,7 @@ FAILING: dict[str, tuple[Callable[[Ids, Row], Any], str]] = {
     "too large": (lambda _, row: row.astype(np.float64) + 1e300, r"left NaN or \+∞"),
     "all banned": (
         lambda _, row: row.fill(-np.inf),
-        "no token is left to sample: logits_processor",
+        "every token is ruled out by logits_processor",
     ),
 }
 
@@ -304,7 +304,9 @@ def test_extended_answer_is_processed_on(fake: Engine) -> None:
 
 @pytest.mark.parametrize("value", ["f", 3, [force], {"a": force}])
 def test_option_is_a_function(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"logits_processor must be a function .* only in this"):
+    with pytest.raises(
+        ConfigError, match=r"logits_processor must be a Python function .* only in this"
+    ):
         RunOptions(logits_processor=value)
 
 
@@ -312,7 +314,7 @@ def test_coroutine_is_no_processor() -> None:
     async def later(token_ids: Ids, logits: Row) -> None:
         """Do nothing."""
 
-    with pytest.raises(ConfigError, match="logits_processor must be a function"):
+    with pytest.raises(ConfigError, match="logits_processor must be a Python function"):
         RunOptions(logits_processor=later)  # type: ignore[arg-type]
 
 
@@ -342,5 +344,5 @@ def test_run_over_files_takes_none(tmp_path: Path, fake: Engine) -> None:
     )
     run_file(source, tmp_path / "out.jsonl", engine=fake)
     said = (tmp_path / "out.jsonl").read_text("utf-8")
-    assert "logits_processor must be a function" in said
+    assert "logits_processor must be a Python function" in said
     assert "only in this process" in said

@@ -125,7 +125,9 @@ def test_cancelled_items_are_neither_done_nor_failed() -> None:
 
 def test_cancelled_items_of_a_file_come_in_the_next_run() -> None:
     left = replace(snapshot(), counts=Counts(40, 10, 0, n_cancelled=30, ending="now"))
-    assert summary_lines(left).startswith("items   10 of 40, 0 failed, 30 cancelled until the next")
+    assert summary_lines(left).startswith(
+        "items   10 of 40, 0 failed, 30 cancelled (left for the next"
+    )
 
 
 @pytest.mark.parametrize(

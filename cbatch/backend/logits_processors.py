@@ -1,4 +1,4 @@
-"""The processors of logits that requests brought: what each is given, and what becomes of its answer."""
+"""Logits processors of requests: their arguments, and checks of what they return."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Told:
     n_ids: int = 0
 
     def token_ids(self) -> NDArray[np.int32]:
-        """Return prompt and output: (n_tokens,) int32, read-only; later calls write behind it only."""
+        """Return prompt and output: (n_tokens,) int32, read-only; later calls write only after its end."""
         prompt, output = self.processor.prompt, self.processor.output
         n = len(prompt) + len(output)
         if n > len(self.ids):
@@ -47,13 +47,13 @@ class LogitsProcessors:
         self._told: dict[Slot, _Told] = {}
 
     def bind(self, binding: Binding) -> None:
-        """Have a slot's rows changed by the binding's processor from now on, or by none."""
+        """Use the binding's processor for its slot from now on; without one, none."""
         self._told.pop(binding.slot, None)
         if binding.processor is not None:
             self._told[binding.slot] = _Told(binding.processor)
 
     def clear(self) -> None:
-        """Drop all of them."""
+        """Drop all processors."""
         self._told.clear()
 
     def of(self, chunks: Sequence[Chunk]) -> list[Slot]:
@@ -63,14 +63,14 @@ class LogitsProcessors:
         return [c.slot for c in chunks if c.has_output and c.slot in self._told]
 
     def change(self, slot: Slot, row: NDArray[np.float32]) -> None:
-        """Have a slot's processor change a row; a broken row stays as it is, and nothing is called.
+        """Have a slot's processor change a row. It is not called for a broken row.
 
         Args:
             slot: one of `of`.
             row: (n_vocab,) float32, the model's logits; changed in place. The processor may keep a view of it.
 
         Raises:
-            RequestFailedError: the processor raised an `Exception`, which is the cause, or its answer is no row.
+            RequestFailedError: the processor raised an `Exception`, which is the cause, or returned no valid row.
             BaseException: as the processor raised it, if it is no `Exception`.
         """
         if not _is_sound(row):

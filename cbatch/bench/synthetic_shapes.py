@@ -36,7 +36,7 @@ class Shape:
         n_expert: feed-forward layers of which a token uses some; 0 for a single one that all use.
         n_expert_used: experts of a token.
         n_window: positions that a layer with a sliding window sees; 0 for layers that all see everything.
-        full_every: with a window, each so manieth layer sees everything.
+        full_every: with a window, every Nth layer sees the whole context.
 
     Raises:
         ConfigError: sizes that do not fit together.

@@ -30,23 +30,21 @@ _MAX_SLOTS = 16  # for several answers at once: as many as other commands have
 def ask(
     ctx: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The question; - is stdin.")
+        str | None, typer.Argument(metavar="PROMPT", help="The question; - reads stdin.")
     ] = None,
     *,
     interactive: Annotated[
-        bool, option("--interactive", "-i", help="Go on asking; an empty line ends.")
+        bool, option("--interactive", "-i", help="Hold a conversation; an empty line ends it.")
     ] = False,
-    system: Annotated[
-        str | None, option(help="What the model is told before.", default="nothing")
-    ] = None,
+    system: Annotated[str | None, option(help="System message.", default="nothing")] = None,
     given: Given,
 ) -> None:
     """Answer one question as a chat; the answer goes to stdout as it comes.
 
-    Without a question it is read from stdin. Of several answers (--set n=3) the
-    first is streamed, the others follow. Warnings and log-probabilities (--set
-    logprobs=3) go to stderr. Ctrl-C ends the command; with -i
-    it ends the answer only, and the partial answer stays in the conversation.
+    Without an argument, the question is read from stdin. With several answers
+    (--set n=3), the first is streamed and the others follow. Warnings and
+    log-probabilities (--set logprobs=3) go to stderr. Ctrl-C ends the command;
+    with -i it ends only the answer, which stays in the conversation.
 
     Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
     """

@@ -91,42 +91,53 @@ def bench(
         ),
     ] = None,
     at_once: Annotated[
-        str, option(panel=_REQUESTS, metavar="NUMBERS", help="Clients that wait for answers.")
+        str, option(panel=_REQUESTS, metavar="NUMBERS", help="Requests at once.")
     ] = "1,4,16",
     rate: Annotated[
         str | None,
         option(
             panel=_REQUESTS,
             metavar="NUMBERS",
-            help="Requests a second that come by chance, instead of --at-once.",
+            help="Requests a second, at random times, instead of --at-once.",
             default="none",
         ),
     ] = None,
     count: Annotated[
         int | None,
-        option(panel=_REQUESTS, min=1, help="Requests of a round.", default="4 for each at once"),
+        option(panel=_REQUESTS, min=1, help="Requests in a round.", default="4 for each at once"),
     ] = None,
     prompt_tokens: Annotated[
         str | None,
         option(
-            panel=_REQUESTS, metavar="N[-N]", help="Of each prompt's own.", default="the workload's"
+            panel=_REQUESTS,
+            metavar="N[-N]",
+            help="Tokens of each prompt besides common ones.",
+            default="the workload's",
         ),
     ] = None,
     output_tokens: Annotated[
         str | None,
-        option(panel=_REQUESTS, metavar="N[-N]", help="Of each answer.", default="the workload's"),
+        option(
+            panel=_REQUESTS,
+            metavar="N[-N]",
+            help="Tokens of each answer.",
+            default="the workload's",
+        ),
     ] = None,
     common_tokens: Annotated[
         int | None,
         option(
-            panel=_REQUESTS, min=0, help="That all prompts begin with.", default="the workload's"
+            panel=_REQUESTS,
+            min=0,
+            help="Common tokens at the beginning of all prompts.",
+            default="the workload's",
         ),
     ] = None,
-    rounds: Annotated[int, option(panel=_REQUESTS, min=1, help="Rounds in turn.")] = 3,
-    seed: Annotated[int, option(panel=_REQUESTS, min=0, help="Of all that is drawn.")] = 1,
+    rounds: Annotated[int, option(panel=_REQUESTS, min=1, help="Rounds of each measurement.")] = 3,
+    seed: Annotated[int, option(panel=_REQUESTS, min=0, help="Seed of all random choices.")] = 1,
     warm: Annotated[
         bool,
-        option("--warm", panel=_REQUESTS, help="Send each round's requests again, too."),
+        option("--warm", panel=_REQUESTS, help="Also send each round's requests a second time."),
     ] = False,
     stream: Annotated[
         bool,
@@ -137,8 +148,8 @@ def bench(
         option(
             panel=_SIDES,
             metavar="NAMES",
-            help="Who answers; see --list.",
-            default="engine, one, llama, static, bare; beside servers engine, serve, bare",
+            help="Programs to compare; see --list.",
+            default="engine, one, llama, static, bare; with servers: engine, serve, bare",
         ),
     ] = None,
     llama_server: Annotated[
@@ -155,35 +166,48 @@ def bench(
         option(
             panel=_SIDES,
             metavar="URL",
-            help="A server in OpenAI's format that has the same model; may be given again.",
+            help="A server in OpenAI's format with the same model; may be repeated.",
             default="none",
         ),
     ] = None,
     against_model: Annotated[
         str | None,
-        option(panel=_SIDES, metavar="NAME", help="Its name there.", default="the first listed"),
+        option(
+            panel=_SIDES, metavar="NAME", help="The model's name there.", default="the first listed"
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, option(panel=_SIDES, metavar="KEY", help="For --against.", default="none")
+        str | None,
+        option(panel=_SIDES, metavar="KEY", help="API key for --against.", default="none"),
     ] = None,
     timeout_s: Annotated[
-        float, option(panel=_SIDES, min=0.001, help="Seconds that a server has for an answer.")
+        float, option(panel=_SIDES, min=0.001, help="Most seconds for a server's answer.")
     ] = 600.0,
     json_file: Annotated[
         Path | None,
-        option("--json", panel=_OUTPUT, metavar="FILE", help="All figures.", default="none"),
+        option("--json", panel=_OUTPUT, metavar="FILE", help="Write all figures.", default="none"),
     ] = None,
     markdown_file: Annotated[
         Path | None,
-        option("--markdown", panel=_OUTPUT, metavar="FILE", help="The tables.", default="none"),
+        option(
+            "--markdown", panel=_OUTPUT, metavar="FILE", help="Write the tables.", default="none"
+        ),
     ] = None,
     html_file: Annotated[
         Path | None,
-        option("--html", panel=_OUTPUT, metavar="FILE", help="A page with plots.", default="none"),
+        option(
+            "--html", panel=_OUTPUT, metavar="FILE", help="Write a page with plots.", default="none"
+        ),
     ] = None,
     svg_file: Annotated[
         Path | None,
-        option("--svg", panel=_OUTPUT, metavar="FILE", help="The rates as a plot.", default="none"),
+        option(
+            "--svg",
+            panel=_OUTPUT,
+            metavar="FILE",
+            help="Write a plot of the rates.",
+            default="none",
+        ),
     ] = None,
     sources: Annotated[
         list[str] | None,
@@ -191,7 +215,7 @@ def bench(
             "--from",
             panel=_OUTPUT,
             metavar="FILE",
-            help="Draw --svg from a file of --json instead of measuring; may be given again.",
+            help="Draw --svg from a file of --json instead of measuring; may be repeated.",
             default="none",
         ),
     ] = None,
@@ -202,23 +226,23 @@ def bench(
         bool, option("--quiet", "-q", panel=_OUTPUT, help="No line for each round.")
     ] = False,
     list_all: Annotated[
-        bool, option("--list", panel=_OUTPUT, help="Name workloads, sides and cases, and exit.")
+        bool, option("--list", panel=_OUTPUT, help="List workloads, sides and cases, and exit.")
     ] = False,
     case: Annotated[
         str | None,
         option(
             panel=_OUTPUT,
             metavar="NAME",
-            help="Run a benchmark of one question instead; see --list.",
+            help="Run a single benchmark instead; see --list.",
             default="none",
             autocompletion=_cases,
         ),
     ] = None,
 ) -> None:
-    """Measure a model on this machine, beside one request after another, a bare loop, and servers.
+    """Measure a model on this machine against one request after another, a bare loop, and servers.
 
-    Prompts have an exact number of tokens. All sides answer the same requests in turn; a rate of
-    broken answers is refused. Ctrl-C ends with what was measured.
+    Prompts have an exact number of tokens. All sides answer the same requests in turn; rates of
+    wrong answers are refused. After Ctrl-C, the results so far are printed.
 
     Example: cbatch bench model.gguf --llama-server ~/llama.cpp/build/bin/llama-server
     """

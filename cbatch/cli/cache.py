@@ -41,9 +41,9 @@ CacheDir = Annotated[
 
 @app.callback()
 def cache() -> None:
-    """Manage the cells that requests with a cache key have kept on disk.
+    """Manage the cells that requests have saved under cache keys.
 
-    The folder of every command: --cache-dir, or CBATCH_CACHE_DIR.
+    All commands use the folder --cache-dir, or CBATCH_CACHE_DIR.
 
     Example: cbatch cache ls
     """
@@ -69,15 +69,13 @@ def ls(
 
 @app.command(cls=Command)
 def rm(
-    keys: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY", help="Keys whose files to remove.")
-    ] = None,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys to remove.")] = None,
     *,
-    all: Annotated[bool, option("--all", help="Remove every file; asks first.")] = False,
+    all: Annotated[bool, option("--all", help="Remove all files, after a question.")] = False,
     yes: Annotated[bool, option("--yes", "-y", help="Do not ask.")] = False,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Remove the files of these keys, of all models.
+    """Remove the files of these keys, for all models.
 
     Example: cbatch cache rm system-prompt
     """
@@ -95,12 +93,12 @@ def rm(
 def verify(
     keys: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY", help="Keys whose files to read. Default: all files."),
+        typer.Argument(metavar="KEY", help="Keys to check. Default: all."),
     ] = None,
     *,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Read files to the end and name the damaged ones.
+    """Read whole files and name the damaged ones.
 
     Example: cbatch cache verify
     """

@@ -1,4 +1,4 @@
-"""What the shell offers for the value of an option that is being typed."""
+"""Shell completion of option values."""
 
 import glob
 import os
@@ -9,7 +9,7 @@ _HUB = "hf:"
 
 
 def among(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return what completes one of these words."""
+    """Return a completer of these words."""
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
@@ -18,7 +18,7 @@ def among(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def among_several(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return what completes the last of several of these words, which commas separate."""
+    """Return a completer of a comma-separated list of these words."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -28,7 +28,7 @@ def among_several(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def gguf_files(incomplete: str) -> list[str]:
-    """Return GGUF files whose paths begin so, and those one folder below; with none, the shell offers all files.
+    """Return GGUF files whose paths begin so, also one folder deeper; if none do, the shell offers all files.
 
     Paths with blanks are left to the shell, which quotes them.
     """

@@ -47,12 +47,12 @@ def daemon(
         bool,
         option(
             "--stream-tagged",
-            help="Frames with the id of their request; several requests need them.",
+            help="Write frames with the id of their request; needed for several requests.",
         ),
     ] = False,
     stream_fd: Annotated[
         int | None,
-        option("--stream-fd", help="The descriptor that the stream goes to.", default="stdout"),
+        option("--stream-fd", help="File descriptor for the stream.", default="stdout"),
     ] = None,
     socket: Annotated[
         Path | None,
@@ -60,15 +60,20 @@ def daemon(
     ] = None,
     port: Annotated[
         int | None,
-        option("--port", help="The same at a port of this machine; 0 finds one.", min=0, max=65535),
+        option(
+            "--port",
+            help="Serve clients at this port of this machine, one at a time; 0 takes a free one.",
+            min=0,
+            max=65535,
+        ),
     ] = None,
     given: Given,
 ) -> None:
-    """Do what lines say: start requests, give them turns, cancel them.
+    """Control an engine with text commands on stdin or a socket.
 
-    Tokens go to stdout as numbers of four bytes, text to stderr. The end of
-    the input ends the daemon when all is done. Where the first line is JSON,
-    all lines and frames are.
+    Tokens go to stdout as four-byte numbers, text to stderr. At the end of the
+    input, the daemon ends once all requests have. If the first line is JSON,
+    all lines and frames are JSON.
 
     Example: cbatch daemon -m model.gguf --cache-slots 4 --stream-tagged
     """

@@ -30,7 +30,8 @@ def info(
     exactness: Annotated[
         bool,
         option(
-            "--exactness", help="Compute whether answers depend on company; takes some seconds."
+            "--exactness",
+            help="Test whether answers depend on other requests in the batch; takes some seconds.",
         ),
     ] = False,
     exact: Annotated[
@@ -40,12 +41,12 @@ def info(
         bool,
         option(
             "--company",
-            help="Try whether several sequences are computed together as each alone; reads the weights.",
+            help="Test whether sequences give the same results together as alone; loads the weights.",
         ),
     ] = False,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
-    """Tell what a model file is, what each slot would hold, and what that takes.
+    """Show what a model file is, what each slot would hold, and the memory that it takes.
 
     Example: cbatch info model.gguf --parallel 8 --cache-type-k q8_0
     """

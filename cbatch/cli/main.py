@@ -32,7 +32,7 @@ _BOXES_WIDTH = 64
 
 
 _LONG_NAME = 10
-"""Columns of a name beyond which, in a narrow window, all texts of its list go below the names. Our choice."""
+"""Longest option name, in columns, with its text beside it in a narrow window; else texts go below. Our choice."""
 
 _INDENT = 4
 
@@ -148,7 +148,7 @@ class _Help:
 
 
 def _write_narrow(write_list: Callable[..., None], rows: Any) -> None:
-    """Write names with their texts beside them, or below: else the longest name leaves too little."""
+    """Write names with their texts beside them, or below if the longest name leaves too little room."""
     n_most = max(len(name) for name, _ in rows)
     write_list(rows, col_max=n_most if n_most <= _LONG_NAME else _INDENT)
 
@@ -286,7 +286,7 @@ def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> 
     _hide_log()
     logger = logging.getLogger("cbatch")
     lines = LogLines(ctx.obj, has_time=has_time)
-    lines.setLevel(level.name)  # a logger below may let more pass
+    lines.setLevel(level.name)  # a child logger may have a lower level
     logger.addHandler(lines)
     ctx.call_on_close(_hide_log)
     ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
@@ -298,7 +298,7 @@ _ALWAYS_SHOWN = ("cbatch.worker", "cbatch.reload")
 
 
 def _show_deaths(ctx: typer.Context) -> None:
-    """Show what became of workers and models on stderr until the command ends or shows the whole log."""
+    """Show deaths and starts of workers, and reloads, on stderr until the command ends or shows the whole log."""
     _hide_log()
     for name in _ALWAYS_SHOWN:
         logging.getLogger(name).addHandler(LogLines(ctx.obj, "cbatch: %(message)s"))

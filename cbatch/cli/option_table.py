@@ -65,7 +65,7 @@ class Option:
         setting: the name of the setting where it is not `name`; empty for what only the command uses.
         read: makes the setting's value of what was given.
         callback: does so before anything is checked.
-        completion: returns what the shell offers for a value that begins so; None: the words of a setting of choice.
+        completion: returns the shell's completions of a partial value; None: the setting's choices, if it has any.
     """
 
     panel: str
@@ -105,7 +105,7 @@ class Option:
         )
 
     def _of_setting(self) -> tuple[Any, Any, Sequence[str]]:
-        """Return the default, type and words of the setting; a type of the option's own comes first."""
+        """Return the setting's default, type and choices; the option's own type takes precedence."""
         owners = {RUN: FileOptions, FILES: FileOptions, ANSWERS: RunOptions}
         owner = owners.get(self.panel, EngineOptions)
         for f in fields(owner):
@@ -133,7 +133,7 @@ def number_or_word(text: str | None) -> int | str | None:
 
 
 def model_of(ctx: typer.Context, model: Path | None) -> Any:
-    """Return the model that an option or argument names; the shell's completion downloads none."""
+    """Return the model that an option or argument names. Nothing is downloaded during shell completion."""
     return model if ctx.resilient_parsing else local_model(model)
 
 
@@ -198,21 +198,21 @@ _device = partial(Option, DEVICES)
 _answer = partial(Option, ANSWERS)
 
 OPTIONS = (
-    _run("demo", "Ask 64 chats that show what the model inside can do.", setting="", type=bool),
+    _run("demo", "Run 64 chats that show what the shipped model can do.", setting="", type=bool),
     _run(
         "max_time_s",
-        "Stop after so many seconds; what is not done then is left for the next run.",
+        "Stop after this many seconds; the rest is left for the next run.",
         "as long as it takes",
     ),
     _run(
         "isolate",
-        "Compute in a process of its own: llama.cpp's crashes cost no answer.",
+        "Compute in a separate process, so that a crash of llama.cpp loses no answer.",
         "--isolate",
         names=("--isolate/--no-isolate",),
     ),
     _run(
         "replicas",
-        "Processes to compute in, which share the cores: a number, or auto.",
+        "Worker processes, which share the cores: a number, or auto.",
         "none",
         metavar="N",
         read=number_or_word,
@@ -221,49 +221,47 @@ OPTIONS = (
     ),
     _run("json", "Progress and summary as JSON lines, on stderr.", setting="", type=bool),
     _run("quiet", "No progress, no summary.", names=("--quiet", "-q"), setting="", type=bool),
-    _file("errors", "A file of their own for items that fail.", "in the output"),
+    _file("errors", "A separate file for items that fail.", "in the output"),
     _file(
         "format",
-        "Of the input: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
+        "Input format: auto, openai, cbatch, jsonl, csv, tsv, text, parquet or arrow.",
         completion=among(["auto", *get_args(Format)]),
     ),
     _file(
         "output_format",
-        "Of the output.",
+        "Output format.",
         "as its name says, else as the input",
         completion=among(get_args(Format)),
     ),
-    _file(
-        "output_column", "The name of the answer's column, in tables.", "response", metavar="NAME"
-    ),
+    _file("output_column", "Name of the answer's column in tables.", "response", metavar="NAME"),
     _file(
         "keep_columns",
-        "Columns of the input that a table of answers has, such as id,review.",
+        "Input columns to keep in a table of answers, such as id,review.",
         "all",
         metavar="NAMES",
         read=parts_of,
         type=str,
     ),
     _file("template", "The prompt of a row: 'Classify: {review}'.", "none"),
-    _file("system", "A system message for each row, a template too.", "none"),
+    _file("system", "A system message for each row; may be a template.", "none"),
     _file(
         "raw",
-        "Rows, and a prompt in JSON lines, are text to complete, or chats.",
+        "Treat rows, and prompts in JSON lines, as text to complete, or as chats.",
         "rows are chats, a prompt is text",
         names=("--raw/--chat",),
         setting="is_raw",
     ),
     _file("limit", "Most items to run.", "all"),
     _file("shuffle", "Run the items in random order."),
-    _file("strict", "Check the whole input first, stop at a bad item."),
+    _file("strict", "Check the whole input first; stop at an invalid item."),
     _file("check", "Check the input and count its tokens; run nothing.", setting="", type=bool),
-    _file("dry_run", "Run a sample, say how long all would take.", setting="", type=bool),
-    _file("retry_errors", "Run again what has failed before."),
-    _file("adopt", "Make a lost manifest again, of the JSON lines in the output, and go on."),
-    _file("force", "Go on though settings differ, or replace a file that is not cbatch's."),
-    _file("report", "A page on the run.", "none", metavar="HTML"),
-    _file("trace", "Its steps, for Perfetto or Chrome.", "none", metavar="JSON"),
-    _file("window", "Items read ahead to be put in order.", "8 a slot"),
+    _file("dry_run", "Run a sample and estimate the time of the whole run.", setting="", type=bool),
+    _file("retry_errors", "Run failed items again."),
+    _file("adopt", "Rebuild a lost manifest from the JSON lines of the output, and continue."),
+    _file("force", "Continue although settings differ; replace a file that is not cbatch's."),
+    _file("report", "Write a report page.", "none", metavar="HTML"),
+    _file("trace", "Write a trace of all steps, for Perfetto or Chrome.", "none", metavar="JSON"),
+    _file("window", "Items to read ahead for a better order.", "8 a slot"),
     _model(
         "model",
         "A GGUF file, or hf:OWNER/REPO/FILE.gguf.",
@@ -276,27 +274,25 @@ OPTIONS = (
     ),
     _model(
         "parallel",
-        "Slots of all workers: requests that run at once.",
+        "Slots of all workers together: requests that run at once.",
         "16 for each worker, or what the memory holds",
     ),
     _model(
         "ctx_per_seq",
-        "Tokens, prompt and answer, that one slot holds.",
+        "Tokens of prompt and answer that a slot holds.",
         "2048, or what the model was trained for or the memory holds",
     ),
-    _model("n_ctx", "Tokens of all slots together, instead of --ctx-per-seq."),
+    _model("n_ctx", "Tokens that all slots hold together, instead of --ctx-per-seq."),
     _model("kv", "Memory: auto, partitioned (a part for each slot) or unified (one pool)."),
     _model(
-        "cache_type_k", "How keys are stored: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl."
+        "cache_type_k", "Type of stored keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl."
     ),
-    _model("cache_type_v", "How values are stored; all but f16, bf16, f32 need flash attention."),
+    _model("cache_type_v", "Type of stored values; all but f16, bf16, f32 need flash attention."),
     _model("flash_attn", "Flash attention: auto, on or off."),
-    _model(
-        "memory_mib", "Most memory for cells, where sizes are not said.", "half of what is free"
-    ),
+    _model("memory_mib", "Most MiB for cells, if no sizes are given.", "half of what is free"),
     _schedule("policy", "Which request comes next: fcfs, priority, shortest or round_robin."),
-    _schedule("quantum", "Tokens of a turn in round_robin.", "64"),
-    _schedule("ageing_s", "Seconds of waiting that count as a point of priority.", "10"),
+    _schedule("quantum", "Tokens of a round_robin turn.", "64"),
+    _schedule("ageing_s", "Seconds of waiting that raise the priority by one.", "10"),
     _schedule(
         "admission", "In a unified pool: optimistic, or reserve for the worst case.", "optimistic"
     ),
@@ -304,19 +300,19 @@ OPTIONS = (
     _schedule("when_full", "With --max-queue: wait, or reject items.", "wait"),
     _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
-    _schedule("itl_ms", "Milliseconds a step to aim at, instead of --prefill-budget.", "none"),
-    _schedule("swap_mib", "Host memory for cells of requests that lost their slot."),
+    _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
+    _schedule("swap_mib", "MiB of host memory for cells of preempted requests."),
     _schedule(
         "checkpoint_mib",
-        "Host memory for beginnings that prompts share where memory cannot be cut.",
+        "MiB of host memory for checkpoints of shared prefixes, with sliding windows and recurrent states.",
         "an eighth of what is free, at most 4096",
     ),
     _schedule(
-        "no_share_prefixes", "Compute common beginnings anew.", setting="share_prefixes", read=not_
+        "no_share_prefixes", "Do not share common prefixes.", setting="share_prefixes", read=not_
     ),
     _device("n_batch", "Most tokens in a step."),
     _device("n_ubatch", "Most tokens in a run of the graph."),
-    _device("cache_mib", "Most that --cache-dir may hold."),
+    _device("cache_mib", "Most MiB in --cache-dir."),
     _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
     _device("mlock", "Keep the weights in memory.", setting="use_mlock"),
     _device("no_offload_kqv", "Keep the cells off the GPU.", setting="offload_kqv", read=not_),
@@ -329,12 +325,15 @@ OPTIONS = (
         metavar="SHARES",
         read=shares_of,
     ),
-    _model("exact", "Promise answers that do not depend on company, or refuse."),
-    _model("threads", "Threads to compute in.", "the cores it may use", setting="n_threads"),
+    _model(
+        "exact",
+        "Guarantee that answers do not change with the other requests in the batch; fail if impossible.",
+    ),
+    _model("threads", "Threads that compute.", "the cores it may use", setting="n_threads"),
     _model("gpu_layers", "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),
     _model(
         "adapter",
-        "A LoRA adapter; one alone answers all, of several each line's options name one.",
+        "A LoRA adapter. One is used for all requests; with several, each request names its own.",
         names=("--adapter",),
         metavar="[NAME=]FILE",
         setting="adapters",
@@ -343,12 +342,12 @@ OPTIONS = (
     ),
     _model(
         "cache_dir",
-        "Folder of cells that requests keep under a cache_key.",
+        "Folder for cells saved under a cache_key.",
         "the user's, or CBATCH_CACHE_DIR",
     ),
     _model(
         "chat_template",
-        '"chatml", Jinja, or a file of it.',
+        '"chatml", a Jinja template, or a file with one.',
         "the model's own",
         metavar="NAME|JINJA|FILE",
         read=template_of,
@@ -356,11 +355,17 @@ OPTIONS = (
     _answer("max_tokens", "Most tokens of an answer.", "what the slot holds", type=int),
     _answer("temperature", "0 is greedy.", "the model's, else 0.8"),
     _answer("top_k", "0 keeps all.", "the model's, else 40"),
-    _answer("top_p", "Keep the likeliest with this share.", "the model's, else 0.95"),
-    _answer("min_p", "Drop what is below this share of the likeliest.", "the model's, else 0.05"),
-    _answer("seed", "For answers that repeat.", "drawn"),
-    _answer("stop", "Text that ends an answer; may be given again.", read=_or_none, type=list[str]),
-    _answer("ignore_eos", "Go on where the model would end.", read=_or_none),
+    _answer(
+        "top_p", "Keep the likeliest tokens with this total probability.", "the model's, else 0.95"
+    ),
+    _answer(
+        "min_p",
+        "Drop tokens below this share of the likeliest one's probability.",
+        "the model's, else 0.05",
+    ),
+    _answer("seed", "For repeatable answers.", "drawn"),
+    _answer("stop", "Text that ends an answer; may be repeated.", read=_or_none, type=list[str]),
+    _answer("ignore_eos", "Continue when the model would end.", read=_or_none),
     _answer(
         "choice",
         "The answer is one of these texts, such as good,bad.",
@@ -369,8 +374,8 @@ OPTIONS = (
         read=parts_of,
         type=str,
     ),
-    _answer("slot", "The slot to run in, 0 and up: each waits until it is free.", "any"),
-    _answer("timeout_s", "Seconds for each request, from now on.", "as long as it takes"),
+    _answer("slot", "The slot to run in, from 0; each request waits until it is free.", "any"),
+    _answer("timeout_s", "Seconds for each request, from its submission.", "as long as it takes"),
     _answer(
         "chat_template_kwargs",
         "Variables for the chat template, such as '{\"enable_thinking\": false}', or @FILE; a request's own win.",
@@ -381,7 +386,7 @@ OPTIONS = (
     ),
     _answer(
         "set",
-        "Any option of a request, such as n=3, or json_schema=@FILE; may be given again.",
+        "Any option of a request, such as n=3 or json_schema=@FILE; may be repeated.",
         names=("--set",),
         metavar="NAME=VALUE",
         setting="",

@@ -38,7 +38,7 @@ def run(
             "--output",
             "-o",
             metavar="OUT",
-            help="Where records go, as items end; - is stdout. A run that was stopped goes on there.",
+            help="The file for the records; - is stdout. A run that was stopped continues there.",
             default="of --demo: text on stdout",
         ),
     ] = None,
@@ -46,16 +46,17 @@ def run(
 ) -> None:
     """Answer every item of batch files.
 
-    OpenAI batch lines, or cbatch's: {"id": "a", "messages": [{"role": "user",
-    "content": "Hi"}], "options": {"max_tokens": 9}}; instead of messages, prompt
-    (text to complete, with --chat a question) or tokens (ids); id and options may
-    be left out. Rows of CSV, TSV, Parquet or JSON, and lines of text, by a
-    template. An item's options come before those given here.
+    Items are OpenAI's batch lines, or cbatch's: {"id": "a", "messages": [{"role":
+    "user", "content": "Hi"}], "options": {"max_tokens": 9}}. Instead of messages
+    they may have a prompt (text to complete, with --chat a question) or tokens
+    (ids); id and options are optional. Rows of CSV, TSV, Parquet or JSON, and
+    lines of text, need --template or a column prompt. An item's options override
+    those given here.
 
-    Stopped by Ctrl-C, a crash or a full disk, the same command goes on where it
-    was. Ctrl-C once finishes what runs, twice stops now.
+    After Ctrl-C, a crash or a full disk, the same command continues the run.
+    Ctrl-C once finishes the running items, twice stops now.
 
-    Without a model at hand: cbatch run --demo
+    Without a model: cbatch run --demo
 
     Example: cbatch run chats.jsonl -m model.gguf -o answers.jsonl --max-tokens 64
     """
@@ -108,7 +109,7 @@ def _ending_with_the_reader(view: View) -> Iterator[None]:
         leave_stdout()
         _tell(
             view,
-            "cbatch: the reader of stdout has left, so the run ends here; -o FILE keeps finished answers",
+            "cbatch: the run ends, because the reader of stdout has left; -o FILE keeps finished answers",
         )
         raise typer.Exit(ExitCode.DONE) from None
 

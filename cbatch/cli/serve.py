@@ -43,14 +43,14 @@ _NOT_HERE = ("max_queue", "when_full", "slot")
 HTTP = "Server"
 
 _N_PATH = 200
-"""Characters of a path in a short line of the log. Our choice."""
+"""Most characters of a path in a short log line. Our choice."""
 
 _WORKERS_S = 60.0
 """Most seconds for workers to end. Our choice."""
 
 
 class LogFormat(str, Enum):
-    """What the log has of requests, and how its lines look."""
+    """How HTTP requests are logged."""
 
     NONE = "none"
     SHORT = "short"
@@ -72,7 +72,7 @@ def serve(
         Path | None,
         option(
             "--uds",
-            help="The path of a socket to listen on instead, for this user alone.",
+            help="Listen on a socket at this path instead, for this user only.",
             default="none",
             panel=HTTP,
         ),
@@ -91,7 +91,7 @@ def serve(
         Path | None,
         option(
             "--api-key-file",
-            help="Keys, one a line, of which a client must give one.",
+            help="File of API keys, one a line; clients must send one.",
             default="the one in CBATCH_API_KEY, else none",
             panel=HTTP,
         ),
@@ -100,7 +100,7 @@ def serve(
         str | None,
         option(
             "--model-name",
-            help="What answers call the model.",
+            help="Name of the model in answers.",
             default="its file's name",
             panel=HTTP,
         ),
@@ -109,7 +109,7 @@ def serve(
         int | None,
         option(
             "--max-queue",
-            help="Most requests that wait; further ones get status 429.",
+            help="Most waiting requests; others get status 429.",
             default="any number",
             panel=HTTP,
         ),
@@ -118,7 +118,7 @@ def serve(
         int | None,
         option(
             "--max-queue-tokens",
-            help="Most prompt tokens that wait; requests with more get status 429.",
+            help="Most waiting prompt tokens; requests beyond that get status 429.",
             default="any number",
             panel=HTTP,
         ),
@@ -127,7 +127,7 @@ def serve(
         int | None,
         option(
             "--max-connections",
-            help="Most connections; further ones get status 503.",
+            help="Most connections; others get status 503.",
             default="4096, or what the limit of open files allows",
             panel=HTTP,
             min=1,
@@ -143,7 +143,7 @@ def serve(
         list[str] | None,
         option(
             "--cors-origin",
-            help="Web pages from there may call, localhost for any port of it, * for all; may be given again.",
+            help="Origin whose web pages may call: a URL, localhost (any port), or * for all; may be repeated.",
             default="none",
             panel=HTTP,
         ),
@@ -153,7 +153,7 @@ def serve(
         option(
             "--allowed-host",
             help="Without keys: accept this host name besides IP addresses and localhost (* for all); "
-            "may be given again.",
+            "may be repeated.",
             default="none",
             panel=HTTP,
         ),
@@ -162,7 +162,7 @@ def serve(
         bool,
         option(
             "--no-auth",
-            help="Allow an address that other machines can reach without API keys.",
+            help="Without API keys, allow an address that other machines can reach.",
             panel=HTTP,
         ),
     ] = False,
@@ -176,7 +176,9 @@ def serve(
     ] = False,
     grace_s: Annotated[
         float,
-        option("--grace-s", help="Seconds for calls in flight at the end.", panel=HTTP, min=0),
+        option(
+            "--grace-s", help="Seconds for calls in flight to end at shutdown.", panel=HTTP, min=0
+        ),
     ] = 30.0,
     tls_cert: Annotated[
         Path | None,
@@ -184,7 +186,9 @@ def serve(
     ] = None,
     tls_key: Annotated[
         Path | None,
-        option("--tls-key", help="Its key file.", default="in --tls-cert", panel=HTTP),
+        option(
+            "--tls-key", help="The certificate's key file.", default="in --tls-cert", panel=HTTP
+        ),
     ] = None,
     strict_fields: Annotated[
         bool,
@@ -208,7 +212,7 @@ def serve(
         int, option("--max-stored-mib", help="Most MiB of all files together.", panel=HTTP)
     ] = 10_240,
     no_page: Annotated[
-        bool, option("--no-page", help="Serve no page to try the model in.", panel=HTTP)
+        bool, option("--no-page", help="Do not serve the page for trying the model.", panel=HTTP)
     ] = False,
     model_required: Annotated[
         bool, option("--model-required", help="Refuse requests that name no model.", panel=HTTP)
@@ -219,8 +223,8 @@ def serve(
             "--log-format",
             metavar="FORMAT",
             case_sensitive=False,
-            help="Log each request to stderr: short, with all figures as text or json, or none.",
-            default="short; with --log-level none",
+            help="Log of HTTP requests on stderr: short (one line each), text or json (all figures), or none.",
+            default="short; none with --log-level",
             panel=HTTP,
         ),
     ] = None,
@@ -228,9 +232,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the formats of OpenAI's and Anthropic's APIs.
 
-    Ctrl-C or SIGTERM takes no new calls and gives those in flight --grace-s
-    seconds; twice ends at once. SIGHUP does the same in a terminal, and
-    reloads the model where there is none.
+    On Ctrl-C or SIGTERM, new calls are refused, and calls in flight have
+    --grace-s seconds to end; a second signal ends them at once. SIGHUP does the
+    same in a terminal; without a terminal it reloads the model.
 
     Example: cbatch serve -m model.gguf --parallel 16 --port 8080
     """
@@ -358,12 +362,12 @@ def _with_files(
 def _renewed(
     create: "Callable[..., Starlette]", folder: str | None, engine: cbatch.Engine
 ) -> "Starlette":
-    """Return the application of a reloaded model; one that keeps no files where their folder can no longer be used."""
+    """Return the application for a reloaded model; without files and batches if their folder is no longer usable."""
     if folder is not None:
         try:
             return create(engine, files_dir=folder)
         except ConfigError as error:
-            _log.warn("no files and batches after the reload: %s", error)
+            _log.warn("files and batches are off after the reload: %s", error)
     return create(engine)
 
 
@@ -376,13 +380,13 @@ def _notes(app: "Starlette") -> Sequence[str]:
 
 
 class ShortLines(logging.Handler):
-    """Prints a line for each HTTP request; where stderr is full, it leaves lines out and counts them."""
+    """Prints a line for each HTTP request; while stderr is full, lines are left out and counted."""
 
     n_lost = 0
-    """Lines left out since the last one."""
+    """Lines left out since the last printed line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the line of a request; other records are not for it."""
+        """Print a line for an HTTP request; ignore other records."""
         values = getattr(record, FIELDS, {})
         if "latency_ms" not in values:
             return
@@ -394,7 +398,7 @@ class ShortLines(logging.Handler):
 
 
 def _show_requests(ctx: typer.Context, asked: LogFormat | None) -> None:
-    """Show a line for each HTTP request, or the log with times, from --log-level on or with llama.cpp's warnings."""
+    """Show a line for each HTTP request, or the log with times: at --log-level, else at info."""
     level: LogLevel | None = ctx.find_root().params.get("log_level")
     log_format = asked or (LogFormat.SHORT if level is None else LogFormat.NONE)
     if log_format is LogFormat.SHORT:
@@ -414,7 +418,7 @@ def _show_short(ctx: typer.Context) -> None:
 
 
 def _set_level(ctx: typer.Context, logger: logging.Logger, level: int) -> None:
-    """Have a logger at this level until the command ends."""
+    """Set a logger's level until the command ends."""
     ctx.call_on_close(lambda before=logger.level: logger.setLevel(before))
     logger.setLevel(level)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sort(
-    answers: Annotated[Path, typer.Argument(metavar="OUT", help="What a run has written.")],
+    answers: Annotated[Path, typer.Argument(metavar="OUT", help="The output of a run.")],
     *,
     output: Annotated[
         Path | None,
@@ -24,7 +24,7 @@ def sort(
             "--output",
             "-o",
             metavar="SORTED",
-            help="Write the records there and leave OUT as it is; - is stdout.",
+            help="Write the records to this file, and leave OUT unchanged; - is stdout.",
             default="OUT itself, and its file of errors",
         ),
     ] = None,
@@ -33,14 +33,15 @@ def sort(
         option(
             "--by",
             metavar="INPUT",
-            help="The requests, for JSON lines whose manifest is gone; may be given again.",
+            help="The run's input, for JSON lines without a manifest; may be repeated.",
         ),
     ] = None,
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Bring the answers to a batch file into the order of its requests.
+    """Put the answers to a batch file into the order of its requests.
 
-    A run writes what ends first first. Afterwards it can go on with a sorted file.
+    Answers are written in the order in which they finish. A sorted file can
+    still be continued.
 
     Example: cbatch sort answers.jsonl
     """

@@ -12,19 +12,19 @@ from cbatch.cli.option_table import option
 
 
 def status(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="What a run has written.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The output of a run.")],
     source: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[IN...]", help="Its input; without, the files that the run was given."
+            metavar="[IN...]", help="The run's input. Default: the files that the run was given."
         ),
     ] = None,
     *,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
-    """Tell how many items are done, failed and left; no model is needed, and nothing is changed.
+    """Show how many items are done, failed and left. Needs no model and changes nothing.
 
-    A run may be writing there meanwhile.
+    Also works while a run writes to OUT.
 
     Example: cbatch status answers.jsonl
     """

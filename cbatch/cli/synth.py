@@ -29,20 +29,20 @@ def _shapes(incomplete: str) -> list[str]:
 
 
 def synth(
-    output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="Where the model goes.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The model file to write.")],
     *,
     shape: Annotated[
         str,
         option(
-            help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or as well-known models "
-            "have it: 0.5b, 1b, 3b, 8b.",
+            help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or the shapes of "
+            "well-known models: 0.5b, 1b, 3b, 8b.",
             autocompletion=_shapes,
         ),
     ] = "test",
     type: Annotated[
         str | None,
         option(
-            help="Weights: f32, f16, bf16, q8_0, q4_0, or a mix of types as llama.cpp's quantiser makes it: q4_k_m, "
+            help="Weights: f32, f16, bf16, q8_0, q4_0, or a mix of types from llama.cpp's quantiser: q4_k_m, "
             "q6_k, iq4_xs and others.",
             default="the shape's: q8_0",
         ),
@@ -50,16 +50,21 @@ def synth(
     vocab: Annotated[
         Path | None,
         option(
-            help="A GGUF file of which the vocabulary is taken.",
+            help="A GGUF file whose vocabulary is used.",
             default="made up",
             autocompletion=gguf_files,
         ),
     ] = None,
-    seed: Annotated[int, option(help="Of the weights.", min=0)] = 0,
+    seed: Annotated[int, option(help="Seed of the weights.", min=0)] = 0,
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
     n_vocab: Annotated[
         int | None,
-        option(help="Tokens.", panel=_SIZES, default="the vocabulary's, or the shape's", min=1),
+        option(
+            help="Tokens of the vocabulary.",
+            panel=_SIZES,
+            default="the vocabulary's, or the shape's",
+            min=1,
+        ),
     ] = None,
     n_layer: Annotated[
         int | None, option(help="Layers.", panel=_SIZES, default=_of_shape, min=1)
@@ -87,7 +92,7 @@ def synth(
         bool | None,
         option(
             "--tied/--untied",
-            help="The output has the weights of the embedding, or weights of its own.",
+            help="Use the weights of the embedding for the output, too, or separate ones.",
             panel=_SIZES,
             default=_of_shape,
         ),
@@ -110,14 +115,14 @@ def synth(
     full_every: Annotated[
         int | None,
         option(
-            help="With a window: each so manieth layer sees everything.",
+            help="With a window: every Nth layer sees the whole context.",
             panel=_SIZES,
             default="2",
             min=2,
         ),
     ] = None,
 ) -> None:
-    """Write a model with random weights, which answers with nonsense at the speed of a real one.
+    """Write a model with random weights: it answers nonsense at the speed of a real model.
 
     Example: cbatch synth model.gguf --shape tiny --vocab real.gguf --type q4_k_m
     """

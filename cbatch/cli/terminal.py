@@ -37,7 +37,7 @@ def say_at_once(line: str) -> bool:
     Characters other than printable ASCII are escaped.
 
     Returns:
-        whether the line was printed, or nobody will ever read.
+        whether the line was printed, or stderr is closed.
     """
     can_write = select.poll()
     can_write.register(2, select.POLLOUT)

@@ -25,26 +25,31 @@ def verify(
         Path | None,
         option(
             metavar="DIR",
-            help="A folder: each of its models is tried, in a process of its own.",
+            help="A folder of models to test, each in a separate process.",
             default="none",
         ),
     ] = None,
     parallel: Annotated[int, option(help="Sequences at once.", min=2, max=256)] = 4,
     timeout_s: Annotated[
-        float, option(help="Most seconds for a model; its process is ended then.", min=1)
+        float, option(help="Most seconds for a model; then its process is killed.", min=1)
     ] = 600.0,
     count: Annotated[
-        int, option(help="Of MODEL: different prompts, of 3 to 600 tokens.", min=2, max=10_000)
+        int,
+        option(
+            help="For MODEL: number of different prompts, of 3 to 600 tokens.", min=2, max=10_000
+        ),
     ] = 24,
     html: Annotated[
         Path | None,
-        option("--html", metavar="FILE", help="Of MODEL: a page with a picture.", default="none"),
+        option(
+            "--html", metavar="FILE", help="For MODEL: write a page with a picture.", default="none"
+        ),
     ] = None,
     json: Annotated[
         bool, option("--json", help="One JSON object a line for each model instead of a table.")
     ] = False,
 ) -> None:
-    """Prove what exact=True promises of MODEL, or try every model of a folder in company and alone.
+    """Test the guarantee of exact=True for MODEL, or every model of a folder in a batch and alone.
 
     Example: cbatch verify model.gguf --parallel 16
     """

@@ -79,7 +79,7 @@ class Wait(Enum):
     """What a waiting sequence is held for, outside the queue: others pass it meanwhile."""
 
     PROMPT = "prompt"
-    """The tokens of its long prompt; of any prompt, if that decides its grammar or its place in the queue."""
+    """The tokens of a long prompt, or of any prompt that decides the sequence's grammar or its place in the queue."""
     COMPILE = "compile"
     """Its grammar, or what DRY needs of the vocabulary."""
     LEADER = "leader"
@@ -533,22 +533,22 @@ class SequenceDriver:
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"
         elif self.request.grammar is not None:
-            bans = f"{self._bans} rule out all that it allows"
-            self._fail_grammar(f"no token is left to go on with: {bans}", now)
+            reason = f"every token that the grammar allows is ruled out by {self._bans}"
+            self._fail_grammar(reason, now)
             return
         elif -math.inf in bias.values() and self.request.options.logits_processor is None:
             reason = "logit_bias bans every token that could follow: ban fewer tokens"
             self.finish("error", now, BannedTokensError(reason))
             return
         else:
-            reason = f"no token is left to sample: {self._bans} rule out every one"
+            reason = f"every token is ruled out by {self._bans}"
         self.finish("error", now, RequestFailedError(reason))
 
     @property
     def _bans(self) -> str:
-        """What may have ruled out tokens."""
+        """What can rule out tokens, for errors."""
         own = "" if self.request.options.logits_processor is None else "logits_processor, "
-        return f"{own}logit_bias, the model's file or its logits"
+        return f"{own}logit_bias, the model file's suppressed tokens or logits of −∞"
 
     def _fail_grammar(self, reason: str, now: float) -> None:
         """End a sequence whose grammar cannot be followed any further."""

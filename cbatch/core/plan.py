@@ -109,12 +109,12 @@ ANYWHERE = PromptCuts()
 
 @dataclass(frozen=True, slots=True)
 class OwnProcessor:
-    """A request's own processor of logits, and what it is told of the sequence."""
+    """A request's logits processor, and the tokens that it is given."""
 
     function: LogitsProcessor
     prompt: tuple[int, ...] = field(repr=False)
     output: Sequence[int] = field(repr=False)
-    """The sequence's own list, to be read only: whenever a row is sampled, all output so far is in it."""
+    """The sequence's own list; do not change it. When a row is sampled, it has all output so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Binding:
     output: tuple[int, ...] = ()
     """With a constraint: the output so far, which it has followed."""
     processor: OwnProcessor | None = None
-    """What changes each row of logits before anything else does; None for nothing."""
+    """Changes each row of logits before anything else; None: no processor."""
 
 
 @dataclass(slots=True)
@@ -183,8 +183,8 @@ class TokenLogprobs:
 class StepPlan:
     """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
-    Where a slot is bound with a constraint, no token is sampled that it does not allow; such a chunk with an output
-    is done in one step alone, for what is allowed next depends on what was sampled. So is one with a processor.
+    A slot that is bound with a constraint samples only tokens that it allows. A chunk with an output in a slot with a
+    constraint or a processor needs `n_steps` = 1, because its next step depends on the token sampled.
     `chunks` are in ascending order of slot, one a slot at most, with `N_TARGETS_MAX` targets at most in all. With
     `n_steps` > 1 every chunk has an output and none has targets, and each further step computes the token that the
     step before sampled, one a slot. The run ends early after a step in which a row sampled one of its stop tokens or
@@ -272,7 +272,7 @@ class StepResult:
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; a constraint with nothing to say is left out."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
-    """Why processors of logits failed; broken rows stand for the tokens of their slots."""
+    """Errors of logits processors; their slots have broken rows in place of tokens."""
 
     @property
     def later_s(self) -> float:

@@ -39,8 +39,8 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: Traceable
     """Make the manifest of files again, of their whole lines; return a message.
 
     Args:
-        files: the output and, where there is one, the file of errors. Their lines stay as they are, and they are locked
-            meanwhile; an output that is gone is made anew.
+        files: the output and, if there is one, the file of errors. Their lines stay unchanged. They are locked
+            meanwhile. A missing output is created.
         settings: of the run that will continue.
         encoder: of the records.
 

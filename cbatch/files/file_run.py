@@ -336,7 +336,7 @@ def _settings_of(
 
 
 def _for_people(settings: Mapping[str, str], engine: Engine) -> dict[str, str]:
-    """Return the settings of a run with the model's name, and a word for what is empty."""
+    """Return the settings of a run for its report: with the model's name, and `none` for empty ones."""
     named = {name: value or "none" for name, value in settings.items()}
     if engine.model_name:
         named["model"] = f"{engine.model_name}, {named['model']}"

@@ -207,7 +207,7 @@ class _Lines:
     """The items of a file of requests."""
 
     n_items = None
-    """Not told here: the lines were counted."""
+    """Not needed here: the lines were counted before."""
 
     def __init__(self, path: Path, reader: OpenAIReader, max_line_bytes: int) -> None:
         self._file = InputFile(str(path), max_line_bytes)

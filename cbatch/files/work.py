@@ -357,12 +357,12 @@ class Work:
         )
 
     def _about(self) -> tuple[int | None, bool]:
-        """Return about how many items there are, and whether they were counted."""
+        """Return the counted or estimated number of items, and whether it was counted."""
         n_items = self._stream.n_items
         n_about = self._stream.about() if n_items is None else n_items
         n_most = self.tally.n_before + self._limit
         if n_about is not None and n_about > n_most:
-            return int(n_most), False  # more may be done already, further on
+            return int(n_most), False  # items further on may be done already
         return n_about, n_items is not None
 
     def _ending(self) -> Ending:

@@ -170,7 +170,7 @@ class BatchStore:
         return self._folder.content / file.id
 
     def opened(self, file: StoredFile) -> BinaryIO:
-        """Open a file's content. Raises a `HttpProblemError` if it was removed meanwhile, or the folder was."""
+        """Open a file's content. Raises a `HttpProblemError` if the file or the folder was removed meanwhile."""
         try:
             return self.path_of(file).open("rb")
         except FileNotFoundError:
@@ -476,7 +476,7 @@ def disk_full() -> HttpProblemError:
 
 @contextmanager
 def disk_problems() -> Iterator[None]:
-    """Tell a client of a disk that is full, or of a folder that cannot be used: then the log says why."""
+    """Turn errors of the disk into errors for a client. The log says why a folder cannot be used."""
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:

@@ -151,7 +151,7 @@ class Call(ABC):
 
     @property
     def settled(self) -> tuple[RunOptions, Mapping[str, float]]:
-        """The options of the call over the engine's, and the model's values, once defaults were seen."""
+        """The call's options joined with the engine's, and the model's values; known once defaults were seen."""
         of_engine, of_model = self._defaults
         return self.asked.options.over(of_engine), of_model
 
@@ -178,7 +178,7 @@ class Call(ABC):
 
     @abstractmethod
     def body(self, results: Sequence[BatchResult], model: str) -> Any:
-        """Return the whole answer, an object in all dialects but llama-server's."""
+        """Return the whole answer: an object; in llama-server's format also a list."""
 
     @abstractmethod
     def stream(self, model: str) -> StreamEncoder:

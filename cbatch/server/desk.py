@@ -110,7 +110,7 @@ class Desk:
         self.is_draining = False
         """Whether new calls are refused."""
         self.front: Front | None = None
-        """What reloads the model, where the application is served by `cbatch.server.serving`."""
+        """Reloads the model; None unless `cbatch.server.serving` serves the application."""
         self._visits: dict[int, Visit] = {}
         self._n_in_flight = 0
         self._n_questions = 0
@@ -137,7 +137,7 @@ class Desk:
         self.leave_batches(within_s)
 
     def leave_batches(self, within_s: float = CLOSE_S) -> None:
-        """Leave the batches alone, as `close`: calls go on."""
+        """Leave the batches to the next server, as `close` does; calls continue."""
         if self.batches is not None:
             self.batches.close(within_s)
 

@@ -46,7 +46,7 @@ class Ending:
         self._ends_s: float | None = None
         self._number = int(signal.SIGTERM)
         self._code = 0
-        """Exit code of the end, also by force: how fast the machine is does not change it."""
+        """Exit code, the same if the end is forced: it does not depend on the machine's speed."""
         self._is_serving = False
         self._is_done = False
         self._on_begin: Callable[[], object] = bool

@@ -35,7 +35,7 @@ _N_SMALL = 2**16
 
 
 _LARGE_BODIES = Threads("large_bodies", 1)
-"""The one that reads large bodies. More would be no faster: Python computes in one thread at a time."""
+"""The thread that reads large bodies. More threads would be no faster: Python computes in one at a time."""
 
 
 class ClientGoneError(Exception):
@@ -178,7 +178,7 @@ class Exchange:
             raise ClientGoneError
 
     async def _check_stays(self) -> None:
-        """Raise a `ClientGoneError` where the client is known to have left. Does not wait."""
+        """Raise a `ClientGoneError` if the client is known to have left. Does not wait."""
         if self._is_watched:  # whoever watches cancels this
             return
         with anyio.move_on_after(0):
@@ -278,9 +278,9 @@ def object_of(data: bytes) -> dict[str, Any]:
 
 
 def _uncollected(work: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Return what `work` makes of a large body, without looks for cyclic garbage: it has none, and many objects.
+    """Call `work` on a large body with the cyclic garbage collector off.
 
-    Each look would go through them all, and nothing else could run meanwhile.
+    The many objects of a body have no cycles, and nothing else could run while a collection visits them all.
     """
     was_enabled = gc.isenabled()
     gc.disable()

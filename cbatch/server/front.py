@@ -1,4 +1,4 @@
-"""What a socket serves: an application, whose place another one takes when its model is reloaded."""
+"""What a socket serves: an application, replaced by another one when the model is reloaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LAST_S = 5.0
 """Most seconds for short calls to end before the applications change, and for the last bytes of ended ones."""
 
 _LEAVE_S = 60.0
-"""Most seconds for the lines of batches that run to be given up. Our choice: a long step of the old model."""
+"""Most seconds to stop the requests of running batches. Our choice: a long step of the old model."""
 
 _LOOK_S = 0.02
 """Seconds between two looks at calls that are to end. Our choice."""
@@ -46,8 +46,8 @@ class Renewal:
 
     Args:
         find: returns the model; may wait, as for a download.
-        load: returns an engine of it that is not open yet.
-        create: returns an application over that engine; may wait. Batches were left to it.
+        load: returns an engine for it that is not open yet.
+        create: returns an application over that engine, which continues the batches; may wait.
     """
 
     find: Callable[[], Any]
@@ -70,10 +70,10 @@ class _Served:
 
 
 class Front:
-    """Passes calls to the newest application. Calls of an older one have some time to end there.
+    """Passes new calls to the newest application. Calls of an older one have some time to end there.
 
-    A reload loads the model beside the old one, which goes on if that fails. From then on new calls get the new model.
-    Old calls have the grace period; what is left of them then ends with an error that says so.
+    A reload loads the model beside the old one. If that fails, the old model stays in use; otherwise new calls get the
+    new model. Old calls that are still running after the grace period end with an error that names the reload.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Front:
         self._is_asked = self._is_draining = False
         self._task: asyncio.Task[None] | None = None
         self._change: asyncio.Event | None = None
-        """Set when applications have changed, for which new calls wait."""
+        """Set once the applications have changed; new calls wait for it."""
         self._state: State = "none"
         self._own: list[Engine] = []
         """Engines that were loaded here, and are to be closed here."""
@@ -134,7 +134,7 @@ class Front:
 
     @property
     def state(self) -> State:
-        """What becomes of the last reload; `none` where there is none, and after one that succeeded."""
+        """State of the last reload; `none` before the first one and after a success."""
         return "loading" if self._is_asked else self._state
 
     @property
@@ -159,12 +159,14 @@ class Front:
         _log.warn("the model is being reloaded")
         try:
             old = await self._replaced(renewal)
-        except Exception as error:  # whatever it is, the old model is there
+        except Exception as error:  # whatever failed, the old model still serves
             self._state = "failed"
-            _log.warn("the model was not reloaded, the old one stays: %s", words_of(error))
+            _log.warn("the reload failed, the old model stays in use: %s", words_of(error))
             return
         self._state = "draining"
-        _log.warn("the model is reloaded; calls of the old one that go on: %d", old.desk.n_visits)
+        _log.warn(
+            "the model is reloaded; calls still running on the old one: %d", old.desk.n_visits
+        )
         await _until(lambda: not old.n_calls, self._grace_s)
         old.desk.end_visits(reloading())
         await _until(lambda: not old.n_calls, _LAST_S)
@@ -175,12 +177,12 @@ class Front:
     async def _replaced(self, renewal: Renewal) -> _Served:
         """Load the model, have new calls go to it, and return the application that was there before."""
         engine = renewal.load(await anyio.to_thread.run_sync(renewal.find))
-        await engine.__aenter__()  # breaks off the load where this is cancelled
+        await engine.__aenter__()  # cancelling this ends the load
         self._own.append(engine)
         old, change = self._served[-1], asyncio.Event()
         self._change = change
         try:
-            # uploads and the like end where they began
+            # uploads and the like end in the old application
             await _until(lambda: old.n_calls <= old.desk.n_visits, _LAST_S)
             await anyio.to_thread.run_sync(old.desk.leave_batches, _LEAVE_S)
             self._serve(_Served(await anyio.to_thread.run_sync(renewal.create, engine)))
@@ -193,7 +195,7 @@ class Front:
         return old
 
     async def _close(self, engine: Engine) -> None:
-        """Close an engine that no new call gets; its workers have a minute to end."""
+        """Close an engine that gets no new calls; its workers have a minute to end."""
         await anyio.to_thread.run_sync(engine.close)
         self._own = [own for own in self._own if own is not engine]
 
@@ -229,15 +231,15 @@ class Front:
 
 
 async def _until(is_so: Callable[[], bool], seconds: float) -> None:
-    """Wait until it is so, at most so long."""
+    """Wait until the condition holds, at most `seconds`."""
     with anyio.move_on_after(seconds):
-        while not is_so():  # noqa: ASYNC110  # nothing tells what becomes of calls
+        while not is_so():  # noqa: ASYNC110  # calls do not signal their end
             await anyio.sleep(_LOOK_S)
 
 
 @contextmanager
 def on_hangup(reload: Callable[[], object]) -> Iterator[None]:
-    """Have SIGHUP reload, for the block, where no terminal can be closed; a SIGHUP that is ignored stays so."""
+    """Reload on SIGHUP during the block, unless the process has a terminal or ignores SIGHUP."""
     before = signal.getsignal(signal.SIGHUP)
     if before is signal.SIG_IGN or _has_terminal():
         yield
@@ -250,7 +252,7 @@ def on_hangup(reload: Callable[[], object]) -> Iterator[None]:
 
 
 def _has_terminal() -> bool:
-    """Whether this process belongs to a terminal, of which the system tells it the end by SIGHUP."""
+    """Whether this process has a controlling terminal; the system sends SIGHUP when it is closed."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:

@@ -145,7 +145,7 @@ def refused(name: str, why: str) -> HttpProblemError:
 
 
 def absent(message: str) -> HttpProblemError:
-    """Return the problem of what another server does at this path, and this one does not."""
+    """Return the problem of an endpoint that another server has and this one lacks."""
     return HttpProblemError(501, message, "not_implemented", headers=NO_RETRY)
 
 
@@ -155,8 +155,13 @@ def draining() -> HttpProblemError:
 
 
 def reloading() -> HttpProblemError:
-    """Return the problem of a call that the model was not kept for."""
-    return HttpProblemError(503, "the model is being reloaded", "model_reloading", headers=SOON)
+    """Return the problem of a call that outlasts the model it runs on."""
+    return HttpProblemError(
+        503,
+        "the model was reloaded before the answer ended: ask again",
+        "model_reloading",
+        headers=SOON,
+    )
 
 
 def no_worker(seconds: float) -> HttpProblemError:

@@ -1,4 +1,4 @@
-"""llama-server's `/infill`: what belongs between two parts of a file, for models trained for it.
+"""llama-server's `/infill`: text between two parts of a file, from models trained for it.
 
 Source: llama.cpp tools/server, post_infill; server-common.cpp, format_prompt_infill.
 """
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 OWN = ("prompt", "input_prefix", "input_suffix", "input_extra", "response_fields")
 
 _NEEDED = {"pre": "prefix", "suf": "suffix", "mid": "middle"}
-"""The tokens without which nothing can be filled in."""
+"""Tokens that a model needs for infill."""
 
 _OF_EDITORS = ("t_max_prompt_ms", "t_max_predict_ms", "n_indent")
-"""Limits that editors send with each request; without them an answer is longer, so they are ignored by name."""
+"""Limits that editors send with each request. They would only shorten answers, so they are ignored by name."""
 
 _N_NEAR = 2048
-"""Most tokens of what stands around the place: three quarters before it. Source: llama.cpp's default of `n_batch`."""
+"""Most tokens of text around the gap, three quarters of them before it. Source: llama.cpp's default of `n_batch`."""
 
 _N_MARKS = 4
-"""Tokens beside the text: prefix, suffix, middle, and the one that begins a prompt."""
+"""Special tokens of a prompt: prefix, suffix, middle and BOS."""
 
 _SNIPPET = "\n\n--- snippet ---\n\n"
-"""What stands before a text of another file, where the model has no token for that."""
+"""Precedes the text of another file if the model has no token for that."""
 
 
 class InfillCall(LlamaCall):
-    """A place to fill in."""
+    """A gap to fill in."""
 
     prompt_field = "input_prefix"
 
@@ -54,10 +54,10 @@ class InfillCall(LlamaCall):
 
         Args:
             asked: the fields of the call.
-            texts: what stands before the place, what it begins with, and what stands behind it.
+            texts: the text before the gap, the beginning of the missing text, and the text after the gap.
             extra: names and texts of other files.
         """
-        # as large as the prompt that it stands for until its texts are tokens
+        # a stand-in of the prompt's size, until its texts are tokenized
         size = "".join([*texts, *(text for pair in extra for text in pair)])
         super().__init__(asked, [BatchPrompt(prompt=size or " ")], [texts[1]])
         self._texts, self._extra = texts, extra
@@ -89,15 +89,15 @@ class InfillCall(LlamaCall):
         missing = [words for name, words in _NEEDED.items() if name not in facts.fim]
         if missing:
             words = " and no ".join(missing)
-            raise absent(f"infill is not supported by this model: it has no {words} token")
+            raise absent(f"this model does not support infill: it has no {words} token")
 
     @property
     def asks_vocabulary(self) -> bool:
-        """Whether texts are to become tokens: always."""
+        """True: texts are always tokenized."""
         return True
 
     def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
-        """Make the prompt: other files, what stands before the place, and what stands behind it."""
+        """Make the prompt: other files, the text before the gap, and the text after it."""
         super().see_vocabulary(engine, facts)
 
         def tokens_of(text: str) -> list[int]:
@@ -122,7 +122,7 @@ class InfillCall(LlamaCall):
 def _extra_tokens(
     files: Sequence[tuple[str, str]], fim: Mapping[str, int], tokens_of: Tokens, n_most: int
 ) -> list[int]:
-    """Return at most so many tokens of other files, the last ones."""
+    """Return the last `n_most` tokens of other files, or all."""
 
     def head(name: str) -> list[int]:
         return [fim["sep"], *tokens_of(f"{name}\n")] if "sep" in fim else tokens_of(_SNIPPET)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 OWN = ("prompt", "response_fields")
 DEFAULTS: Mapping[str, Any] = MappingProxyType({"chat_template_kwargs": {}})
-"""Options where the request names none; without `n_predict`, an answer may fill the window."""
+"""Options that a request leaves out; without `n_predict`, an answer may fill the window."""
 
 _STOP_TYPES = {"stop": "eos", "length": "limit", "window": "limit"}
 """llama-server's words for finish reasons; an answer that a stop string has ended is `word`, others are `none`."""
@@ -42,7 +42,7 @@ class LlamaCall(Call):
     prompt_field = "prompt"
 
     def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt], said: Sequence[Any]) -> None:
-        """Make one; `said` are the prompts as the client has sent them."""
+        """Make one; `said` are the prompts as the client sent them."""
         super().__init__(asked, prompts)
         self._said = said
         with field_errors("response_fields"):
@@ -59,17 +59,17 @@ class LlamaCall(Call):
         return cls(asked, prompts, said)
 
     def see_facts(self, facts: ModelFacts) -> None:
-        """See what the model is: an empty prompt is the token that begins a text."""
+        """Take the model's facts: an empty prompt becomes the BOS token."""
         super().see_facts(facts)
         self.prompts = begun(self.prompts, facts)
 
     @property
     def asks_vocabulary(self) -> bool:
-        """Whether texts are to become tokens before the call can run."""
+        """Whether texts must be tokenized before the call can run."""
         return super().asks_vocabulary or any(map(_is_mixed, self._said))
 
     def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
-        """Find the tokens of texts: those with a bias, and those that stand between tokens in a prompt."""
+        """Tokenize texts that have a bias, and texts that are mixed with tokens in a prompt."""
         super().see_vocabulary(engine, facts)
         for i, said in enumerate(self._said):
             if _is_mixed(said):
@@ -95,7 +95,7 @@ class LlamaCall(Call):
         return LlamaStream(self, model)
 
     def part(self, index: int, content: str, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return what all parts of an answer begin with."""
+        """Return the fields that all parts of an answer have."""
         slot = self.asked.options.slot
         return {
             "index": index,
@@ -115,7 +115,7 @@ class LlamaCall(Call):
         tokens: Sequence[int] = (),
         **more: Any,
     ) -> dict[str, Any]:
-        """Return an answer that is complete, or of a stream the part that says so."""
+        """Return a whole answer, or the last part of a stream."""
         usage, word = choice.usage, choice.stop_reason
         has_word = isinstance(word, str)
         said = {
@@ -178,7 +178,7 @@ class LlamaStream:
         return frame(said)
 
     def progress(self, told: Mapping[str, Any]) -> bytes:
-        """Return the frame of how far the prompt is."""
+        """Return the frame that tells the progress of the prompt."""
         return frame({**self._call.part(0, "", ()), "prompt_progress": told})
 
     def end(self) -> bytes:
@@ -186,21 +186,21 @@ class LlamaStream:
         return b""
 
     def idle(self) -> bytes:
-        """Return what is sent in silence."""
+        """Return what is sent while no token comes."""
         return COMMENT
 
     def error(self, problem: HttpProblemError) -> bytes:
-        """Return the frame of an error, behind which nothing comes."""
+        """Return the frame of an error; it is the last frame."""
         return frame(problem.as_openai())
 
 
 def probabilities(tokens: Sequence[TokenLogprob]) -> Any:
-    """Return log-probabilities as llama-server has them."""
+    """Return log-probabilities in llama-server's format."""
     return chat_logprobs(tokens)["content"]
 
 
 def _nested(said: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Return the values at paths with `/`, by path; paths that lead nowhere are left out."""
+    """Return the values at `/`-separated paths, by path; paths to no value are left out."""
     found = {}
     for path in paths:
         value: Any = said
@@ -232,7 +232,7 @@ def _text_of(item: Any) -> Any:
     if not isinstance(item, dict):
         return item
     if item.get("multimodal_data"):
-        raise refused("prompt", "multimodal_data has pictures or sound; give a text alone")
+        raise refused("prompt", "multimodal_data has pictures or sound; send text only")
     return item.get("prompt_string")
 
 
@@ -241,7 +241,7 @@ def _is_mixed(said: Any) -> bool:
 
 
 def _prompt(said: Any, place: str) -> BatchPrompt:
-    """Return a prompt; of mixed ones, one that is as large, until their texts are tokens."""
+    """Return a prompt; for a mixed one a stand-in of its size, until its texts are tokenized."""
     if not _is_mixed(said):
         return prompt_of(said, place)
     texts = [piece for piece in said if isinstance(piece, str)]
@@ -251,7 +251,7 @@ def _prompt(said: Any, place: str) -> BatchPrompt:
 
 
 def _joined(engine: Engine, facts: ModelFacts, said: Sequence[Any]) -> list[int]:
-    """Return the tokens of a mixed prompt; a text at its beginning has the token that begins a prompt."""
+    """Return the tokens of a mixed prompt; a text at its beginning gets the BOS token."""
     tokens: list[int] = []
     for i, piece in enumerate(said):
         is_text = isinstance(piece, str)

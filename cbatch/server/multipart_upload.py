@@ -16,7 +16,7 @@ from cbatch.server.http_errors import HttpProblemError, bad_request
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# its warnings are of broken forms, whose senders are told: they are not for stderr where nobody has set up a log
+# it warns of broken forms, whose senders get an error; without a log set up, warnings would go to stderr
 logging.getLogger("python_multipart").addHandler(logging.NullHandler())
 
 _N_FIELD, _N_FIELDS = 4096, 64

@@ -63,7 +63,7 @@ class CompletionCall(OpenAICall):
         return cls(asked, _prompts(body))
 
     def see_facts(self, facts: ModelFacts) -> None:
-        """See what the model is: an empty prompt is the token that begins a text."""
+        """Take the model's facts: an empty prompt becomes the BOS token."""
         super().see_facts(facts)
         self.prompts = begun(self.prompts, facts)
 
@@ -119,16 +119,16 @@ def _with_end(options: RunOptions) -> RunOptions:
 
 
 def moot_in(body: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a body that concern chats alone."""
+    """Return the fields of a body that concern only chats."""
     return [name for name in _OF_CHATS if body.get(name) is not None]
 
 
 def begun(prompts: list[BatchPrompt], facts: ModelFacts) -> list[BatchPrompt]:
-    """Return prompts, of which those that were empty are the token that begins a text. Raises a `HttpProblemError`."""
+    """Return prompts with the BOS token in place of empty ones. Raises a `HttpProblemError`."""
     if not any(prompt is _BEGINNING for prompt in prompts):
         return prompts
     if facts.bos_id < 0:
-        words = "the prompt is empty, and this model has no token that begins a text"
+        words = "the prompt is empty, which needs a BOS token, and this model has none: send a text or tokens"
         raise bad_request(words, "prompt")
     first = BatchPrompt(tokens=[facts.bos_id])
     return [first if prompt is _BEGINNING else prompt for prompt in prompts]

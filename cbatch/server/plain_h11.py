@@ -1,4 +1,4 @@
-"""Requests read by h11, which serves where httptools is not installed: a request for a tunnel is none."""
+"""Requests read by h11, used where httptools is not installed. CONNECT is refused."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class PlainConnection(h11.Connection):
         """Return what comes next.
 
         Raises:
-            h11.RemoteProtocolError: no HTTP, or a request for a tunnel: what follows it is no HTTP.
+            h11.RemoteProtocolError: not HTTP, or CONNECT: what follows it is not HTTP.
         """
         event = super().next_event()
         if isinstance(event, h11.Request) and event.method == b"CONNECT":
             raise h11.RemoteProtocolError(
-                "a request for a tunnel", HTTPStatus.METHOD_NOT_ALLOWED.value
+                "CONNECT is not supported", HTTPStatus.METHOD_NOT_ALLOWED.value
             )
         return event

@@ -164,7 +164,7 @@ def serve(
 
 
 def _give_up(front: Front) -> None:
-    """Leave the batches to the next server and close the engines with all their requests, so that no call waits."""
+    """Leave the batches to the next server, and close the engines with all requests, so that no call waits."""
     time.sleep(_TOLD_S)
     front.close_desks(0.0)
     front.close_engines(0.0)

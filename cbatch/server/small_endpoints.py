@@ -75,20 +75,22 @@ async def model(desk: Desk, exchange: Exchange) -> None:
 
 
 async def load_model(desk: Desk, exchange: Exchange) -> None:
-    """Begin to load the served model once more; no other one, as clients name no files of the server."""
+    """Start a reload of the served model. No other model can be loaded: clients cannot name files of the server."""
     if not (exchange.owner or _is_local(exchange)):
-        message = "without API keys, a model is reloaded from this machine alone"
+        message = "without API keys, the model can be reloaded only from the server's own machine"
         raise HttpProblemError(403, message, "not_local")
     has_body = exchange.headers.get(b"content-length", b"0") != b"0"
     name = (await body_of(desk, exchange)).get("model") if has_body else None
     if name not in (None, desk.model_name):
-        message = f"the model {shown(name)} is not served here: only {desk.model_name} can be loaded again"
+        message = (
+            f"the model {shown(name)} is not served here: only {desk.model_name} can be reloaded"
+        )
         raise HttpProblemError(404, message, "model_not_found", "model")
     if desk.front is None or not desk.front.can_reload:
-        raise absent("this application does not reload its model: cbatch serve does")
+        raise absent("only cbatch serve can reload its model: restart this application instead")
     if not desk.front.ask():
         raise (
-            draining() if desk.is_draining else HttpProblemError(409, "the model is being reloaded")
+            draining() if desk.is_draining else HttpProblemError(409, "a reload is already running")
         )
     await exchange.respond_json({"success": True, "model": desk.model_name})
 
@@ -173,16 +175,18 @@ async def adapters(desk: Desk, exchange: Exchange) -> None:
 
 async def set_adapters(desk: Desk, exchange: Exchange) -> None:
     """Refuse to change what all requests get."""
-    raise absent("adapters have no scale for all requests: a request names one as model or adapter")
+    raise absent(
+        "scales cannot be set for all requests: name an adapter as model or adapter in each request"
+    )
 
 
 async def change_slot(desk: Desk, exchange: Exchange) -> None:
     """Refuse to save, restore or erase a slot: cells belong to prompts here, not to slots."""
-    raise absent("cells are not saved by slot: a request saves its own with cache_key")
+    raise absent("slots cannot be saved, restored or erased: name a cache_key in the request")
 
 
 def settings_of(options: RunOptions, of_model: Mapping[str, float]) -> dict[str, Any]:
-    """Return the values that a request with these options has: its own, else the model's, else cbatch's."""
+    """Return the sampling settings of a request with these options: its own, else the model's, else cbatch's."""
     sampling = options.sampling(of_model, seed=0)
     said = {f.name: getattr(sampling, f.name) for f in fields(RunOptions) if f.name in _SAMPLED}
     said |= {name: getattr(options, name) for name in ("seed", "max_tokens", "timeout_s")}

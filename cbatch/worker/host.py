@@ -61,7 +61,7 @@ N_LATER_MAX = 1000
 """Commands that may wait for room in the queue, or compute for long, at once: each has a thread. Our choice."""
 
 N_LATER_BYTES_MAX = 4 * N_LINE_MAX
-"""Bytes of the lines of these commands, all together. Our choice."""
+"""Most bytes of the lines of these commands together. Our choice."""
 
 _LOOK_S = 0.05
 """How often requests are cancelled that were on their way into the queue."""
@@ -114,7 +114,7 @@ class Host:
         self._later: dict[threading.Thread, int] = {}
         """Threads of commands that wait or compute, and the bytes of each one's line."""
         self._n_line = 0
-        """Bytes of the line that is done now."""
+        """Bytes of the current line."""
         self._ending: SessionEnd | None = None
         self._closing: list[object] = []
         """The number of `close`, once it was asked for."""
@@ -259,8 +259,8 @@ class Host:
         n_bytes = sum([*self._later.values()])  # a copy: threads that end change it
         if n_bytes and n_bytes + self._n_line > N_LATER_BYTES_MAX:
             raise ConfigError(
-                f"commands of {n_bytes:,} bytes wait or compute already, and this one has {self._n_line:,}; at most "
-                f"{N_LATER_BYTES_MAX:,} are taken: try again later"
+                f"commands of {n_bytes:,} bytes wait or compute already, and this one has {self._n_line:,}; "
+                f"the limit is {N_LATER_BYTES_MAX:,} together: try again later"
             )
 
     def _tell(self, number: object, value: object, error: Exception | None = None) -> None:

@@ -37,7 +37,7 @@ def serve_lines(
     *,
     is_tagged: bool,
 ) -> SessionEnd:
-    """Do what lines say until they end and all is done, or the reader of the frames has left.
+    """Execute lines until they end and all requests have, or the reader of the frames has left.
 
     Args:
         runtime: nobody else gives it requests meanwhile; it stays open.

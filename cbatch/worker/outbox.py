@@ -33,7 +33,7 @@ N_ANSWERS_MAX = 1000
 """Replies and errors that may wait before no more lines are read. Our choice."""
 
 N_ANSWER_BYTES_MAX = 2**26
-"""About the bytes of these, all together. Our choice: the longest line that a worker takes."""
+"""Most bytes of these together, about. Our choice: the longest line that a worker takes."""
 
 N_EVENTS_MAX = 10_000
 """Records of steps, and lines of the log, that are kept for a reader: the newest ones. Our choice."""
@@ -297,7 +297,7 @@ def _size_of_other(_: object) -> int:
 
 
 def _size_of_reply(reply: Any) -> int:
-    """Return about the bytes of a reply; an error's, which is a mapping, are few."""
+    """Return about the bytes of a reply; an error, which is a mapping, has few."""
     value = None if isinstance(reply, Mapping) else reply[1]
     if isinstance(value, str):
         return 128 + len(value)

@@ -54,7 +54,7 @@ Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
 
 N_FAILED_MAX = 6
-"""Failed starts in a row, for each place, after which what waits for a worker ends. Starts are still retried.
+"""Failed starts in a row per worker, after which requests that wait for a worker end. Starts are still retried.
 
 Our choice: with the pauses of `BACK_OFF_S`, about 4 seconds and the time of the starts.
 """
@@ -679,7 +679,7 @@ class Pool:
     def miss(self, error: CBatchError) -> bool:
         """Note a worker that could not be started; return whether to try again.
 
-        If starts have failed often while no worker ran, requests and questions that wait for one get the error.
+        If starts have failed often while no worker ran, requests and commands that wait for one get the error.
         """
         if not self._is_loaded:
             self.fail(error)

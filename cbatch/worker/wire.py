@@ -135,10 +135,10 @@ def options_as_json(options: RunOptions) -> dict[str, Any]:
     """Return the options that are set; a bias of −∞ as the text "-inf", no limit of time as the longest one.
 
     Raises:
-        UnsupportedOptionError: one that a process cannot give to another.
+        UnsupportedOptionError: an option that cannot be sent to another process.
     """
     if options.logits_processor is not None:
-        why = "works only in this process, but this engine computes in another one"
+        why = "works only in this process, but this engine computes in another: load the model without replicas"
         raise UnsupportedOptionError("logits_processor", reason=why)
     given = {name: value for name in _OPTIONS if (value := getattr(options, name)) is not None}
     if given.get("timeout_s") == math.inf:

@@ -125,7 +125,7 @@ typedef struct cbatch_binding {
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
 } cbatch_binding;
 
-// Log-probabilities of one token by the model's own logits: before a changed row, mask, bias, penalties, filters, temperature.
+// Log-probabilities of one token by the model's own logits: before any changed row, mask, bias, penalty, filter or temperature.
 typedef struct cbatch_logprobs {
     float logprob;                      // of the token; NaN for a broken row
     int32_t n_top;                      // alternatives that follow: as many as asked for, or all with a finite logit
@@ -198,15 +198,15 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //   budget_us: microseconds, 0 = no limit.
 //   masks: NULL, or one pointer for each chunk with an output, NULL or to (n_vocab + 31) / 32 words: a token is allowed
 //     where bit token % 32 of word token / 32 is set. Not with n_steps above 1.
-//   rows: NULL, or (outputs) written where the step was decoded: the address of each output's logits, NULL where llama.cpp
-//     gave none. What stands there after await_rows is sampled; log-probabilities are of the model's own. Not with n_steps
-//     above 1.
-//   await_rows: NULL, or called once before masks and rows are read, where the step was decoded: it returns when they are
-//     written, so that masks can be made while a device decodes.
+//   rows: NULL, or (outputs) pointers, written after decoding: the logits of each output, NULL where llama.cpp gave none.
+//     await_rows may replace a pointer: the row at it is sampled, log-probabilities are those of the model's row. Not with
+//     n_steps above 1.
+//   await_rows: NULL, or called once after decoding, before masks and rows are read. It returns when they are written, so
+//     that masks can be made while a device decodes.
 //   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
 //   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
 //   scoring: NULL, or targets whose log-probabilities are to be reported; written where the step was done. Not with n_steps above 1.
-// A row of logits that is sampled may be changed meanwhile; it is as before afterwards.
+// Sampling may change a row of logits while it runs; afterwards the row is as before.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
                                          const int32_t * tokens, int32_t n_steps, int64_t budget_us,

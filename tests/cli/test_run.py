@@ -286,7 +286,7 @@ def test_existing_output_is_kept_without_force(
     out.write_text("precious")
     result = run(source, out, test_model)
     assert (result.exit_code, out.read_text()) == (2, "precious")
-    assert f"{out}: exists already and is not of cbatch" in result.stderr
+    assert f"{out}: exists already, and cbatch did not write it" in result.stderr
     assert run(source, out, test_model, "--force").exit_code == 0
     assert len(parse(out.read_bytes())) == 1
 

@@ -316,7 +316,7 @@ def test_hangup_reloads_the_model_that_the_file_now_is(synth: SynthFactory, tmp_
             process.send_signal(signal.SIGHUP)  # no file: the old model stays
             lines = [process.stderr.readline() for _ in range(2)]
             assert lines[0] == "cbatch: the model is being reloaded\n"
-            assert lines[1].startswith("cbatch: the model was not reloaded, the old one stays: ")
+            assert lines[1].startswith("cbatch: the reload failed, the old model stays in use: ")
             assert client.get("/health").json()["reload"] == "failed"
             path.symlink_to(synth("test", seed=1))
             process.send_signal(signal.SIGHUP)

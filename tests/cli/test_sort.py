@@ -41,7 +41,8 @@ def test_sort_names_records_of_requests_that_are_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "words"), [([], "makes it at its end"), (["out.parquet"], "there is nothing to sort")]
+    ("names", "words"),
+    [([], "writes it at its end"), (["out.parquet"], "there is nothing to sort")],
 )
 def test_sort_of_parquet_says_that_it_is_in_order(
     tmp_path: Path, names: list[str], words: str

@@ -239,11 +239,15 @@ def test_broken_row_ends_with_an_error_and_keeps_the_text_before() -> None:
     ("stands_for", "options", "words"),
     [
         (BROKEN_ROW, {}, "^the model's logits are not numbers"),
-        (EMPTY_ROW, {}, "^no token is left to sample: logit_bias"),
-        (EMPTY_ROW, {"logit_bias": {5: -1}}, "^no token is left to sample: logit_bias"),
+        (EMPTY_ROW, {}, "^every token is ruled out by logit_bias"),
+        (EMPTY_ROW, {"logit_bias": {5: -1}}, "^every token is ruled out by logit_bias"),
         (EMPTY_ROW, {"logit_bias": {5: -math.inf}}, "^logit_bias bans every token that could"),
         (BROKEN_ROW, {"regex": "a"}, "^the model's logits are not numbers"),
-        (EMPTY_ROW, {"regex": "a"}, "^regex: no token is left to go on with: logit_bias"),
+        (
+            EMPTY_ROW,
+            {"regex": "a"},
+            "^regex: every token that the grammar allows is ruled out by logit_bias",
+        ),
     ],
 )
 def test_row_without_a_token_ends_with_the_reason(

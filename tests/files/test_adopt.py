@@ -211,7 +211,9 @@ def test_formats_that_do_not_tell_what_they_answer_are_refused(
     engine: Engine, tmp_path: Path, format: str
 ) -> None:
     (tmp_path / "in.csv").write_text("prompt\na\n")
-    with pytest.raises(ConfigError, match=rf"only files of openai's or cbatch's .* is {format}"):
+    with pytest.raises(
+        ConfigError, match=rf"needs a file of openai's or cbatch's lines, not {format}"
+    ):
         run_file(
             tmp_path / "in.csv", tmp_path / "out", engine=engine, output_format=format, adopt=True
         )

@@ -215,7 +215,7 @@ def test_adapters_are_listed_and_not_set() -> None:
     with fake_app(engine=Engine(backend)) as app:
         assert call(app, "/lora-adapters").json() == []
         error = error_of(call(app, "/lora-adapters", [{"id": 0, "scale": 1.0}]), 501)
-    assert "names one as model or adapter" in error["message"]
+    assert "name an adapter as model or adapter" in error["message"]
     backend = FakeBackend(2, 64)
     backend.adapters = ("x",)
     with fake_app(engine=Engine(backend)) as app:

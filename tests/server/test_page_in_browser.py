@@ -178,7 +178,7 @@ def test_chats_outlive_their_tab_until_they_are_deleted(browser: Browser) -> Non
         assert tab.js(TITLES) == ["Say red."]
         wait_for_answers(tab, 2)
         tab.click("#chats-delete")
-        assert tab.text("#chats-delete") == "Delete 1 for ever?"
+        assert tab.text("#chats-delete") == "Delete 1 permanently?"
         tab.click("#chats-delete")
         assert tab.js(TITLES) == []
         wait_for_answers(tab, 0)

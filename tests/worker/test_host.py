@@ -328,7 +328,7 @@ def test_long_commands_that_compute_are_limited_by_their_bytes(
         [[number, _, error]] = program.read_until("replies")["replies"]
         assert (number, error["type"]) == (2, "ConfigError")
         assert "bytes wait or compute already, and this one has 2," in error["message"]
-        assert "at most 3,000 are taken: try again later" in error["message"]
+        assert "the limit is 3,000 together: try again later" in error["message"]
         go.set()
         assert program.read_until("replies")["replies"] == [[1, 2000]]
         assert program.call("count", item={"prompt": "x" * 5000}) == 5000

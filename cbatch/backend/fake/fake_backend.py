@@ -348,7 +348,7 @@ class FakeBackend:
         return bound.matcher.choose(token) if bound.matcher and token >= 0 else token
 
     def _processed(self, slot: Slot, token: int) -> int:
-        """Return the likeliest token of a row, in which `token` was, after the slot's processor changed it."""
+        """Return the likeliest token after the slot's processor changed a row in which `token` was the likeliest."""
         n = self.vocab.n_vocab
         row = (-((np.arange(n) - token) % n) / n).astype(np.float32)
         try:

@@ -31,13 +31,13 @@ _LIMITS = Limits(cpu_s=5, wall_s=60.0, n_bytes=2**30)
 """Of one chat. Our choice: 40,000 messages, 1.4 MB, take 0.3 s."""
 
 _N_AT_ONCE = 2
-"""Chats that are rendered at the same time, where none takes long."""
+"""Most chats that are rendered at the same time while none is slow. Our choice."""
 
 _N_PROCESSES = 4
-"""Most chats that are rendered at the same time, those that take long too. Our choice: each may have 1 GiB."""
+"""Most chats that are rendered at the same time, slow ones included. Our choice: each may have 1 GiB."""
 
 _LONG_S = 0.5
-"""Seconds after which a chat takes long, and another may begin beside it. Our choice: most take some milliseconds."""
+"""Seconds after which a chat is slow, and another may start beside it. Our choice: most take some milliseconds."""
 
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
 _ASKED = {"role": "user", "content": "Hi"}
@@ -85,16 +85,16 @@ def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class _Turns:
-    """Lets chats be rendered, a few at the same time; those that take long hold up no others, up to a limit."""
+    """Limits how many chats are rendered at the same time; slow ones hold up no others until `_N_PROCESSES` run."""
 
     def __init__(self) -> None:
         self._begun: dict[object, float] = {}
-        """When each turn has begun."""
+        """Start of each chat that is being rendered."""
         self._changed = threading.Condition()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until one more may begin; it is under way until the end of the block."""
+        """Wait until another chat may start; it ends with the block."""
         turn = object()
         with self._changed:
             while (wait_s := self._wait_s()) > 0:
@@ -108,7 +108,7 @@ class _Turns:
                 self._changed.notify_all()
 
     def _wait_s(self) -> float:
-        """Return the seconds until one more may begin if no other ends."""
+        """Return the seconds until another chat may start if none ends before."""
         if len(self._begun) >= _N_PROCESSES:
             return threading.TIMEOUT_MAX
         newest = sorted(self._begun.values())[-_N_AT_ONCE:]
@@ -116,7 +116,7 @@ class _Turns:
 
 
 class _NotAskedError(PromptError):
-    """The template was not asked: no process for it could be started, or another program has killed it."""
+    """The template did not finish: its process could not be started, or something else ended it."""
 
 
 class _Renderer:
@@ -138,7 +138,7 @@ class _Renderer:
     def ask(
         self, messages: Sequence[Message] | None, variables: Mapping[str, object] | None = None
     ) -> dict[str, str]:
-        """Return the answer of `template_job`: `text`, `broken` or `refused`; or `unasked`, why there is none."""
+        """Return the answer of `template_job`: `text`, `broken` or `refused`; or under `unasked` why there is none."""
         now_s = self._clock()
         question = {"messages": messages, "variables": dict(variables or {}), "now_s": now_s}
         with self._turns.turn():
@@ -149,8 +149,7 @@ class _Renderer:
                 if not sandbox.is_possible:
                     return template_job.begin(self._settings)(question)
                 if sandbox.problem:
-                    words = f"chats are rendered in a process of its own: {sandbox.problem}"
-                    return {"unasked": words}
+                    return {"unasked": f"no process for the template: {sandbox.problem}"}
                 kind = "refused" if error.is_lasting else "unasked"
                 return {
                     kind: f"rendering exceeds {_LIMITS.cpu_s} s of computing or "
@@ -258,14 +257,15 @@ class ChatTemplate:
                 f"the model's chat template does not compile ({words}): load it with "
                 "chat_template='chatml' (or a Jinja string), or give plain string prompts"
             )
-        for kind, error in (("refused", PromptError), ("unasked", _NotAskedError)):
-            if (words := found.get(kind)) is not None:
-                raise error(f"the chat template refuses these messages: {words}")
+        if (words := found.get("refused")) is not None:
+            raise PromptError(f"the chat template refuses these messages: {words}")
+        if (words := found.get("unasked")) is not None:
+            raise _NotAskedError(f"the messages could not be rendered: {words}")
         return found["text"]
 
     @cached_property
     def _shape(self) -> Callable[[Message], Message] | None:
-        """The shape in which this template shows the calls of earlier messages: the first that works, None for none."""
+        """The first shape in which this template shows the calls of earlier messages; None if none works."""
         for put in _SHAPES:
             chat = [_ASKED, put(_CALLED), _ANSWERED]
             try:

@@ -59,7 +59,7 @@ _MEANINGS = {
     6: "no chunk, a chunk without tokens, a pad row of several, or a start out of range",
     7: "a token id outside the vocabulary: to compute, in a history, or with a bias",
     8: "more tokens than n_batch",
-    9: "n_steps below 1, or several steps while a chunk has no output, or masks or changes are given",
+    9: "n_steps below 1; or several steps with masks, with changes, or with a chunk without output",
     10: "an output in a slot that was never bound",
     11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
 }
@@ -172,7 +172,7 @@ class NativeStepper:
             await_masks: called once the step is decoded and before the masks are read: returns when they are written.
                 Not called where decoding fails. None where they are written already.
             pads: those of the chunks that are pad rows: nothing is sampled of them, and each step computes one more.
-            changes: made of rows once the step is decoded; log-probabilities are of the rows before.
+            changes: made to rows after decoding; log-probabilities are those of the unchanged rows.
 
         Raises:
             PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
@@ -221,7 +221,7 @@ class NativeStepper:
     def _before_sampling(
         self, await_masks: Callable[[], object] | None, changes: RowChanges | None
     ) -> Any:
-        """Return what native code calls once a step is decoded, or None for nothing."""
+        """Return the function that native code calls after decoding; None for none."""
         if changes is None:
             return None if await_masks is None else _VoidFunction(await_masks)
 

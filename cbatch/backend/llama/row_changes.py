@@ -1,4 +1,4 @@
-"""The rows of one step that requests' own processors change, between decoding and sampling."""
+"""Calls logits processors on the rows of one step, between decoding and sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FloatPointer = ctypes.POINTER(ctypes.c_float)
 
 
 class RowChanges:
-    """Calls processors with copies of their slots' rows, and has the copies sampled: the model's rows stay."""
+    """Passes copies of rows to their slots' processors. The copies are sampled; the model's rows stay unchanged."""
 
     def __init__(
         self, processors: LogitsProcessors, slots: Collection[Slot], chunks: Sequence[Chunk]
@@ -37,7 +37,7 @@ class RowChanges:
         self._stopped: BaseException | None = None
 
     def make(self, n_vocab: int) -> None:
-        """Change the rows whose addresses are there, of `n_vocab` floats each. Raises nothing: `told` does."""
+        """Change the rows at `addresses`, `n_vocab` floats each. Does not raise: `told` does."""
         for i, slot in enumerate(self._outputs):
             address = self.addresses[i]
             if slot not in self._slots or address is None:
@@ -49,21 +49,21 @@ class RowChanges:
             except RequestFailedError as error:
                 self._failures[slot] = error
                 continue
-            except BaseException as error:  # native code has called this
+            except BaseException as error:  # must not reach native code, which called this
                 self._stopped = error
                 return
             self._rows.append(row)
             self.addresses[i] = row.ctypes.data
 
     def told(self, result: StepResult) -> StepResult:
-        """Return a step's result with the failures; raise what a processor raised that is no `Exception`."""
+        """Return a step's result with the failures. Raise what a processor raised, if it is no `Exception`."""
         if self._stopped is not None:
             raise self._stopped
         return replace(result, failures=self._failures) if self._failures else result
 
 
 def without_failed(chunks: Sequence[Chunk], result: StepResult) -> StepResult:
-    """Return a result in which broken rows stand for the tokens of the processors that failed."""
+    """Return the result with broken rows in place of tokens whose processor failed."""
     if not result.failures:
         return result
     tokens = [

@@ -91,7 +91,7 @@ class StepRunner:
         return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
-        """Have grammars follow what was sampled in at least one step that was done; tell what processors failed."""
+        """Have grammars follow the tokens of at least one step; mark the rows whose processor failed."""
         result = without_failed(chunks, result)
         tokens, steps = self._matchers.follow(chunks, result.tokens)
         return replace(result, tokens=tokens, grammar_steps=steps) if steps else result

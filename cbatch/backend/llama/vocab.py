@@ -320,13 +320,13 @@ class LlamaVocab:
         return text.decode(errors="replace")
 
     def _fim_tokens(self) -> dict[str, int]:
-        """Return the tokens for filling in the middle that the model has."""
+        """Return the model's fill-in-the-middle tokens by name."""
         names = ("pre", "suf", "mid", "rep", "sep")
         found = {n: int(getattr(llama_cpp, f"llama_vocab_fim_{n}")(self._pointer)) for n in names}
         return {name: token for name, token in found.items() if token >= 0}
 
     def _can_add_special(self, bos: int, eos: int) -> bool:
-        # Source: llama-vocab.cpp, tokenize: asserts that they exist, which BERT adds to every text.
+        # Source: llama-vocab.cpp, tokenize: asserts that the tokens to add exist; BERT adds both to every text.
         if llama_cpp.llama_vocab_type(self.pointer) == llama_cpp.LLAMA_VOCAB_TYPE_WPM:
             return bos >= 0 and llama_cpp.llama_vocab_sep(self.pointer) >= 0
         lacks_bos = llama_cpp.llama_vocab_get_add_bos(self.pointer) and bos < 0

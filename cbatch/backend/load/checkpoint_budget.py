@@ -33,8 +33,8 @@ def settle_checkpoints(
         return replace(options, checkpoint_mib=most_mib(host_free(backend.model.name), n_sharing))
     if not options.checkpoint_mib and options.share_prefixes and not backend.memory.can_trim:
         _log.warn(
-            "checkpoint_mib=0: this model's memory cannot be cut, so a beginning that prompts have in common is "
-            "computed again for each of them, and a chat's history in each turn"
+            "checkpoint_mib=0: this model's memory cannot be cut, so a common prefix is computed again for each "
+            "prompt, and a chat's history in each turn"
         )
     return options
 

@@ -135,7 +135,8 @@ def find_known(model: LlamaModel, options: EngineOptions) -> Company | None:
     is_plain = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
     if is_plain and model.architecture in _KNOWN and not _has_experts(model):
         return Company(
-            f"together: {model.architecture} models are known to be computed alike", options
+            f"together: {model.architecture} models give the same results in a batch as alone",
+            options,
         )
     return None
 
@@ -155,7 +156,9 @@ def find_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -
         return Company(_alone(problem), alone, is_sound=False)
     if backend.n_slots == 1:
         return Company("one at a time: there is one slot", options)
-    return Company("together: a trial gave the same alone and in company, within rounding", options)
+    return Company(
+        "together: a trial gave the same results in a batch as alone, within rounding", options
+    )
 
 
 def _alone(why: str) -> str:

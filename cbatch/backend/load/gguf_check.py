@@ -1,7 +1,7 @@
 """A model's file looked at before llama.cpp reads it: clear errors, and no abort for what llama.cpp only asserts.
 
-llama.cpp returns an error for most damage. A few values it merely asserts, which ends the process; those are checked
-here, or tried in a separate process where each architecture has its own; see `load_trial`.
+llama.cpp returns an error for most damage. A few values it only asserts, which ends the process. Those
+are checked here; assertions of single architectures are tried in a separate process, see `load_trial`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PLAIN = frozenset(
         *("phi2", "phi3", "qwen", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
     )
 )
-"""Dense transformers whose graphs assert no more than `_HEAD_SIZES`. Source: src/models/, and damaged files."""
+"""Dense transformers whose graphs assert only that `_HEAD_SIZES` are equal. Source: src/models/, damaged files."""
 
 _HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-"""Sizes of a head that the graphs of `_PLAIN` assert to be the same."""
+"""Head sizes that must be equal in the graphs of `_PLAIN`."""
 
 
 def check_file(path: Path) -> Header | None:
@@ -52,7 +52,7 @@ def check_file(path: Path) -> Header | None:
         path: the file; of a split model, the first one.
 
     Returns:
-        what it says of itself; None where only llama.cpp can read it.
+        its header; None if only llama.cpp can read it.
 
     Raises:
         ModelLoadError: it is not; the message names the path, the reason and the way out.
@@ -69,7 +69,7 @@ def check_file(path: Path) -> Header | None:
 
 
 def is_proven(header: Header) -> bool:
-    """Whether the rules here leave no assertion of llama.cpp that this file could fail."""
+    """Whether the header shows that no assertion of llama.cpp can fail."""
     n_embd, n_heads = header.count("embedding_length"), header.count("attention.head_count")
     own = {name: f"{header.architecture}.{name}" for name in _HEAD_SIZES}
     if header.architecture not in _PLAIN or n_heads < 1 or n_embd % n_heads:

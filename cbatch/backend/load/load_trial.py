@@ -1,8 +1,8 @@
-"""Whether llama.cpp survives a model's file, tried in a separate process before it is loaded here.
+"""Tries in a separate process whether llama.cpp crashes on a model's file, before it is loaded in this one.
 
-Sizes that do not fit each other end the process by an assertion in the model's graph, and each architecture has
-assertions of its own. Where the header does not show that none of them can fail, the model is loaded and computes a few
-steps in a process that shares the pages of the weights; without weights only its graphs are made. The result is noted.
+Sizes that contradict each other fail an assertion in the model's graph, which ends the process. Each architecture has
+its own assertions. Unless the header shows that none can fail, the separate process loads the model, sharing the pages
+of its weights, and computes a few steps; without weights it only builds the graphs. The result is kept as a note.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT = (
     *("rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"),
     *("yarn_orig_ctx", "n_threads"),
 )
-"""Options of an engine that the process has too."""
+"""Engine options that the process has, too."""
 
 WALL_S = 300.0
 """Seconds after which a process is killed, and nothing is known."""
@@ -40,7 +40,7 @@ NO_WEIGHTS = "no-weights"
 """The argument with which the process reads no weights and computes nothing."""
 
 N_WINDOW = 256
-"""Tokens of a sequence that the process computes at most."""
+"""Most tokens of a sequence in the process."""
 
 _NOTE = "load"
 _SURVIVED = "survived"
@@ -54,9 +54,9 @@ def check_load(
     *,
     has_weights: bool = True,
 ) -> None:
-    """Load a file in a process and compute one sequence, if it is loaded with weights; done once on a machine.
+    """Load a file in a separate process, and with weights compute one sequence. Done once on a machine.
 
-    A process that is not started, killed, or refuses the file proves nothing: the load itself will tell.
+    If the process cannot start, is killed or refuses the file, nothing is known: the load itself decides.
 
     Raises:
         ModelLoadError: llama.cpp ended the process.
@@ -85,13 +85,13 @@ def check_load(
         notes.write(found, _NOTE, *depends)
     if found != _SURVIVED:
         raise ModelLoadError(
-            f"{path}: llama.cpp ended a process that loaded it ({found}): the file is damaged, or this "
-            "llama-cpp-python cannot compute it; copy or download it again"
+            f"{path}: llama.cpp crashed on this file in a separate process ({found}): the file is damaged, so copy or "
+            "download it again, or this version of llama-cpp-python cannot compute it"
         )
 
 
 def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
-    """Return the assertion that ended a process; its exit code if it said none."""
+    """Return the assertion that ended a process; without one, its exit code."""
     for line in done.stderr.splitlines():
         if _ASSERTED in line:
             return line[line.index(_ASSERTED) :].decode(errors="replace")

@@ -68,7 +68,7 @@ def open_model(
         options: where the weights are put, and the chat template.
         has_weights: read the weights; nothing can be computed without.
         may_repack: let llama.cpp repack weights for this processor, which doubles their memory.
-        is_trial: do not try the file in a separate process before; this is that process.
+        is_trial: this is the separate process that tries the file; start no other one.
         is_stopped: called for each tensor; once it is true, loading ends.
 
     Raises:

@@ -308,7 +308,7 @@ class _Rows(Probe):
                 self._found[width] = self._difference_of(width, len(self._found), n_places)
             if by := self._found.get(width):
                 return (
-                    "not guaranteed: logits change with the width and the company of a step "
+                    "not guaranteed: logits change with the number of rows in a step "
                     f"({width} rows against {self._backend.n_slots}, by up to {by:.2g})"
                 )
         return ""
@@ -332,7 +332,9 @@ class _Rows(Probe):
         slots = [Slot(i) for i in range(self._backend.n_slots)]
         self.run([Chunk(slot, 0, text, has_output=True) for slot in slots], 0)
         if by := max(difference(self._backend.logits(slot), self._after_text) for slot in slots):
-            return f"not guaranteed: logits change with the company of a row (by up to {by:.2g})"
+            return (
+                f"not guaranteed: logits change with the other rows of a step (by up to {by:.2g})"
+            )
         return ""
 
     def _most_difference(self, slots: range, i_token: int) -> float:

@@ -117,7 +117,7 @@ def _for_process(model: LlamaModel, options: EngineOptions) -> dict[str, object]
 
 
 def main() -> None:
-    """Compute steps with the model and options that the arguments name; without weights make its graphs alone.
+    """Compute steps with the model and options that the arguments name; without weights only build its graphs.
 
     Raises:
         SystemExit: the steps cannot be tried, mostly for lack of memory; this is no crash.

@@ -37,7 +37,7 @@ N_LOOKED_AHEAD = 1024
 """Items read before a model is loaded, for the size of its windows: as many as `load` uses."""
 
 N_COUNTED_BYTES, N_COUNTED = 2**22, 50_000
-"""Most bytes, and items, of files that are counted: our choice, some tenths of a second."""
+"""Most bytes and items of an input that are counted. Our choice: it takes some tenths of a second."""
 
 N_ARRIVED = 64  # most items of a pipe that are read ahead: our choice
 
@@ -201,13 +201,16 @@ class ItemStream:
 
     @cached_property
     def n_items(self) -> int | None:
-        """The number of items, where a copy or a second look at short files tells; None where that would take long."""
+        """The number of items, from the copy or by reading short files twice; None if that would take long."""
         if self._spool is not None:
             return len(self._spool)
         n_bytes = self.source.n_bytes
         if n_bytes is None or n_bytes > N_COUNTED_BYTES:
             return None
-        with suppress(ConfigError, OSError), self._open_source() as again:  # the run itself tells
+        with (
+            suppress(ConfigError, OSError),
+            self._open_source() as again,
+        ):  # the run itself reports errors
             n = sum(1 for _ in islice(again, N_COUNTED + 1))
             return n if n <= N_COUNTED else None
         return None

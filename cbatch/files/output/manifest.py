@@ -235,7 +235,7 @@ class Manifest:
             raise OutputError(
                 self.path,
                 "the manifest was removed or moved away while the run wrote there: put it back, or give another "
-                "output; of openai's and cbatch's lines --adopt makes it again",
+                "output; --adopt rebuilds it from openai's or cbatch's lines",
             )
 
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:

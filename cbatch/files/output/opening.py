@@ -226,7 +226,7 @@ def _new_row(file: int, path: Path, spec: OutputSpec) -> FileRow:
     if not spec.header.startswith(found.rstrip(b"\0")) and not spec.force:  # a disk may leave zeros
         raise LostError(
             f"{path}: exists, and no manifest of cbatch lists its records",
-            "give another file, have the manifest made again of JSON lines (--adopt), or replace it (--force)",
+            "give another file, rebuild the manifest from JSON lines (--adopt), or replace it (--force)",
         )
     return FileRow(file, path, spec.header)
 
@@ -246,13 +246,13 @@ def _keeps_records(outputs: Outputs, known: Mapping[int, FileRow], spec: OutputS
     if differences and not spec.force:
         said = "; ".join(differences.values())
         raise ConfigError(
-            f"{spec.output}: was written with other settings: {said}. Give those, or another output, or force it "
-            "(--force): items that the difference concerns run again"
+            f"{spec.output}: was written with other settings: {said}. Use the same ones, or another output; "
+            "--force runs the affected items again"
         )
     if not spec.force and spec.origin and (other := spec.origin.difference(manifest)):
         raise ConfigError(
-            f"{spec.output}: has the answers of another input: {other}. Give that input, or another output, or force "
-            "it (--force): new answers then replace those that are there"
+            f"{spec.output}: has the answers of another input: {other}. Use that input, or another output; "
+            "--force replaces the old answers by new ones"
         )
     return OUTPUT_FORMAT not in differences
 

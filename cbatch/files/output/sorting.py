@@ -87,7 +87,7 @@ def _in_columns(output: Path) -> Sorted:
     """Return the counts of a Parquet or Arrow file, which its run has written in order."""
     if not output.is_file():
         raise ConfigError(
-            f"{output}: is not there: a run makes it at its end, in the order of the requests"
+            f"{output}: does not exist: a run writes it at its end, in the order of the requests"
         )
     if not manifest_at(records_at(output)).is_file():
         raise ConfigError(f"{output}: {_NOTHING_TO_SORT}")

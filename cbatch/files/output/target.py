@@ -78,9 +78,9 @@ class Target:
     def _check_format(self) -> None:
         errors, is_traceable = self._options.errors, isinstance(self.encoder, TraceableEncoder)
         if self._options.adopt and (self._is_pipe or not is_traceable):
+            what = "a pipe" if self._is_pipe else self.format
             raise ConfigError(
-                f"{self.path}: only files of openai's or cbatch's lines name the items that they answer, and this is "
-                f"{self.format}: leave --adopt out"
+                f"{self.path}: --adopt needs a file of openai's or cbatch's lines, not {what}: leave --adopt out"
             )
         if self._is_columnar and self._is_pipe:
             raise ConfigError(f"{self.path}: {self.format} cannot be piped: give a file")
@@ -95,8 +95,8 @@ class Target:
         may_begin = self._options.force or self._options.adopt or is_known
         if path and path.is_file() and path.stat().st_size and not may_begin:
             raise ConfigError(
-                f"{path}: exists already and is not of cbatch, or its manifest is gone: give another file, --adopt to "
-                "have the manifest made again of JSON lines, or --force to replace it"
+                f"{path}: exists already, and cbatch did not write it or its manifest is missing: give another file, "
+                "--adopt to rebuild the manifest from JSON lines, or --force to replace the file"
             )
 
     @contextmanager

@@ -67,10 +67,10 @@ def batches(
     """Yield batches of rows of about the same length, in random order, without end.
 
     Args:
-        chats: as many as are needed.
+        chats: read as needed.
         maker: makes their rows.
-        n_batch: most tokens of a batch, those that fill up shorter rows included.
-        seed: of the order.
+        n_batch: most tokens of a batch, padding included.
+        seed: seed of the random order.
         n_pool: chats that are sorted by length together.
     """
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-// Chats that outlive their tab: the newest few, in this browser alone.
+// Chats that outlive their tab: the newest ones, stored in this browser only.
 
 import * as api from "./api.js";
 import { byId, el, iconButton, whole } from "./dom.js";
@@ -58,20 +58,20 @@ function titleOf({ turns }) {
   return typeof first === "string" && first.trim() ? first.trim().slice(0, 200) : "A chat";
 }
 
-/** Show the list; `onopen` gets the chat that a user chooses, `onempty` is called where all are deleted. */
+/** Show the list; `onopen` gets the chat that the user chooses, `ondelete` is called when this tab's chat is deleted. */
 export function setUp({ onopen, ondelete }) {
   const dialog = byId("chats-dialog");
   const button = byId("chats-delete");
   const show = () => {
     const chats = all();
-    byId("chats-note").textContent = chats.length ? `The newest ${N_KEPT} stay in this browser.` : "None is kept in this browser.";
+    byId("chats-note").textContent = chats.length ? `This browser keeps the newest ${N_KEPT} chats.` : "This browser keeps no chats.";
     byId("kept-chats").replaceChildren(...chats.map((chat) => item(chat)));
     button.hidden = !chats.length;
     setAsked(false);
   };
   const setAsked = (isAsked) => {
     button.dataset.asked = String(isAsked);
-    button.textContent = isAsked ? `Delete ${whole(all().length)} for ever?` : "Delete all";
+    button.textContent = isAsked ? `Delete ${whole(all().length)} permanently?` : "Delete all";
   };
   const item = (chat) => {
     const open = el(

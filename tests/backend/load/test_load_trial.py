@@ -58,7 +58,7 @@ def is_refused_by_a_trial(path: Path, code: str = LOAD) -> str:
     """Load a file in a process, which must survive it, and return the reason."""
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    begin = f"{path}: llama.cpp ended a process that loaded it ("
+    begin = f"{path}: llama.cpp crashed on this file in a separate process ("
     said = done.stdout.decode()
     assert said.startswith(begin)
     return said.removeprefix(begin).partition("): ")[0]

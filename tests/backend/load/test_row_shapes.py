@@ -183,9 +183,9 @@ def test_shape_is_the_first_in_which_logits_do_not_depend_on_the_width(
 @pytest.mark.parametrize(
     ("touch", "words"),
     [
-        (is_slot_2, "with the company of a row"),
-        (is_first_row, "with the company of a row"),
-        (has_likes, "with the company of a row"),
+        (is_slot_2, "with the other rows of a step"),
+        (is_first_row, "with the other rows of a step"),
+        (has_likes, "with the other rows of a step"),
     ],
 )
 def test_what_no_shape_helps_is_refused(
@@ -319,7 +319,7 @@ def test_flash_attention_that_is_needed_is_not_turned_off(
     monkeypatch: pytest.MonkeyPatch, model: LlamaModel, given: dict[str, Any]
 ) -> None:
     found = find(monkeypatch, model, is_by_flash_attention, **given)
-    assert "with the company of a row" in found.exactness
+    assert "with the other rows of a step" in found.exactness
 
 
 def test_refusal_is_that_with_flash_attention_where_nothing_helps(
