@@ -175,12 +175,41 @@ def raising(token_ids: Ids, logits: Row) -> None:
         raise KeyError("odd")
 
 
+class Hiding(np.ndarray):
+    """An array whose own code fails."""
+
+    @property
+    def shape(self) -> Any:
+        raise KeyError("shape")
+
+
+class Nameless(type):
+    @property
+    def __name__(cls) -> str:
+        raise RuntimeError
+
+
+class OddError(KeyError, metaclass=Nameless):
+    """An error that cannot be shown."""
+
+
+def raising_odd(token_ids: Ids, logits: Row) -> None:
+    raise OddError
+
+
+def emptied(token_ids: Ids, logits: Row) -> None:
+    logits.resize(0, refcheck=False)
+
+
 FAILING: dict[str, tuple[Callable[[Ids, Row], Any], str]] = {
     "raises": (raising, "logits_processor raised KeyError: 'odd'"),
     "shape": (lambda _, row: row[1:], "must return None or a numpy array of .* floats"),
     "rows": (lambda _, row: row[None], "must return None or a numpy array of .* floats"),
     "type": (lambda _, row: row.astype(np.int64), "not an array of shape .* and type int64"),
     "list": (lambda _, row: row.tolist(), "floats, not list"),
+    "own code": (lambda _, row: row.view(Hiding), "logits_processor raised KeyError"),
+    "odd error": (raising_odd, "logits_processor raised an error that cannot be shown"),
+    "emptied": (emptied, "must return None or a numpy array of .* floats"),
     "nan": (lambda _, row: row.__setitem__(3, np.nan), r"left NaN or \+∞"),
     "infinite": (lambda _, row: row + np.inf, r"left NaN or \+∞"),
     "too large": (lambda _, row: row.astype(np.float64) + 1e300, r"left NaN or \+∞"),
@@ -201,9 +230,27 @@ def test_failing_processor_ends_its_request_alone(engine: Engine, name: str) -> 
     with pytest.raises(RequestFailedError, match=said):
         raise failed.error  # type: ignore[misc]
     assert failed.error is not None
-    assert isinstance(failed.error.__cause__, KeyError if name == "raises" else None.__class__)
+    assert isinstance(failed.error.__cause__, KeyError if "raised" in said else None.__class__)
     assert [r.token_ids for i, r in enumerate(found) if i != 1] == [*alone[:1], *alone[2:]]
     assert answer(engine, None).error is None
+
+
+class Incomparable:
+    """A processor that cannot be compared."""
+
+    def __call__(self, token_ids: Ids, logits: Row) -> Any:
+        logits.flags.writeable = False  # its own copy
+        return logits.astype(np.float64) * 1e-60  # below float32
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_processor_of_any_kind_works_wherever_numpy_raises(engine: Engine) -> None:
+    with np.errstate(all="raise"):
+        assert answer(engine, Incomparable()).error is None
 
 
 def test_grammar_binds_what_a_processor_leaves(engine: Engine) -> None:

@@ -67,7 +67,7 @@ class LogitsProcessors:
 
         Args:
             slot: one of `of`.
-            row: (n_vocab,) float32, the model's logits; changed in place. The processor may keep a view of it.
+            row: (n_vocab,) float32, the model's logits; changed in place. The processor gets a copy, which it may keep.
 
         Raises:
             RequestFailedError: the processor raised an `Exception`, which is the cause, or returned no valid row.
@@ -75,14 +75,14 @@ class LogitsProcessors:
         """
         if not _is_sound(row):
             return
-        told, given = self._told[slot], row[:]
+        told, given = self._told[slot], row.copy()
         try:
             found = told.processor.function(told.token_ids(), given)
+            _take(given if found is None else found, row)
+        except RequestFailedError:
+            raise
         except Exception as error:
-            what = f"{type(error).__name__}: {words_of(error)}"
-            raise RequestFailedError(f"logits_processor raised {what}") from error
-        if found is not None and found is not given:
-            _take(found, row)
+            raise RequestFailedError(f"logits_processor raised {_said(error)}") from error
         if not _is_sound(row):
             raise RequestFailedError(
                 "logits_processor left NaN or +∞ in the logits: use −∞ to ban a token, and large numbers to force one"
@@ -101,9 +101,17 @@ def _take(found: object, row: NDArray[np.float32]) -> None:
     elif found.shape != row.shape or found.dtype.kind != "f":
         what = f"an array of shape {found.shape} and type {found.dtype}"
     else:
-        with np.errstate(over="ignore"):  # a float64 beyond float32 is ±∞
+        with np.errstate(all="ignore"):  # a float64 beyond float32 is ±∞ or 0
             row[:] = found
         return
     raise RequestFailedError(
         f"logits_processor must return None or a numpy array of {len(row)} floats, not {what}"
     )
+
+
+def _said(error: Exception) -> str:
+    """Return the type and the words of an error, whose class may be of any kind."""
+    try:
+        return f"{type(error).__name__}: {words_of(error)}"
+    except Exception:  # its own code runs as it is shown
+        return "an error that cannot be shown"

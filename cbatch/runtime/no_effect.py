@@ -129,7 +129,8 @@ def idle_options(prompt: BatchPrompt, options: RunOptions, sampling: Sampling) -
         given = [
             name
             for name in names
-            if (value := getattr(options, name)) is not None and value != _NEUTRAL.get(name)
+            if (value := getattr(options, name)) is not None
+            and not (name in _NEUTRAL and value == _NEUTRAL[name])
         ]
         if given and is_idle(asked):
             yield from (f"{name} has no effect {why}" for name in given)

@@ -15,7 +15,7 @@ import sqlite3
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -36,7 +36,7 @@ from cbatch.server.batch_index import (
     open_index,
 )
 from cbatch.server.files_folder import FilesFolder, is_full
-from cbatch.server.http_errors import NO_RETRY, HttpProblemError
+from cbatch.server.http_errors import NO_RETRY, HttpProblemError, draining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,6 +94,8 @@ class BatchStore:
         """
         self._n_bytes_max, self._clock = n_bytes_max, clock
         self._lock = threading.RLock()
+        self._closed: HttpProblemError | None = None
+        """Told to calls that come after the folder was closed; None while it is open."""
         self._n_arriving, self._counting = 0, threading.Lock()
         try:
             self._folder = FilesFolder(folder, is_index)
@@ -113,9 +115,10 @@ class BatchStore:
         except (OSError, sqlite3.DatabaseError) as error:
             raise ConfigError(f"files_dir={folder}: cannot be used: {words_of(error)}") from error
 
-    def close(self) -> None:
-        """Let other servers in. Twice is harmless."""
+    def close(self, problem: HttpProblemError | None = None) -> None:
+        """Let other servers in; calls that still come get `problem`. Twice is harmless."""
         with self._lock:
+            self._closed = self._closed or problem or draining()
             self._db.close()
             self._folder.close()
 
@@ -211,6 +214,7 @@ class BatchStore:
     @contextmanager
     def arriving(self) -> Iterator[Arriving]:
         """Lend a place for a file that is being written; unless it is kept, it is removed."""
+        self._check_open()
         self._folder.check()
         if not self._folder.take_reserve():
             raise disk_full()
@@ -375,11 +379,24 @@ class BatchStore:
 
     def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
+            self._check_open()
             return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def staying_open(self) -> Iterator[None]:
+        """Keep the folder open for the block. Raises a `HttpProblemError` if it was closed: its files may be gone."""
+        with self._lock:
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise replace(self._closed)
 
     def _write(self, query: str, *values: object) -> None:
         """Change the index. On a full disk, first free the reserve and the room of the index's log."""
         with self._lock:
+            self._check_open()
             self._folder.check()
             try:
                 self._db.execute(query, values)
@@ -438,16 +455,17 @@ class Arriving:
         """Enter the file, which is whole."""
         with disk_problems():
             os.fsync(self._fd)
-            self._path = self._path.rename(self._whole)
-            sync_folder(self._path.parent)
-            id = self._path.name
-            file = self._store.put_file(id, name, purpose, self.n_bytes, seconds, owner)
+            with self._store.staying_open():
+                self._path = self._path.rename(self._whole)
+                sync_folder(self._path.parent)
+                id = self._path.name
+                file = self._store.put_file(id, name, purpose, self.n_bytes, seconds, owner)
         self._is_kept = True
         return file
 
     def written(self) -> Path:
         """Return the place of what was written, which is on disk; it is removed at the end."""
-        with disk_problems():
+        with disk_problems(), self._store.staying_open():
             os.fsync(self._fd)
         return self._path
 

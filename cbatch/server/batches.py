@@ -123,7 +123,7 @@ class Batches:
         self._clock = clock
         self._changed = threading.Condition()
         self._jobs: dict[str, _Job] = {}
-        self.is_closed = False
+        self.is_closed, self._closed = False, draining()
         """Whether all work is left to the next server."""
         for batch in store.unfinished():
             self._begin(batch)
@@ -149,7 +149,7 @@ class Batches:
     def _created(self, entered: Callable[[], Batch]) -> Batch:
         with self._changed:
             if self.is_closed:
-                raise draining()
+                raise replace(self._closed)
             if len(self._jobs) >= _N_UNFINISHED:
                 message = f"{len(self._jobs)} batches have not ended: try again later"
                 raise HttpProblemError(429, message, "rate_limit_exceeded", headers=LATER)
@@ -215,13 +215,13 @@ class Batches:
 
     # ---- the end ----
 
-    def close(self, within_s: float = CLOSE_S) -> None:
-        """End all work, to be continued by the next server on the same folder.
+    def close(self, within_s: float = CLOSE_S, problem: HttpProblemError | None = None) -> None:
+        """End all work, to be continued by the next server on the same folder; calls that still come get `problem`.
 
         Waits until it is on disk; where the engine does not answer, only for a while: the next server does the rest.
         """
         with self._changed:
-            self.is_closed = True
+            self.is_closed, self._closed = True, problem or draining()
             jobs = [*self._jobs.values()]
             self._changed.notify_all()
         for job in jobs:
@@ -234,7 +234,7 @@ class Batches:
             thread.join(max(0.0, ends_s - time.monotonic()))
         self._room.close()
         if not any(thread.is_alive() for thread in threads):
-            self.store.close()
+            self.store.close(problem)
 
     # ---- one batch, in its thread ----
 

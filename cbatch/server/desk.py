@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -109,6 +109,8 @@ class Desk:
         self.created = int(time.time())
         self.is_draining = False
         """Whether new calls are refused."""
+        self._ended: HttpProblemError | None = None
+        """Told to calls that ask for the engine from now on; None while it answers."""
         self.front: Front | None = None
         """Reloads the model; None unless `cbatch.server.serving` serves the application."""
         self._visits: dict[int, Visit] = {}
@@ -136,10 +138,12 @@ class Desk:
         self.drain()
         self.leave_batches(within_s)
 
-    def leave_batches(self, within_s: float = CLOSE_S) -> None:
-        """Leave the batches to the next server, as `close` does; calls continue."""
+    def leave_batches(
+        self, within_s: float = CLOSE_S, problem: HttpProblemError | None = None
+    ) -> None:
+        """Leave the batches to the next server, as `close` does; their calls get `problem`, all others continue."""
         if self.batches is not None:
-            self.batches.close(within_s)
+            self.batches.close(within_s, problem)
 
     def drain(self) -> None:
         """Refuse new calls from now on. From any thread or signal handler."""
@@ -183,7 +187,9 @@ class Desk:
             self._n_questions -= 1
 
     def _check_engine(self) -> None:
-        """Raise a `HttpProblemError` if starting a worker has failed. During the first start, calls wait."""
+        """Raise a `HttpProblemError` if the engine is gone or starting a worker has failed; calls wait for a start."""
+        if self._ended is not None:
+            raise replace(self._ended)
         outage = self.engine.outage
         if outage is not None and outage.retry_s is not None and outage.has_failed:
             raise no_worker(outage.retry_s)
@@ -309,7 +315,8 @@ class Desk:
         return min(_RETRY_S, max(1, math.ceil(n_ends * each_s / n_slots)))
 
     def end_visits(self, problem: HttpProblemError) -> None:
-        """End every call that is being answered: its client is told the problem."""
+        """End every call that is being answered, and those whose bodies are still being read: clients get `problem`."""
+        self._ended = problem
         for visit in self._visits.values():
             visit.problem = problem
             visit.scope.cancel()

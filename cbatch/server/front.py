@@ -113,6 +113,11 @@ class Front:
         """Whether no client waits for an engine."""
         return all(served.desk.is_idle for served in self._served)
 
+    @property
+    def n_calls(self) -> int:
+        """Calls that are being read or answered."""
+        return sum(served.n_calls for served in self._served)
+
     def drain(self) -> None:
         """Refuse new calls from now on, and reload nothing. From any thread or signal handler."""
         self._is_draining = True
@@ -180,11 +185,11 @@ class Front:
         await engine.__aenter__()  # cancelling this ends the load
         self._own.append(engine)
         old, change = self._served[-1], asyncio.Event()
+        # fast uploads and the like end where they began; new calls wait for none of them
+        await _until(lambda: old.n_calls <= old.desk.n_visits, _LAST_S)
         self._change = change
         try:
-            # uploads and the like end in the old application
-            await _until(lambda: old.n_calls <= old.desk.n_visits, _LAST_S)
-            await anyio.to_thread.run_sync(old.desk.leave_batches, _LEAVE_S)
+            await anyio.to_thread.run_sync(old.desk.leave_batches, _LEAVE_S, reloading())
             self._serve(_Served(await anyio.to_thread.run_sync(renewal.create, engine)))
         except Exception:
             await self._close(engine)

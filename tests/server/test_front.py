@@ -204,6 +204,54 @@ def test_batches_go_on_with_the_new_model(tmp_path: Path) -> None:
         assert models.loaded[0].stats().n_steps > 0
 
 
+FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--x--\r\n'
+)
+MESSAGE = {"custom_id": "a", "params": {"model": "cbatch", "max_tokens": 3, "messages": USER}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/files", FORM, "multipart/form-data; boundary=x"),
+        (
+            "/v1/messages/batches",
+            json.dumps({"requests": [MESSAGE]}).encode(),
+            "application/json",
+        ),
+        (CHAT, json.dumps(SHORT).encode(), "application/json"),
+        ("/tokenize", b'{"content": "Hi"}', "application/json"),
+    ],
+)
+def test_body_that_ends_behind_a_reload_is_told_so_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes, kind: str
+) -> None:
+    monkeypatch.setattr("cbatch.server.front._LAST_S", 0.05)
+    models, may_end = Models(files_dir=str(tmp_path / "kept")), threading.Event()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:-5]
+        assert may_end.wait(PATIENCE_S)
+        yield body[-5:]
+
+    with served(models, grace_s=0.0) as server, server.client() as client:
+        headers = {"content-type": kind, "content-length": str(len(body))}
+        asked = in_thread(
+            lambda: httpx.post(server.url + path, content=slowly(), headers=headers, timeout=60)
+        )
+        wait_until(lambda: server.app.state.desk.front.n_calls == 1)
+        client.post(LOAD)
+        until_done(client)
+        assert window(client) == 512
+        may_end.set()
+        answer = asked()
+        assert "model_reloading" in answer.text or "was reloaded" in answer.text
+        assert answer.status_code in (503, 529)  # the second is Anthropic's
+        assert answer.headers["retry-after"]
+        assert client.get("/v1/files").json()["data"] == []
+
+
 # ---- who may ---
 
 
