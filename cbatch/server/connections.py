@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import struct
 import sys
@@ -18,7 +19,8 @@ from cbatch.server.exchange import JSON, dumps
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
 
 if TYPE_CHECKING:
-    import asyncio
+    import socket
+    import ssl
 
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -67,10 +69,15 @@ else:
 
 
 class GuardedProtocol(_Parser):
-    """A connection that uvicorn reads, within limits; what is no HTTP is told in JSON."""
+    """A connection that uvicorn reads, within limits; what is no HTTP is told in JSON.
 
-    def __init__(self, limits: ConnectionLimits, **given: Any) -> None:
-        """Make one of limits, and of what uvicorn gives to its own."""
+    It begins TLS itself: where the event loop does, a connection counts only after its handshake.
+    """
+
+    def __init__(
+        self, limits: ConnectionLimits, tls: ssl.SSLContext | None = None, **given: Any
+    ) -> None:
+        """Make one of limits, of a certificate for TLS, and of what uvicorn gives to its own."""
         super().__init__(**given)
         if hasattr(self, "parser"):  # httptools'
             from cbatch.server.plain_requests import PlainRequestParser
@@ -81,6 +88,9 @@ class GuardedProtocol(_Parser):
 
             self.conn = PlainConnection(limits.n_header_bytes)
         self._limits = limits
+        self._tls = tls
+        self._handshake: asyncio.Task[None] | None = None
+        """Set until TLS has begun."""
         self._header_s = limits.header_timeout_s
         self._is_unheard = False
         """Whether the answer is sent already, and what comes is dropped."""
@@ -101,15 +111,45 @@ class GuardedProtocol(_Parser):
         return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
+        """Begin to wait for a request, and with TLS for its handshake; called again after that."""
         super().connection_made(transport)
+        if self._handshake is not None:
+            self._handshake = None
+            return
         n_above = len(self.connections) - self._limits.n_max
         if n_above > 0:
             self.app_state = {**self.app_state, CROWDED: True}
             self._header_s = min(self._header_s, _SURPLUS_S)
         if n_above > _N_HEARD:
             self._dismiss(may_read=n_above <= _N_TOLD)
+        elif self._tls is not None:
+            self._begin_tls(transport, self._tls)
         self._await_header()
+
+    def _begin_tls(self, plain: asyncio.Transport, context: ssl.SSLContext) -> None:
+        """Go on with TLS, over a transport of its own: no loop then reads what belongs to the handshake."""
+        try:
+            sock = plain.get_extra_info("socket").dup()
+        except OSError:  # no file is left
+            plain.abort()
+            return
+        plain.set_protocol(asyncio.Protocol())
+        plain.abort()  # `sock` keeps the connection
+        self._handshake = self.loop.create_task(self._shake_hands(sock, context))
+        self._handshake.add_done_callback(lambda _: self._end_handshake(sock))
+
+    async def _shake_hands(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+        """Have the loop call `connection_made` once TLS has begun."""
+        with suppress(OSError):
+            await self.loop.connect_accepted_socket(
+                lambda: self, sock, ssl=context, ssl_handshake_timeout=self._header_s
+            )
+
+    def _end_handshake(self, sock: socket.socket) -> None:
+        if self._handshake is not None:  # it failed, and the loop calls no `connection_lost`
+            self._handshake = None
+            sock.close()
+            self.connection_lost(None)
 
     def _dismiss(self, *, may_read: bool) -> None:
         """Send the answer to any request before one comes.
@@ -117,11 +157,28 @@ class GuardedProtocol(_Parser):
         A client `may_read` it before the connection is closed: closing while a request arrives may discard the answer.
         """
         self._is_unheard = True
+        if self._tls is not None:  # no answer without a handshake
+            self.transport.abort()
+            return
         self.transport.write(_whole(crowded()))
         if may_read and self.transport.can_write_eof():
             self.transport.write_eof()
         else:
             self.transport.close()
+
+    def shutdown(self) -> None:
+        """End the connection behind the answer that it waits for."""
+        if self._handshake is not None:
+            self.drop()
+        else:
+            super().shutdown()
+
+    def drop(self) -> None:
+        """End the connection at once."""
+        if self._handshake is not None:
+            self._handshake.cancel()
+        elif self.transport is not None:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End all waiting."""
@@ -195,6 +252,9 @@ class GuardedProtocol(_Parser):
     def _end_header(self) -> None:
         """End a connection whose client has begun a header, or nothing, and not gone on."""
         self._header_timer = None
+        if self._handshake is not None:
+            self.drop()
+            return
         if not self._is_between or self.transport.is_closing():
             return
         if self._n_header_bytes:

@@ -9,9 +9,9 @@ import socket
 import ssl
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio.lowlevel
 import uvicorn
@@ -56,9 +56,11 @@ class Tls:
 
     certificate: str | None = None
     key: str | None = None
+    context: ssl.SSLContext | None = field(init=False, default=None)
+    """What the files hold; None without a certificate."""
 
     def __post_init__(self) -> None:
-        """Try the files."""
+        """Read the files."""
         if self.key and not self.certificate:
             raise ConfigError("--tls-key needs --tls-cert")
         if self.certificate is None:
@@ -72,6 +74,7 @@ class Tls:
             raise ConfigError(f"{files}: {why.lower().replace('_', ' ')}") from None
         except OSError as error:
             raise ConfigError(f"{files}: {error.strerror or error}") from None
+        object.__setattr__(self, "context", context)
 
 
 def _no_password() -> str:
@@ -172,7 +175,7 @@ def _give_up(front: Front) -> None:
 
 def config_of(app: Front, tls: Tls, limits: ConnectionLimits) -> uvicorn.Config:
     """Return what uvicorn is told."""
-    guarded: Any = partial(GuardedProtocol, limits)
+    guarded: Any = partial(GuardedProtocol, limits, tls.context)
     return uvicorn.Config(
         app,
         http=guarded,
@@ -185,8 +188,6 @@ def config_of(app: Front, tls: Tls, limits: ConnectionLimits) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=_IDLE_S,
         h11_max_incomplete_event_size=limits.n_header_bytes,
-        ssl_certfile=tls.certificate,
-        ssl_keyfile=tls.key,
     )
 
 
@@ -244,5 +245,4 @@ class DrainingServer(uvicorn.Server):
 
     def _drop(self) -> None:
         for connection in [*self.server_state.connections]:
-            if (transport := connection.transport) is not None:
-                transport.abort()
+            cast("GuardedProtocol", connection).drop()

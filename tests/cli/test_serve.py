@@ -28,7 +28,7 @@ from cbatch.cli.serve import ShortLines, _with_files
 from cbatch.errors import ConfigError
 from cbatch.logs import FIELDS
 from cbatch.server import create_app
-from tests.server.clients import call
+from tests.server.clients import call, certificate_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -224,20 +224,10 @@ def test_port_in_use_is_told_before_the_model_is_loaded(host: str) -> None:
 
 @pytest.mark.real
 def test_encrypted_key_is_refused_and_asks_for_nothing(tmp_path: Path) -> None:
-    files = _certificate(tmp_path, "secret")
+    files = certificate_files(tmp_path, "secret")
     result = CliRunner().invoke(app, ["serve", "--tls-cert", files[0], "--tls-key", files[1]])
     assert result.exit_code == 2
     assert "is encrypted" in result.stderr
-
-
-def _certificate(folder: Path, password: str | None) -> tuple[str, str]:
-    """Files of a certificate and its key, made by openssl."""
-    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=localhost"]
-    lock = ["-nodes"] if password is None else ["-passout", f"pass:{password}"]
-    made = [*command, *lock, "-keyout", key, "-out", certificate]
-    subprocess.run(made, check=True, capture_output=True)
-    return certificate, key
 
 
 def serving(
@@ -265,7 +255,7 @@ def test_serve_listens_on_a_path_for_this_user_alone(test_model: Path, tmp_path:
 @pytest.mark.real
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_serve_speaks_https(test_model: Path, tmp_path: Path, host: str) -> None:
-    certificate, key = _certificate(tmp_path, None)
+    certificate, key = certificate_files(tmp_path, None)
     files = ("--tls-cert", certificate, "--tls-key", key)
     with serving(test_model, "--host", host, "--port", "0", *files) as (_, where):
         shown = f"[{host}]" if ":" in host else host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from cbatch.server.serving import DrainingServer, Tls, bound_socket, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from starlette.applications import Starlette
 
@@ -137,6 +139,16 @@ def _add(content: list[dict[str, Any]], event: dict[str, Any]) -> None:
     block["input" if key == "partial_json" else key] += part
 
 
+def certificate_files(folder: Path, password: str | None) -> tuple[str, str]:
+    """Files of a certificate and its key, made by openssl."""
+    certificate, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=localhost"]
+    lock = ["-nodes"] if password is None else ["-passout", f"pass:{password}"]
+    made = [*command, *lock, "-keyout", key, "-out", certificate]
+    subprocess.run(made, check=True, capture_output=True)
+    return certificate, key
+
+
 class Running:
     """A server on a loopback port, in a thread."""
 
@@ -154,12 +166,13 @@ def running(
     grace_s: float = 0.0,
     port: int = 0,
     renewal: Renewal | None = None,
+    tls: Tls | None = None,
     **limits: Any,
 ) -> Iterator[Running]:
     """Serve an application until the end of the block, with limits of connections."""
     is_ready = threading.Event()
     front = Front(app, renewal, grace_s)
-    config = config_of(front, Tls(), ConnectionLimits(**limits))
+    config = config_of(front, tls or Tls(), ConnectionLimits(**limits))
     ending = Ending(grace_s)
     server = DrainingServer(config, front, ending, is_ready.set)
 
@@ -172,7 +185,8 @@ def running(
         thread.start()
         assert is_ready.wait(PATIENCE_S)
         try:
-            yield Running(app, server, ending, f"http://127.0.0.1:{address.getsockname()[1]}")
+            scheme = "https" if tls else "http"
+            yield Running(app, server, ending, f"{scheme}://127.0.0.1:{address.getsockname()[1]}")
         finally:
             ending.begin()
             thread.join(PATIENCE_S)
