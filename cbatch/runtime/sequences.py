@@ -45,6 +45,8 @@ class OptionsMerger:
 
     def over(self, own: RunOptions, others: RunOptions) -> RunOptions:
         """Return `own` completed by `others`: the same object for the same options."""
+        if own.logits_processor is not None:  # the caller's object, which need not be comparable
+            return own.over(others)
         last_own, last_others, settled = self._last
         if last_others is not others or last_own != own:
             settled = own.over(others)
