@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -116,5 +117,15 @@ def test_threads_write_whole_lines() -> None:
             thread.join()
         lines = os.read(source, 2**20).decode().splitlines()
     assert sorted(lines) == sorted(c * 50 for c in "abcd" for _ in range(50))
+    os.close(source)
+    os.close(sink)
+
+
+def test_signal_ends_a_program_whose_stderr_nobody_reads() -> None:
+    source, sink = small_pipe()
+    os.write(sink, b"x" * 4096)
+    program = "from cbatch.__main__ import _leave; _leave(15, None)"
+    done = subprocess.run([sys.executable, "-c", program], stderr=sink, timeout=60, check=False)
+    assert done.returncode == 143
     os.close(source)
     os.close(sink)
