@@ -121,6 +121,7 @@ def test_threads_write_whole_lines() -> None:
     os.close(sink)
 
 
+@pytest.mark.real
 def test_signal_ends_a_program_whose_stderr_nobody_reads() -> None:
     source, sink = small_pipe()
     os.write(sink, b"x" * 4096)
