@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
     # no exception: the interrupted import might catch it, or show it where nobody can
     words = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     try:
-        os.write(2, f"cbatch: {words}\n".encode())
+        can_write = select.poll()
+        can_write.register(2, select.POLLOUT)
+        if can_write.poll(0):  # else nobody reads it
+            os.write(2, f"cbatch: {words}\n".encode())
     finally:
         os._exit(128 + number)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from socket import SHUT_RDWR
 from typing import Annotated
 
+import typer
+
 import cbatch
 from cbatch.cli.option_table import ENGINE, Given, names_in, option, takes
 from cbatch.cli.terminal import say
@@ -42,6 +44,7 @@ _STDERR = 2
 
 @takes(*names_in(*ENGINE), *_ANSWERS, also=_ALSO)
 def daemon(
+    ctx: typer.Context,
     *,
     stream_tagged: Annotated[
         bool,
@@ -77,6 +80,7 @@ def daemon(
 
     Example: cbatch daemon -m model.gguf --cache-slots 4 --stream-tagged
     """
+    ctx.obj.never_wait_for_stderr()
     options, settings = given.run_options(), given.engine_settings()
     _check_call(stream_fd, socket, port)
     serve = partial(_serve, options=options, is_tagged=stream_tagged)

@@ -19,7 +19,14 @@ from typer.core import TyperCommand, TyperGroup
 
 import cbatch
 from cbatch.cli.option_table import option
-from cbatch.cli.terminal import discard, event_line, say, settle_stderr, tell
+from cbatch.cli.terminal import (
+    discard,
+    event_line,
+    never_wait_for_stderr,
+    say,
+    settle_stderr,
+    tell,
+)
 from cbatch.errors import ConfigError
 from cbatch.files.places import stdout
 from cbatch.logs import FIELDS
@@ -126,6 +133,14 @@ class Interrupts:
     def forget(self) -> None:
         """Treat the next Ctrl-C as the first one again."""
         self._first_s = None
+
+    def never_wait_for_stderr(self) -> None:
+        """Leave lines on stderr out where nobody reads them: for a command that serves others."""
+        never_wait_for_stderr(self._left_out)
+
+    def _left_out(self, n: int) -> str:
+        words = f"{n:,} lines left out here: stderr had no room"
+        return event_line("note", text=words) if self.says_events else f"cbatch: {words}"
 
 
 class _Help:
@@ -293,20 +308,20 @@ def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> 
     logger.setLevel(level.name)
 
 
-_ALWAYS_SHOWN = ("cbatch.worker", "cbatch.reload")
+ALWAYS_SHOWN = ("cbatch.worker", "cbatch.reload")
 """Loggers of deaths and starts of workers, and of reloads of a model."""
 
 
 def _show_deaths(ctx: typer.Context) -> None:
     """Show deaths and starts of workers, and reloads, on stderr until the command ends or shows the whole log."""
     _hide_log()
-    for name in _ALWAYS_SHOWN:
+    for name in ALWAYS_SHOWN:
         logging.getLogger(name).addHandler(LogLines(ctx.obj, "cbatch: %(message)s"))
     ctx.call_on_close(_hide_log)
 
 
 def _hide_log() -> None:
-    for logger in map(logging.getLogger, ("cbatch", *_ALWAYS_SHOWN)):
+    for logger in map(logging.getLogger, ("cbatch", *ALWAYS_SHOWN)):
         for lines in [handler for handler in logger.handlers if isinstance(handler, LogLines)]:
             logger.removeHandler(lines)
 

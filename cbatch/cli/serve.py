@@ -18,9 +18,9 @@ import typer
 import cbatch
 from cbatch.checks import check_text, reading
 from cbatch.cli.completion import among
-from cbatch.cli.main import LogLevel, LogLines, show_log
+from cbatch.cli.main import ALWAYS_SHOWN, LogLevel, LogLines, show_log
 from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
-from cbatch.cli.terminal import say, say_at_once, tell
+from cbatch.cli.terminal import say, tell
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.hub import local_model
@@ -238,6 +238,7 @@ def serve(
 
     Example: cbatch serve -m model.gguf --parallel 16 --port 8080
     """
+    ctx.obj.never_wait_for_stderr()
     _check_installed()
     from cbatch.server import create_app  # needs the extra
     from cbatch.server.batch_store import default_folder
@@ -374,27 +375,31 @@ def _renewed(
 def _notes(app: "Starlette") -> Sequence[str]:
     """Return what was wrong with the folder of files; nothing if the log shows it."""
     handlers = logging.getLogger("cbatch").handlers
-    is_logged = any(isinstance(handler, LogLines) for handler in handlers)
+    is_logged = any(isinstance(handler, LogLines | ShortLines) for handler in handlers)
     batches = app.state.desk.batches
     return () if is_logged or batches is None else batches.store.notes
 
 
 class ShortLines(logging.Handler):
-    """Prints a line for each HTTP request; while stderr is full, lines are left out and counted."""
-
-    n_lost = 0
-    """Lines left out since the last printed line."""
+    """Prints a line for each HTTP request, and warnings and errors that are not shown anyway."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line for an HTTP request; ignore other records."""
-        values = getattr(record, FIELDS, {})
-        if "latency_ms" not in values:
-            return
-        what = f"{values['method']} {values['path'][:_N_PATH]} {values['status']}"
-        lost = f" ({self.n_lost:,} lines left out)" if self.n_lost else ""
-        when = time.strftime("%H:%M:%S", time.localtime(record.created))
-        is_said = say_at_once(f"{when} {what} {values['latency_ms']:,.0f} ms{lost}")
-        self.n_lost = 0 if is_said else self.n_lost + 1
+        """Print a line for an HTTP request or a warning; ignore other records."""
+        try:
+            values = getattr(record, FIELDS, {})
+            if "latency_ms" in values:
+                say(_request_line(record.created, values))
+            elif record.levelno >= logging.WARNING and record.name not in ALWAYS_SHOWN:
+                say(f"cbatch: {self.format(record)}")
+        except Exception:
+            self.handleError(record)
+
+
+def _request_line(time_s: float, values: dict[str, Any]) -> str:
+    """Return the short line of a request: ASCII, and its path one word, so that no path looks like another line."""
+    path = ascii(values["path"][:_N_PATH])[1:-1].replace(" ", "%20")
+    when = time.strftime("%H:%M:%S", time.localtime(time_s))
+    return f"{when} {values['method']} {path} {values['status']} {values['latency_ms']:,.0f} ms"
 
 
 def _show_requests(ctx: typer.Context, asked: LogFormat | None) -> None:
@@ -411,10 +416,10 @@ def _show_requests(ctx: typer.Context, asked: LogFormat | None) -> None:
 
 
 def _show_short(ctx: typer.Context) -> None:
-    logger, lines = logging.getLogger("cbatch.server"), ShortLines()
+    logger, lines = logging.getLogger("cbatch"), ShortLines()
     logger.addHandler(lines)
     ctx.call_on_close(lambda: logger.removeHandler(lines))
-    _set_level(ctx, logger, logging.INFO)
+    _set_level(ctx, logging.getLogger("cbatch.server"), logging.INFO)
 
 
 def _set_level(ctx: typer.Context, logger: logging.Logger, level: int) -> None:

@@ -1,17 +1,24 @@
 """Messages of the commands to people and programs, on stderr; stdout is for answers."""
 
+import io
 import json
 import os
 import re
 import select
+import socket
+import stat
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import typer
 
-N_LINE_MAX = 1000
-"""Characters of a line of `say_at_once`: fewer bytes than any pipe with room takes whole. Source: pipe(7), PIPE_BUF."""
+_STDERR = 2
+
+_N_PIPE = 512
+"""Bytes that any pipe with room takes at once. Source: POSIX, limits.h: the least PIPE_BUF."""
 
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")  # halves of surrogate pairs
 
@@ -31,22 +38,105 @@ def say(line: str) -> None:
         typer.echo("".join(escaped), err=True)
 
 
-def say_at_once(line: str) -> bool:
-    """Print at most `N_LINE_MAX` characters of a line, or nothing where that would wait for a reader of stderr.
+class UnheldStderr(io.RawIOBase):
+    """A file whose `write` puts lines on stderr and never waits: where stderr has no room, they are left out.
 
-    Characters other than printable ASCII are escaped.
-
-    Returns:
-        whether the line was printed, or stderr is closed.
+    The next line that has room follows a line that says how many were left out. Where the reader has left, or the
+    disk is full, lines are dropped.
     """
+
+    def __init__(self, left_out: Callable[[int], str]) -> None:
+        """Make one. `left_out` returns the words for a number of lines that were left out."""
+        self._left_out = left_out
+        self._lock = threading.RLock()  # a signal handler may write, too
+        self._begun = b""
+        """The line whose end has not come yet."""
+        self._rest = b""
+        """The end of a line that stderr has in part."""
+        self.n_lost = 0
+        """Lines left out since the last one that had room."""
+
+    def fileno(self) -> int:
+        """Return the descriptor of stderr."""
+        return _STDERR
+
+    def isatty(self) -> bool:
+        """Whether stderr is a terminal."""
+        return os.isatty(_STDERR)
+
+    def writable(self) -> bool:
+        """Whether it is a file to write to: always."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write the whole lines now, if there is room; the rest once its line ends."""
+        with self._lock:
+            lines, end, self._begun = (self._begun + bytes(data)).rpartition(b"\n")
+            if end:
+                self._write_lines(lines + end)
+        return len(data)
+
+    def _write_lines(self, lines: bytes) -> None:
+        note = f"{self._left_out(self.n_lost)}\n".encode() if self.n_lost else b""
+        before = len(self._rest)
+        data = self._rest + note + lines
+        try:
+            n_written = _write_at_once(data)
+        except OSError:  # the reader has left, or the disk is full
+            self._rest = b""
+            return
+        if n_written > before:
+            self._rest, self.n_lost = data[n_written:], 0
+        else:
+            self._rest = self._rest[n_written:]
+            self.n_lost += lines.count(b"\n")
+
+
+def never_wait_for_stderr(left_out: Callable[[int], str]) -> None:
+    """Have nothing in this process wait for the reader of stderr from now on: logs, errors, tracebacks, `say`.
+
+    A program that replaced `sys.stderr` keeps its own.
+
+    Args:
+        left_out: returns the words for a number of lines that were left out.
+    """
+    before = sys.__stderr__
+    if before is None or sys.stderr is not before:
+        return
+    before.flush()
+    raw = cast("BinaryIO", UnheldStderr(left_out))
+    sys.stderr = io.TextIOWrapper(
+        raw, before.encoding, errors="backslashreplace", write_through=True
+    )
+
+
+def _write_at_once(data: bytes) -> int:
+    """Write what stderr takes without a wait; return how many bytes."""
+    kind = os.fstat(_STDERR).st_mode
+    try:
+        if stat.S_ISSOCK(kind):
+            with socket.socket(fileno=os.dup(_STDERR)) as own:
+                return own.send(data, socket.MSG_DONTWAIT)
+        if stat.S_ISREG(kind):
+            return os.write(_STDERR, data)
+        # opened anew: `O_NONBLOCK` on the descriptor itself would hold for other processes that have it
+        own_fd = os.open(f"/proc/self/fd/{_STDERR}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except BlockingIOError:
+        return 0
+    except (PermissionError, FileNotFoundError):  # another user's terminal, or no such folder
+        return _write_if_ready(data)
+    try:
+        return os.write(own_fd, data)
+    except BlockingIOError:
+        return 0
+    finally:
+        os.close(own_fd)
+
+
+def _write_if_ready(data: bytes) -> int:
     can_write = select.poll()
-    can_write.register(2, select.POLLOUT)
-    if not can_write.poll(0):
-        return False
-    text = ascii(line)[1:-1][:N_LINE_MAX]
-    with suppress(OSError):
-        os.write(2, f"{text}\n".encode())
-    return True
+    can_write.register(_STDERR, select.POLLOUT)
+    return os.write(_STDERR, data[:_N_PIPE]) if can_write.poll(0) else 0
 
 
 def settle_stderr() -> None:

@@ -153,11 +153,16 @@ class Ending:
             return
         threading.Thread(target=self._on_over, name="cbatch-over", daemon=True).start()
         time.sleep(_LAST_S)
+        told = threading.Thread(target=self._tell, name="cbatch-told", daemon=True)
+        told.start()
+        told.join(_THREADS_S)  # no longer: nobody may read stderr
+        self._leave(self._code)
+
+    def _tell(self) -> None:
         name = signal.Signals(self._number).name
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"cbatch: ended by force after {name}: something still ran\n")
             sys.stderr.flush()
-        self._leave(self._code)
 
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -28,7 +28,7 @@ from cbatch.cli.serve import ShortLines, _with_files
 from cbatch.errors import ConfigError
 from cbatch.logs import FIELDS
 from cbatch.server import create_app
-from tests.server.clients import call, certificate_files
+from tests.server.clients import call, certificate_files, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -141,30 +141,100 @@ def test_serve_says_a_short_line_of_each_request(
     assert shown == ["POST /v1/chat/completions 200 ", r"GET /no\nsuch 404 "][:n_lines]
 
 
-def test_line_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that never reads the stderr of a server would stop it else."""
+def test_path_of_a_short_line_is_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/x 200 1 ms\n12:00:00 GET /é"
+    values = {"method": "GET", "path": path, "status": 404, "latency_ms": 0.4}
+    ShortLines().emit(logging.makeLogRecord({FIELDS: values}))
+    line = capsys.readouterr().err
+    assert re.fullmatch(
+        r"..:..:.. GET /x%20200%201%20ms\\n12:00:00%20GET%20/\\xe9 404 0 ms\n", line
+    )
+
+
+def test_short_log_has_warnings_once(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("cbatch.server", "cbatch.files", "cbatch.worker", "cbatch.reload")
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        for name in names:
+            what = {"name": name, "levelno": level, "msg": f"{name} at {level}"}
+            ShortLines().emit(logging.makeLogRecord(what))
+    assert capsys.readouterr().err.splitlines() == [
+        f"cbatch: {name} at {level}" for level in (30, 40) for name in names[:2]
+    ]
+
+
+@contextmanager
+def full_pipe() -> Iterator[tuple[int, int]]:
+    """A pipe without room, and who reads it: nobody."""
     source, sink = os.pipe()
-    values = {"method": "GET", "path": "/" + "é" * 9999, "status": 200, "latency_ms": 0.4}
-    record = logging.makeLogRecord({FIELDS: values})
-    lines = ShortLines()
-    kept = os.dup(2)
-    os.dup2(sink, 2)
+    fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(sink, b"x" * 4095 + b"\n")
     try:
-        while lines.n_lost < 3:
-            lines.emit(record)
-        said = os.read(source, 2**20).decode().splitlines()
-        lines.emit(record)
-        [last] = os.read(source, 2**20).decode().splitlines()
-        os.close(source)
-        lines.emit(record)
+        yield source, sink
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.close(source)
         os.close(sink)
-    assert len(said) > 10
-    assert all(re.fullmatch(r"..:..:.. GET /(\\xe9)+ 200 0 ms", line) for line in said)
-    assert last.endswith(" 200 0 ms (3 lines left out)")
-    assert lines.n_lost == 0
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([], []),
+        ([], ["--log-format", "text"]),
+        ([], ["--log-format", "json"]),
+        (["--log-level", "debug"], []),
+    ],
+    ids=str,
+)
+def test_server_whose_stderr_nobody_reads_serves_and_ends(
+    test_model: Path, tmp_path: Path, before: list[str], after: list[str]
+) -> None:
+    path = tmp_path / "socket"
+    own = ["-m", str(test_model), "--uds", str(path), "--threads", "1", "--replicas", "1"]
+    command = [sys.executable, "-m", "cbatch.cli", *before, "serve", *own, *after]
+    with full_pipe() as (_, sink), subprocess.Popen(command, stderr=sink) as process:
+        try:
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://localhost") as client:
+                wait_until(lambda: path.exists() or process.poll() is not None)
+                chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+                for _ in range(2):
+                    answer = client.post("/v1/chat/completions", json=chat, timeout=60)
+                    assert answer.status_code == 200
+                assert client.post("/v1/models/load", timeout=60).status_code == 200
+                assert client.get("/health", timeout=60).status_code == 200
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("how", ["gone", "full", "closed"])
+def test_server_without_a_usable_stderr_serves_and_ends(
+    test_model: Path, tmp_path: Path, how: str
+) -> None:
+    path = tmp_path / "socket"
+    own = ["-m", str(test_model), "--uds", str(path), "--threads", "1", "--replicas", "1"]
+    source, sink = os.pipe()
+    os.close(source)
+    if how == "full":
+        os.close(sink)
+        sink = os.open("/dev/full", os.O_WRONLY)
+    shell = ["sh", "-c", 'exec "$@" 2>&-' if how == "closed" else 'exec "$@"', "sh"]
+    command = [*shell, sys.executable, "-m", "cbatch.cli", "serve", *own]
+    with subprocess.Popen(command, stderr=sink) as process:
+        os.close(sink)
+        try:
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://localhost") as client:
+                wait_until(lambda: path.exists() or process.poll() is not None)
+                for _ in range(3):
+                    assert client.get("/health", timeout=60).status_code == 200
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -105,6 +106,30 @@ def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
         assert has_left.wait(PATIENCE_S)
     assert codes == [0]
     assert "cbatch: ended by force after SIGTERM: something still ran" in capsys.readouterr().err
+
+
+def test_stderr_that_nobody_reads_does_not_delay_the_end_by_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Held(io.StringIO):
+        def write(self, text: str) -> int:
+            is_read.wait(PATIENCE_S)
+            return len(text)
+
+    is_read, has_left = threading.Event(), threading.Event()
+    monkeypatch.setattr(ending, "_LAST_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Held())
+    left: list[bool] = []
+
+    def leave(code: int) -> None:
+        left.append(is_read.is_set())
+        has_left.set()
+
+    with Ending(0, leave=leave).on_signals() as end, end.serving(bool, bool):
+        end.begin()
+        assert has_left.wait(PATIENCE_S / 2)
+    is_read.set()
+    assert left == [False]
 
 
 def test_process_that_does_not_end_behind_the_block_is_ended(
