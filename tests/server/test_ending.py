@@ -345,7 +345,7 @@ def test_signal_while_the_model_is_loaded_ends_server_and_worker(
 
 @pytest.mark.real
 def test_worker_killed_again_and_again_is_replaced_and_all_is_told(test_model: Path) -> None:
-    with serving(test_model) as (process, where):
+    with serving(test_model, "--log-format", "none") as (process, where):
         last: list[int] = []
 
         def another() -> bool:
