@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import llama_cpp
 import pytest
 
 from cbatch.backend.llama import library
 from cbatch.errors import IncompatibleLlamaError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_handshake_with_the_installed_llama_cpp_passes() -> None:
