@@ -343,7 +343,7 @@ def parsed(name: str, text: str) -> object:
 def why_unread(error: ValueError, text: str) -> str:
     """Return why JSON text could not be read; an integer that is too long is shown, with the limit."""
     if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error}"
+        return f"not JSON: {error if error.lineno > 1 else f'{error.msg}: column {error.colno}'}"
     try:
         json.loads(text, parse_int=_read_integer)
     except _LongIntegerError as long:

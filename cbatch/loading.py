@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.checks import check_flag, check_int, readable, reading
+from cbatch.checks import check_flag, check_int, readable, reading, shown
 from cbatch.engine import Engine, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
@@ -101,7 +101,11 @@ def check_structure(options: RunOptions) -> None:
 
 def check_replicas(name: str, value: object) -> int | Literal["auto"]:
     """Return a number of replicas, or "auto". Raises a `ConfigError` for another value."""
-    return "auto" if value == "auto" else check_int(name, value, 1, MAX_REPLICAS)
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str):
+        raise ConfigError(f"{name} must be a whole number or auto, not {shown(value)}")
+    return check_int(name, value, 1, MAX_REPLICAS)
 
 
 def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threaded: bool) -> int:

@@ -248,7 +248,9 @@ def _tokens(value: object) -> tuple[int, ...]:
 
 def _messages(value: object) -> tuple[Message, ...]:
     if text_of(value) is not None:
-        raise ConfigError("messages must be a list of messages; for plain text give prompt=")
+        raise ConfigError(
+            'messages must be a list of messages such as {"role": "user", "content": "…"}, not a string'
+        )
     messages = list_of(value)
     if messages is None:
         raise ConfigError(f"messages must be a list of messages, not {_kind(value)}")

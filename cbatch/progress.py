@@ -68,12 +68,20 @@ class Counts:
     """Why a run over a file ended; None while the run goes on, and for other batches."""
     is_counted: bool = False
     """Whether `n_about` was counted; the input may still change."""
+    n_goal: int | None = None
+    """Items that are done when a run over a file reaches its limit; None without one."""
 
     @property
     def share(self) -> float | None:
-        """Share of the items that is done; None where the number of items is unknown."""
+        """Share of the run's items that is done; None where their number is unknown."""
+        n_goal = self.n_to_do
+        return min(1.0, self.n_done / n_goal) if n_goal else None
+
+    @property
+    def n_to_do(self) -> int | None:
+        """Items that are done when the run ends; None where that is unknown."""
         n_total = self.n_total or self.n_about
-        return min(1.0, self.n_done / n_total) if n_total else None
+        return n_total if n_total is None or self.n_goal is None else min(n_total, self.n_goal)
 
     @property
     def is_over(self) -> bool:
@@ -125,7 +133,7 @@ class Snapshot:
     def left_s(self) -> float | None:
         """Seconds that the rest takes at this rate; None before the first result, and while the total is unknown."""
         counts = self.counts
-        n_total, n_new = counts.n_total or counts.n_about, counts.n_done - counts.n_before
+        n_total, n_new = counts.n_to_do, counts.n_done - counts.n_before
         if n_new < 1 or n_total is None:
             return None
         return self.elapsed_s * max(0, n_total - counts.n_done) / n_new
@@ -377,10 +385,7 @@ def _items(counts: Counts) -> str:
 
 
 def _cancelled(counts: Counts) -> str:
-    if not counts.n_cancelled:
-        return ""
-    next = "" if counts.ending is None else " (left for the next run)"
-    return f", {counts.n_cancelled} cancelled{next}"
+    return f", {counts.n_cancelled} cancelled" if counts.n_cancelled else ""
 
 
 def _cached(s: Snapshot) -> str:

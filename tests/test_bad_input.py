@@ -301,7 +301,7 @@ def test_unknown_option_is_refused_by_name_wherever_it_stands(
         ({"tokens": [1, -1]}, "not -1"),
         ({"tokens": [1.0]}, "not 1.0"),
         ({"tokens": "12"}, "not str"),
-        ({"messages": "Hi"}, "for plain text give prompt="),
+        ({"messages": "Hi"}, 'such as {"role": "user"'),
         ({"messages": HI[0]}, "not dict"),
         ({"prompt": "a", "id": ""}, "non-empty string, not ''"),
         ({"prompt": "a", "id": 7}, "non-empty string, not 7"),

@@ -123,11 +123,12 @@ def test_cancelled_items_are_neither_done_nor_failed() -> None:
     assert closing_line(left).startswith("10/40, 2 failed, 30 cancelled · ")
 
 
-def test_cancelled_items_of_a_file_come_in_the_next_run() -> None:
-    left = replace(snapshot(), counts=Counts(40, 10, 0, n_cancelled=30, ending="now"))
-    assert summary_lines(left).startswith(
-        "items   10 of 40, 0 failed, 30 cancelled (left for the next"
-    )
+def test_share_of_a_run_with_a_limit_is_that_of_the_limit() -> None:
+    counts = Counts(None, 7, 0, n_about=300, n_before=5, is_counted=True, n_goal=10)
+    limited = replace(snapshot(), counts=counts)
+    assert counts.share == 0.7
+    assert limited.left_s == pytest.approx(limited.elapsed_s * 3 / 2)
+    assert summary_lines(limited).startswith("items   7 of 300, 0 failed\n")
 
 
 @pytest.mark.parametrize(

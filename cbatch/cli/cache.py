@@ -172,7 +172,7 @@ def _time(used_at: float) -> str:
 
 
 def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / _MIB:,.1f} MiB"
+    return f"{n_bytes / 2**10:,.1f} KiB" if 0 < n_bytes < _MIB else f"{n_bytes / _MIB:,.1f} MiB"
 
 
 def _counted(files: "list[CacheFile]") -> str:

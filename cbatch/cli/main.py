@@ -180,6 +180,19 @@ class Command(_Help, TyperCommand):
             interrupts.says_events = "--json" in args or is_set
         return super().make_context(info_name, self._renamed(args), parent, **more)
 
+    def parse_args(self, ctx: Any, args: Any) -> Any:
+        """Read the options; a model that is given without its option is named."""
+        model = next((arg for arg in args if arg.endswith(".gguf")), None)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            said = getattr(error, "message", "")
+            if model and f"extra argument(s) ({model})" in said.replace(
+                "argument (", "argument(s) ("
+            ):
+                error.message = f"{said}: give the model as -m {model}"  # type: ignore[attr-defined]
+            raise
+
     def _renamed(self, args: Any) -> list[str]:
         """Return arguments with the names that the help tells for options that have others too."""
         also = getattr(self.callback, "also", {})

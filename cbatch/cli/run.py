@@ -141,7 +141,8 @@ def _end(summary: RunSummary, view: View) -> None:
     if summary.resume_hint:
         _tell(view, f"cbatch: {summary.resume_hint}")
     if summary.n_errors:
-        _tell(view, f"cbatch: {summary.failures}")
+        again = "; --retry-errors runs those again" if summary.n_failed_before else ""
+        _tell(view, f"cbatch: {summary.failures}{again}")
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 

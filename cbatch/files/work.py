@@ -349,21 +349,17 @@ class Work:
             n_total,
             self._n_settled,
             tally.n_failed + tally.n_failed_before,
-            self._n_given_back,
-            n_about,
-            tally.n_before,
-            self._ended,
-            is_counted,
+            n_about=n_about,
+            n_before=tally.n_before,
+            ending=self._ended,
+            is_counted=is_counted,
+            n_goal=None if self._limit == math.inf else int(tally.n_before + self._limit),
         )
 
     def _about(self) -> tuple[int | None, bool]:
         """Return the counted or estimated number of items, and whether it was counted."""
         n_items = self._stream.n_items
-        n_about = self._stream.about() if n_items is None else n_items
-        n_most = self.tally.n_before + self._limit
-        if n_about is not None and n_about > n_most:
-            return int(n_most), False  # items further on may be done already
-        return n_about, n_items is not None
+        return (self._stream.about(), False) if n_items is None else (n_items, True)
 
     def _ending(self) -> Ending:
         if self._stop.is_asked:

@@ -372,3 +372,9 @@ def test_keys_survive_json(folder: Path) -> None:
     keep(folder, *keys)
     lines = cache("ls", "--json", folder=folder).stdout.splitlines()
     assert [json.loads(line)["key"] for line in lines] == keys[::-1]
+
+
+def test_size_below_a_mebibyte_is_in_kibibytes() -> None:
+    from cbatch.cli.cache import _mib
+
+    assert [_mib(n) for n in (0, 512, 3 * 2**20)] == ["0.0 MiB", "0.5 KiB", "3.0 MiB"]

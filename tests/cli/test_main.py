@@ -128,6 +128,17 @@ def test_bad_value_on_the_command_line_is_not_blamed_on_the_environment(
     assert result.stderr == "cbatch: parallel must be 1 … 256, not 257\n"
 
 
+def test_model_without_its_option_is_hinted_at() -> None:
+    result = invoke("serve", "nope.gguf")
+    assert result.exit_code == 2
+    assert "-m nope.gguf" in result.stderr
+
+
+def test_replicas_that_are_no_number_name_both_kinds_of_value() -> None:
+    result = invoke("serve", "--replicas", "many")
+    assert result.stderr == "cbatch: --replicas must be a whole number or auto, not 'many'\n"
+
+
 def test_completion_is_not_installed_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CBATCH_SHOW_COMPLETION", "bash")
     result = invoke("info", "none.gguf")

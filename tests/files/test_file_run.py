@@ -299,6 +299,14 @@ def test_limit_counts_what_is_run_and_the_next_run_takes_the_next(
     assert len(answers(out)) == 100
 
 
+def test_summary_of_a_limited_run_counts_the_whole_input(
+    engine: Engine, source: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n in (30, 60):
+        run_file(source, out, engine=engine, limit=30, progress=True)
+        assert f"{n}/100 · " in capsys.readouterr().err
+
+
 def test_shuffle_runs_all_in_another_order_that_its_seed_gives(
     source: Path, tmp_path: Path
 ) -> None:
@@ -473,6 +481,8 @@ def test_wrong_settings_are_named(engine: Engine, source: Path, out: Path) -> No
             run_file(source, out, engine=engine, **settings)
     with pytest.raises(UnsupportedOptionError, match="parralel"):
         run_file(source, out, engine=engine, parralel=3)
+    with pytest.raises(UnsupportedOptionError, match=r"tempature: .*options=\{'temperature': …\}"):
+        run_file(source, out, engine=engine, tempature=1)
     assert not out.exists()
 
 

@@ -58,7 +58,7 @@ def test_blank_lines_are_not_counted_but_places_are_those_of_the_file(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("nope", "invalid_json_line", "not JSON: Expecting value: .*: nope"),
+        ("nope", "invalid_json_line", "not JSON: Expecting value: column 1: nope"),
         (
             '{"prompt": "x", "options": {"seed": -%s}}' % ("9" * 5000),
             "invalid_json_line",

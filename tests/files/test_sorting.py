@@ -259,6 +259,11 @@ def test_sort_without_a_manifest_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_sort_of_a_missing_file_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nope: cannot be read: No such file"):
+        sort_in_place(tmp_path / "nope")
+
+
 def test_sort_with_an_empty_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("{}\n", encoding="utf-8")
     (tmp_path / "out.manifest").touch()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import llama_cpp
 import pytest
 
 from cbatch.backend.llama import library
 from cbatch.errors import IncompatibleLlamaError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_handshake_with_the_installed_llama_cpp_passes() -> None:
@@ -43,6 +47,26 @@ def test_handshake_without_a_function_names_it(monkeypatch: pytest.MonkeyPatch) 
 def test_library_that_is_missing_says_how_to_reinstall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CBATCH_LIBRARY", "/nowhere/libcbatch.so")
     with pytest.raises(IncompatibleLlamaError, match=r"/nowhere/libcbatch\.so.*pip install"):
+        library.load_library()
+
+
+def test_checkout_without_a_built_library_says_to_leave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native" / "CMakeLists.txt").touch()
+    monkeypatch.delenv("CBATCH_LIBRARY", raising=False)
+    monkeypatch.setattr(library, "_PACKAGE", tmp_path / "cbatch")
+    with pytest.raises(IncompatibleLlamaError, match=r"is the source checkout.*PYTHONSAFEPATH=1"):
+        library.load_library()
+
+
+def test_installed_package_without_a_library_says_how_to_reinstall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CBATCH_LIBRARY", raising=False)
+    monkeypatch.setattr(library, "_PACKAGE", tmp_path / "cbatch")
+    with pytest.raises(IncompatibleLlamaError, match=r"missing.*pip install .*--no-deps.* \.$"):
         library.load_library()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import importlib.resources
 import os
 import sys
 from contextlib import suppress
@@ -26,7 +25,8 @@ ABI_VERSION = 7
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
     sys.platform, "libcbatch.so"
 )
-_REINSTALL = "reinstall it with: pip install --force-reinstall --no-deps --no-cache-dir cbatch"
+_REINSTALL = "reinstall it, in a clone: pip install --force-reinstall --no-deps --no-cache-dir ."
+_PACKAGE = Path(__file__).parents[2]
 _BATCH_FIELDS = ("n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits")
 
 _int, _pointer = ctypes.c_int32, ctypes.c_void_p
@@ -61,7 +61,13 @@ def load_library() -> Any:
     Raises:
         IncompatibleLlamaError: the file is missing, does not load, or is of another cbatch.
     """
-    path = os.environ.get("CBATCH_LIBRARY") or importlib.resources.files("cbatch") / _FILE_NAME
+    chosen = os.environ.get("CBATCH_LIBRARY")
+    path = Path(chosen) if chosen else _PACKAGE / _FILE_NAME
+    if not (chosen or path.exists()) and (_PACKAGE.parent / "native" / "CMakeLists.txt").exists():
+        raise IncompatibleLlamaError(
+            f"{_PACKAGE} is the source checkout of cbatch, not the installed package: run Python from another folder, "
+            "with your script there, or set PYTHONSAFEPATH=1 (Python 3.11 and later)"
+        )
     try:
         lib = ctypes.CDLL(str(path))
         version = lib.cbatch_abi_version()

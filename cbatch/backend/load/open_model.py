@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parents[2] / "models"
 CHAT = "chat.gguf"
 
-_WAY_OUT = (
-    "install cbatch again (pip install --force-reinstall cbatch), or give a model of your own"
-)
+_WAY_OUT = "install cbatch again, in a clone (pip install --force-reinstall --no-deps .), or give a model of your own"
 # Source: include/llama.h, enum llama_split_mode.
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 # As files have them; llama.cpp writes "unspecified", which is −1, as an unsigned number.

@@ -150,6 +150,8 @@ def reopened(output: Path) -> Iterator[Outputs]:
     """
     check_file(output)
     path, output = bring_manifest(output), real(output)
+    if not (path.exists() or output.exists()):
+        raise ConfigError(f"{output}: cannot be read: No such file or directory")
     no_manifest = ConfigError(f"{output}: there is no manifest beside it that lists its records")
     if not (path.is_file() and output.is_file()):
         raise no_manifest

@@ -245,7 +245,7 @@ function render() {
   showToEnd();
 }
 
-const EXAMPLES = ["What is 2+3?", "Write a table of three colours and a thing of each.", "Tell a short story about a lighthouse."];
+const EXAMPLES = ["What is 2+3?", "Is this review positive or negative? I love this lamp.", "Tell me a short story about a fox in the desert."];
 
 function beginning() {
   const examples = EXAMPLES.map((text) => el("button", { type: "button", class: "example", onclick: () => send(text) }, text));
