@@ -129,7 +129,7 @@ def one_step_a_run(stepper: type[NativeStepper | PythonStepper]) -> Callable[...
     def make_stepper(ctx: Any, **sizes: Any) -> NativeStepper | PythonStepper:
         made = stepper(ctx, **sizes)
         run = made.run
-        made.run = lambda chunks, *_, pads=(): run(chunks, 1, pads=pads)  # type: ignore[method-assign]
+        made.run = lambda chunks, *_, pads=(), **_more: run(chunks, 1, pads=pads)  # type: ignore[method-assign]
         return made
 
     return make_stepper
