@@ -83,7 +83,7 @@ def test_sort_by_the_input_goes_by_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["no-such-file"], "no manifest beside it"),
+        (["no-such-file"], "No such file or directory"),
         (["-"], "stdin has no manifest"),
         (["out"], "no manifest beside it"),
         (["out", "-o", "-"], "--by INPUT"),
