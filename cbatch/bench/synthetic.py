@@ -110,9 +110,7 @@ def _import_gguf() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise ConfigError(
-            'writing a model needs the gguf package: pip install "cbatch[synth]"'
-        ) from error
+        raise ConfigError("writing a model needs the gguf package: pip install gguf") from error
     return gguf  # type: ignore[no-any-return]
 
 

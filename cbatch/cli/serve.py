@@ -440,7 +440,7 @@ def _check_installed() -> None:
     for name in ("starlette", "uvicorn", "prometheus_client", "python_multipart"):
         if find_spec(name) is None:
             raise ConfigError(
-                f'serve needs packages that are not installed ({name}): pip install "cbatch[server]"'
+                f'serve needs packages that are not installed ({name}): pip install ".[server]" in a clone of cbatch'
             )
 
 

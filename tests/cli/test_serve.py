@@ -417,7 +417,7 @@ def test_serve_without_its_packages_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr("cbatch.cli.serve.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["serve"])
     assert result.exit_code == 2
-    assert 'pip install "cbatch[server]"' in result.stderr
+    assert 'pip install ".[server]"' in result.stderr
 
 
 @pytest.mark.real

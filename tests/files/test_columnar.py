@@ -347,5 +347,5 @@ def test_parquet_without_pyarrow_says_what_to_install(
 ) -> None:
     path = save(tmp_path / "in.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"cbatch\[parquet\]"):
+    with pytest.raises(ConfigError, match="pip install pyarrow"):
         read(path, template="{review}")

@@ -256,5 +256,5 @@ def test_zstd_without_its_package_says_what_to_install(
 ) -> None:
     for module in ("compression.zstd", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"cbatch\[zstd\]"):
+    with pytest.raises(ConfigError, match=r"pip install backports\.zstd"):
         list(opened(write(tmp_path / "file", zstd.compress(TEXT))).lines())

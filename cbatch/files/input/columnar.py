@@ -25,9 +25,7 @@ def import_pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            'Parquet and Arrow files need pyarrow: pip install "cbatch[parquet]"'
-        ) from error
+        raise ConfigError("Parquet and Arrow files need pyarrow: pip install pyarrow") from error
     return pyarrow
 
 

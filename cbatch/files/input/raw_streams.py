@@ -136,7 +136,7 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     if packer is None:
         why = f"this Python was built without {modules[0]}: unpack it"
         if modules == _ZSTD:
-            why = 'reading .zst needs a package: pip install "cbatch[zstd]"'
+            why = "reading .zst needs a package: pip install backports.zstd"
         raise ConfigError(f"{name}: {why}")
     make = getattr(packer, _DECOMPRESSORS.get(modules[0], ""), None)
     text = packer.open(raw) if make is None else _PackedStreams(raw, make)

@@ -113,9 +113,9 @@ def _check(files: Sequence[Path], args: argparse.Namespace) -> None:
             raise ConfigError(f"{file} is there already; use --force to replace it")
     if min(args.tokens, args.draft_tokens, args.threads) < 1:
         raise ConfigError("--tokens, --draft-tokens and --threads are ≥ 1")
-    for module, name in (("torch", "torch"), ("gguf", '"cbatch[synth]"')):
-        if find_spec(module) is None:
-            raise ConfigError(f"the recipe needs {module}: pip install {name}")
+    for name in ("torch", "gguf"):
+        if find_spec(name) is None:
+            raise ConfigError(f"the recipe needs {name}: pip install {name}")
 
 
 def _train(pieces: Sequence[str], args: argparse.Namespace) -> tuple[Weights, Weights]:
