@@ -18,7 +18,7 @@ from cbatch.processes import has_crashed, run_apart
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from cbatch.engine_options import EngineOptions
@@ -43,7 +43,8 @@ N_WINDOW = 256
 """Most tokens of a sequence in the process."""
 
 _NOTE = "load"
-_SURVIVED = "survived"
+SURVIVED = "survived"
+"""The outcome of a process that did not crash."""
 _ASSERTED = b"GGML_ASSERT"
 
 
@@ -64,30 +65,43 @@ def check_load(
     depends = note_parts(os.fspath(path), options, has_weights=has_weights)
     if not depends:
         return
-    found = notes.read(_NOTE, *depends)
-    if found is None:
-        sizes = {"parallel": 1, "n_batch": options.n_batch, "n_ubatch": options.n_ubatch}
-        said = {
-            **sizes,
-            "ctx_per_seq": N_WINDOW,
-            "n_gpu_layers": 0,  # assertions do not depend on the device
-            **{name: getattr(options, name) for name in KEPT},
-        }
-        words = (os.fspath(path), json.dumps(said), *(() if has_weights else (NO_WEIGHTS,)))
-        try:
-            done = run_apart(PROCESS, *words, wall_s=WALL_S, is_stopped=is_stopped)
-        except ConfigError:
-            return
-        has_ended = done is not None and has_crashed(done.returncode)
-        if done is None or not (has_ended or done.returncode == 0):
-            return
-        found = _last_words(done) if has_ended else _SURVIVED
-        notes.write(found, _NOTE, *depends)
-    if found != _SURVIVED:
+    said = {
+        "parallel": 1,
+        "n_batch": options.n_batch,
+        "n_ubatch": options.n_ubatch,
+        "ctx_per_seq": N_WINDOW,
+        "n_gpu_layers": 0,  # assertions do not depend on the device
+        **{name: getattr(options, name) for name in KEPT},
+    }
+    words = (os.fspath(path), json.dumps(said), *(() if has_weights else (NO_WEIGHTS,)))
+    found = outcome(_NOTE, depends, words, is_stopped)
+    if found not in (None, SURVIVED):
         raise ModelLoadError(
             f"{path}: llama.cpp crashed on this file in a separate process ({found}): the file is damaged, so copy or "
             "download it again, or this version of llama-cpp-python cannot compute it"
         )
+
+
+def outcome(
+    note: str, depends: Sequence[str], words: Sequence[str], is_stopped: Callable[[], bool]
+) -> str | None:
+    """Run `PROCESS` with some arguments, unless its outcome is noted.
+
+    Returns:
+        `SURVIVED`, or how the process crashed; None if nothing is known.
+    """
+    if known := notes.read(note, *depends):
+        return known
+    try:
+        done = run_apart(PROCESS, *words, wall_s=WALL_S, is_stopped=is_stopped)
+    except ConfigError:
+        return None
+    has_ended = done is not None and has_crashed(done.returncode)
+    if done is None or not (has_ended or done.returncode == 0):
+        return None
+    found = _last_words(done) if has_ended else SURVIVED
+    notes.write(found, note, *depends)
+    return found
 
 
 def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:

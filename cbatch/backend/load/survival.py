@@ -23,15 +23,13 @@ from cbatch.backend.llama.context import (
 )
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.load import notes
-from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, WALL_S
+from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, SURVIVED, outcome
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import CBatchError, ConfigError
+from cbatch.errors import CBatchError
 from cbatch.options import GREEDY
-from cbatch.processes import has_crashed, run_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.model import LlamaModel
 
 _NOTE = "survival"
-_SURVIVED, _ENDED = "survived", "ended"
 
 _ENOUGH_S = 20.0
 """Most seconds of steps; the steps most likely to crash come first. Our choice."""
@@ -70,17 +67,8 @@ def survives(
     depends = note_parts(model.name, options, **{n: said[n] for n in ("parallel", "ctx_per_seq")})
     if not depends:
         return True
-    if known := notes.read(_NOTE, *depends):
-        return known != _ENDED
-    try:
-        words = model.name, json.dumps(said)
-        done = run_apart(__name__, *words, wall_s=WALL_S, is_stopped=is_stopped)
-    except ConfigError:
-        return True
-    has_ended = done is not None and has_crashed(done.returncode)
-    if has_ended or (done is not None and done.returncode == 0):
-        notes.write(_ENDED if has_ended else _SURVIVED, _NOTE, *depends)
-    return not has_ended
+    found = outcome(_NOTE, depends, (model.name, json.dumps(said)), is_stopped)
+    return found in (None, SURVIVED)
 
 
 def _candidates(options: EngineOptions) -> Iterator[EngineOptions]:

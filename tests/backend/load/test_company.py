@@ -240,7 +240,7 @@ def test_company_is_tried_once_for_a_machine(
             with cbatch.load(zoo(name), parallel=3) as engine:
                 said.append((engine.company, engine.parallel))
             monkeypatch.setattr("cbatch.backend.load.company._Trial", None)
-            monkeypatch.setattr("cbatch.backend.load.survival.run_apart", None)
+            monkeypatch.setattr("cbatch.backend.load.load_trial.run_apart", None)
         assert said[0] == said[1]
         monkeypatch.undo()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import subprocess
 import sys
@@ -84,26 +83,6 @@ def test_heads_of_a_wrong_size_end_no_process_that_loads(synth: SynthFactory) ->
     said = {"general.architecture": "mistral3", "mistral3.rope.dimension_count": 2}
     reason = is_refused_by_a_trial(synth("test", metadata=said))
     assert reason == "GGML_ASSERT(n_embd_head == n_rot) failed"
-
-
-@pytest.fixture
-def processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[[str], list[dict[str, Any]]]:
-    """Return a function that has processes run `code`, and returns a list that grows with the options of each."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def prepare(code: str) -> list[dict[str, Any]]:
-        asked: list[dict[str, Any]] = []
-
-        def command_of(module: str, path: str, said: str, *more: str) -> list[str]:
-            asked.append(json.loads(said))
-            return [sys.executable, "-c", code]
-
-        monkeypatch.setattr("cbatch.processes.command_of", command_of)
-        return asked
-
-    return prepare
 
 
 @pytest.mark.parametrize(

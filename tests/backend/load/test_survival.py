@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import closing
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -38,26 +37,6 @@ OPTIONS = EngineOptions(parallel=3, ctx_per_seq=256)
 def model(test_model: Path) -> Iterator[LlamaModel]:
     with closing(open_model(test_model)) as opened:
         yield opened
-
-
-@pytest.fixture
-def processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[[str], list[dict[str, Any]]]:
-    """Return a function that has processes run `code`, and returns a list that grows with the options of each."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def prepare(code: str) -> list[dict[str, Any]]:
-        asked: list[dict[str, Any]] = []
-
-        def command_of(module: str, path: str, said: str) -> list[str]:
-            asked.append(json.loads(said))
-            return [sys.executable, "-c", code]
-
-        monkeypatch.setattr("cbatch.processes.command_of", command_of)
-        return asked
-
-    return prepare
 
 
 @pytest.mark.parametrize(
