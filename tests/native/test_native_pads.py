@@ -201,7 +201,7 @@ def test_dry_of_a_bound_slot_does_not_see_its_pad_rows(make: MakeStepper, n_step
     [
         pytest.param([chunk(0, 0, 1), pad(1, 0, 1, 2)], [1], 1, "a pad row of several", id="two"),
         pytest.param(
-            [chunk(0, 0, 1), pad(1, 0), pad(3, 0)], [1], 2, "no output", id="steps, no output"
+            [chunk(0, 0, 1), pad(1, 0), pad(3, 0)], [1], 2, "without output", id="steps, no output"
         ),
         pytest.param([chunk(0, 0, 1), pad(N_SLOTS, 0)], [1], 1, "out of range", id="slot"),
         pytest.param([pad(0, -1)], [0], 1, "start out of range", id="start"),
