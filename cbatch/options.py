@@ -402,6 +402,8 @@ class RunOptions:
         top_logprobs: with `logprobs`, also report this number of the likeliest tokens at each position, 0 … 20.
         prompt_logprobs: report the log-probability of each prompt token in `result.prompt_logprobs`, with this number
             of the likeliest at its position, 0 … 20; the prompt is then computed 64 tokens a step.
+        prompt_logprobs_start: place of the first prompt token that `prompt_logprobs` reports, ≥ 0; those before it are
+            None, and are computed once for all prompts that begin alike. Default: the first.
         echo: put the prompt before the answer in text and tokens, and in `logprobs` if requested; not for chats.
         priority: −100 … 100; the highest runs first in an engine with `policy="priority"`. Default: 0.
         slot: the slot to run in, 0 … `parallel` − 1; the request waits until that one is free. Default: any.
@@ -479,6 +481,7 @@ class RunOptions:
     logprobs: bool | int | None = None
     top_logprobs: int | None = checked(check_int, 0, MAX_LOGPROBS)
     prompt_logprobs: int | None = checked(check_int, 0, MAX_LOGPROBS)
+    prompt_logprobs_start: int | None = checked(check_int, 0, MAX_INT)
     echo: bool | None = checked(check_flag)
     priority: int | None = checked(check_int, -MAX_PRIORITY, MAX_PRIORITY)
     slot: int | None = checked(check_int, 0, MAX_INT)

@@ -569,10 +569,11 @@ def waiting_for(rig: Rig, slots: SlotPlan) -> list[SequenceDriver]:
 
 def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
     """Every token of a prompt is scored once: as soon as the one before it is computed, not when that is again."""
-    n_scored, start = len(driver.scores.found) if driver.scores else 0, chunk.start
+    n_scored, start = driver.scores.n_scored if driver.scores else 0, chunk.start
     end = start + len(chunk.tokens)
+    is_first = driver.scores is not None and not driver.scores.found
     assert not driver.is_scoring or start <= n_scored
-    if driver.is_scoring and start == n_scored:
+    if driver.is_scoring and (start == n_scored or (is_first and end > n_scored)):
         assert list(chunk.targets) == driver.tokens[start + 1 : min(end + 1, driver.n_prompt)]
     else:
         assert not chunk.targets

@@ -33,6 +33,7 @@ from cbatch.options import GREEDY, MAX_SEED, DryBreakers, Grammar, RunOptions, S
         ("prompt_logprobs", -1),
         ("prompt_logprobs", 21),
         ("prompt_logprobs", True),
+        ("prompt_logprobs_start", -1),
         ("echo", 1),
         ("temperature", -0.1),
         ("temperature", math.nan),

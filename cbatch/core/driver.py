@@ -215,7 +215,7 @@ class SequenceDriver:
     def n_reusable(self) -> int:
         """The most tokens whose cells it can reuse: one whose logits are wanted has to be computed."""
         if self.scores is not None and not self.scores.is_complete:
-            return len(self.scores.found)
+            return self.scores.n_scored
         return len(self.tokens) - 1
 
     @property
@@ -290,7 +290,8 @@ class SequenceDriver:
         self.go_on_for(self.pause_every)
         self.reply.begin(tokens)
         if self.request.n_prompt_logprobs is not None:
-            self.scores = PromptScores(n_prompt - 1)
+            first = (self.request.options.prompt_logprobs_start or 1) - 1
+            self.scores = PromptScores(n_prompt - 1, min(first, n_prompt - 1))
         if self.request.options.n_discard:
             self._keep_in_window(n_first)
 
@@ -461,9 +462,9 @@ class SequenceDriver:
         if guidance is not FREE or is_broken:
             self._follow(guidance, now, sampled[-1] if is_broken else None)
 
-    def take_scores(self, scores: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take log-probabilities of the prompt; where one is NaN end the sequence and return False."""
-        if self.scores is None or self.scores.take(scores):
+    def take_scores(self, start: int, scores: Sequence[TokenLogprobs], now: float) -> bool:
+        """Take log-probabilities of the tokens after those from `start`; where one is NaN end and return False."""
+        if self.scores is None or self.scores.take(start, scores):
             return True
         self._fail_row(now, BROKEN_ROW)
         return False

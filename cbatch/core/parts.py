@@ -31,38 +31,51 @@ class RequestClock:
 
 @dataclass(eq=False, slots=True)
 class PromptScores:
-    """Log-probabilities of the `n_wanted` tokens after the prompt's first, in order, as they are computed.
+    """Log-probabilities of a prompt's tokens, in order, as they are computed.
 
-    # tokens [0, len(found)) of the prompt were computed with a score for the token after each
+    # tokens [first, n_scored) of the prompt were computed with a score for the token after each
+    # tokens [n_scored, end) are to be
     """
 
-    n_wanted: int
+    end: int
+    """The last token of the prompt: nothing is behind it to score."""
+    first: int = 0
+    """The token before the first one that is scored."""
     found: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def n_scored(self) -> int:
+        """Tokens from the prompt's first on that need not be computed for a score (any more)."""
+        return self.first + len(self.found)
 
     @property
     def is_complete(self) -> bool:
         """Whether every wanted token has its score."""
-        return len(self.found) >= self.n_wanted
+        return self.n_scored >= self.end
 
     def n_targets(self, start: int, n_tokens: int) -> int:
-        """Return how many of `n_tokens` tokens from `start` are followed by a token to score."""
-        if start < len(self.found):
+        """Return how many of `n_tokens` tokens from `start` a step scores the next token of: all, or none.
+
+        Where prompts are cut at fixed places, those before `first` in the chunk that has `first` are scored, too.
+        """
+        if self.is_complete or start + n_tokens <= self.n_scored:
             return 0
-        return max(0, min(n_tokens, self.n_wanted - start))
+        return max(0, min(n_tokens, self.end - start))
 
     def n_within(self, start: int, n_tokens: int, n_targets: int) -> int:
         """Return how many of `n_tokens` tokens from `start` a step takes that can score `n_targets`.
 
-        Tokens with scores that are computed again are not scored again: their chunk ends where scoring goes on.
+        Tokens that need no score are computed in chunks of their own: these end where scoring begins or goes on.
         """
-        if not self.is_complete and start < len(self.found):
-            return min(n_tokens, len(self.found) - start)
+        if not self.is_complete and start < self.n_scored:
+            return min(n_tokens, self.n_scored - start)
         return n_tokens if self.n_targets(start, n_tokens) <= n_targets else n_targets
 
-    def take(self, scores: Sequence[TokenLogprobs]) -> bool:
-        """Append the scores of a run; return whether none of them is NaN."""
-        self.found += scores
-        return not any(math.isnan(score.logprob) for score in scores)
+    def take(self, start: int, scores: Sequence[TokenLogprobs]) -> bool:
+        """Append the wanted scores of a run, of the tokens after those from `start`; return whether none is NaN."""
+        wanted = scores[self.n_scored - start :]
+        self.found += wanted
+        return not any(math.isnan(score.logprob) for score in wanted)
 
 
 @dataclass(eq=False, slots=True)

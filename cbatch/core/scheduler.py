@@ -337,9 +337,12 @@ class ContinuousBatchScheduler:
         n_left = N_TARGETS_MAX
         for i, (driver, _, start) in enumerate(prefills):
             if driver.scores is not None:
-                n = driver.scores.n_within(start, wanted[i], n_left)
-                wanted[i] = 0 if self._cuts and n < wanted[i] else n
-                n_left -= driver.scores.n_targets(start, wanted[i])
+                scores = driver.scores
+                if not self._cuts:
+                    wanted[i] = scores.n_within(start, wanted[i], n_left)
+                elif scores.n_targets(start, wanted[i]) > n_left:
+                    wanted[i] = 0
+                n_left -= scores.n_targets(start, wanted[i])
 
     def _budget(self, room: int, n_rows: int, n_running: int, *, is_watched: bool) -> int:
         """Return how many prompt tokens may join `n_rows` decoding rows."""
@@ -472,7 +475,7 @@ class ContinuousBatchScheduler:
             else:
                 n_prompt += n_chunk
             scores = result.scores.get(chunk.slot)
-            if scores and not driver.take_scores(scores, now):
+            if scores and not driver.take_scores(chunk.start, scores, now):
                 finished.append(driver)
                 continue
             if failure := result.failures.get(chunk.slot):

@@ -204,10 +204,11 @@ def _scored_prompt(driver: SequenceDriver) -> tuple[TokenLogprob | None, ...] | 
         return request.prompt_logprobs
     if not driver.has_run:
         return ()
-    _, *behind = driver.given
-    scores = driver.scores.found if driver.scores else ()
-    found = [None, *map(partial(_logprob, driver.reply.text.piece), behind, scores)]
-    return (*found, *[None] * (driver.n_given - len(found)))
+    n_before = 1 + (driver.scores.first if driver.scores else 0)
+    scored, scores = driver.given[n_before:], driver.scores.found if driver.scores else ()
+    found = map(partial(_logprob, driver.reply.text.piece), scored, scores)
+    n_behind = driver.n_given - n_before - len(scores)
+    return (*[None] * n_before, *found, *[None] * n_behind)
 
 
 def _logprob(piece: Callable[[int], bytes], token: int, found: TokenLogprobs) -> TokenLogprob:

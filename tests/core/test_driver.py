@@ -326,11 +326,12 @@ def test_cancel_in_the_queue_is_an_error() -> None:
 # ---- what is scored, and in which pieces ----
 
 
-def make_scored(n_scored: int, n_computed: int) -> SequenceDriver:
-    """One with a prompt of 6 tokens, of which so many were scored from."""
-    driver = make_running(n_prompt=6, prompt_logprobs=0)
+def make_scored(n_scored: int, n_computed: int, start: int | None = None) -> SequenceDriver:
+    """One with a prompt of 6 tokens, of which so many were scored from, or need not be."""
+    driver = make_running(n_prompt=6, prompt_logprobs=0, prompt_logprobs_start=start)
     assert driver.scores is not None
-    driver.scores.take([TokenLogprobs(-1.0)] * n_scored)
+    n_first = driver.scores.first
+    driver.scores.take(n_first, [TokenLogprobs(-1.0)] * (n_scored - n_first))
     driver.n_computed = n_computed
     return driver
 
@@ -364,6 +365,35 @@ def test_step_takes_as_much_as_it_can_score(
     assert driver.scores is not None
     n_pending = driver.n_tokens - n_computed
     assert driver.scores.n_within(n_computed, n_pending, n_targets) == n
+
+
+@pytest.mark.parametrize("start", [None, 0, 1, 2, 5, 6, 900])
+def test_scores_begin_where_they_are_asked_for(start: int | None) -> None:
+    n_before = min(max(0, (start or 0) - 1), 5)
+    driver = make_scored(n_before, 0, start)
+    assert driver.n_reusable == n_before
+    assert driver.is_scoring == (n_before < 5)
+    for n_computed in range(n_before, 6):
+        n_pending = 6 - n_computed
+        driver.n_computed = n_computed
+        assert list(driver.chunk(Slot(0), n_computed, n_pending).targets) == [*range(n_computed + 1, 6)]
+
+
+def test_tokens_before_the_first_score_are_a_chunk_of_their_own() -> None:
+    driver = make_scored(3, 0, 4)
+    assert driver.scores is not None
+    assert driver.scores.n_within(0, 6, 64) == 3
+    assert list(driver.chunk(Slot(0), 0, 3).targets) == []
+
+
+def test_chunk_that_cannot_be_cut_scores_all_and_keeps_the_wanted() -> None:
+    driver = make_scored(3, 0, 4)
+    assert driver.scores is not None
+    assert list(driver.chunk(Slot(0), 0, 5).targets) == [1, 2, 3, 4, 5]
+    scores = [TokenLogprobs(math.nan), *(TokenLogprobs(-float(i)) for i in range(1, 5))]
+    assert driver.take_scores(0, scores, 1.0)
+    assert [score.logprob for score in driver.scores.found] == [-3.0, -4.0]
+    assert not driver.is_scoring
 
 
 def test_cells_taken_over_again_are_no_longer_from_the_cache() -> None:

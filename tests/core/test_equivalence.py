@@ -85,6 +85,7 @@ class Item:
     """A constraint of the fake backend, or a bad one."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int | None = None
     echo: bool = False
     slot: int | None = None
     """A slot of its own choosing, modulo their number."""
@@ -179,6 +180,7 @@ ITEMS = st.builds(
     regex=st.sampled_from([None, None, None, "0", "1", "1:5", "0:4:6", "1:3:9", "x"]),
     logprobs=st.sampled_from([None, None, 0, 2]),
     prompt_logprobs=st.sampled_from([None, None, 0, 3]),
+    prompt_logprobs_start=st.sampled_from([None, None, 1, 2, 5, 9, 70]),
     echo=st.sampled_from([False, False, True]),
     slot=st.sampled_from([None, None, None]) | st.integers(0, 4),
     pause_every=_rarely(st.integers(1, 9)),
@@ -356,6 +358,7 @@ def _request(rig: Rig, id: str, item: Item) -> Request:
         timeout_s=item.timeout_s,
         logprobs=item.logprobs,
         prompt_logprobs=item.prompt_logprobs,
+        prompt_logprobs_start=item.prompt_logprobs_start,
         echo=item.echo,
         slot=None if item.slot is None else item.slot % rig.backend.n_slots,
         pause_every=item.pause_every,
@@ -424,10 +427,11 @@ def check_prompt_logprobs(rig: Rig, request: Request, item: Item, result: BatchR
         return
     told = [*map(_raw, filter(None, found))]
     n_shown = n_top if item.prompt_logprobs is None else item.prompt_logprobs
-    wanted = scores_alone(rig.backend, item.prompt, n_shown, request.adapters)
+    n_before = min((item.prompt_logprobs_start or 1), len(item.prompt))
+    wanted = scores_alone(rig.backend, item.prompt, n_shown, request.adapters)[n_before - 1 :]
     assert told == wanted[: len(told)]
-    assert found[0] is None
-    assert list(found[len(told) + 1 :]) == [None] * (len(wanted) - len(told))
+    assert list(found[:n_before]) == [None] * n_before
+    assert list(found[len(told) + n_before :]) == [None] * (len(wanted) - len(told))
     assert len(told) == len(wanted) or result.finish_reason in ("cancelled", "timeout", "error")
 
 
