@@ -8,7 +8,8 @@ import time
 import weakref
 from collections.abc import AsyncIterable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anyio.lowlevel import checkpoint
 
@@ -44,6 +45,7 @@ from cbatch.runtime.interface import Outage
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from cbatch.runtime.no_effect import idle_settings
+from cbatch.runtime.scoring import Continuations, Scores, Tokenizer, WholeText
 from cbatch.runtime.sequences import OptionsMerger
 from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
 from cbatch.runtime.waking import do_to_end, is_in_event_loop
@@ -57,12 +59,15 @@ if TYPE_CHECKING:
     from cbatch.messages import Message
     from cbatch.model_facts import ModelFacts
     from cbatch.progress import View
-    from cbatch.response import BatchResult
+    from cbatch.response import BatchResult, Score
     from cbatch.runtime.interface import Runtime
     from cbatch.runtime.row_comparison import RowComparison
+    from cbatch.runtime.scoring import Pair
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
 
+
+T = TypeVar("T")
 
 _log = Log("cbatch")
 
@@ -449,6 +454,75 @@ class Engine:
     ) -> BatchResponse:
         """Queue one prompt: a batch of one, for `response.result()`. Raises as `run` does."""
         return self.run([prompt], options=options)
+
+    def score(
+        self,
+        pairs: Iterable[Pair],
+        *,
+        options: RunOptions | Mapping[str, Any] | None = None,
+        progress: bool | View = False,
+    ) -> Scores[list[Score]]:
+        """Return how likely the model finds each continuation of a context: `scores.results()`, or `await scores`.
+
+        A context that several continuations or pairs begin with is computed once. Nothing is sampled. With `exact=True`
+        the scores of a pair do not depend on the others, to the last bit.
+
+        Args:
+            pairs: (context, continuations): a text, a message list or a `BatchPrompt`; and a text or a list of token
+                ids, or several of them. "" for no context. After a chat, a continuation begins the answer.
+            options: for every request, such as `adapter`, `priority`, `timeout_s`, and what the chat template takes.
+            progress: as in `run`.
+
+        Returns:
+            For each pair a list with a `Score` for each continuation, in order.
+
+        Raises:
+            ConfigError: a malformed pair, or a wrong option. Nothing was queued.
+            EngineClosedError: the engine is closed.
+        """
+        with reading("pairs"):
+            items = [Continuations.of(pair) for pair in pairs]
+        return self._scores(items, options, progress, list)
+
+    def score_texts(
+        self,
+        texts: Iterable[Prompt],
+        *,
+        options: RunOptions | Mapping[str, Any] | None = None,
+        progress: bool | View = False,
+    ) -> Scores[Score]:
+        """Return how likely the model finds whole texts, of any length; else as `score`.
+
+        A text longer than a slot's window is scored in windows that overlap by one token only. Where the
+        model has a token that begins texts (BOS, or EOS without one), it stands before the text and is not scored.
+        The perplexity is `exp(−score.logprob / len(score.tokens))`.
+        """
+        with reading("texts"):
+            items = [WholeText(as_prompt(text)) for text in texts]
+        return self._scores(items, options, progress, itemgetter(0))
+
+    def _scores(
+        self,
+        items: Sequence[Continuations | WholeText],
+        options: RunOptions | Mapping[str, Any] | None,
+        progress: bool | View,
+        fold: Callable[[list[Score]], T],
+    ) -> Scores[T]:
+        if not items:
+            raise ConfigError("there is nothing to score: give at least one item")
+        runtime, facts = self._runtime, self.model_facts
+        run_options = run_options_of(self, options)
+        tokenizer = Tokenizer(
+            lambda prompt: runtime.tokens_of(prompt, run_options),
+            lambda prompt: runtime.text_of(prompt, run_options),
+            runtime.n_window,
+            facts.bos_id if facts.bos_id >= 0 else facts.eos_id,
+        )
+
+        def run(prompts: Iterable[BatchPrompt]) -> BatchResponse:
+            return self.run(prompts, options=options, progress=progress)
+
+        return Scores(items, tokenizer, run, fold)
 
     def extend(self, result: BatchResult | OneAnswer, n_tokens: int) -> BatchResponse:
         """Continue the answer of a result that ended by its cap, by `cancel` or by a time limit.

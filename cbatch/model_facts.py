@@ -23,6 +23,11 @@ class ModelFacts:
     eos_token: str = ""
     bos_id: int = -1
     """The token that begins a raw prompt, where the model has one."""
+    eos_id: int = -1
+    end_ids: tuple[int, ...] = ()
+    """Every token that ends an answer, such as EOS and the end of a chat's turn."""
+    adds_bos: bool = False
+    """Whether the token `bos_id` is put before raw prompts."""
     adapters: tuple[str, ...] = ()
     """The names of the LoRA adapters that requests may ask for."""
     fim: dict[str, int] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -160,6 +161,32 @@ class BatchResult:
         parts += [f"{len(all)} {name}{'s' * (len(all) > 1)}" for name, all in counts.items() if all]
         parts.append(f"{usage.prompt_tokens} + {usage.completion_tokens} tokens")
         return f"<BatchResult {self.id!r}: {', '.join(parts)}, {self.timings.total_s:.3g} s>"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely the model finds a text after its context; see `Engine.score`."""
+
+    tokens: tuple[TokenLogprob, ...] = ()
+    """The text's tokens, each with its natural log-probability after all before it, and in `top` the likeliest one."""
+    error: CBatchError | None = None
+    """Why there is no score; then there are no tokens."""
+
+    @property
+    def logprob(self) -> float:
+        """The text's natural log-probability: the sum of its tokens'; NaN without them."""
+        return math.fsum(t.logprob for t in self.tokens) if self.tokens else math.nan
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would give this text: each token is the likeliest at its place."""
+        return bool(self.tokens) and all(t.token_id == t.top[0].token_id for t in self.tokens)
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"<Score: {type(self.error).__name__}: {words_of(self.error)}>"
+        greedy = ", greedy" * self.is_greedy
+        return f"<Score {self.logprob:.6g}: {len(self.tokens)} tokens{greedy}>"
 
 
 class BatchError(CBatchError):

@@ -198,3 +198,72 @@ def test_log_likelihood_of_a_continuation(
     assert likely[0] > unlikely[0]
     assert (likely[1], unlikely[1]) == (True, False)
     assert math.isnan((results[0].logprobs or ())[0].logprob)
+
+
+# ---- continuations of contexts ----
+
+CONTEXT = [300 + (11 * i) % 500 for i in range(150)]
+ENDS = [[400 + i, 401 + 2 * i, 402][: 1 + i % 3] for i in range(12)]
+
+
+def scores_of(engine: cbatch.Engine, contexts: Sequence[Sequence[int]]) -> list[list[float]]:
+    pairs = [(BatchPrompt(tokens=context), ENDS) for context in contexts]
+    found = engine.score(pairs).results()
+    return [[token.logprob for token in score.tokens] for scores in found for score in scores]
+
+
+def test_scores_of_continuations_are_those_of_whole_prompts(test_model: Path) -> None:
+    with cbatch.load(test_model, **SMALL) as engine:
+        found = scores_of(engine, [CONTEXT])
+        n_prompt = engine.stats().n_prompt_tokens
+        items = [BatchPrompt(tokens=[*CONTEXT, *end]) for end in ENDS]
+        whole = engine.run(items, options={"max_tokens": 0, "prompt_logprobs": 0}).results()
+    for scores, result in zip(found, whole, strict=True):
+        behind = [token.logprob for token in (result.prompt_logprobs or ())[150:] if token]
+        assert scores == pytest.approx(behind, abs=0.2)
+    # the context once, and with each continuation the last token before it
+    assert n_prompt == 149 + sum(1 + len(end) for end in ENDS)
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 1}], ids=["process", "worker"])
+def test_exact_scores_are_the_same_bits_in_company(
+    test_model: Path, options: dict[str, Any]
+) -> None:
+    contexts = [CONTEXT, CONTEXT[:120], CONTEXT[5:], CONTEXT[:64], CONTEXT[:9]]
+    with cbatch.load(test_model, **SMALL, exact=True, **options) as engine:
+        together = scores_of(engine, contexts)
+        n_prompt = engine.stats().n_prompt_tokens
+    alone = []
+    with cbatch.load(test_model, **SMALL, exact=True) as engine:
+        for context in contexts:
+            for end in ENDS:
+                [[score]] = engine.score([(BatchPrompt(tokens=context), end)]).results()
+                alone.append([token.logprob for token in score.tokens])
+    assert together == alone
+    assert n_prompt < sum(len(context) for context in contexts) * len(ENDS) / 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [("mamba", {}), ("test", {"n_window": 64})],
+    ids=["state", "sliding window"],
+)
+def test_memory_of_every_kind_computes_a_context_once(
+    synth: SynthFactory, shape: str, sizes: dict[str, Any]
+) -> None:
+    with cbatch.load(synth(shape, **sizes), **SMALL) as engine:
+        found = scores_of(engine, [CONTEXT])
+        n_prompt = engine.stats().n_prompt_tokens
+        [[alone]] = engine.score([(BatchPrompt(tokens=CONTEXT), ENDS[-1])]).results()
+    assert found[-1] == pytest.approx([token.logprob for token in alone.tokens], abs=0.05)
+    assert n_prompt <= 150 + sum(3 + len(end) for end in ENDS)
+
+
+def test_text_of_any_length_has_a_score(test_model: Path) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+    with cbatch.load(test_model, **SMALL) as engine:
+        [score] = engine.score_texts([text]).results()
+        tokens = engine.tokenize(text)
+    assert len(tokens) > 256
+    assert len(score.tokens) in (len(tokens), len(tokens) - 1)  # whether a token stands before it
+    assert all(-40 < token.logprob < 0 for token in score.tokens)

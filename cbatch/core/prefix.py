@@ -365,12 +365,12 @@ class PrefixCache:
         """Return the most tokens to take over."""
         if not self._cuts:
             return driver.n_reusable
-        return max(0, min(driver.n_reusable, driver.n_prompt - self._cuts.least))
+        return max(0, min(driver.n_reusable, driver.n_prompt - driver.own_cuts(self._cuts).least))
 
     def _n_stop(self, driver: SequenceDriver, n: int) -> int:
         """Return the last place up to `n` where a sequence can stop: its prompt is cut or ends there."""
         if n < driver.n_prompt or self._cuts.whole(n) != n:
-            n = min(n, driver.n_prompt - self._cuts.least) if self._cuts else n
+            n = min(n, driver.n_prompt - driver.own_cuts(self._cuts).least) if self._cuts else n
         return self._cuts.whole(max(0, n))
 
     # ---- which slot to give or to empty ----

@@ -376,7 +376,9 @@ def test_scores_begin_where_they_are_asked_for(start: int | None) -> None:
     for n_computed in range(n_before, 6):
         n_pending = 6 - n_computed
         driver.n_computed = n_computed
-        assert list(driver.chunk(Slot(0), n_computed, n_pending).targets) == [*range(n_computed + 1, 6)]
+        assert list(driver.chunk(Slot(0), n_computed, n_pending).targets) == [
+            *range(n_computed + 1, 6)
+        ]
 
 
 def test_tokens_before_the_first_score_are_a_chunk_of_their_own() -> None:

@@ -53,7 +53,8 @@ class LlamaVocab:
         """Whether tokens stand for text; llama.cpp ends the process where it is asked for text that is not there."""
         bos = int(llama_cpp.llama_vocab_bos(self._pointer))
         eos = int(llama_cpp.llama_vocab_eos(self._pointer))
-        self.bos_id, self.bos_text, self.eos_text = bos, self._text(bos), self._text(eos)
+        self.bos_id, self.bos_text = bos, self._text(bos)
+        self.eos_id, self.eos_text = eos, self._text(eos)
         self.fim = self._fim_tokens()
         self._may_add_special = self._can_add_special(bos, eos)
         self.end_tokens = tuple(
@@ -93,6 +94,12 @@ class LlamaVocab:
             return frozenset()
         get_attributes, vocab = llama_cpp.llama_vocab_get_attr, self.pointer
         return frozenset(t for t in range(self.n_vocab) if get_attributes(vocab, t) & _HIDDEN)
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether BOS is put before raw prompts."""
+        adds = self._may_add_special and llama_cpp.llama_vocab_get_add_bos(self.pointer)
+        return self.bos_id >= 0 and bool(adds)
 
     @property
     def tool_refusal(self) -> str:

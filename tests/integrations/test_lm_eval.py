@@ -1,0 +1,122 @@
+"""lm-evaluation-harness on the shipped model: its own evaluation, in process, in workers and alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import cbatch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
+
+COLOURS = ["red", "blue", "green", "black", "white", "brown"]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """A folder with a task of choices, one of answers and one of whole texts."""
+    rows = [
+        {
+            "question": f"What colour is thing {i}?",
+            "answer": i % 4,
+            "text": f"{c} is a colour. " * 30,
+        }
+        for i, c in enumerate(COLOURS * 2)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common: dict[str, Any] = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+    }
+    choice = {
+        **common,
+        "task": "choice",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Q: {{question}}\nA:",
+        "doc_to_target": "answer",
+        "doc_to_choice": COLOURS[:4],
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "num_fewshot": 2,
+        "fewshot_split": "test",
+    }
+    answer = {
+        **common,
+        "task": "answer",
+        "output_type": "generate_until",
+        "doc_to_text": "Q: {{question}}\nA:",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 12},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    text = {
+        **common,
+        "task": "text",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    }
+    for task in (choice, answer, text):
+        # JSON is YAML
+        (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(task))
+    return tmp_path
+
+
+def evaluated(tasks: Path, model: Any, **more: Any) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    found = lm_eval.simple_evaluate(
+        model,
+        tasks=["choice", "answer", "text"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        log_samples=True,
+        bootstrap_iters=0,
+        **more,
+    )
+    return {
+        name: [(sample["resps"], sample["target"]) for sample in samples]
+        for name, samples in found["samples"].items()
+    }
+
+
+def test_evaluation_is_the_same_alone_in_company_and_in_workers(tasks: Path) -> None:
+    from cbatch.integrations.lm_eval import CbatchLM
+
+    settings: dict[str, Any] = {"exact": True, "ctx_per_seq": 128, "n_threads": 1}
+    with cbatch.load(parallel=4, **settings) as engine:
+        together = evaluated(tasks, CbatchLM(engine=engine))
+        stats = engine.stats()
+    with cbatch.load(parallel=4, replicas=2, **{**settings, "n_threads": 2}) as engine:
+        workers = evaluated(tasks, CbatchLM(engine=engine))
+    with cbatch.load(parallel=1, **settings) as engine:
+        alone = evaluated(tasks, CbatchLM(engine=engine))
+    assert together == workers == alone
+    assert {name: len(samples) for name, samples in together.items()} == dict.fromkeys(together, 12)
+    assert stats.n_prompt_tokens > 0
+
+
+def test_harness_finds_the_model_by_its_name(tasks: Path) -> None:
+
+    found = evaluated(tasks, "cbatch", model_args="parallel=4,ctx_per_seq=256", batch_size=8)
+    assert len(found["choice"]) == 12
+
+
+def test_unknown_argument_of_an_answer_is_refused_by_name() -> None:
+    from lm_eval.api.instance import Instance
+
+    from cbatch.integrations.lm_eval import CbatchLM
+
+    with cbatch.load(parallel=2, ctx_per_seq=128) as engine:
+        model = CbatchLM(engine=engine)
+        asked = Instance("generate_until", {}, ("a", {"num_beams": 4}), 0)
+        with pytest.raises(cbatch.CBatchError, match="num_beams"):
+            model.generate_until([asked], disable_tqdm=True)
