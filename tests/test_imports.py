@@ -43,6 +43,7 @@ SEES: dict[str, set[str]] = {
     "server": BELOW_FILES | {"files.served_batch"},
     "bench": BELOW_FILES | {"core"},
     "verify": BELOW_FILES,
+    "integrations": BELOW_FILES | {"engine_spec"},
     "models": set(),
     "models.recipe": FACE
     | {"loading", "engine", "backend", "models"}
