@@ -32,11 +32,25 @@ def test_snippet_runs_and_prints_what_it_promises(
         pytest.importorskip(package, reason=f"{package} is not installed")
     (tmp_path / "model.gguf").symlink_to(test_model)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    if "import llm" in snippet:
+        register_llm_plugin()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(snippet, PAGE.name, "exec"), namespace)
     printed = capsys.readouterr().out
     for promise in PRINTED.findall(snippet):
         assert promise.strip('"') in printed, promise
+
+
+def register_llm_plugin() -> None:
+    """Register the plugin, as the entry point of an installed package does."""
+    from llm.plugins import load_plugins, pm
+
+    from cbatch.integrations import llm
+
+    load_plugins()
+    if not pm.has_plugin("cbatch"):
+        pm.register(llm, name="cbatch")
 
 
 def hosts(tree: ast.Module) -> set[str]:
