@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine
+    from cbatch.engine_spec import EngineSpec
     from cbatch.errors import (
         BannedTokensError,
         CacheError,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         UnsupportedOptionError,
         WorkerDiedError,
     )
-    from cbatch.loading import load
+    from cbatch.loading import load, load_async
     from cbatch.messages import BatchPrompt, LookAhead
     from cbatch.options import LogitsProcessor, RunOptions
     from cbatch.response import (
@@ -69,6 +70,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "EngineError",
+    "EngineSpec",
     "EngineStats",
     "FinishReason",
     "GrammarError",
@@ -97,11 +99,13 @@ __all__ = [
     "WorkerDiedError",
     "__version__",
     "load",
+    "load_async",
 ]
 
 _MODULES = {
     "engine": ("Engine",),
-    "loading": ("load",),
+    "engine_spec": ("EngineSpec",),
+    "loading": ("load", "load_async"),
     "messages": (
         "BatchPrompt",
         "LookAhead",

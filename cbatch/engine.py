@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterable, Callable
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from anyio.lowlevel import checkpoint
 
@@ -125,6 +125,8 @@ class Engine:
         self._made: tuple[Runtime, Submitter] | None = None
         self._opening = threading.RLock()
         self._is_closing = False
+        self._is_entered = False
+        """Whether `async with` has begun to load it."""
         self._exactness_found = ""
         is_threaded = check_flag("threaded", threaded)
         folder = cache_folder(cache_dir)
@@ -156,6 +158,7 @@ class Engine:
         self.close()
 
     async def __aenter__(self) -> Engine:
+        self._is_entered = True
         await checkpoint()  # a task that is cancelled already loads nothing
         try:
             await do_to_end(self.open, self._stop_loading)
@@ -171,6 +174,21 @@ class Engine:
 
     def _stop_loading(self) -> None:
         self._is_closing = True
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: threads and native memory stay in their process."""
+        raise ConfigError(
+            "an Engine cannot be pickled or copied: send cbatch.EngineSpec(model, …) to the other process, and have it "
+            "call load() or shared() there"
+        )
+
+    def warn_unless_opened(self) -> None:
+        """Log a warning if nobody has begun to load the engine: its first use will, in an event loop's thread."""
+        if self._made is None and not (self._is_entered or self._is_closing):
+            _log.warn(
+                "the model is not loaded yet: in an event loop, load() leaves that to `async with`, or to the first "
+                "use, which stops the loop meanwhile; `await cbatch.load_async(…)` loads now"
+            )
 
     def open(self) -> None:
         """Load the model now; without this call, the first use does. Once it is loaded, no effect.

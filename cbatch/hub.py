@@ -11,6 +11,11 @@ from cbatch.errors import ConfigError, words_of
 _PREFIX = "hf:"
 
 
+def is_hub_name(model: str) -> bool:
+    """Whether this names a model at Hugging Face, and no path."""
+    return model.startswith(_PREFIX)
+
+
 def local_model(model: Any) -> Any:
     """Return the path of a model that is named `hf:OWNER/REPO/FILE.gguf`, all others as they are.
 
@@ -20,7 +25,7 @@ def local_model(model: Any) -> Any:
         ConfigError: it is not installed, the name is incomplete, or the file cannot be had.
     """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
-    if not isinstance(name, str) or not name.startswith(_PREFIX):
+    if not isinstance(name, str) or not is_hub_name(name):
         return model
     owner, repo, file = (*name.removeprefix(_PREFIX).split("/", 2), "", "")[:3]
     if not (owner and repo and file):

@@ -7,13 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.checks import check_flag, check_int, readable, reading, shown
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from cbatch.checks import MAX_INT, check_flag, check_int, readable, reading, shown
 from cbatch.engine import Engine, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.hub import local_model
 from cbatch.options import RunOptions
-from cbatch.runtime.waking import is_in_event_loop
+from cbatch.runtime.waking import call_soon_here, do_to_end, is_in_event_loop
 
 MAX_REPLICAS = 64
 """Our choice: machines with several hundred cores have some eight NUMA nodes."""
@@ -33,11 +35,13 @@ def load(
     threaded: bool = True,
     replicas: int | Literal["auto"] | None = None,
     look_ahead: LookAhead | None = None,
+    n_sharing: int = 1,
     **settings: Any,
 ) -> Engine:
     """Load a GGUF model and return an engine that runs `parallel` requests at once.
 
-    Loads here and now, but not in an event loop: there `async with` loads in a worker thread.
+    Loads here and now, but not in an event loop: there `async with` loads in a worker thread, and `load_async` does.
+    An engine that is then not entered loads at its first use, and a warning says so.
 
     Args:
         model: path of a GGUF file (of a split model, the first part), a name `hf:OWNER/REPO/FILE.gguf` that
@@ -49,6 +53,8 @@ def load(
             replaced. "auto": as many as compute fastest here, or none. Default: none, the model is loaded into this
             process.
         look_ahead: prompts that will come, with their options; windows are sized for them.
+        n_sharing: engines of this machine, in any process, that load now or soon: each takes its share of the memory
+            that is free. The processes of `replicas` count as one.
         settings: fields of `cbatch.engine_options.EngineOptions` by name, which explains them: sizes (`parallel`,
             `n_ctx`, `ctx_per_seq`, `memory_mib`), memory (`kv`, `cache_type_k`, …), computing (`exact`, `n_batch`,
             `n_threads`, …), devices (`n_gpu_layers`, …), the cache (`cache_dir`, …) and scheduling (`policy`, …).
@@ -59,26 +65,94 @@ def load(
         ModelLoadError: no such file, damaged, or not a model that generates text.
         IncompatibleLlamaError: the installed llama-cpp-python does not fit.
     """
+    engine = _unloaded(
+        model,
+        options,
+        threaded=threaded,
+        replicas=replicas,
+        look_ahead=look_ahead,
+        n_sharing=n_sharing,
+        settings=settings,
+    )
+    if is_in_event_loop():
+        call_soon_here()(engine.warn_unless_opened)  # `async with` has begun by then
+        return engine
+    try:
+        engine.open()
+    except BaseException:  # Ctrl-C may have struck when it was loaded already
+        engine.close()
+        raise
+    return engine
+
+
+async def load_async(
+    model: str | os.PathLike[str] | Any = None,
+    *,
+    options: RunOptions | Mapping[str, Any] | None = None,
+    threaded: bool = True,
+    replicas: int | Literal["auto"] | None = None,
+    look_ahead: LookAhead | None = None,
+    n_sharing: int = 1,
+    **settings: Any,
+) -> Engine:
+    """Load a model in a thread, while the event loop goes on; return the engine when it is loaded.
+
+    A task that is cancelled meanwhile stops loading and frees what was loaded. Else as `load`.
+    """
+    made: list[Engine] = []
+
+    def make() -> None:  # may download a model
+        made.append(
+            _unloaded(
+                model,
+                options,
+                threaded=threaded,
+                replicas=replicas,
+                look_ahead=look_ahead,
+                n_sharing=n_sharing,
+                settings=settings,
+            )
+        )
+
+    await do_to_end(make)
+    engine = await made[0].__aenter__()
+    try:
+        await (
+            checkpoint_if_cancelled()
+        )  # a scope that was cancelled meanwhile: nobody gets the engine
+    except BaseException:
+        await do_to_end(engine.close)
+        raise
+    return engine
+
+
+def _unloaded(
+    model: Any,
+    options: RunOptions | Mapping[str, Any] | None,
+    *,
+    threaded: object,
+    replicas: object,
+    look_ahead: LookAhead | None,
+    n_sharing: object,
+    settings: Mapping[str, Any],
+) -> Engine:
+    """Return an engine that is not loaded, after all checks that need no model."""
     engine_options = EngineOptions.of(settings)
     cache_folder(engine_options.cache_dir)
     model = local_model(model)
     is_threaded = check_flag("threaded", threaded)
+    n_of_memory = check_int("n_sharing", n_sharing, 1, MAX_INT)
     n_replicas = _n_replicas(replicas, model, engine_options, is_threaded=is_threaded)
-    opener: Opener = partial(open_local, model, engine_options, look_ahead, is_threaded=is_threaded)
+    open_here = partial(open_local, is_threaded=is_threaded, n_sharing=n_of_memory)
+    opener: Opener = partial(open_here, model, engine_options, look_ahead)
     if n_replicas:
         from cbatch.worker.start import open_workers
 
-        opener = partial(open_workers, model, engine_options, look_ahead, n=n_replicas)
+        open_there = partial(open_workers, n=n_replicas, n_sharing=n_of_memory)
+        opener = partial(open_there, model, engine_options, look_ahead)
     defaults = RunOptions.of(options)
     opener = partial(_open_checked, defaults, opener)
-    engine = Engine(options=defaults, opener=opener, model_name=model_name(model))
-    if not is_in_event_loop():
-        try:
-            engine.open()
-        except BaseException:  # Ctrl-C may have struck when it was loaded already
-            engine.close()
-            raise
-    return engine
+    return Engine(options=defaults, opener=opener, model_name=model_name(model))
 
 
 def _open_checked(options: RunOptions, opener: Opener, is_stopped: IsStopped) -> Runtime:

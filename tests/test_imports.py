@@ -38,10 +38,12 @@ SEES: dict[str, set[str]] = {
     "engine": BELOW_ENGINE | PROTOCOL | {"backend.load"},
     "worker": BELOW_ENGINE | PROTOCOL | {"backend.abort", "engine"},
     "loading": BELOW_ENGINE | {"backend.load", "engine", "worker"},
+    "engine_spec": BELOW_ENGINE | {"engine", "loading"},
     "files": BELOW_FILES,
     "server": BELOW_FILES | {"files.served_batch"},
     "bench": BELOW_FILES | {"core"},
     "verify": BELOW_FILES,
+    "integrations": BELOW_FILES | {"engine_spec"},
     "models": set(),
     "models.recipe": FACE
     | {"loading", "engine", "backend", "models"}

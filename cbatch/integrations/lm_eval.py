@@ -61,9 +61,8 @@ class CbatchLM(TemplateLM):
             CBatchError: as `cbatch.load`.
         """
         super().__init__()
-        sizes = [
-            int(n) for n in (batch_size, max_batch_size) if str(n or "").isdigit() and int(n) > 1
-        ]
+        given = [str(n) for n in (batch_size, max_batch_size)]
+        sizes = [int(n) for n in given if n.isdigit() and int(n) > 1]
         if sizes:
             options.setdefault("parallel", min(sizes))
         if device == "cpu":

@@ -46,8 +46,17 @@ def open_workers(
     is_stopped: Callable[[], bool],
     *,
     n: int,
+    n_sharing: int = 1,
 ) -> Workers:
     """Load a model into `n` processes, which share cores, slots and memory.
+
+    Args:
+        model: a path; None for the model that ships inside.
+        options: of all processes together.
+        look_ahead: prompts that will come.
+        is_stopped: tells whether to stop.
+        n: number of processes.
+        n_sharing: engines that share the free memory; the processes are one of them.
 
     Raises:
         ConfigError: more processes than slots, or a model that is an object of this process.
@@ -56,7 +65,7 @@ def open_workers(
     launches = [
         partial(
             ProcessLink,
-            hello_of(path_of(model), settings, look_ahead, cores=cores, n_sharing=n),
+            hello_of(path_of(model), settings, look_ahead, cores=cores, n_sharing=n * n_sharing),
             os.getcwd(),
         )
         for settings, cores in zip(settings_of(options, n), cores_of(options, n), strict=True)

@@ -13,8 +13,16 @@ ROOT = Path(cbatch.backend.__file__).parent
 
 SEES = {
     "fake": {"fake", "logits_processors", "plan_check"},
-    "llama": {"llama", "bindings", "logits_processors", "plan_check", "protocol", "threads"},
-    "load": {"load", "llama", "bindings", "protocol", "threads"},
+    "llama": {
+        "llama",
+        "bindings",
+        "host_limits",
+        "logits_processors",
+        "plan_check",
+        "protocol",
+        "threads",
+    },
+    "load": {"load", "llama", "bindings", "host_limits", "protocol", "threads"},
 }
 """What the modules of each room import of the backend, beside its front door."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
@@ -213,24 +211,6 @@ def slot_window(options: EngineOptions, n_cells: int, n_ctx_train: int, *, is_po
     return min(n_cells, options.ctx_per_seq or n_ctx_train or n_cells)
 
 
-def available_cores() -> int:
-    """Return how many cores this process may use, by its affinity and its cgroup's quota."""
-    try:
-        n_cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS and Windows have no affinity to ask for
-        n_cores = os.cpu_count() or 1
-    return max(1, min(n_cores, _cgroup_cores() or n_cores))
-
-
 def padded(n_cells: int) -> int:
     """Return a number of cells rounded up as llama.cpp does."""
     return -(-n_cells // N_PAD) * N_PAD
-
-
-def _cgroup_cores() -> int | None:
-    # Source: Linux Documentation/admin-guide/cgroup-v2.rst, cpu.max: "$MAX $PERIOD", MAX may be "max".
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, int(quota) // int(period)) if quota != "max" else None
-    except (OSError, ValueError):
-        return None

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.cheaper_widths import CheaperWidths
 from cbatch.backend.llama.context import (
-    available_cores,
     make_context,
     n_pad_cells,
     sequences_of,

@@ -99,7 +99,7 @@ def _start(task: str, log: IO[bytes]) -> subprocess.Popen[bytes]:
 def main() -> None:
     """Quantise as the arguments say; exit with 1 where llama.cpp refuses, or once nobody waits any more."""
     from cbatch.backend.bindings import llama_cpp
-    from cbatch.backend.llama.context import available_cores
+    from cbatch.backend.host_limits import available_cores
     from cbatch.backend.llama.log import llama_log
 
     threading.Thread(target=_end_with_stdin, daemon=True).start()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Literal
 
-from cbatch.backend.llama.context import DEFAULT_WINDOW, available_cores
+from cbatch.backend.host_limits import available_cores
+from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
 from cbatch.engine_options import EngineOptions

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.context import available_cores, sequences_of
+from cbatch.backend.host_limits import available_cores
+from cbatch.backend.llama.context import sequences_of
 from cbatch.backend.llama.pad_rows import LAST_CHUNKS, RowShape, n_sequences
 from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cbatch.backend.host_limits import control_groups
 from cbatch.backend.load.devices import free_on_devices
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
 
-_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
 
 
 def free_for_cells(model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0) -> int | None:
@@ -90,23 +91,13 @@ def _machine_free() -> int | None:
 def _limits() -> Iterator[int]:
     """Yield the bytes that each control group around this process leaves; none without a limit."""
     # Source: Linux Documentation/admin-guide/cgroup-v2.rst, memory.max, memory.current, memory.stat
-    for group in _groups():
+    for group in control_groups():
         with suppress(OSError, ValueError):
             n_most = int((group / "memory.max").read_text())  # "max" is no number and no limit
             n_taken = int((group / "memory.current").read_text())
             counts = _counts(group / "memory.stat")
             n_of_files = counts.get("inactive_file", 0) + counts.get("active_file", 0)
             yield max(0, n_most - n_taken + n_of_files)
-
-
-def _groups() -> Iterator[Path]:
-    """Yield the folders of this process's control group and of the groups around it."""
-    with suppress(OSError):
-        for line in (_PROC / "self/cgroup").read_text().splitlines():
-            if line.startswith("0::/"):
-                own = _CGROUPS / line.removeprefix("0::/")
-                yield own
-                yield from (p for p in own.parents if p.is_relative_to(_CGROUPS))
 
 
 def _mapped(path: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,6 @@ from llama_cpp._logger import llama_log_callback
 
 import cbatch
 from cbatch.backend.llama import context
-from cbatch.backend.llama.context import available_cores
 from cbatch.backend.llama.llama_backend import LlamaBackend, output_row
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.native import NativeStepper
@@ -436,28 +434,6 @@ def test_context_without_memory_says_what_to_do(
     monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda model, params: None)
     with pytest.raises(ModelLoadError, match=r"768 cells for 3 sequences.*ctx_per_seq"):
         make()
-
-
-def test_cores_are_those_this_process_may_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5, 7}, raising=False)
-    for text, n_cores in (
-        ("max 100000\n", 4),
-        ("250000 100000\n", 2),
-        ("50000 100000\n", 1),
-        ("900000 100000\n", 4),
-        ("nonsense", 4),
-    ):
-        quota = tmp_path / "cpu.max"
-        quota.write_text(text)
-        monkeypatch.setattr(context, "Path", lambda _, quota=quota: quota)
-        assert available_cores() == n_cores
-    monkeypatch.setattr(context, "Path", lambda _: tmp_path / "none")
-    assert available_cores() == 4
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert available_cores() == 1
 
 
 # ---- what is left behind ----

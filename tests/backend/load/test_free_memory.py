@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cbatch.backend import host_limits
 from cbatch.backend.llama.model import Placement
 from cbatch.backend.load import free_memory
 from cbatch.backend.load.free_memory import free_for_cells, host_free, host_most, share_on_host
@@ -40,7 +41,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "self/maps").write_text("")
     (proc / "self/cgroup").write_text("4:memory:/old\n0::/a/b\n")
     monkeypatch.setattr(free_memory, "_PROC", proc)
-    monkeypatch.setattr(free_memory, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host_limits, "_OWN_GROUP", proc / "self/cgroup")
+    monkeypatch.setattr(host_limits, "_CGROUPS", tmp_path / "groups")
     return tmp_path
 
 

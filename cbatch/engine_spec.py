@@ -1,0 +1,208 @@
+"""What an engine is made of, as a value for other processes; and the one engine of a process for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from cbatch.checks import check_path, reading, shown
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.hub import is_hub_name
+from cbatch.loading import load
+from cbatch.options import RunOptions
+from cbatch.runtime.waking import do_to_end
+
+if TYPE_CHECKING:
+    from cbatch.engine import Engine
+
+_OF_LOAD = ("options", "threaded", "replicas", "n_sharing")
+
+
+class EngineSpec:
+    """An engine to be loaded elsewhere: a model and options of `cbatch.load`, checked as far as they can be without it.
+
+    A value: specs of equal content are equal and have the same hash, also after pickling.
+    """
+
+    __slots__ = ("_key", "model", "settings")
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        """Keep a model's path, made absolute, a name `hf:…` or None for the shipped model; and options by name.
+
+        Args:
+            model: as for `cbatch.load`, but no `llama_cpp.Llama`.
+            settings: as for `cbatch.load`, but no `look_ahead`.
+
+        Raises:
+            ConfigError: a wrong setting, or a value that other processes cannot have, such as a function.
+        """
+        self.model = _path(model)
+        self.settings: Mapping[str, Any] = _checked(settings)
+        """The options of `cbatch.load` that were given."""
+        try:
+            self._key = json.dumps([self.model, _plain(self.settings)], sort_keys=True)
+        except TypeError as error:
+            raise ConfigError(
+                f"an EngineSpec has plain values, which other processes can have: {error}"
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineSpec) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        given = [shown(self.model), *(f"{k}={shown(v)}" for k, v in self.settings.items())]
+        return f"EngineSpec({', '.join(given)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.model, self.settings)
+
+    def changed(self, **settings: Any) -> EngineSpec:
+        """Return a spec with other settings besides these."""
+        return EngineSpec(self.model, **{**self.settings, **settings})
+
+    def load(self) -> Engine:
+        """Load an engine of the caller's own. Raises as `cbatch.load`."""
+        return load(self.model, **self.settings)
+
+    def shared(self) -> SharedEngine:
+        """Return a context manager, sync or async, that lends this process's one engine for the spec.
+
+        The first user loads it, others wait for that; it is closed when the last one leaves, or when the process ends.
+        An engine that has failed is not lent again: the next user loads a new one.
+        """
+        return SharedEngine(self)
+
+
+class SharedEngine:
+    """Lends the process's one engine for a spec: `with spec.shared() as engine`. Entering raises as `cbatch.load`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._lent: list[tuple[_Loan, Engine]] = []
+
+    def __enter__(self) -> Engine:
+        loan = _loans(os.getpid()).of(self._spec)
+        self._lent.append((loan, loan.take(self._spec)))
+        return self._lent[-1][1]
+
+    def __exit__(self, *error: object) -> None:
+        loan, engine = self._lent.pop()
+        loan.give_back(engine)
+
+    async def __aenter__(self) -> Engine:
+        try:
+            await do_to_end(self.__enter__)
+        except BaseException:
+            if self._lent:
+                await do_to_end(self.__exit__)
+            raise
+        return self._lent[-1][1]
+
+    async def __aexit__(self, *error: object) -> None:
+        await do_to_end(self.__exit__)
+
+
+class _Loans:
+    """The shared engines of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loans: dict[EngineSpec, _Loan] = {}
+
+    def of(self, spec: EngineSpec) -> _Loan:
+        with self._lock:
+            return self._loans.setdefault(spec, _Loan())
+
+
+class _Loan:
+    """One engine and its users; an engine that has failed is forgotten, and its users give it back in vain."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._n_users = 0
+
+    def take(self, spec: EngineSpec) -> Engine:
+        with self._lock:
+            if self._engine is None or has_ended(self._engine):
+                self._engine, self._n_users = None, 0
+                engine = spec.load()
+                engine.open()  # in an event loop, `load` leaves that to others
+                self._engine = engine
+            self._n_users += 1
+            return self._engine
+
+    def give_back(self, engine: Engine) -> None:
+        with self._lock:
+            if engine is not self._engine:
+                engine.close()
+                return
+            self._n_users -= 1
+            if not self._n_users:
+                self._engine = None
+                engine.close()
+
+
+@cache
+def _loans(pid: int) -> _Loans:
+    """Return the shared engines of the process with this id: those of a parent do not compute in a fork."""
+    return _Loans()
+
+
+def has_ended(engine: Engine) -> bool:
+    """Whether a loaded engine is closed, or has failed for good: its worker processes are not replaced."""
+    outage = engine.outage
+    return outage is not None and outage.retry_s is None
+
+
+def _restored(model: str | None, settings: Mapping[str, Any]) -> EngineSpec:
+    return EngineSpec(model, **settings)
+
+
+def _path(model: object) -> str | None:
+    if model is None:
+        return None
+    with reading("model"):
+        if isinstance(model, str | os.PathLike):
+            path = check_path("model", model)
+            return path if is_hub_name(path) else os.path.abspath(path)
+    raise ConfigError(
+        f"an EngineSpec has a model's path, not {type(model).__name__}: other processes cannot have that object"
+    )
+
+
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with checked values, and paths that are the same in any folder."""
+    known = [*_OF_LOAD, *EngineOptions.__dataclass_fields__]
+    if unknown := [name for name in settings if name not in known]:
+        raise UnsupportedOptionError(unknown[0], known)
+    options = EngineOptions.of({k: v for k, v in settings.items() if k not in _OF_LOAD})
+    found = {k: v if k in _OF_LOAD else getattr(options, k) for k, v in settings.items()}
+    if "options" in found:
+        found["options"] = RunOptions.of(found["options"])
+    if found.get("cache_dir") is not None:
+        found["cache_dir"] = os.path.abspath(found["cache_dir"])
+    if found.get("adapters"):
+        files = found["adapters"].items()
+        found["adapters"] = {name: os.path.abspath(file) for name, file in files}
+    return found
+
+
+def _plain(value: object) -> object:
+    """Return settings as JSON has them; TypeError for a value that it cannot have."""
+    if isinstance(value, RunOptions):
+        given = {name: getattr(value, name) for name in RunOptions.__dataclass_fields__}
+        return _plain({name: v for name, v in given.items() if v is not None})
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
