@@ -440,6 +440,8 @@ class RunOptions:
         regex: a regular expression that the whole answer matches, in the syntax of Rust's regex crate.
         choice: texts of which the answer is one, such as the labels of a class, at most 1,000; give `max_tokens` room
             for the longest.
+        choice_probs: choose among the texts of `choice` by scoring each of them, instead of sampling. The answer is the
+            likeliest; `result.choice_probs` has the probability of each, 1 in all. Not for prompts of tokens.
         grammar: a grammar that the answer matches, in llguidance's Lark, or in llama.cpp's GBNF, recognised by `::=`.
 
     Raises:
@@ -507,6 +509,7 @@ class RunOptions:
     response_format: str | Mapping[str, Any] | SchemaClass | None = checked(check_format)
     regex: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
     choice: Sequence[str] | None = checked(check_texts)
+    choice_probs: bool | None = checked(check_flag)
     grammar: str | None = checked(check_text, MAX_GRAMMAR_LENGTH)
     _copied: InitVar[_Copied | None] = None
     """In a copy by `dataclasses.replace`: the original's checked values, to find what the copy changes."""
@@ -662,7 +665,7 @@ class RunOptions:
         """What the answer must match, by whichever option."""
         if self.regex is not None:
             return Grammar("regex", self.regex)
-        if self.choice is not None:
+        if self.choice is not None and not self.choice_probs:
             return Grammar("regex", "|".join(map(_literal, self.choice)))
         if self.grammar is not None:
             is_gbnf = _GBNF_RULE.search(self.grammar)

@@ -47,6 +47,8 @@ class Request:
     """What the output must match."""
     is_grammar_open: bool = False
     """Whether the end of the prompt's text decides its grammar, which is None until then."""
+    ending: str = ""
+    """Text that is put behind the prompt, and scored."""
     dry_breakers: DryBreakers | None = None
     """Strings past which DRY looks for no repetition."""
 

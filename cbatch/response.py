@@ -10,7 +10,7 @@ from cbatch.checks import shown
 from cbatch.errors import CBatchError, words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 FinishReason = Literal["stop", "length", "window", "tool_calls", "cancelled", "timeout", "error"]
 """`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full;
@@ -149,6 +149,8 @@ class BatchResult:
     choices: tuple[BatchResult, ...] = ()
     """All answers where several were asked for. This result is then the first answer, or a failed one: `error` is None
     only where no answer has an error. `usage` counts the tokens of all answers."""
+    choice_probs: Mapping[str, float] | None = field(default=None, hash=False)
+    """The probability of each text of `choice`, 1 in all, where they were asked for."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` continues from."""
 

@@ -25,7 +25,7 @@ _MAX_SLOTS = 16  # for several answers at once: as many as other commands have
     *("model", "ctx_per_seq", "cache_type_k", "cache_type_v", "flash_attn", "memory_mib"),
     *("threads", "gpu_layers", "adapter", "chat_template"),
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos"),
-    *("choice", "set", "chat_template_kwargs"),
+    *("choice", "choice_probs", "set", "chat_template_kwargs"),
 )
 def ask(
     ctx: typer.Context,
@@ -160,6 +160,8 @@ def _tell(result: cbatch.BatchResult) -> None:
         for token in choice.logprobs or ():
             rest = "  ".join(f"{_quoted(t)} {t.logprob:.4f}" for t in token.top)
             say(f"{token.logprob:9.4f}  {_quoted(token)}{'   of ' if rest else ''}{rest}")
+    for text, probability in (result.choice_probs or {}).items():
+        say(f"{probability:9.4f}  {json.dumps(text, ensure_ascii=False)}")
     for warning in dict.fromkeys(w for r in (result, *result.choices) for w in r.warnings):
         say(f"cbatch: warning: {warning}")
     if any(choice.finish_reason == "window" for choice in result.choices or (result,)):

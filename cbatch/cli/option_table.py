@@ -374,6 +374,11 @@ OPTIONS = (
         read=parts_of,
         type=str,
     ),
+    _answer(
+        "choice_probs",
+        "Score each text of --choice, answer with the likeliest, and write their probabilities.",
+        read=_or_none,
+    ),
     _answer("slot", "The slot to run in, from 0; each request waits until it is free.", "any"),
     _answer("timeout_s", "Seconds for each request, from its submission.", "as long as it takes"),
     _answer(

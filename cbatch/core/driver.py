@@ -274,8 +274,12 @@ class SequenceDriver:
         """Take the grammar of a request for which it was open."""
         self.request = replace(self.request, grammar=grammar, is_grammar_open=False)
 
-    def set_prompt(self, tokens: Sequence[int], n_window: int, n_first: int = 0) -> None:
+    def set_prompt(
+        self, tokens: Sequence[int], n_window: int, n_first: int = 0, n_before: int = 0
+    ) -> None:
         """Take the prompt's tokens; with a moving window its first `n_first` stay, where the request says nothing.
+
+        Of a prompt that is scored, those behind `n_before` are, or behind as many as the request says.
 
         Raises:
             RequestFailedError: the prompt has no token.
@@ -290,8 +294,8 @@ class SequenceDriver:
         self.go_on_for(self.pause_every)
         self.reply.begin(tokens)
         if self.request.n_prompt_logprobs is not None:
-            first = (self.request.options.prompt_logprobs_start or 1) - 1
-            self.scores = PromptScores(n_prompt - 1, min(first, n_prompt - 1))
+            n_before = n_before or self.request.options.prompt_logprobs_start or 1
+            self.scores = PromptScores(n_prompt - 1, min(n_before, n_prompt) - 1)
         if self.request.options.n_discard:
             self._keep_in_window(n_first)
 

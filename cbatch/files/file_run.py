@@ -16,7 +16,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
 from cbatch.files.outcome import Interrupted, Stopper
-from cbatch.files.output.encoders import Encoder, RowEncoder
+from cbatch.files.output.encoders import Encoder, RowEncoder, columns_asked
 from cbatch.files.output.identity import Digests, Origin
 from cbatch.files.output.opening import OUTPUT_FORMAT
 from cbatch.files.output.run_paths import check_places, check_replaceable, written_by
@@ -38,7 +38,7 @@ from cbatch.options import RunOptions, check_runs_through
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Collection, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from cbatch.engine import Engine
@@ -111,7 +111,7 @@ def run_file(
             if engine is not None:
                 check_engine(engine)
             wants = defaults if engine is None else defaults.over(engine.options)
-            stream, target = _opened(stack, source, place, asked, has_logprob=bool(wants.logprobs))
+            stream, target = _opened(stack, source, place, asked, columns=columns_asked(wants))
             if engine is None:
                 view.say(f"loading {model or 'the model that ships inside'}")
             n_ahead = asked.window or N_LOOKED_AHEAD
@@ -249,14 +249,14 @@ class FileStream:
 
 
 def _opened(
-    stack: ExitStack, source: Paths, output: Path, asked: FileOptions, *, has_logprob: bool
+    stack: ExitStack, source: Paths, output: Path, asked: FileOptions, *, columns: Collection[str]
 ) -> tuple[ItemStream, Target]:
     """Return the input, which `stack` closes, and the output, after checks of both."""
     own = {os.path.realpath(path) for path in written_by(output, asked)}
     stream = stack.enter_context(closing(ItemStream(source, asked, own)))
     check_places(output, asked, stream.source.paths)
     check_replaceable(asked)
-    return stream, Target(output, stream.source, asked, has_logprob=has_logprob)
+    return stream, Target(output, stream.source, asked, extra=columns)
 
 
 def _prefix() -> str:

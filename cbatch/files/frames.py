@@ -10,7 +10,7 @@ from cbatch.checks import check_flag, check_string, strings_of
 from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_unique, item_of_row
-from cbatch.files.output.encoders import Layout
+from cbatch.files.output.encoders import Layout, columns_asked
 from cbatch.files.settings import check_engine
 from cbatch.options import RunOptions
 from cbatch.response import BatchError
@@ -74,7 +74,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         frame.columns,
         keep=None if keep_columns is None else strings_of("keep_columns", keep_columns),
         output_column=check_string("output_column", output_column),
-        has_logprob=bool(RunOptions.of(options).over(engine.options).logprobs),
+        extra=columns_asked(RunOptions.of(options).over(engine.options)),
     )
     errors: list[str | None] = []  # of the rows that were read; None for a row with a prompt
 

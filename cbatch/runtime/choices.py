@@ -1,12 +1,13 @@
-"""Several answers to one prompt: sequences of their own, one result."""
+"""Several sequences for one request, and one result: its answers, or the texts that an answer is chosen of."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.errors import EngineError
+from cbatch.errors import EngineError, RequestFailedError
 from cbatch.response import BatchOutputChunk, BatchResult, Usage
 from cbatch.runtime.output import Origin
 
@@ -37,8 +38,112 @@ def display_id(inside: str) -> str:
     return f"{id}[{i_choice}]" if mark else id
 
 
-class Choices:
-    """Stands between the loop and a batch's target for one request with several choices.
+class Members(ABC):
+    """Stands between the loop and a batch's target for one request with several sequences, its members."""
+
+    n_kept = 1
+    """Answers that the target gets."""
+
+    def __init__(self, target: Target, place: int, id: str, n_members: int) -> None:
+        """Make one for the request `id` at `place` in its batch."""
+        self.target, self.id = target, id
+        self._place = place
+        self._results: list[BatchResult | None] = [None] * n_members
+
+    @property
+    def member_ids(self) -> list[str]:
+        """The ids of the sequences."""
+        return [member_id(self.id, i) for i in range(len(self._results))]
+
+    def expect_choices(self, n: int) -> None:  # noqa: B027 (of its members none has choices)
+        """Do nothing: a member has no choices."""
+
+    def ends_with(self, results: Sequence[tuple[int, BatchResult]]) -> bool:
+        """Whether `results` are those of all members that have not ended yet."""
+        return self._results.count(None) == len(results)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether chunks are wanted as they come."""
+        return False
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether chunks come for each new token."""
+        return self.target.wants_tokens
+
+    @abstractmethod
+    def deliver(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Pass on chunks under the request's own id, and one result when the last member has ended. Owner thread."""
+
+
+class Labels(Members):
+    """The members of a request whose `choice_probs` are asked for: one for each text, scored behind the prompt."""
+
+    def __init__(self, target: Target, place: int, id: str, options: RunOptions) -> None:
+        """Make one for the request `id` at `place` in its batch."""
+        self._texts, self._has_logprobs = tuple(options.choice or ()), bool(options.logprobs)
+        super().__init__(target, place, id, len(self._texts))
+
+    def deliver(
+        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+    ) -> None:
+        """Deliver the likeliest text when the last one has its score. Owner thread."""
+        for i, result in results:
+            self._results[i] = result
+        if None not in self._results:
+            result = self._joined([r for r in self._results if r is not None])
+            last = BatchOutputChunk(
+                self.id,
+                result.text,
+                result.token_ids,
+                0,
+                result.finish_reason,
+                result.text,
+                logprobs=result.logprobs,
+                error=result.error,
+            )
+            self.target.deliver([last], [(self._place, result)])
+
+    def _joined(self, results: Sequence[BatchResult]) -> BatchResult:
+        failed = [r for r in results if r.error or r.finish_reason in ("cancelled", "timeout")]
+        scored = [tuple(filter(None, r.prompt_logprobs or ())) for r in results]
+        totals = [math.fsum(token.logprob for token in tokens) for tokens in scored]
+        most = max(totals)
+        best = totals.index(most)
+        n_prompt = results[best].usage.prompt_tokens - len(scored[best])
+        common = replace(
+            min(failed, key=lambda r: r.error is None) if failed else results[best],
+            id=self.id,
+            text="",
+            token_ids=(),
+            logprobs=() if self._has_logprobs else None,
+            prompt_logprobs=None,
+            usage=Usage(max(0, n_prompt), 0, _n_cached(results)),
+            timings=_timings(results[best], results),
+            origin=None,
+        )
+        if failed:
+            return common
+        if most == -math.inf:
+            error = RequestFailedError("the model gives every text of choice the probability 0")
+            return replace(common, finish_reason="error", error=error)
+        weights = [math.exp(total - most) for total in totals]
+        return replace(
+            common,
+            text=self._texts[best],
+            token_ids=tuple(token.token_id for token in scored[best]),
+            finish_reason="stop",
+            logprobs=scored[best] if self._has_logprobs else None,
+            usage=replace(common.usage, completion_tokens=len(scored[best])),
+            choice_probs={t: w / sum(weights) for t, w in zip(self._texts, weights, strict=True)},
+        )
+
+
+class Choices(Members):
+    """The members of a request with several choices.
 
     The `n` of `n_choices` answers with the highest mean log-probability are kept, the best first; where all are kept,
     they stay in order.
@@ -46,9 +151,8 @@ class Choices:
 
     def __init__(self, target: Target, place: int, id: str, options: RunOptions) -> None:
         """Make one for the request `id` at `place` in its batch."""
-        self.target, self.id = target, id
-        self._place, self.n_kept = place, options.n or 1
-        self._results: list[BatchResult | None] = [None] * options.n_choices
+        super().__init__(target, place, id, options.n_choices)
+        self.n_kept = options.n or 1
         self._held: dict[int, BatchOutputChunk] = {}
         self._options = options
         self._echoed: tuple[TokenLogprob, ...] | None = None
@@ -57,26 +161,9 @@ class Choices:
         """Chunks of the others that came before it."""
 
     @property
-    def member_ids(self) -> list[str]:
-        """The ids of the choices' sequences."""
-        return [member_id(self.id, i) for i in range(len(self._results))]
-
-    def expect_choices(self, n: int) -> None:
-        """Do nothing: a choice has no choices."""
-
-    def ends_with(self, results: Sequence[tuple[int, BatchResult]]) -> bool:
-        """Whether `results` are those of all choices that have not ended yet."""
-        return self._results.count(None) == len(results)
-
-    @property
     def is_streamed(self) -> bool:
         """Whether chunks are wanted as they come; never where only the end tells which choices are kept."""
         return self.target.is_streamed and self._keeps_all
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether chunks come for each new token."""
-        return self.target.wants_tokens
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]

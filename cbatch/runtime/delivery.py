@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.errors import RequestFailedError, words_of
 from cbatch.logs import Log
-from cbatch.runtime.choices import Choices
+from cbatch.runtime.choices import Members
 from cbatch.runtime.mailbox import Parcel, refused
 from cbatch.runtime.output import result_of, take_chunk
 
@@ -49,7 +49,7 @@ def deliver(
         results += ending
         count_end(stats, driver)
     for target, (chunks, results) in parcels.items():
-        if isinstance(target, Choices) and target.ends_with(results):
+        if isinstance(target, Members) and target.ends_with(results):
             routes.pop(target.id, None)  # first: a reader of the answer may use its id again
         target.deliver(chunks, results)
     return bool(parcels)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.interrupts import HeldBack
-from cbatch.runtime.choices import Choices, request_id
+from cbatch.runtime.choices import Choices, Labels, Members, request_id
 from cbatch.runtime.ids import check_own, is_meant
 
 if TYPE_CHECKING:
@@ -76,14 +76,15 @@ class InFlight:
         """
         savers = self._checked_savers([d for item in items for d in item])
         for place, id, drivers in zip(places, ids, items, strict=True):
-            if len(drivers) == 1:
+            request = drivers[0].request
+            if request.id == id:
                 routes[id] = Route(target, place, id)
                 continue
-            choices = Choices(target, place, id, drivers[0].request.options)
-            target.expect_choices(choices.n_kept)
-            routes[id] = Route(choices, -1, id)  # taken until the last choice has ended
-            members = [d.request.id for d in drivers]
-            routes.update((member, Route(choices, i, member)) for i, member in enumerate(members))
+            members = (Labels if request.ending else Choices)(target, place, id, request.options)
+            target.expect_choices(members.n_kept)
+            routes[id] = Route(members, -1, id)  # taken until the last member has ended
+            own = [d.request.id for d in drivers]
+            routes.update((member, Route(members, i, member)) for i, member in enumerate(own))
         with HeldBack():
             check_own(list(routes), self.routes)  # a handler may have taken one meanwhile
             self.routes.update(routes)
@@ -442,7 +443,7 @@ class InFlight:
     def _has_begun(self, route: Route) -> bool:
         """Whether a request, or one of its choices, ever had a slot."""
         target = route.target
-        members = target.member_ids if isinstance(target, Choices) else [route.id]
+        members = target.member_ids if isinstance(target, Members) else [route.id]
         return any(map(self._has_run, members))
 
     def _has_run(self, id: str) -> bool:
@@ -453,7 +454,7 @@ class InFlight:
 def _member_ids(route: Route) -> list[str]:
     """Return the ids of a request's sequences."""
     target, place, id = route
-    return target.member_ids if isinstance(target, Choices) and place < 0 else [id]
+    return target.member_ids if isinstance(target, Members) and place < 0 else [id]
 
 
 def _first_deadline(drivers: Iterable[SequenceDriver]) -> float:

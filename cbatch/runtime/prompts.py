@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
 from cbatch.messages import BatchPrompt
+from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 
 Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
+
+_Begun: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, str, Sequence[int]]"
+"""A prompt with its options, its text and its tokens."""
 
 _N_LONG = 2**15
 """Characters or tokens above which a prompt is long. Tokenizing it takes some milliseconds."""
@@ -56,6 +60,8 @@ class FoundPrompt:
     """With a moving window: tokens of a chat's first message, 1 for other prompts."""
     grammar: Grammar | None = None
     """Where the request's grammar was open."""
+    n_before: int = 0
+    """Tokens before the request's `ending`; 0 without one."""
 
 
 class PromptTokenizer:
@@ -64,6 +70,8 @@ class PromptTokenizer:
     def __init__(self, tokenize: Tokenize, n_window: int, chats: ChatFormat | None = None) -> None:
         """Make one; `chats` is for requests whose grammar is open."""
         self._tokenize, self._n_window, self._chats = tokenize, n_window, chats
+        self._begun: _Begun = None, None, "", ()
+        """The last prompt that had an ending, as text and tokens: the next one may have another ending of it."""
 
     def tokenize(self, driver: SequenceDriver) -> None:
         """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
@@ -73,6 +81,8 @@ class PromptTokenizer:
     def find(self, request: Request) -> FoundPrompt | CBatchError:
         """Return the tokens of a request's prompt, or the error; a prompt that does not fit is an error, too."""
         try:
+            if request.ending:
+                return self._with_ending(request)
             prompt, grammar = self._settled(request)
             tokens = self._tokenize(prompt, request.options)
             request.cap(len(tokens), self._n_window)
@@ -83,6 +93,22 @@ class PromptTokenizer:
             failure = RequestFailedError(f"the prompt could not be prepared: {words_of(error)}")
             failure.__cause__ = error
             return failure
+
+    def _with_ending(self, request: Request) -> FoundPrompt:
+        """Return the tokens of a prompt with its ending: scored are those that the prompt alone does not have."""
+        prompt, options, text, before = self._begun
+        if prompt is not request.prompt or options is not request.options:
+            text = self._text(request)
+            before = self._tokenize(BatchPrompt(prompt=text), request.options)
+            self._begun = request.prompt, request.options, text, before
+        tokens = self._tokenize(BatchPrompt(prompt=text + request.ending), request.options)
+        request.cap(len(tokens), self._n_window)
+        return FoundPrompt(tokens, n_before=n_joined(before, tokens))
+
+    def _text(self, request: Request) -> str:
+        if request.prompt.messages is None or self._chats is None:
+            return request.prompt.prompt or ""
+        return self._chats.render(request.prompt, request.options)
 
     def _settled(self, request: Request) -> tuple[BatchPrompt, Grammar | None]:
         """Return the prompt to tokenize, and the grammar where it was open: then the prompt is the chat's text."""
@@ -100,7 +126,7 @@ class PromptTokenizer:
         if driver.request.is_grammar_open:
             driver.set_grammar(found.grammar)
         try:
-            driver.set_prompt(found.tokens, self._n_window, found.n_first)
+            driver.set_prompt(found.tokens, self._n_window, found.n_first, found.n_before)
         except CBatchError as error:
             driver.error = error
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 from uuid import uuid4
 
 from cbatch.checks import check_flag, reading, shown, token_ids
+from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError, PromptError
 from cbatch.messages import BatchPrompt, Prompt, as_prompt
 from cbatch.plain import int_of, list_of, text_of
@@ -130,12 +131,14 @@ def _continued(
     if not isinstance(continuation, str):
         return _joined(tokenizer, before, continuation)
     tokens = tokenizer.tokens_of(BatchPrompt(prompt=text + continuation))
-    n_alike = 0
-    while n_alike < min(len(before), len(tokens) - 1) and before[n_alike] == tokens[n_alike]:
-        n_alike += 1
     if text:
-        return Window(tokens, _start(n_alike))
+        return Window(tokens, _start(n_joined(before, tokens)))
     return _joined(tokenizer, (), tokens)
+
+
+def n_joined(before: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many tokens of a text with its continuation are those of the text before it alone."""
+    return min(n_common([*before], [*tokens]), len(tokens) - 1)
 
 
 def _start(n_before: int) -> int:

@@ -19,7 +19,7 @@ from cbatch.options import MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.request import Request
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.no_effect import idle_options
-from cbatch.runtime.validation import check_chat, check_fits
+from cbatch.runtime.validation import check_chat, check_fits, check_labels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +76,9 @@ class SequenceMaker:
     ) -> list[SequenceDriver]:
         """Return the sequences of a prompt, one for each choice; a `ConfigError` of its options names it `name`."""
         request = self.request(item, id, run_options, now, ends_s, name=name)
-        n_choices = request.options.n_choices
+        n_choices, options = request.options.n_choices, request.options
+        if options.choice_probs:
+            return [self.of_request(label, now) for label in _labels(request)]
         if n_choices == 1:
             return [self.of_request(request, now)]
         return [self.of_request(_choice(request, i), now) for i in range(n_choices)]
@@ -96,6 +98,7 @@ class SequenceMaker:
             options = self._settled.over(RunOptions.of(item.options), run_options)
             check_fits(options, self._backend, self._schedule)
             check_chat(item, options, self._backend.vocab)
+            check_labels(item, options)
             grammar = options.structure or self._chats.grammar(item, options)
             is_open = options.structure is None and self._chats.is_grammar_open(item, options)
         except UnsupportedOptionError:
@@ -178,6 +181,22 @@ def _choice(request: Request, i: int) -> Request:
     n_top = request.n_prompt_logprobs if i == 0 else None
     id = member_id(request.id, i)
     return replace(request, id=id, sampling=sampling, n_prompt_logprobs=n_top)
+
+
+def _labels(request: Request) -> list[Request]:
+    """Return a request for each text of which one is to be chosen: it is put behind the prompt, and scored."""
+    n_top = request.options.n_logprobs or 0
+    request = replace(
+        request,
+        options=RunOptions(max_tokens=0, prompt_logprobs=n_top).over(request.options),
+        n_logprobs=None,
+        n_prompt_logprobs=n_top,
+        grammar=None,
+    )
+    return [
+        replace(request, id=member_id(request.id, i), ending=text)
+        for i, text in enumerate(request.options.choice or ())
+    ]
 
 
 def extended(origin: Origin, id: str, result: BatchResult, n_tokens: int, now: float) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from cbatch.checks import MAX_INT, shown
@@ -122,6 +123,34 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
             )
     if tools and vocab.tool_refusal:
         raise UnsupportedOptionError("tools", reason=vocab.tool_refusal)
+
+
+def check_labels(prompt: BatchPrompt, options: RunOptions) -> None:
+    """Refuse options that do not go with the probabilities of labels, for which nothing is sampled."""
+    if not options.choice_probs:
+        return
+    if options.choice is None:
+        raise ConfigError("choice_probs needs choice: the texts of which the answer is one")
+    for text, longer in pairwise(sorted(options.choice)):
+        if longer.startswith(text):
+            raise ConfigError(
+                f"choice_probs: {text!r} is the beginning of {longer!r}, and so never less likely; give texts of which "
+                "none begins another"
+            )
+    if prompt.tokens is not None:
+        raise ConfigError("choice_probs is for chats and texts, but this prompt is tokens")
+    asked = {
+        "n": options.n_choices > 1,
+        "echo": options.echo,
+        "prompt_logprobs": options.prompt_logprobs is not None,
+        "prefill_only": options.prefill_only,
+        "save_cache": options.save_cache,
+        "pause_every": options.pause_every is not None,
+        "slot": options.slot is not None,
+        "logits_processor": options.logits_processor is not None,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise ConfigError(f"{name} cannot be used with choice_probs: leave one of them out")
 
 
 def origin_of(result: BatchResult, owner: str) -> Origin:

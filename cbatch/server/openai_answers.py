@@ -241,6 +241,8 @@ def extensions(result: BatchResult) -> dict[str, Any]:
         more["finish_reasons"] = reasons
     if result.prompt_logprobs is not None:
         more["prompt_logprobs"] = tokens_as_json(result.prompt_logprobs)
+    if result.choice_probs is not None:
+        more["choice_probs"] = dict(result.choice_probs)
     if result.warnings:
         more["warnings"] = [*result.warnings]
     return {"cbatch": more} if more else {}

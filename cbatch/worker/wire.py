@@ -207,6 +207,7 @@ def result_as_json(result: BatchResult) -> dict[str, Any]:
         "prompt_logprobs": logprobs_as_json(result.prompt_logprobs),
         "stop_reason": result.stop_reason,
         "choices": [result_as_json(choice) for choice in result.choices],
+        "choice_probs": result.choice_probs,
         "number": result.origin.number if isinstance(result.origin, Origin) else None,
     }
     # an empty list of log-probabilities says that they were asked for
@@ -246,8 +247,15 @@ def result_of_json(
         prompt_logprobs=logprobs_of_json(said.get("prompt_logprobs")),
         stop_reason=stop_reason if type(stop_reason) in (int, NoneType) else as_text(stop_reason),
         choices=tuple(result_of_json(c, id, origin_of) for c in as_list(said.get("choices", []))),
+        choice_probs=_probs_of_json(said.get("choice_probs")),
     )
     return result if number is None else replace(result, origin=origin_of(result, as_count(number)))
+
+
+def _probs_of_json(said: object) -> dict[str, float] | None:
+    if said is None:
+        return None
+    return {text: float(value) for text, value in as_object(said).items()}
 
 
 def logprobs_as_json(tokens: Sequence[TokenLogprob | None] | None) -> list[Any] | None:

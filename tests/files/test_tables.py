@@ -319,7 +319,7 @@ def test_log_probability_of_an_answer_is_the_sum_of_its_tokens(tmp_path: Path) -
     echoed = replace(ANSWER, logprobs=(first, *tokens, *tokens), usage=Usage(4, 3))
     with open_source(path) as source:
         [item] = source
-        layout = Layout(source.columns, has_logprob=True)
+        layout = Layout(source.columns, extra={"logprob"})
         encode = CsvEncoder(layout, ",")
     row = encoded(encode, item, scored)
     assert (row["logprob"], row["warnings"]) == ("-1.5", "one; two")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.item import Item, ItemError
     from cbatch.files.input.row_prompts import Row
+    from cbatch.options import RunOptions
     from cbatch.response import BatchResult
 
 
@@ -117,13 +118,23 @@ _ANSWERS: Mapping[str, type] = MappingProxyType(
         "prompt_tokens": int,
         "completion_tokens": int,
         "logprob": float,
+        "choice_probs": str,
         "warnings": str,
     }
 )
 """The columns that an answer may have, and their types."""
 
-_WHERE_PRESENT = ("logprob", "warnings")
+WHERE_ASKED = ("logprob", "choice_probs")
+"""Columns that a table has only where the options ask for them."""
+
+_WHERE_PRESENT = (*WHERE_ASKED, "warnings")
 """Keys that an object has where they have a value."""
+
+
+def columns_asked(options: RunOptions) -> frozenset[str]:
+    """Return the columns that options ask for, of those that not every table has."""
+    asked = {"logprob": options.logprobs, "choice_probs": options.choice_probs}
+    return frozenset(name for name in WHERE_ASKED if asked[name])
 
 
 class Layout:
@@ -143,7 +154,7 @@ class Layout:
         *,
         keep: Sequence[str] | None = None,
         output_column: str | None = None,
-        has_logprob: bool = False,
+        extra: Collection[str] = (),
     ) -> None:
         """Choose the columns.
 
@@ -151,7 +162,7 @@ class Layout:
             columns: of the input's rows; None: its items are requests.
             keep: columns of the input that the output has; None: all.
             output_column: the name of the answer's text; None: "response".
-            has_logprob: whether there is a column of log-probabilities.
+            extra: columns beside those that every table has, as `columns_asked` returns them.
 
         Raises:
             ConfigError: a column to keep is not there, or the answer's name is that of another column.
@@ -164,7 +175,7 @@ class Layout:
                 )
         self.has_rows, self.keeps_all = columns is not None, keep is None
         self.own = known if keep is None else tuple(dict.fromkeys(keep))
-        self._kept = [name for name in _ANSWERS if has_logprob or name != "logprob"]
+        self._kept = [n for n in _ANSWERS if n in extra or n not in WHERE_ASKED]
         text = output_column or "response"
         if output_column in (*self.own, *(name for name in self._kept[1:])):
             raise ConfigError(
@@ -187,6 +198,7 @@ class Layout:
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "logprob": _logprob(result),
+            "choice_probs": None if result.choice_probs is None else as_text(result.choice_probs),
             "warnings": "; ".join(result.warnings) or None,
         }
         return tuple(values[name] for name in self._kept)

@@ -100,6 +100,7 @@ def _more(result: BatchResult) -> dict[str, object]:
         "logprobs": tokens_as_json(result.logprobs or ()),
         "prompt_logprobs": tokens_as_json(result.prompt_logprobs or ()),
         "choices": [_choice(choice) for choice in result.choices],
+        "choice_probs": result.choice_probs,
         "warnings": result.warnings,
     }
     return {name: value for name, value in more.items() if value or value == 0}  # a token's id
@@ -269,6 +270,8 @@ def _extensions(result: BatchResult) -> dict[str, Any]:
         more["stop_reasons"] = [c.stop_reason for c in _choices(result)]
     if result.prompt_logprobs is not None:
         more["prompt_logprobs"] = tokens_as_json(result.prompt_logprobs)
+    if result.choice_probs is not None:
+        more["choice_probs"] = dict(result.choice_probs)
     if result.warnings:
         more["warnings"] = list(result.warnings)
     return {"cbatch": more} if more else {}

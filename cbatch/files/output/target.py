@@ -11,7 +11,13 @@ from cbatch.files.adopt import adopt
 from cbatch.files.file_formats import COLUMNAR, check_name, output_format
 from cbatch.files.input.item import Seen
 from cbatch.files.output.durable import create, take_access, told
-from cbatch.files.output.encoders import CsvEncoder, Layout, ObjectEncoder, TraceableEncoder
+from cbatch.files.output.encoders import (
+    WHERE_ASKED,
+    CsvEncoder,
+    Layout,
+    ObjectEncoder,
+    TraceableEncoder,
+)
 from cbatch.files.output.journal import Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
@@ -27,7 +33,7 @@ from cbatch.files.output.sorting import sort_in_place
 from cbatch.files.places import opened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from cbatch.files.input.source import Source
@@ -47,13 +53,13 @@ class Target:
     """
 
     def __init__(
-        self, path: Path, source: Source, options: FileOptions, *, has_logprob: bool = False
+        self, path: Path, source: Source, options: FileOptions, *, extra: Collection[str] = ()
     ) -> None:
         """Check, long before the first record, that records can be written as the options ask.
 
         Args:
             path, source, options: of the run.
-            has_logprob: whether a table of answers has a column of log-probabilities.
+            extra: columns of a table of answers beside those that every table has.
 
         Raises:
             ConfigError: columns that do not fit; an unknown format, one that the output's name contradicts, or one that
@@ -65,7 +71,7 @@ class Target:
         self._is_columnar = self.format in COLUMNAR
         for file in self._paths:
             check_name(file, self.format, is_asked=asked != "auto")
-        layout = layout_of(self.format, source, options, has_logprob=has_logprob)
+        layout = layout_of(self.format, source, options, extra=extra)
         self.encoder = encoder(self.format, source, layout)
         self._records = records_at(path) if self._is_columnar else path
         self._check_format()
@@ -154,7 +160,7 @@ class Target:
 
 
 def layout_of(
-    format: str, source: Source, options: FileOptions, *, has_logprob: bool = False
+    format: str, source: Source, options: FileOptions, *, extra: Collection[str] = ()
 ) -> Layout | None:
     """Return the columns of a format's rows; None for a format without.
 
@@ -169,8 +175,9 @@ def layout_of(
                 "name in .csv or .parquet, or another format (--output-format)"
             )
         return None
-    has_logprob = has_logprob or format == "jsonl" or source.columns is None
-    return Layout(source.columns, keep=keep, output_column=name, has_logprob=has_logprob)
+    if format == "jsonl" or source.columns is None:
+        extra = WHERE_ASKED
+    return Layout(source.columns, keep=keep, output_column=name, extra=extra)
 
 
 def encoder(format: str, source: Source, layout: Layout | None = None) -> Encoder:
