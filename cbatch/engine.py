@@ -128,6 +128,7 @@ class Engine:
         self._is_entered = False
         """Whether `async with` has begun to load it."""
         self._exactness_found = ""
+        self._facts: ModelFacts | None = None
         is_threaded = check_flag("threaded", threaded)
         folder = cache_folder(cache_dir)
         cache_mib = check_int("cache_mib", cache_mib, 1, MAX_INT)
@@ -322,11 +323,23 @@ class Engine:
         return self._runtime.n_tokens_of(item, settled)
 
     def tokenize(
-        self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special: bool = True,
+        options: RunOptions | Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the tokens that `count_tokens` counts. Raises as it does."""
+        """Return the tokens that `count_tokens` counts. Raises as it does.
+
+        `add_special=False` leaves out the BOS token that is put before a text, but not one that the text begins with.
+        """
         item, settled = self._settled(prompt, options)
-        return [*self._runtime.tokens_of(item, settled)]
+        tokens = [*self._runtime.tokens_of(item, settled)]
+        if item.prompt is None or check_flag("add_special", add_special):
+            return tokens
+        facts = self.model_facts
+        is_added = facts.adds_bos and not item.prompt.startswith(facts.bos_token or "\0")
+        return tokens[1:] if is_added and tokens[:1] == [facts.bos_id] else tokens
 
     def render(
         self, prompt: Prompt, *, options: RunOptions | Mapping[str, Any] | None = None
@@ -340,6 +353,10 @@ class Engine:
         item, settled = self._settled(prompt, options)
         return self._runtime.text_of(item, settled)
 
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, control tokens written out, U+FFFD for what is no text. Raises as `pieces`."""
+        return b"".join(self.pieces(tokens)).decode("utf-8", "replace")
+
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token, control tokens written out; a character may span several.
 
@@ -352,7 +369,9 @@ class Engine:
     @property
     def model_facts(self) -> ModelFacts:
         """What the model is: sizes, special tokens, chat template, adapters."""
-        return self._runtime.model_facts()
+        if self._facts is None:
+            self._facts = self._runtime.model_facts()
+        return self._facts
 
     def _settled(
         self, prompt: Prompt, options: RunOptions | Mapping[str, Any] | None

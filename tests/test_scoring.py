@@ -138,3 +138,11 @@ def test_scores_are_awaited(engine: Engine) -> None:
     assert [len(score.tokens) for score in pair] == [1, 1]
     assert text.logprob < 0
     assert "tokens" in repr(text)
+
+
+def test_tokens_become_text_and_text_tokens(engine: Engine) -> None:
+    tokens = engine.tokenize("größer", add_special=False)
+    assert engine.detokenize(tokens) == "größer"
+    assert engine.detokenize(tokens[:3]) == "gr\N{REPLACEMENT CHARACTER}"
+    with pytest.raises(ConfigError, match="add_special"):
+        engine.tokenize("a", add_special="no")  # type: ignore[arg-type]

@@ -105,10 +105,8 @@ class CbatchLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Return the tokens of a text, BOS before it where the model's file asks for it."""
-        tokens = self.engine.tokenize(string) if string else []
-        has_bos = self._facts.adds_bos and not string.startswith(self._facts.bos_token or "\0")
         adds_bos = self._adds_bos if add_special_tokens is None else add_special_tokens
-        return tokens[1:] if has_bos and not adds_bos else tokens
+        return self.engine.tokenize(string, add_special=adds_bos) if string else []
 
     def _loglikelihood_tokens(
         self,

@@ -57,15 +57,6 @@ def fingerprint_of(engine: Engine) -> str:
     return f"b{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 
-def text_tokens(
-    engine: Engine, facts: ModelFacts, text: str, *, has_special: bool = False
-) -> list[int]:
-    """Return the tokens of a text; the one that begins a prompt only with `has_special`, or where the text has it."""
-    tokens = engine.tokenize(text)
-    is_added = tokens[:1] == [facts.bos_id] and not text.startswith(facts.bos_token or "\0")
-    return tokens[1:] if is_added and not has_special else tokens
-
-
 class StreamEncoder(Protocol):
     """Makes the frames of one streamed answer."""
 
@@ -132,7 +123,7 @@ class Call(ABC):
         asked = self.asked
         biases = dict(asked.options.logit_bias or {})
         for text, bias in asked.biased_texts:
-            for token in text_tokens(engine, facts, text):
+            for token in engine.tokenize(text, add_special=False):
                 biases[token] = biases.get(token, 0.0) + bias
         if asked.biased_texts:
             with field_errors("logit_bias"):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.checks import shown
 from cbatch.messages import BatchPrompt
-from cbatch.server.call import text_tokens
 from cbatch.server.http_errors import absent, bad_request
 from cbatch.server.llama_completions import DEFAULTS, LlamaCall
 from cbatch.server.openai_completions import moot_in
@@ -101,7 +100,7 @@ class InfillCall(LlamaCall):
         super().see_vocabulary(engine, facts)
 
         def tokens_of(text: str) -> list[int]:
-            return text_tokens(engine, facts, text) if text else []
+            return engine.tokenize(text, add_special=False) if text else []
 
         prefix, begun, suffix = map(tokens_of, self._texts)
         n_window, n_output = engine.n_window, self.asked.options.max_tokens

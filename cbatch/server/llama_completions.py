@@ -10,7 +10,7 @@ from cbatch.checks import shown, strings_of, token_ids
 from cbatch.messages import BatchPrompt
 from cbatch.openai_format import chat_logprobs
 from cbatch.server.answer_events import Ended, Text, choices_of
-from cbatch.server.call import Call, text_tokens
+from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.openai_answers import extensions, timings_of
 from cbatch.server.openai_completions import begun, is_token, moot_in, prompt_of
@@ -73,7 +73,7 @@ class LlamaCall(Call):
         super().see_vocabulary(engine, facts)
         for i, said in enumerate(self._said):
             if _is_mixed(said):
-                self.prompts[i] = BatchPrompt(tokens=_joined(engine, facts, said))
+                self.prompts[i] = BatchPrompt(tokens=_joined(engine, said))
 
     def body(
         self, results: Sequence[BatchResult], model: str
@@ -250,11 +250,11 @@ def _prompt(said: Any, place: str) -> BatchPrompt:
     return BatchPrompt(prompt="".join(texts) or shown(said))
 
 
-def _joined(engine: Engine, facts: ModelFacts, said: Sequence[Any]) -> list[int]:
+def _joined(engine: Engine, said: Sequence[Any]) -> list[int]:
     """Return the tokens of a mixed prompt; a text at its beginning gets the BOS token."""
     tokens: list[int] = []
     for i, piece in enumerate(said):
         is_text = isinstance(piece, str)
-        some = text_tokens(engine, facts, piece, has_special=not i) if is_text and piece else ()
+        some = engine.tokenize(piece, add_special=not i) if is_text and piece else ()
         tokens += some if is_text else [piece]
     return tokens

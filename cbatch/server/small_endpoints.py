@@ -13,7 +13,6 @@ import cbatch
 from cbatch.checks import check_flag, shown, token_ids
 from cbatch.errors import CBatchError, PromptError
 from cbatch.options import RunOptions, Sampling
-from cbatch.server.call import text_tokens
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -245,7 +244,7 @@ async def _respond_long(desk: Desk, exchange: Exchange, said: Mapping[str, Any])
 async def _tokens(
     desk: Desk, exchange: Exchange, text: Any, field: str, *, has_special: bool
 ) -> list[Any]:
-    """Return the tokens of a text, as `text_tokens` does. Raises a `HttpProblemError` that names the field."""
+    """Return the tokens of a text, as `Engine.tokenize` does. Raises a `HttpProblemError` that names the field."""
     if not isinstance(text, str):
         raise bad_request(f"{field} must be a string, not {shown(text)}", field)
     if not text:
@@ -253,9 +252,7 @@ async def _tokens(
     with field_errors(field):
         engine, sizes = desk.engine, await desk.sizes()
         check_text(text, sizes.n_window, field)
-        return await desk.ask_of_body(
-            exchange, text_tokens, engine, sizes.facts, text, has_special=has_special
-        )
+        return await desk.ask_of_body(exchange, engine.tokenize, text, add_special=has_special)
 
 
 def _with_pieces(engine: Engine, tokens: Sequence[int]) -> list[Any]:
@@ -280,14 +277,10 @@ async def detokenize(desk: Desk, exchange: Exchange) -> None:
         tokens = await exchange.aside(token_ids, "tokens", body.get("tokens"))
         check_tokens(tokens, (await desk.sizes()).n_window, "tokens")
     try:
-        text = await desk.ask_of_body(exchange, _text_of, desk.engine, tokens)
+        text = await desk.ask_of_body(exchange, desk.engine.detokenize, tokens)
     except PromptError as error:
         raise problem_of(error, "tokens") from None
     await _respond_long(desk, exchange, {"content": text, "prompt": text})
-
-
-def _text_of(engine: Engine, tokens: Sequence[int]) -> str:
-    return b"".join(engine.pieces(tokens)).decode("utf-8", "replace")
 
 
 async def apply_template(desk: Desk, exchange: Exchange) -> None:
