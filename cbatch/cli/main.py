@@ -147,9 +147,11 @@ class _Help:
     """Writes the help of a command or of the root, in boxes if the terminal is wide enough."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        command: Any = self
+        for flag in (p for p in command.get_params(ctx) if getattr(p, "is_flag", False)):
+            flag.metavar = ""  # which takes no value; typer would write <bool>
         n_columns = shutil.get_terminal_size().columns
         if n_columns < _BOXES_WIDTH:
-            command: Any = self
             formatter.width = n_columns - 2
             formatter.write_dl = partial(_write_narrow, formatter.write_dl)
             command.format_usage(ctx, formatter)

@@ -171,7 +171,15 @@ def problem_of(matcher: Any) -> str:
     return readable_problem(str(matcher.get_error()))
 
 
+_WRONG_REGEX = re.compile(
+    r"regex parse error:\n {4}(?P<regex>.*)\n {4}(?P<before> *)\^.*\nerror: (?P<why>.*)"
+)
+"""An expression of one line, and where it is wrong. Source: the Rust crate regex-syntax, error.rs."""
+
+
 def readable_problem(message: str) -> str:
-    """Return a matcher's message without the dump of its state."""
+    """Return a matcher's message without the dump of its state; of a wrong expression one line, with the place."""
     said = re.split(r"\n<(?:state|non-verbose|backtrace)", message)[0].strip()
+    if found := _WRONG_REGEX.search(said):
+        return f"{found['why']}, at character {len(found['before']) + 1} of {found['regex']!r}"
     return "nothing matches it" if said.startswith("NoExtension") else said
