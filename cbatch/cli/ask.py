@@ -120,7 +120,9 @@ def _open(
     model: Path | None, options: cbatch.RunOptions, settings: Mapping[str, Any]
 ) -> cbatch.Engine:
     console = Console(stderr=True)
-    with console.status(escape(printable(f"loading {name_of(model)}"))):  # seen on a terminal only
+    if not console.is_terminal:
+        return cbatch.load(model, options=options, **settings)
+    with console.status(escape(printable(f"loading {name_of(model)}"))):
         console.show_cursor()  # a process that is stopped leaves the terminal with its cursor
         return cbatch.load(model, options=options, **settings)
 

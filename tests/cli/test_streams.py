@@ -122,6 +122,8 @@ def test_what_cannot_be_said_stops_no_work(
     source = write_input({"prompt": "a", "options": SHORT})
     assert redirected(how, "run", source, "-o", out, "-m", test_model, *SMALL).exit_code == 0
     assert len(parse(out.read_bytes())) == 1
+    asked = redirected(how, "ask", "Say red.", "--max-tokens", "3")
+    assert (asked.exit_code, bool(asked.stdout.strip())) == (0, True)
     assert redirected(how, "info", "none.gguf").exit_code == 2
 
 
