@@ -39,6 +39,7 @@ from cbatch.plain import text_of
 from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.async_source import AsyncSource
 from cbatch.runtime.batch_response import BatchResponse, OneAnswer
+from cbatch.runtime.copies import Copies
 from cbatch.runtime.delivery import log_results
 from cbatch.runtime.ids import RequestId
 from cbatch.runtime.interface import Outage
@@ -390,6 +391,7 @@ class Engine:
         progress: bool | View = False,
         ask_again: bool = False,
         streamed: bool = False,
+        dedupe: bool = False,
     ) -> BatchResponse:
         """Queue a batch and return its response at once.
 
@@ -408,6 +410,9 @@ class Engine:
                 `WorkerDiedError`, unless a reader has a chunk of it. An item of which one worker after the other dies
                 ends with that error. Without worker processes there is nothing to ask again.
             streamed: deliver chunks from the first step on; without, from when a reader asks for them.
+            dedupe: compute equal prompts with equal options once if the answer is certain to be the same: a single one,
+                greedy or with a seed. Each has its own result; a copy's comes with the end of the first, whatever that
+                is, and its id cannot be cancelled or paused. Prompts are read one by one, as a generator's.
 
         Raises:
             ConfigError: an empty batch, a malformed prompt, a wrong option. Nothing was queued. Of several prompts, one
@@ -422,11 +427,15 @@ class Engine:
         view, asks_again = check_view(progress), check_flag("ask_again", ask_again)
         is_streamed = check_flag("streamed", streamed)
         before = self.stats() if view else None
+        is_deduped = check_flag("dedupe", dedupe)
+        if is_deduped and not is_source(prompts):
+            prompts = iter(as_prompts(cast("Prompt | Iterable[Prompt]", prompts)))
         if is_source(prompts):
             source = self._source_of(prompts)
             mailbox = self._mailbox(
                 0, N_AHEAD_PER_SLOT * self.parallel, asks_again=asks_again, is_streamed=is_streamed
             )
+            mailbox.copies = Copies() if is_deduped else None
             self._submitter.feed(source, run_options, ends_s, mailbox)
         else:
             items = as_prompts(cast("Prompt | Iterable[Prompt]", prompts))

@@ -253,6 +253,7 @@ OPTIONS = (
     ),
     _file("limit", "Most items to run.", "all"),
     _file("shuffle", "Run the items in random order."),
+    _file("dedupe", "Compute equal items once, if greedy or with a seed."),
     _file("strict", "Check the whole input first; stop at an invalid item."),
     _file("check", "Check the input and count its tokens; run nothing.", setting="", type=bool),
     _file("dry_run", "Run a sample and estimate the time of the whole run.", setting="", type=bool),

@@ -55,6 +55,7 @@ class FileOptions:
         errors: a file of their own for records of errors.
         limit: most items to run; items that are done do not count.
         shuffle: read the input in random order. It is copied to a temporary file first; 8 bytes of memory an item.
+        dedupe: compute items that are equal once, where the answer is certain to be the same; see `Engine.run`.
         shuffle_seed: the same number gives the same order.
         strict: check the whole input before anything runs, and stop at the first item with an error.
         retry_errors: run items again that ended with an error.
@@ -82,6 +83,7 @@ class FileOptions:
     errors: Path | None = checked(file_of)
     limit: int | None = checked(check_int, 1, 2**63 - 1)
     shuffle: bool = checked(check_flag, default=False)
+    dedupe: bool = checked(check_flag, default=False)
     shuffle_seed: int = checked(check_int, -MAX_SEED, MAX_SEED, default=0)
     strict: bool = checked(check_flag, default=False)
     retry_errors: bool = checked(check_flag, default=False)

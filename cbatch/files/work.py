@@ -144,6 +144,7 @@ class Work:
         self._stream, self._context, self._engine, self._stop = stream, context, engine, stop
         self._window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
         self._limit, self._max_time_s = asked.limit or math.inf, asked.max_time_s
+        self._is_deduped = asked.dedupe
         self._running: dict[str, Entry] = {}
         self._refused: list[Ended] = []
         self._n_started = self._n_given_back = self._n_added = 0
@@ -221,7 +222,11 @@ class Work:
         self._start_s = time.perf_counter()
         self._ends_s = math.inf if seconds is None else self._start_s + seconds
         self._response = self._engine.run(
-            self.prompts(), options=options, max_time_s=seconds, ask_again=True
+            self.prompts(),
+            options=options,
+            max_time_s=seconds,
+            ask_again=True,
+            dedupe=self._is_deduped,
         )
         return self._response
 

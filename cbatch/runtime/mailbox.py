@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.errors import CBatchError
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+    from cbatch.runtime.copies import Copies
     from cbatch.runtime.interface import BatchOrders
     from cbatch.runtime.submit import Feed
 
@@ -46,7 +49,7 @@ class Items:
         self.error: BaseException | None = None
         """What reading the prompts raised."""
         self._n_ahead = n_ahead or 0
-        self._n_failed = self._n_cancelled = self._n_given = 0
+        self._n_failed = self._n_cancelled = self._n_given = self._n_aside = 0
         self._n_more_ends = 0
         """Ends to come besides one an item: a request with several choices ends once for each."""
         self._is_gathered = False
@@ -105,11 +108,16 @@ class Items:
             self._is_gathered = True
             self._changed.notify_all()
 
+    def set_aside(self, n_copies: int) -> None:
+        """Count items that wait for the answer of an equal one, which need no slot; fewer where it is negative."""
+        with HeldBack(), self._changed:
+            self._n_aside += n_copies
+
     def has_room(self) -> bool:
         """Whether one more item may be read: slots and reader have work for long enough otherwise."""
         n_ends = self.n_all + self._n_more_ends
         n_held = self.n_open if self._is_gathered else n_ends - self._n_given
-        return self.is_fed and n_held < self._n_ahead
+        return self.is_fed and n_held - self._n_aside < self._n_ahead
 
     def wait_for_room(self) -> bool:
         """Wait until one more item may be read; False when no more may come."""
@@ -151,6 +159,8 @@ class Mailbox:
         self.is_streamed = self.wants_tokens = False
         self.asks_again = False
         """Whether its items are asked again where their worker process dies."""
+        self.copies: Copies | None = None
+        """Items that equal others, where those are computed once."""
         self.items = items = Items(n_items, n_ahead)
         self.ids: dict[int, str] = {}
         """The items' ids by place; of a fed batch, ids of items that `take_result` has not given out."""
@@ -174,6 +184,10 @@ class Mailbox:
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
         """Add new chunks, and results with their places in the batch; wake the reader once. Owner thread."""
+        if self.copies is not None and results:
+            more_chunks, more = self.copies.of_ended(results)
+            chunks, results = [*chunks, *more_chunks], [*results, *more]
+            self.items.set_aside(-len(more))
         if self._log is not None:
             self._log(results)
         with HeldBack():
@@ -184,6 +198,17 @@ class Mailbox:
             if results:  # at last: a reader that finds no item open takes what is there
                 self.items.end([result for _, result in results])
         self.readers.wake()
+
+    def is_copy(self, prompt: BatchPrompt, options: RunOptions, place: int, id: str) -> bool:
+        """Whether an item need not be computed, for it equals another: it gets that one's answer."""
+        found = None if self.copies is None else self.copies.join(prompt, options, place, id)
+        if found is None:
+            return False
+        if found[1]:
+            self.deliver(*found)
+        else:
+            self.items.set_aside(1)
+        return True
 
     # ---- for readers; see `BatchResponse` ----
 

@@ -154,6 +154,8 @@ class Submitter:
         try:
             with HeldBack(), self._naming:
                 prompt, id = self._named(mailbox, item, place)
+            if mailbox.is_copy(prompt, options, place, id):
+                return
             self._enter(
                 Submission(
                     [prompt],

@@ -1,0 +1,147 @@
+"""`run(..., dedupe=True)`: equal requests of a batch are computed once, and each has its result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import BatchPrompt
+from cbatch.backend.fake import FakeBackend
+from cbatch.errors import ConfigError, PromptTooLongError
+from cbatch.files import run_file
+from cbatch.runtime import copies
+from tests.kinds import each_kind, engine_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from cbatch.engine import Engine
+
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "seed": 1}
+"""With a seed, for the fake backend draws also greedy tokens by it."""
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with engine_on(FakeBackend(4, 64, 16)) as made:
+        yield made
+
+
+def mixed(n: int = 40) -> list[BatchPrompt]:
+    """Prompts of which each is there four times, in text, chats and tokens, and with options of their own."""
+    kinds: list[dict[str, Any]] = [
+        {"prompt": "a text"},
+        {"prompt": "a text", "options": {"max_tokens": 3}},
+        {"messages": [{"role": "user", "content": "a text"}]},
+        {"tokens": [1, 2, 3]},
+        {"prompt": "other"},
+    ]
+    return [BatchPrompt(**kinds[i % 5 + (i >= 20 and i % 5 == 9)], id=f"q{i}") for i in range(n)]
+
+
+@each_kind
+def test_equal_requests_are_computed_once_and_answered_each(engine: Engine) -> None:
+    items = mixed()
+    alone = engine.run(items, options=GREEDY).results()
+    before = engine.stats().n_output_tokens
+    results = engine.run(items, options=GREEDY, dedupe=True).results()
+    n_sampled = engine.stats().n_output_tokens - before
+    assert [r.id for r in results] == [item.id for item in items]
+    assert [(r.text, r.token_ids, r.finish_reason) for r in results] == [
+        (r.text, r.token_ids, r.finish_reason) for r in alone
+    ]
+    assert n_sampled == 4 * 6 + 3
+
+
+@each_kind
+def test_chunks_of_every_copy_make_its_text(engine: Engine) -> None:
+    texts: dict[str, str] = {}
+    for chunk in engine.run(mixed(), options=GREEDY, dedupe=True):
+        texts[chunk.id] = texts.get(chunk.id, "") + chunk.text
+    wanted = engine.run(mixed(), options=GREEDY).results()
+    assert texts == {result.id: result.text for result in wanted}
+
+
+@pytest.mark.parametrize(
+    ("options", "n_computed"),
+    [
+        ({"temperature": 1, "seed": 3}, 1),
+        ({"temperature": 1, "seed": None}, 8),
+        ({"temperature": 0, "n": 2}, 8),
+        ({"choice": ["x", "y"], "choice_probs": True, "temperature": None}, 1),
+    ],
+)
+def test_only_certain_answers_are_shared(
+    engine: Engine, options: dict[str, Any], n_computed: int
+) -> None:
+    engine.reset_stats()
+    response = engine.run(
+        ["a"] * 8,
+        options={k: v for k, v in {**GREEDY, **options}.items() if v is not None},
+        dedupe=True,
+    )
+    assert len(response.results()) == 8
+    n_each = 2 if options.keys() & {"n", "choice"} else 1
+    assert engine.stats().n_submitted == n_computed * n_each
+
+
+def test_copies_of_a_failed_request_fail_and_later_ones_are_computed(engine: Engine) -> None:
+    items = ["a" * 90, "b", "a" * 90]
+    first, good, last = engine.run(items, options=GREEDY, dedupe=True).results(return_errors=True)
+    assert isinstance(first.error, PromptTooLongError)
+    assert isinstance(last.error, PromptTooLongError)
+    assert good.error is None
+
+
+@each_kind
+def test_cancelled_batch_ends_every_copy(engine: Engine) -> None:
+    response = engine.run(["a", "b"] * 50, options={**GREEDY, "max_tokens": 40}, dedupe=True)
+    response.cancel()
+    results = response.results(return_errors=True)
+    assert len({result.id for result in results}) == len(results)
+
+
+def test_waiting_copies_do_not_hold_up_what_is_behind_them() -> None:
+    """Three hundred copies of one request, more than are in hand otherwise, are read while it runs."""
+    items = [*["long"] * 300, *"abcd"]
+    with engine_on(FakeBackend(5, 64, 16), threaded=False) as engine:
+        response = engine.run(iter(items), options={**GREEDY, "max_tokens": 50}, dedupe=True)
+        assert len(response.results()) == 304
+        assert engine.stats().n_active_max == 5
+
+
+def test_answers_that_are_kept_have_a_limit(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "N_BYTES_KEPT", 5_000)
+    items = [f"{i % 20}" for i in range(200)]
+    results = engine.run(iter(items), options=GREEDY, dedupe=True).results()
+    assert [r.text for r in results[:20]] * 10 == [r.text for r in results]
+
+
+def test_awaited_and_wrong(engine: Engine) -> None:
+    async def run() -> list[str]:
+        return [r.text for r in await engine.run(["a"] * 3, options=GREEDY, dedupe=True)]
+
+    assert len(set(asyncio.run(run()))) == 1
+    with pytest.raises(ConfigError, match="dedupe"):
+        engine.run(["a"], dedupe="yes")  # type: ignore[arg-type]
+
+
+def test_equal_lines_of_a_file_have_a_record_each(engine: Engine, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [{"id": str(i), "prompt": f"{i % 5}"} for i in range(50)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outputs = []
+    for name, dedupe in (("one", True), ("each", False)):
+        engine.reset_stats()
+        run_file(source, tmp_path / name, engine=engine, options=GREEDY, dedupe=dedupe)
+        records = map(json.loads, (tmp_path / name).read_text().splitlines())
+        outputs.append({record["id"]: record["text"] for record in records})
+        assert engine.stats().n_submitted == (5 if dedupe else 50)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) == 50
