@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ N_LINES_MAX = 200
 
 
 @pytest.mark.real
+@pytest.mark.filterwarnings("ignore")  # those of hosts
 @pytest.mark.parametrize("snippet", blocks(PAGE, "py"), ids=lambda s: s.split("\n\n")[0][-40:])
 def test_snippet_runs_and_prints_what_it_promises(
     snippet: str,
@@ -35,6 +37,8 @@ def test_snippet_runs_and_prints_what_it_promises(
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     if "import llm" in snippet:
         register_llm_plugin()
+    if "inspect_ai" in snippet:
+        import_module("cbatch.integrations.inspect")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(snippet, PAGE.name, "exec"), namespace)
     printed = capsys.readouterr().out
