@@ -18,11 +18,13 @@ PAGE = ROOT / "docs/integrations.md"
 FOLDER = Path(cbatch.integrations.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 N_LINES_MAX = 200
+SNIPPETS = [text for text in blocks(PAGE, "py") if "http://" not in text]
+"""Those with an address are recipes: tests/server/test_recipes.py."""
 
 
 @pytest.mark.real
 @pytest.mark.filterwarnings("ignore")  # those of hosts
-@pytest.mark.parametrize("snippet", blocks(PAGE, "py"), ids=lambda s: s.split("\n\n")[0][-40:])
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda s: s.split("\n\n")[0][-40:])
 def test_snippet_runs_and_prints_what_it_promises(
     snippet: str,
     tmp_path: Path,
