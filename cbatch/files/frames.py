@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.checks import check_flag, check_string, strings_of
-from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError
+from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError, RequestFailedError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_unique, item_of_row
 from cbatch.files.input.text_files import not_utf8
@@ -46,6 +46,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     output_column: str | None = None,
     keep_columns: Sequence[str] | None = None,
     progress: bool = False,
+    raise_errors: bool = False,
 ) -> T:
     """Run a prompt for each row of a table; return the table with the columns of the answers, rows in their order.
 
@@ -65,8 +66,10 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         output_column: the name of the column with the answer's text; None: "response".
         keep_columns: columns of the table that the result has, in this order; None: all.
         progress: whether to show progress on stderr.
+        raise_errors: raise an error where a row failed, when all have ended.
 
     Raises:
+        RequestFailedError: with `raise_errors`, a row failed.
         ConfigError: no table, no row, two columns of one name, or a template or columns that do not fit.
     """
     check_engine(engine)
@@ -98,7 +101,18 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     results, end = _results(response)
     answers = _answers(tuple(errors), results, len(frame), layout, f"not asked: {end}")
     columns = [[row[i] for row in answers] for i in range(len(layout.added))]
+    if check_flag("raise_errors", raise_errors):
+        _raise_first(columns[[*layout.types].index("error")])
     return frame.with_columns(layout, columns)  # type: ignore[no-any-return]
+
+
+def _raise_first(errors: Sequence[object]) -> None:
+    failed = [(row, message) for row, message in enumerate(errors, 1) if message is not None]
+    if failed:
+        row, message = failed[0]
+        raise RequestFailedError(
+            f"{len(failed)} of {len(errors)} rows failed; the first, row {row}: {message}"
+        )
 
 
 def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException | None]:

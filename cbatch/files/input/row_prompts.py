@@ -12,6 +12,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError
 from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions, check_runs_through
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -188,7 +189,8 @@ def _with_options(prompt: BatchPrompt, value: object) -> BatchPrompt:
         return prompt
     if not isinstance(value, dict):
         raise LineError("invalid_request", "options must be a mapping of options", "options")
-    return replace(prompt, options=without_nulls(value))
+    options = check_runs_through(RunOptions.of(without_nulls(value)))
+    return replace(prompt, options=options)
 
 
 def _chat(value: object) -> Sequence[Message]:

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, each over the public `Engine`; who imports one has its host installed."""
