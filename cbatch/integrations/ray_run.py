@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import threading
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +24,7 @@ from cbatch.integrations.ray import MAX_CONCURRENCY, answer, import_ray
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.progress import View
 
@@ -37,6 +40,9 @@ _N_FILES = 200
 """Files of an output, about: what a stopped run loses is what was not written yet. Our choice."""
 
 _N_ROWS_MOST = 8192  # of a file: our choice
+
+_PROGRESS_S = 10.0
+"""Seconds between two lines of progress. Our choice."""
 
 
 def run_on_ray(
@@ -55,7 +61,7 @@ def run_on_ray(
         source: files, folders or URLs that every node can read.
         output: a folder or URL that every node can write to.
         address: of the cluster; "local" starts one on this machine, "auto" takes the one that this machine is in.
-        view: is told what happens; Ray shows its own progress, too.
+        view: is told what happens.
         model: a path that every node has, or a name `hf:…`.
         options: of all rows.
         settings: of `FileOptions` and `cbatch.load`, by name; `replicas` are the actors, and `parallel` and `n_threads`
@@ -71,20 +77,53 @@ def run_on_ray(
     job = _Job(source, output, asked, RunOptions.of(options), model, of_engine)
     _connect(address)
     ray, start_s = import_ray(), time.perf_counter()
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = view.interval_s < math.inf
+    _quieten()
     n_items, n_before = job.n_rows(), job.n_committed()
     job.keep_settings()
     if n_before:
         view.say(f"continuing: {n_before:,} rows are answered")
     try:
         if n_before < n_items:
-            job.run(n_items)
+            with _shown(view, job.n_committed, n_items):
+                job.run(n_items)
     except KeyboardInterrupt:
         raise Interrupted(job.summary("now", n_items, n_before, start_s)) from None
     except (ray.exceptions.RayError, RuntimeError) as error:
         raise EngineError(f"the job on Ray failed: {words_of(error).strip()}") from error
     return job.summary("done", n_items, n_before, start_s)
+
+
+@contextmanager
+def _shown(view: View, count: Callable[[], int], n_items: int) -> Iterator[None]:
+    """Say now and then, where it has changed, how many rows are written."""
+    is_over, start_s = threading.Event(), time.perf_counter()
+    n_first = count()
+
+    def watch() -> None:
+        n_last = n_first
+        while not is_over.wait(_PROGRESS_S):
+            with suppress(OSError):  # a file is being renamed
+                n_now = count()
+                if n_now != n_last:
+                    rate = (n_now - n_first) / (time.perf_counter() - start_s)
+                    view.say(f"{n_now:,} of {n_items:,} rows written, {rate:,.1f} rows/s")
+                    n_last = n_now
+
+    thread = threading.Thread(target=watch, name="cbatch-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _quieten() -> None:
+    """Have Ray Data print warnings only: its progress is for one who knows its operators."""
+    import_ray().data.DataContext.get_current().enable_progress_bars = False
+    for handler in logging.getLogger("ray.data").handlers:
+        if type(handler) is not logging.FileHandler:
+            handler.setLevel(max(handler.level, logging.WARNING))
 
 
 @dataclass
@@ -327,8 +366,8 @@ def _connect(address: str) -> None:
     try:
         if (
             address == "local"
-        ):  # reading and writing take a CPU in Ray's books, and hardly one in fact
-            ray.init(num_cpus=available_cores() + 1, include_dashboard=False, log_to_driver=False)
+        ):  # Ray counts CPUs for reading and for checkpoints, which hardly compute
+            ray.init(num_cpus=available_cores() + 2, include_dashboard=False)
         else:
             ray.init(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -30,7 +30,7 @@ on_cluster = [
     pytest.mark.real,
     with_ray,
     # Ray's own: sockets and files that it leaves open, and calls of its own deprecated functions
-    pytest.mark.filterwarnings("default"),
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 
@@ -232,7 +232,7 @@ def test_replicas_of_serve_stream_and_free_slots_of_clients_that_leave(
     chat = {"messages": [{"role": "user", "content": "Say red."}]}
     endless = {**chat, "stream": True, "max_tokens": 1900, "ignore_eos": True}
     try:
-        serve.start(http_options={"port": 8123, "location": "HeadOnly"})
+        serve.start(http_options={"port": 8123})
         serve.run(app, name="cbatch")
         url = "http://127.0.0.1:8123/v1/chat/completions"
         with httpx.Client(timeout=None) as client:
@@ -250,9 +250,10 @@ def test_replicas_of_serve_stream_and_free_slots_of_clients_that_leave(
 def test_serve_without_the_model_fails_to_deploy(cluster: Any, tmp_path: Path) -> None:
     from ray import serve
 
-    app = integration.served(tmp_path / "none.gguf")
+    once = {"max_constructor_retry_count": 1}
+    app = integration.served(tmp_path / "none.gguf", deployment=once)
     try:
-        serve.start(http_options={"port": 8124, "location": "HeadOnly"})
+        serve.start(http_options={"port": 8124})
         with pytest.raises(RuntimeError, match="cbatch failed"):
             serve.run(app, name="cbatch")
         status = serve.status().applications["cbatch"]

@@ -20,7 +20,7 @@ from tests.integrations.clusters import PATIENCE_S, WORDS, wait_until, with_ray
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 ENGINE = ["--parallel", "4", "--ctx-per-seq", "256", "--threads", "1", "--temperature", "0"]
 
