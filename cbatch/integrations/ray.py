@@ -6,23 +6,27 @@ llama.cpp costs its row, and the actor stays.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
-from cbatch.checks import check_float, check_int
+from cbatch.checks import check_int
 from cbatch.engine_options import DEFAULT_PARALLEL
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, EngineError
 from cbatch.files.frames import run_table
 from cbatch.files.input.row_prompts import Asking, RowPrompts
-from cbatch.hub import is_hub_name
+from cbatch.integrations.ray_cluster import (
+    check_model,
+    cpus_of_nodes,
+    import_ray,
+    settle_actors,
+)
 from cbatch.loading import load_async
 from cbatch.options import RunOptions, check_runs_through
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 
 _OF_ASKING = ("template", "system", "is_raw", "options_column")
@@ -33,8 +37,6 @@ MAX_CONCURRENCY = 4
 
 _N_ROWS_PER_SLOT = 2
 """Rows of a batch for each slot, so that eight wait or run for each. Our choice; Ray's own engines have as many."""
-
-_MAX_ACTORS = 10_000
 
 
 class Answers:
@@ -99,9 +101,9 @@ def answer(
     """
     rows, spec = _split(model, settings)
     _check_columns(dataset, rows)
-    n_most = max(_cpus_of_nodes())
-    n, n_each = _actors(n_actors, n_cpus, can_grow=can_grow)
-    n_slots = (spec.settings.get("parallel") or DEFAULT_PARALLEL) * max(1, _n_replicas(spec))
+    n_most = max(cpus_of_nodes())
+    n, n_each = settle_actors(n_actors, n_cpus, can_grow=can_grow)
+    n_slots = _n_slots(spec)
     size = check_int("batch_size", batch_size or _N_ROWS_PER_SLOT * n_slots, 1, 2**31 - 1)
     n_at_once = check_int("max_concurrency", max_concurrency, 1, 1000)
     if size * n_at_once < n_slots:
@@ -109,7 +111,7 @@ def answer(
             f"batch_size={size} × max_concurrency={n_at_once} rows at a time leave some of {n_slots} slots idle: raise "
             "one of them, or lower parallel"
         )
-    _check_model(spec.model)
+    check_model(spec.model)
     n_sharing = max(1, min(n, int(n_most // n_each)))
     ray = import_ray()
     return dataset.repartition(target_num_rows_per_block=size).map_batches(
@@ -120,8 +122,9 @@ def answer(
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(
             size=n,
-            max_tasks_in_flight_per_actor=n_at_once
-            + 1,  # more would all go to the actor that is first
+            max_concurrent_calls_per_actor=n_at_once,
+            # more in flight would all go to the actor that is there first
+            max_tasks_in_flight_per_actor=n_at_once + 1,
             enable_true_multi_threading=True,
         ),
         num_cpus=n_each,
@@ -157,8 +160,7 @@ def served(
     import_ray()
     from ray import serve
 
-    n_slots = spec.settings.get("parallel") or DEFAULT_PARALLEL
-    given = {"name": "cbatch", "max_ongoing_requests": 8 * n_slots, **(deployment or {})}
+    given = {"name": "cbatch", "max_ongoing_requests": 8 * _n_slots(spec), **(deployment or {})}
     return serve.deployment(**given)(serve.ingress()(Served)).bind(spec, dict(server or {}))
 
 
@@ -213,9 +215,10 @@ def _placed(spec: EngineSpec) -> EngineSpec:
     return spec.changed(**{**given, **spec.settings})
 
 
-def _n_replicas(spec: EngineSpec) -> int:
+def _n_slots(spec: EngineSpec) -> int:
+    """Return the slots of an engine: of all its worker processes, where the memory allows."""
     n = spec.settings.get("replicas")
-    return n if isinstance(n, int) else 1
+    return int(spec.settings.get("parallel") or DEFAULT_PARALLEL * (n if isinstance(n, int) else 1))
 
 
 def _n_bytes(spec: EngineSpec) -> int | None:
@@ -225,86 +228,6 @@ def _n_bytes(spec: EngineSpec) -> int | None:
         return None
     is_here = spec.model is not None and os.path.isfile(spec.model)
     return int(n_mib) * 2**20 + (os.path.getsize(str(spec.model)) if is_here else 0)
-
-
-# ---- the cluster ----
-
-
-def import_ray() -> Any:
-    """Return Ray; ConfigError where it is not installed."""
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError(
-            "Ray is not installed: pip install 'cbatch[ray]', here and on every node"
-        ) from None
-    return ray
-
-
-def _cpus_of_nodes() -> list[float]:
-    """Return the CPUs of each node, as Ray counts them."""
-    ray = import_ray()
-    if not ray.is_initialized():
-        raise ConfigError("there is no cluster yet: call ray.init() first, or with an address")
-    return [n["Resources"].get("CPU", 0.0) for n in ray.nodes() if n["Alive"]] or [0.0]
-
-
-def _actors(n: int | None, n_cpus: float | None, *, can_grow: bool) -> tuple[int, float]:
-    """Return how many actors there are to be, and the CPUs of each; ConfigError where they would wait for ever."""
-    nodes = _cpus_of_nodes()
-    n = len([c for c in nodes if c]) or 1 if n is None else check_int("n_actors", n, 1, _MAX_ACTORS)
-    n_spare = 2 if import_ray().data.DataContext.get_current().checkpoint_config else 1
-    if n_cpus is None:
-        sizes = range(max(1, int(max(nodes))), 0, -1)
-        n_cpus = next((c for c in sizes if not why_never(nodes, n, c, n_spare)), 1)
-    n_cpus = check_float("n_cpus", n_cpus, 0.01, 10_000)
-    if not can_grow and (why := why_never(nodes, n, n_cpus, n_spare)):
-        n_needed = math.ceil(n * n_cpus) + n_spare
-        raise ConfigError(
-            f"{n} actors of {n_cpus:g} CPUs {why}: give fewer actors (n_actors) or fewer CPUs for each (n_cpus), or "
-            f"tell Ray of more CPUs (ray.init(num_cpus={n_needed}) on one machine), or can_grow=True"
-        )
-    return n, n_cpus
-
-
-def why_never(nodes: Sequence[float], n: int, n_cpus: float, n_spare: int) -> str:
-    """Return why actors would wait for ever; empty where they would not.
-
-    Reading the input takes a CPU of those that are to spare, and leaving out rows that Ray has checkpoints of another.
-    """
-    if sum(int(c // n_cpus) for c in nodes) < n:
-        return f"do not fit into the cluster, whose nodes have {', '.join(f'{c:g}' for c in nodes)}"
-    if sum(nodes) - n * n_cpus < n_spare:
-        return (
-            f"leave fewer than {n_spare} of the cluster's {sum(nodes):g} CPUs for reading, and would wait for ever for "
-            "their input"
-        )
-    return ""
-
-
-def _check_model(model: str | None) -> None:
-    """Raise a `ConfigError` that names the nodes that do not have the model's file."""
-    if model is None or is_hub_name(model):
-        return
-    ray = import_ray()
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    look = ray.remote(num_cpus=0)(os.path.isfile)
-    names = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
-    found = ray.get(
-        [
-            look.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            ).remote(model)
-            for node in names
-        ]
-    )
-    without = [name for name, is_there in zip(names.values(), found, strict=True) if not is_there]
-    if without:
-        raise ConfigError(
-            f"{model}: is missing on {len(without)} of {len(names)} nodes ({', '.join(without[:3])}): put it on every "
-            "node, at the same path, or give hf:OWNER/REPO/FILE.gguf"
-        )
 
 
 def _check_columns(dataset: Any, rows: Mapping[str, Any]) -> None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.host_limits import available_cores
 from cbatch.files.file_run import run_file
 from cbatch.files.input.columnar import import_pyarrow
-from cbatch.integrations.ray import answer, import_ray
+from cbatch.integrations.ray import answer
+from cbatch.integrations.ray_cluster import import_ray
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

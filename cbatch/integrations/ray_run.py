@@ -20,7 +20,8 @@ from cbatch.files.input.columnar import import_pyarrow
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import Layout, dump
 from cbatch.files.settings import FileOptions, split_settings
-from cbatch.integrations.ray import MAX_CONCURRENCY, answer, import_ray
+from cbatch.integrations.ray import MAX_CONCURRENCY, answer
+from cbatch.integrations.ray_cluster import import_ray
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ def _connect(address: str) -> None:
             ray.init(num_cpus=available_cores() + 2, include_dashboard=False)
         else:
             ray.init(address=address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # the one of a node that does not start has no type of its own
         raise EngineError(
             f"--ray {address}: no cluster answers there: {words_of(error)}"
         ) from error

@@ -17,6 +17,7 @@ from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.files.frames import run_table
 from cbatch.integrations import ray as integration
+from cbatch.integrations.ray_cluster import why_never
 from tests.integrations.clusters import WORDS, actors, wait_until, with_ray
 from tests.runtime.backends import FailingBackend
 
@@ -63,8 +64,8 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_actors_that_would_wait_for_ever_are_found(
     nodes: list[float], n: int, n_cpus: float, n_spare: int, why: str
 ) -> None:
-    assert integration.why_never(nodes, n, n_cpus, n_spare).startswith(why)
-    assert bool(integration.why_never(nodes, n, n_cpus, n_spare)) == bool(why)
+    assert why_never(nodes, n, n_cpus, n_spare).startswith(why)
+    assert bool(why_never(nodes, n, n_cpus, n_spare)) == bool(why)
 
 
 class EndedError(BaseException):
@@ -204,6 +205,38 @@ def test_job_that_would_hang_or_idle_is_refused_with_the_reason(
     pickled = cluster.data.from_arrow(pa.table({"prompt": pa.array([b"Say red."])}))
     with pytest.raises(ConfigError, match="'prompt' is of type binary"):
         integration.answer(pickled)
+
+
+class Recorder:
+    """Stands for a dataset, and keeps what `answer` asks of it."""
+
+    def schema(self, **given: Any) -> None:
+        return None
+
+    def repartition(self, **given: Any) -> Recorder:
+        self.repartitioned = given
+        return self
+
+    def map_batches(self, *given: Any, **more: Any) -> Recorder:
+        self.mapped = more
+        [self.spec] = more["fn_constructor_args"]
+        return self
+
+
+@each
+def test_actors_get_batches_enough_and_their_shares(cluster: Any, test_model: Path) -> None:
+    """Ray's defaults would give an actor one batch at a time, and all batches of a small job to one actor."""
+    asked = integration.answer(Recorder(), test_model, n_actors=3, parallel=6, memory_mib=10)
+    assert asked.repartitioned == {"target_num_rows_per_block": 12}
+    assert asked.spec.settings == {"parallel": 6, "memory_mib": 10, "n_sharing": 3}
+    assert asked.mapped["batch_format"] == "pyarrow"
+    assert asked.mapped["num_cpus"] == 1
+    assert asked.mapped["memory"] == 10 * 2**20 + test_model.stat().st_size
+    compute = asked.mapped["compute"]
+    assert (compute.min_size, compute.max_size) == (3, 3)
+    assert compute.max_concurrent_calls_per_actor == 4
+    assert compute.max_tasks_in_flight_per_actor == 5
+    assert compute.enable_true_multi_threading
 
 
 @each
