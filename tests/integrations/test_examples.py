@@ -38,6 +38,7 @@ def test_worker_of_spark_answers_a_batch(workplace: Path) -> None:
     assert [*answers] == ["4", "5", "6", "7", "8", None]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Spark's own
 def test_spark_answers_a_table(workplace: Path) -> None:
     pytest.importorskip("pyspark", reason="pyspark is not installed")

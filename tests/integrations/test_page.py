@@ -16,7 +16,8 @@ from tests.test_docs import PRINTED, ROOT, blocks, text_of
 
 PAGE = ROOT / "docs/integrations.md"
 FOLDER = Path(cbatch.integrations.__file__).parent
-MODULES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+MODULES = sorted(p.stem for p in FOLDER.glob("[a-z]*.py") if not p.stem.startswith("ray"))
+"""All but those of Ray, which have docs/scaling.md."""
 N_LINES_MAX = 200
 SNIPPETS = [text for text in blocks(PAGE, "py") if "http://" not in text]
 """Those with an address are recipes: tests/server/test_recipes.py."""
