@@ -403,7 +403,7 @@ def _json_lines(path: str, n_rows: int) -> Any:
     """Return a sink of Ray that writes JSON lines; Ray's own turns whole numbers beside nulls into fractions."""
     from ray.data.datasource import BlockBasedFileDatasink
 
-    class JsonLines(BlockBasedFileDatasink):  # type: ignore[misc]  # Ray may not be installed
+    class JsonLines(BlockBasedFileDatasink):
         def write_block_to_file(self, block: Any, file: Any) -> None:
             for row in block.to_arrow().to_pylist():
                 file.write(dump(row))
