@@ -43,12 +43,12 @@ SEES: dict[str, set[str]] = {
     "server": BELOW_FILES | {"files.served_batch"},
     "bench": BELOW_FILES | {"core"},
     "verify": BELOW_FILES,
-    "integrations": BELOW_FILES | {"engine_spec"},
+    "integrations": BELOW_FILES | {"engine_spec", "files", "server"},
     "models": set(),
     "models.recipe": FACE
     | {"loading", "engine", "backend", "models"}
     | {f"bench.synthetic_{part}" for part in ("shapes", "tokenizer", "vocabulary")},
-    "cli": BELOW_FILES | {"files", "server", "bench", "verify", "models"},
+    "cli": BELOW_FILES | {"files", "server", "bench", "verify", "integrations", "models"},
     "__main__": {"cli"},
 }
 """What each room sees beside itself: rooms, or modules of them. A room of a room is named where it sees more."""

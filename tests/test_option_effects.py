@@ -65,6 +65,7 @@ RAW: dict[str, tuple[dict[str, Any], Any]] = {
     "logprobs": (SHORT, True),
     "top_logprobs": ({**SHORT, "logprobs": True}, 2),
     "prompt_logprobs": (SHORT, 0),
+    "prompt_logprobs_start": ({**SHORT, "prompt_logprobs": 0}, 3),
     "echo": (SHORT, True),
     "priority": (SHORT, 1),
     "timeout_s": (SHORT, 0),
@@ -80,6 +81,7 @@ RAW: dict[str, tuple[dict[str, Any], Any]] = {
     "response_format": (GREEDY, {"type": "json_object"}),
     "regex": (GREEDY, "[0-9]+"),
     "choice": (GREEDY, ["one", "two"]),
+    "choice_probs": ({**GREEDY, "choice": ["one", "two"]}, True),
     "grammar": (GREEDY, 'start: "x"'),
 }
 CHAT: dict[str, tuple[dict[str, Any], Any]] = {
@@ -125,7 +127,8 @@ def _seen(result: BatchResult) -> tuple[object, ...]:
     calls = [(call.name, call.arguments) for call in result.tool_calls]
     n_prompt = result.usage.prompt_tokens
     told = (n_prompt, result.text, result.reasoning, calls, result.token_ids, result.warnings)
-    return *told, result.finish_reason, repr(result.logprobs), repr(result.prompt_logprobs)
+    scores = result.logprobs, result.prompt_logprobs, result.choice_probs
+    return *told, result.finish_reason, *map(repr, scores)
 
 
 def test_every_option_of_a_request_is_tried_here() -> None:

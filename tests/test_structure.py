@@ -12,7 +12,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.fake import FakeBackend, FakeConstraint, FakeGrammars, FakeVocab
-from cbatch.backend.llama.grammar_matchers import GrammarMatchers, readable_problem
+from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import DeadlineError, GrammarError, QueueFullError, RequestCancelledError
 from cbatch.files.file_run import run_file
@@ -423,12 +423,3 @@ def test_masks_made_beside_decoding_give_the_same_answers(monkeypatch: pytest.Mo
         found = [r.token_ids for r in engine.run(prompts, options=options).results()]
     assert found == wanted
     assert filled == {"cbatch-masks"}
-
-
-def test_wrong_expression_is_told_in_one_line_with_its_place() -> None:
-    said = (
-        'at 1(8): invalid regex "x(ab" (in regex): regex parse error:\n    x(ab\n     ^\n'
-        "error: unclosed group\n   1 | start: /x(ab/\n              ^"
-    )
-    assert readable_problem(said) == "unclosed group, at character 2 of 'x(ab'"
-    assert readable_problem("NoExtension\n<state>") == "nothing matches it"

@@ -18,6 +18,7 @@ CASES = (
         "samplers",
         "constraints",
         "prompt_scores",
+        "continuations",
         "replicas",
         "neighbours",
         "http_load",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from cbatch.cli.main import Command, ExitCode, write
+from cbatch.cli.main import Command, ExitCode, Subgroup, write
 from cbatch.cli.option_table import option
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
@@ -25,7 +25,7 @@ _MOST_ON_TERMINAL = 32
 """Columns of a key or a model on a terminal."""
 
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
+app = typer.Typer(cls=Subgroup, no_args_is_help=True, rich_markup_mode="markdown")
 
 CacheDir = Annotated[
     Path | None,

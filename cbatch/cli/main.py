@@ -211,6 +211,10 @@ class Command(_Help, TyperCommand):
             raise
 
 
+class Subgroup(_Help, TyperGroup):
+    """Commands of one subject."""
+
+
 class Group(_Help, TyperGroup):
     """Turns a command's exception into one line on stderr and an exit code."""
 

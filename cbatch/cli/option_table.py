@@ -219,6 +219,16 @@ OPTIONS = (
         type=str,
         completion=among(["auto"]),
     ),
+    _run(
+        "ray",
+        "Compute on a Ray cluster, with --replicas actors: its address, auto for this machine's, local for a new "
+        "one here. Parquet in; OUT is a folder.",
+        "on this machine",
+        metavar="ADDRESS",
+        setting="",
+        type=str,
+        completion=among(["local", "auto"]),
+    ),
     _run("json", "Progress and summary as JSON lines, on stderr.", setting="", type=bool),
     _run("quiet", "No progress, no summary.", names=("--quiet", "-q"), setting="", type=bool),
     _file("errors", "A separate file for items that fail.", "in the output"),

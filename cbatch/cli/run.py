@@ -1,5 +1,6 @@
 """`cbatch run`: batch files in, a file of records out."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,9 @@ def run(
         return
     files = given.settings(RUN, FILES)
     call = {"model": given["model"], "options": options, **files, **settings}
-    if is_dry:
+    if given["ray"]:
+        _answer_on_ray(source or [], target, view, given["ray"], is_dry=is_dry, call=call)
+    elif is_dry:
         _look(source or [], view, is_estimate=given["dry_run"], call=call)
     else:
         _answer(source or [], target, view, call)
@@ -96,6 +99,35 @@ def _answer(source: list[str], target: Path, view: View, call: dict[str, Any]) -
         _tell(view, f"cbatch: {error.summary.resume_hint}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     _end(summary, view)
+
+
+def _answer_on_ray(
+    source: list[str], target: Path, view: View, address: str, *, is_dry: bool, call: dict[str, Any]
+) -> None:
+    """Run the rows on a cluster and report the end."""
+    from cbatch.integrations.ray_run import run_on_ray  # Ray is slow to import
+
+    if is_dry:
+        raise cbatch.ConfigError("--check and --dry-run have no effect with --ray: leave them out")
+    if is_dash(target):
+        raise cbatch.ConfigError("--ray writes a folder of files: give --output (-o) a folder")
+    try:
+        summary = run_on_ray(source, _url_or_path(target), address=address, view=view, **call)
+    except Interrupted as error:
+        _tell(view, f"cbatch: {error.summary.resume_hint}")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    view.say(
+        f"items   {summary.n_done + summary.n_before} of {summary.n_items}, {summary.n_failed} failed\n"
+        f"in      {summary.prompt_tokens:,} tokens\n"
+        f"out     {summary.output_tokens:,} tokens\n"
+        f"time    {summary.elapsed_s:.2f} s"
+    )
+    _end(summary, view)
+
+
+def _url_or_path(path: Path) -> str:
+    """Return a path as text, and a URL, of which a path has made `s3:/bucket`, as it was."""
+    return re.sub(r"^([a-z][a-z0-9+.-]+):/(?!/)", r"\1://", str(path))
 
 
 @contextmanager

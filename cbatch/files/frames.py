@@ -7,21 +7,27 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.checks import check_flag, check_string, strings_of
-from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError
+from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError, RequestFailedError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_unique, item_of_row
+from cbatch.files.input.text_files import not_utf8
 from cbatch.files.output.encoders import Layout, columns_asked
 from cbatch.files.settings import check_engine
 from cbatch.options import RunOptions
 from cbatch.response import BatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from typing import TypeAlias
 
     from cbatch.engine import Engine
+    from cbatch.files.input.item import ItemError
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
+
+    Rows: TypeAlias = "Iterator[tuple[dict[str, object] | None, ItemError | None]]"
+    """The values of each row, and its error; None for no values, and for no error."""
 
 T = TypeVar("T")
 
@@ -36,9 +42,11 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     system: str | None = None,
     is_raw: bool = False,
     options: RunOptions | Mapping[str, Any] | None = None,
+    options_column: str | None = None,
     output_column: str | None = None,
     keep_columns: Sequence[str] | None = None,
     progress: bool = False,
+    raise_errors: bool = False,
 ) -> T:
     """Run a prompt for each row of a table; return the table with the columns of the answers, rows in their order.
 
@@ -54,11 +62,14 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         system: the text of a system message, with fields too.
         is_raw: rows are text to complete as it is, instead of chats.
         options: for every row.
+        options_column: a column with options of each row, before those of all: JSON text, or a value with their names.
         output_column: the name of the column with the answer's text; None: "response".
         keep_columns: columns of the table that the result has, in this order; None: all.
         progress: whether to show progress on stderr.
+        raise_errors: raise an error where a row failed, when all have ended.
 
     Raises:
+        RequestFailedError: with `raise_errors`, a row failed.
         ConfigError: no table, no row, two columns of one name, or a template or columns that do not fit.
     """
     check_engine(engine)
@@ -66,6 +77,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         check_string("template", template),
         check_string("system", system),
         check_flag("is_raw", is_raw),
+        check_string("options_column", options_column),
     )
     frame = _frame(table)
     check_unique(frame.columns, "table")
@@ -79,16 +91,28 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     errors: list[str | None] = []  # of the rows that were read; None for a row with a prompt
 
     def prompts() -> Iterator[BatchPrompt]:
-        for number, row in enumerate(frame.rows(), 1):
-            item = item_of_row(number, "", row, prompt_of)
+        for number, (row, wrong) in enumerate(frame.rows(prompt_of.columns), 1):
+            item = item_of_row(number, "", row, prompt_of, wrong)
             errors.append(None if item.error is None else item.error.message)
             if item.prompt is not None:
                 yield item.prompt
 
-    results, end = _results(engine.run(prompts(), options=options, progress=progress))
+    response = engine.run(prompts(), options=options, progress=progress, ask_again=True)
+    results, end = _results(response)
     answers = _answers(tuple(errors), results, len(frame), layout, f"not asked: {end}")
     columns = [[row[i] for row in answers] for i in range(len(layout.added))]
+    if check_flag("raise_errors", raise_errors):
+        _raise_first(columns[[*layout.types].index("error")])
     return frame.with_columns(layout, columns)  # type: ignore[no-any-return]
+
+
+def _raise_first(errors: Sequence[object]) -> None:
+    failed = [(row, message) for row, message in enumerate(errors, 1) if message is not None]
+    if failed:
+        row, message = failed[0]
+        raise RequestFailedError(
+            f"{len(failed)} of {len(errors)} rows failed; the first, row {row}: {message}"
+        )
 
 
 def _results(response: BatchResponse) -> tuple[list[BatchResult], BaseException | None]:
@@ -133,6 +157,27 @@ def _frame(table: Any) -> _PandasFrame | _PolarsFrame | _ArrowFrame:
     )
 
 
+def _named(all: Sequence[str], wanted: Collection[str]) -> list[str]:
+    """Return the wanted columns; all if none is, for a table without columns has no rows."""
+    return [name for name in all if name in wanted] or [*all]
+
+
+def _rows_of(batch: Any) -> list[tuple[dict[str, object] | None, ItemError | None]]:
+    """Return the rows of a batch; Arrow's text may be any bytes, which is the error of its row alone."""
+    try:
+        return [(row, None) for row in batch.to_pylist()]
+    except UnicodeDecodeError:
+        return [_row_of(batch.slice(i, 1)) for i in range(batch.num_rows)]
+
+
+def _row_of(row: Any) -> tuple[dict[str, object] | None, ItemError | None]:
+    """Return the values of a batch of one row, or the error of bytes that are no text."""
+    try:
+        return row.to_pylist()[0], None
+    except UnicodeDecodeError as error:
+        return None, not_utf8(error).error
+
+
 class _PandasFrame:
     def __init__(self, table: Any, pandas: Any) -> None:
         self._table, self._pandas = table, pandas
@@ -141,9 +186,10 @@ class _PandasFrame:
     def __len__(self) -> int:
         return len(self._table)
 
-    def rows(self) -> Iterator[dict[str, object]]:
+    def rows(self, columns: Collection[str]) -> Rows:
         for values in self._table.itertuples(index=False, name=None):
-            yield dict(zip(self.columns, map(self._known, values), strict=True))
+            row = zip(self.columns, values, strict=True)
+            yield {name: self._known(value) for name, value in row if name in columns}, None
 
     def _known(self, value: object) -> object:
         """Return a cell's value; None for the missing values of pandas."""
@@ -170,8 +216,9 @@ class _PolarsFrame:
     def __len__(self) -> int:
         return len(self._table)
 
-    def rows(self) -> Iterator[dict[str, object]]:
-        return self._table.iter_rows(named=True)  # type: ignore[no-any-return]
+    def rows(self, columns: Collection[str]) -> Rows:
+        for row in self._table.iter_rows(named=True):
+            yield row, None
 
     def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
         polars = self._polars
@@ -191,9 +238,10 @@ class _ArrowFrame:
     def __len__(self) -> int:
         return len(self._table)
 
-    def rows(self) -> Iterator[dict[str, object]]:
-        for batch in self._table.to_batches(max_chunksize=_N_ROWS):
-            yield from batch.to_pylist()
+    def rows(self, columns: Collection[str]) -> Rows:
+        table = self._table.select(_named(self.columns, columns))
+        for batch in table.to_batches(max_chunksize=_N_ROWS):
+            yield from _rows_of(batch)
 
     def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
         pyarrow = self._pyarrow

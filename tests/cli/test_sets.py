@@ -56,6 +56,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "logprobs": ("true", True),
     "top_logprobs": ("2", 2),
     "prompt_logprobs": ("0", 0),
+    "prompt_logprobs_start": ("7", 7),
+    "choice_probs": ("true", True),
     "echo": ("yes", True),
     "priority": ("-5", -5),
     "slot": ("0", 0),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,53 @@ def test_cell_without_a_value_is_no_text(engine: cbatch.Engine, values: list[Any
         ["<NA>", "the prompt is empty"],
         ["None", "the prompt is empty"],
     ]
+
+
+def test_row_of_bytes_that_are_no_text_costs_itself(engine: cbatch.Engine) -> None:
+    text = pa.array([b"Say red.", b"\xff\xfe", b"Say blue."], pa.binary()).view(pa.string())
+    table = pa.table({"prompt": text, "image": pa.array([b"\xff"] * 3)})
+    out = run_table(table, engine=engine)
+    assert out["response"].to_pylist() == ["red", "", "blue"]
+    assert "not UTF-8" in out["error"][1].as_py()
+
+
+def test_template_without_fields_is_asked_for_each_row(engine: cbatch.Engine) -> None:
+    out = run_table(pa.table({"n": [1, 2]}), engine=engine, template="Say red.")
+    assert out["response"].to_pylist() == ["red"] * 2
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_options_of_a_row_come_before_those_of_all(engine: cbatch.Engine, as_text: bool) -> None:
+    own = [{"max_tokens": 1}, None, {"max_tokens": 0.5}, {"choice": ["green"]}]
+    texts = [json.dumps(each) if each else None for each in own]
+    column = texts if as_text else pa.array([own[0], None, None, None])
+    table = pa.table({"word": ["red", "blue", "red", "blue"], "own": column})
+    if not as_text:
+        table = table.slice(0, 2)
+    out = run_table(
+        table,
+        engine=engine,
+        template="Say {word} and {word}.",
+        options={"max_tokens": 3, "ignore_eos": True},
+        options_column="own",
+    )
+    assert out["completion_tokens"].to_pylist()[:2] == [1, 3]
+    if as_text:
+        assert "max_tokens" in out["error"][2].as_py()
+        assert out["response"][3].as_py() == "green"
+
+
+@pytest.mark.parametrize("value", ["{", "[1]", "7", '{"nope": 1}', '{"pause_every": 2}'])
+def test_wrong_options_of_a_row_are_its_error(engine: cbatch.Engine, value: str) -> None:
+    table = pa.table({"prompt": ["Say red.", "Say blue."], "own": [value, None]})
+    out = run_table(table, engine=engine, options_column="own")
+    assert any(word in out["error"][0].as_py() for word in ("nope", "options", "pause_every"))
+    assert out["response"][1].as_py() == "blue"
+
+
+def test_column_of_options_must_be_there(engine: cbatch.Engine) -> None:
+    with pytest.raises(ConfigError, match="no column 'own' with options"):
+        run_table(pa.table({"prompt": ["a"]}), engine=engine, options_column="own")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from tests.test_docs import PRINTED, ROOT, blocks, text_of
 
 PAGE = ROOT / "docs/integrations.md"
 FOLDER = Path(cbatch.integrations.__file__).parent
-MODULES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+MODULES = sorted(p.stem for p in FOLDER.glob("[a-z]*.py") if not p.stem.startswith("ray"))
+"""All but those of Ray, which have docs/scaling.md."""
 N_LINES_MAX = 200
+SNIPPETS = [text for text in blocks(PAGE, "py") if "http://" not in text]
+"""Those with an address are recipes: tests/server/test_recipes.py."""
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("snippet", blocks(PAGE, "py"), ids=lambda s: s.split("\n\n")[0][-40:])
+@pytest.mark.filterwarnings("ignore")  # those of hosts
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda s: s.split("\n\n")[0][-40:])
 def test_snippet_runs_and_prints_what_it_promises(
     snippet: str,
     tmp_path: Path,
@@ -35,6 +40,8 @@ def test_snippet_runs_and_prints_what_it_promises(
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     if "import llm" in snippet:
         register_llm_plugin()
+    if "inspect_ai" in snippet:
+        import_module("cbatch.integrations.inspect")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(snippet, PAGE.name, "exec"), namespace)
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The recipes of docs/server.md: snippets run against a server, and commands have options that exist."""
+"""Recipes of docs/: snippets with an address run against a server, and commands have options that exist."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ if TYPE_CHECKING:
     from tests.server.clients import Running
 
 PAGE = ROOT / "docs/server.md"
+RECIPES = [
+    text
+    for page in (PAGE, ROOT / "docs/integrations.md")
+    for text in blocks(page, "py")
+    if "http://127.0.0.1:8080" in text
+]
 EXAMPLES = ROOT / "docs/examples/serve"
 URL = "http://127.0.0.1:8080"
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("snippet", [text for text in blocks(PAGE, "py") if URL in text])
+@pytest.mark.filterwarnings("ignore")  # those of clients
+@pytest.mark.parametrize("snippet", RECIPES)
 def test_snippet_runs(snippet: str, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     for package in re.findall(r"^(?:import|from) (\w+)", snippet, re.MULTILINE):
         pytest.importorskip(package)
@@ -31,7 +38,7 @@ def test_snippet_runs(snippet: str, server: Running, capsys: pytest.CaptureFixtu
     exec(compile(snippet.replace(URL, server.url), PAGE.name, "exec"), namespace)
     if close := getattr(namespace.get("client"), "close", None):
         close()
-    assert "5" in capsys.readouterr().out
+    assert re.search(r"5|'Ada'", capsys.readouterr().out)
 
 
 def commands() -> Iterator[list[str]]:

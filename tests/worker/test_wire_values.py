@@ -76,6 +76,8 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(NUMBERS, st.floats(-1e4, 1e4) | st.just(-math.inf), max_size=4),
     "seed": st.integers(0, 2**64 - 1) | st.sampled_from([2**53 + 1, 2**64 - 1]),
     "prompt_logprobs": st.integers(0, 20),
+    "prompt_logprobs_start": NUMBERS,
+    "choice_probs": st.booleans(),
     "echo": st.booleans(),
     "priority": st.integers(-100, 100),
     "slot": st.integers(0, 100),
@@ -281,6 +283,7 @@ def results(draw: st.DrawFn, n_choices: int = 2) -> BatchResult:
         prompt_logprobs=draw(st.none() | scored),
         stop_reason=draw(st.none() | TEXTS.filter(bool) | NUMBERS),
         choices=tuple(draw(st.lists(results(0), max_size=2))) if n_choices else (),
+        choice_probs=draw(st.none() | st.dictionaries(TEXTS, st.floats(0, 1), max_size=2)),
     )
 
 

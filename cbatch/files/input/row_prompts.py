@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.checks import check_string, why_unread
@@ -12,6 +12,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import LineError
 from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions, check_runs_through
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -35,11 +36,14 @@ class Asking:
     """The text of a system message before it, with fields too."""
     is_raw: bool = False
     """Whether prompts are text to complete as it is, instead of chats."""
+    options_column: str | None = None
+    """The column with options of each row: JSON text, or a value with the options' names."""
 
     def __post_init__(self) -> None:
         """Check the texts, and that they fit together."""
         check_string("template", self.template)
         check_string("system", self.system)
+        check_string("options_column", self.options_column)
         if self.is_raw and self.system is not None:
             raise ConfigError(
                 f"system={self.system!r} is for chats, raw prompts have no messages: put it into the template"
@@ -82,6 +86,11 @@ class Template:
                 literal = ""
         self._pieces.append(literal + text[end:])
 
+    @property
+    def fields(self) -> set[str]:
+        """The columns that are read."""
+        return {*self._pieces[1::2]}
+
     def fill(self, row: Mapping[str, object]) -> str:
         """Return the text with a row's values; KeyError where the row has no such column."""
         pieces = self._pieces.copy()
@@ -118,11 +127,25 @@ class RowPrompts:
         self._user = Template(text or "", columns, name=f"{name}: template")
         system = asking.system
         self._system = system and Template(system, columns, name=f"{name}: system")
+        self._options = asking.options_column
+        if self._options is not None and self._options not in columns:
+            raise ConfigError(
+                f"{name}: there is no column {self._options!r} with options; the columns are: {', '.join(columns)}"
+            )
+
+    @property
+    def columns(self) -> set[str]:
+        """The columns that are read."""
+        own = {self._options} if self._options is not None else set()
+        if self._has_chats:
+            return own | {"messages"}
+        return own | self._user.fields | (self._system.fields if self._system else set())
 
     def __call__(self, row: Row) -> BatchPrompt:
         """Return a row's prompt; LineError or ConfigError where a column is missing, or the prompt is none."""
         try:
-            return self._prompt(row)
+            prompt = self._prompt(row)
+            return prompt if self._options is None else _with_options(prompt, row[self._options])
         except KeyError as error:
             message = f"there is no {error.args[0]!r}; the keys are: {', '.join(row)}"
             raise LineError("missing_field", message, error.args[0]) from None
@@ -151,6 +174,23 @@ def _default_column(columns: Collection[str], name: str) -> str:
         f"{name}: has {why}: give a template such as 'Classify: {{{next(iter(columns), 'column')}}}'; "
         f"its columns are: {', '.join(columns)}"
     )
+
+
+def _with_options(prompt: BatchPrompt, value: object) -> BatchPrompt:
+    """Return a prompt with the options in a cell: JSON text, or a mapping, in which null counts as not given."""
+    if isinstance(value, str):
+        text = value
+        try:
+            value = decoded(text)
+        except ValueError as error:
+            message = f"options: {why_unread(error, text)}"
+            raise LineError("invalid_request", message, "options") from None
+    if value is None:
+        return prompt
+    if not isinstance(value, dict):
+        raise LineError("invalid_request", "options must be a mapping of options", "options")
+    options = check_runs_through(RunOptions.of(without_nulls(value)))
+    return replace(prompt, options=options)
 
 
 def _chat(value: object) -> Sequence[Message]:
