@@ -21,6 +21,14 @@ _N_TEAM_MIN = 4
 thread spins on for a while. Measured with 16 rows of 152,000 tokens, and of 1,500."""
 
 
+_N_FORCED_BYTES = 4096
+"""Longest text that is forced at once, about a millisecond's work: a longer one is sampled until this much is left of
+it, for llguidance's time to make it tokens grows with its square (90,000 bytes: 0.6 s)."""
+
+_N_PIECE = 256
+"""Bytes of a token, at most in all but odd vocabularies: then a long text is forced somewhat later."""
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """A compiled grammar; opaque to the rest of the package."""
@@ -41,7 +49,23 @@ class _Row:
     """Bits of end tokens that must not be sampled."""
     forces: bool = True
     """Whether tokens that must follow join the output without being sampled: they have no log-probabilities then."""
+    n_unforced: int = 0
+    """Tokens to sample before it is asked again what must follow: more than was forced at once."""
     problem: str = ""
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow, if they are not too many to be asked for."""
+        if not self.forces:
+            return []
+        if self.n_unforced:
+            self.n_unforced -= 1
+            return []
+        n_more = len(self.matcher.compute_ff_bytes()) - _N_FORCED_BYTES
+        if n_more > 0:
+            self.n_unforced = n_more // _N_PIECE
+            return []
+        found: list[int] = self.matcher.compute_ff_tokens()
+        return found
 
 
 class GrammarMatchers:
@@ -159,7 +183,7 @@ def _after(row: _Row, token: int) -> GrammarStep:
         return GrammarStep(problem=row.problem)
     if token < 0 or row.matcher.is_stopped():
         return GrammarStep(is_complete=token >= 0)
-    forced: list[int] = row.matcher.compute_ff_tokens() if row.forces else []
+    forced = row.forced()
     if forced and not row.matcher.consume_tokens(forced):
         row.problem = problem_of(row.matcher)
         return GrammarStep(problem=row.problem)

@@ -207,6 +207,31 @@ def test_grammar_that_outgrows_its_limits_fails_its_row(
 # ---- what compiles ----
 
 
+def test_long_text_is_sampled_until_a_part_is_left_that_is_forced(
+    model: LlamaModel, grammars: LlamaGrammars
+) -> None:
+    """What must follow takes a time that grows with its square: in the owner's thread, for each choice."""
+    text = b'"' + b"ab" * 4000 + b'"'
+    made = guides(compiled(grammars, json_schema={"const": "ab" * 4000}))
+    found, n_asked = b"", 0
+    for _ in range(len(text)):
+        longest = max(
+            may_follow(made, model.vocab.n_vocab), key=lambda t: len(model.vocab.piece(t))
+        )
+        _, steps = made.follow([row()], [[longest]])
+        found += model.vocab.piece(longest)
+        step = steps.get(SLOT)
+        if step is not None:
+            break
+        n_asked += 1
+    assert step is not None
+    assert not step.problem
+    rest = b"".join(map(model.vocab.piece, step.forced))
+    assert 0 < len(rest) <= 4096 < len(text) - 1024
+    assert found + rest == text
+    assert n_asked > 10
+
+
 @pytest.mark.parametrize(
     ("text", "first"),
     [
