@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.server.conftest import served
@@ -39,14 +43,14 @@ def test_worker_of_spark_answers_a_batch(workplace: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Spark's own
 def test_spark_answers_a_table(workplace: Path) -> None:
     pytest.importorskip("pyspark", reason="pyspark is not installed")
-    pandas = pytest.importorskip("pandas")
-    pandas.DataFrame({"question": [*QUESTIONS, None, LONG]}).to_parquet("questions.parquet")
-    script = runpy.run_path(str(FOLDER / "spark.py"))
-    script["main"]("questions.parquet", "answers.parquet")
-    found = pandas.read_parquet("answers.parquet").set_index("question")["answer"].to_dict()
+    table = pyarrow.table({"question": [*QUESTIONS, None, LONG]})
+    pyarrow.parquet.write_table(table, "questions.parquet")
+    command = [sys.executable, str(FOLDER / "spark.py"), "questions.parquet", "answers.parquet"]
+    subprocess.run(command, check=True, env={**os.environ, "PYSPARK_PYTHON": sys.executable})
+    rows = pyarrow.parquet.read_table("answers.parquet").to_pylist()
+    found = {row["question"]: row["answer"] for row in rows}
     assert found == dict(zip([*QUESTIONS, LONG], ["4", "5", "6", "7", "8", None], strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,3 +237,20 @@ def test_thinking_is_split_off(name: str) -> None:
 )
 def test_template_without_thinking_splits_nothing(name: str) -> None:
     assert read(name, "<think>hm</think>Yes.") == Answer("<think>hm</think>Yes.")
+
+
+def test_large_program_keeps_the_process_of_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, popen = list[object](), subprocess.Popen
+
+    def counted(*args: Any, **options: Any) -> Any:
+        begun.append(args)
+        return popen(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    held = bytearray(2**28 + 2**26)  # as weights in memory: more than such a process keeps
+    template = ChatTemplate(LLAMA_3)
+    rendered = [template.render([{**USER, "content": f"{n}"}], {}) for n in range(4)]
+    template.close()
+    assert len({*rendered}) == 4
+    assert len(begun) == 1
+    assert held
