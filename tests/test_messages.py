@@ -114,7 +114,7 @@ def test_message_changed_later_does_not_change_the_prompt() -> None:
         ({"prompt": ""}, "empty"),
         ({"prompt": 3}, "int"),
         ({"messages": []}, "empty"),
-        ({"messages": "hi"}, "prompt="),
+        ({"messages": "hi"}, "not a string"),
         ({"messages": USER}, "dict"),
         ({"tokens": []}, "empty"),
         ({"tokens": "12"}, "str"),
