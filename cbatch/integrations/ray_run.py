@@ -90,7 +90,7 @@ def run_on_ray(
     except KeyboardInterrupt:
         raise Interrupted(job.summary("now", n_items, n_before, start_s)) from None
     except (ray.exceptions.RayError, RuntimeError) as error:
-        raise EngineError(f"the job on Ray failed: {words_of(error).strip()}") from error
+        raise EngineError(f"the job on Ray failed: {_last_line(words_of(error))}") from error
     return job.summary("done", n_items, n_before, start_s)
 
 
@@ -273,8 +273,13 @@ class _Job:
             "rows": {name: repr(value) for name, value in self._rows.items()},
             "format": "parquet" if self._is_parquet else "jsonl",
         }
-        self._files.create_dir(self._folder, recursive=True)
         path = f"{self._folder}/{_SETTINGS}"
+        try:
+            self._files.create_dir(self._folder, recursive=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._output}: cannot be a folder of answers: {words_of(error)}"
+            ) from error
         try:
             with self._files.open_input_file(path) as file:
                 before = json.loads(file.read())
@@ -375,6 +380,11 @@ def _connect(address: str) -> None:
         raise EngineError(
             f"--ray {address}: no cluster answers there: {words_of(error)}"
         ) from error
+
+
+def _last_line(text: str) -> str:
+    """Return the last line of an error of Ray's, which is the traceback in an actor, then what was raised there."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)
 
 
 def _place(path: str) -> str:
