@@ -20,7 +20,7 @@ from cbatch.files.input.columnar import import_pyarrow
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import Layout, dump
 from cbatch.files.settings import FileOptions, split_settings
-from cbatch.integrations.ray import MAX_CONCURRENCY, answer
+from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
 from cbatch.integrations.ray_cluster import import_ray
 from cbatch.options import RunOptions
 
@@ -328,11 +328,11 @@ class _Job:
             answers.write_datasink(_json_lines(self._output, n_rows))
 
     def _batch_size(self, n_items: int, n_actors: object) -> int:
-        """Return two rows for each slot, or fewer, so that each actor has batches enough."""
+        """Return the usual number of rows for the slots, or fewer, so that each actor has batches enough."""
         n_slots = self._spec.settings.get("parallel") or DEFAULT_PARALLEL
         n = n_actors if isinstance(n_actors, int) else 1
         n_share = n_items // (n * 2 * MAX_CONCURRENCY)
-        return max(1, math.ceil(n_slots / MAX_CONCURRENCY), min(2 * n_slots, n_share))
+        return max(1, math.ceil(n_slots / MAX_CONCURRENCY), min(N_ROWS_PER_SLOT * n_slots, n_share))
 
     def summary(self, ending: Any, n_items: int, n_before: int, start_s: float) -> RunSummary:
         """Return the numbers of the run, by what is in the output."""
