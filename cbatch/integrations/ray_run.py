@@ -20,7 +20,7 @@ from cbatch.files.input.columnar import import_pyarrow
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import Layout, columns_asked, dump
 from cbatch.files.settings import FileOptions, split_settings
-from cbatch.integrations.ray import MAX_CONCURRENCY, answer
+from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
 from cbatch.integrations.ray_cluster import import_ray
 from cbatch.options import RunOptions
 
@@ -90,7 +90,7 @@ def run_on_ray(
     except KeyboardInterrupt:
         raise Interrupted(job.summary("now", n_items, n_before, start_s)) from None
     except (ray.exceptions.RayError, RuntimeError) as error:
-        raise EngineError(f"the job on Ray failed: {words_of(error).strip()}") from error
+        raise EngineError(f"the job on Ray failed: {_last_line(words_of(error))}") from error
     return job.summary("done", n_items, n_before, start_s)
 
 
@@ -273,8 +273,13 @@ class _Job:
             "rows": {name: repr(value) for name, value in self._rows.items()},
             "format": "parquet" if self._is_parquet else "jsonl",
         }
-        self._files.create_dir(self._folder, recursive=True)
         path = f"{self._folder}/{_SETTINGS}"
+        try:
+            self._files.create_dir(self._folder, recursive=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._output}: cannot be a folder of answers: {words_of(error)}"
+            ) from error
         try:
             with self._files.open_input_file(path) as file:
                 before = json.loads(file.read())
@@ -323,11 +328,11 @@ class _Job:
             answers.write_datasink(_json_lines(self._output, n_rows))
 
     def _batch_size(self, n_items: int, n_actors: object) -> int:
-        """Return two rows for each slot, or fewer, so that each actor has batches enough."""
+        """Return the usual number of rows for the slots, or fewer, so that each actor has batches enough."""
         n_slots = self._spec.settings.get("parallel") or DEFAULT_PARALLEL
         n = n_actors if isinstance(n_actors, int) else 1
         n_share = n_items // (n * 2 * MAX_CONCURRENCY)
-        return max(1, math.ceil(n_slots / MAX_CONCURRENCY), min(2 * n_slots, n_share))
+        return max(1, math.ceil(n_slots / MAX_CONCURRENCY), min(N_ROWS_PER_SLOT * n_slots, n_share))
 
     def summary(self, ending: Any, n_items: int, n_before: int, start_s: float) -> RunSummary:
         """Return the numbers of the run, by what is in the output."""
@@ -375,6 +380,11 @@ def _connect(address: str) -> None:
         raise EngineError(
             f"--ray {address}: no cluster answers there: {words_of(error)}"
         ) from error
+
+
+def _last_line(text: str) -> str:
+    """Return the last line of an error of Ray's, which is the traceback in an actor, then what was raised there."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)
 
 
 def _place(path: str) -> str:

@@ -227,7 +227,7 @@ class Recorder:
 def test_actors_get_batches_enough_and_their_shares(cluster: Any, test_model: Path) -> None:
     """Ray's defaults would give an actor one batch at a time, and all batches of a small job to one actor."""
     asked = integration.answer(Recorder(), test_model, n_actors=3, parallel=6, memory_mib=10)
-    assert asked.repartitioned == {"target_num_rows_per_block": 12}
+    assert asked.repartitioned == {"target_num_rows_per_block": 24}
     assert asked.spec.settings == {"parallel": 6, "memory_mib": 10, "n_sharing": 3}
     assert asked.mapped["batch_format"] == "pyarrow"
     assert asked.mapped["num_cpus"] == 1
