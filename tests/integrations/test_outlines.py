@@ -113,16 +113,16 @@ def test_stream_that_is_left_frees_its_slot(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("output_type", "accepted"),
     [
-        (Literal["yes", "no (never)"], {"yes", "no (never)"}),
-        (Colour, {"dark red", "blue (light)"}),
-        (bool, {"True", "False"}),
-        (Regex("[ab]{2}"), {"aa", "ab", "ba", "bb"}),
-        (CFG('start: "x" | "y"'), {"x", "y"}),
+        (Literal["yes", "no (never)"], ["yes", "no (never)"]),
+        (Colour, ["dark red", "blue (light)"]),
+        (bool, ["True", "False"]),
+        (Regex("[ab]{2}"), ["aa", "ab", "ba", "bb"]),
+        (CFG('start: "x" | "y"'), ["x", "y"]),
     ],
-    ids=str,
+    ids=["literal", "enum", "bool", "regex", "grammar"],
 )
-def test_answer_is_of_its_type(shipped: Engine, output_type: Any, accepted: set[str]) -> None:
-    assert set(Cbatch(shipped).batch(["Say it.", "What?"], output_type)) <= accepted
+def test_answer_is_of_its_type(shipped: Engine, output_type: Any, accepted: list[str]) -> None:
+    assert set(Cbatch(shipped).batch(["Say it.", "What?"], output_type)) <= {*accepted}
 
 
 def test_generator_and_application_of_outlines_take_the_model(shipped: Engine) -> None:
