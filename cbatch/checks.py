@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError, near_or_known, words_of
+from cbatch.garbage import uncollected
 from cbatch.plain import (
     LEAVES,
     flag_of,
@@ -43,6 +45,14 @@ MAX_GRAMMAR_LENGTH = 2**20
 MAX_DEPTH = 128
 """Nesting of lists and objects: our choice, far above any schema and far below Python's recursion limit."""
 
+MAX_VALUES = 2_000_000
+"""Values of a JSON text: our choice, twice the ids in a prompt of a million tokens. No other thread runs while Python
+makes them, for about 0.3 s.
+"""
+
+MAX_NAMES = 2**18
+"""Different names in a JSON text, each of which takes Python longer: our choice; requests have a few, many times."""
+
 TOO_DEEP = f"{{}}: its values are nested more than {MAX_DEPTH} deep"
 """The error's text, to be formatted with the value's name."""
 
@@ -51,6 +61,10 @@ _CONTAINERS = (*_LISTS, dict, Mapping)
 
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_NO_MARKS = bytes(byte for byte in range(256) if byte not in b'"[]{},:')
+
+_N_FEW = 2**14
+"""Values of a JSON text that are made as any others: our choice."""
 
 _N_SHOWN = 80
 
@@ -103,10 +117,65 @@ def is_text_too_deep(text: str) -> bool:
     """Return whether JSON text has values that are nested more than `MAX_DEPTH` deep. Fast: it reads only the text."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
-    unescaped = text.replace("\\\\", "").replace('\\"', "")
-    outside_strings = "".join(unescaped.split('"')[::2])
-    brackets = outside_strings.encode().translate(_AS_LISTS, _NO_BRACKETS)
+    outside_strings = b"".join(_marks_of(text).split(b'"')[::2])
+    brackets = outside_strings.translate(_AS_LISTS, _NO_BRACKETS)
     return all((brackets := brackets.replace(b"[]", b"")) for _ in range(MAX_DEPTH))
+
+
+def _marks_of(text: str) -> bytes:
+    """Return the quotation marks around strings, and all brackets, commas and colons, of JSON text."""
+    unescaped = text.encode("utf-8", "surrogatepass").replace(b"\\\\", b"").replace(b'\\"', b"")
+    return unescaped.translate(None, _NO_MARKS)
+
+
+def _n_marked(text: str | bytes, *marks: Any) -> int:
+    return sum(map(text.count, marks))
+
+
+def _n_names(text: str) -> int:
+    """Return how many different names JSON text has, at most: it takes a string that begins with a colon for an end."""
+    escaped = text.replace("\\\\", "\1").replace('\\"', "\2")  # which no string may have
+    ends = re.sub(r'"[ \t\n\r]+:', '":', escaped).split('":')[:-1]
+    return len({end[end.rfind('"') + 1 :] for end in ends})
+
+
+class TooManyValuesError(ValueError):
+    """A JSON text has more values or names than are read; the message says how many."""
+
+    def __init__(self, n: int, what: str, n_most: int) -> None:
+        super().__init__(f"it has {n:,} {what}; at most {n_most:,} are read")
+
+
+def _check_n_values(text: str) -> bool:
+    """Return whether JSON text may have many values. Raises a `TooManyValuesError`. Reads only the text."""
+    n_values, n_names = _n_marked(text, ",", "[", "{"), text.count(":")
+    if n_values > MAX_VALUES or n_names > MAX_NAMES:
+        marks = _marks_of(text)
+        n_strings = marks.count(b'"') // 2
+        if n_strings > MAX_VALUES + MAX_NAMES:
+            raise TooManyValuesError(n_strings, "strings", MAX_VALUES)
+        outside_strings = b"".join(marks.split(b'"')[::2])
+        n_values = _n_marked(outside_strings, b",", b"[", b"{")
+        if n_values > MAX_VALUES:
+            raise TooManyValuesError(n_values, "values", MAX_VALUES)
+        if outside_strings.count(b":") > MAX_NAMES and (n_names := _n_names(text)) > MAX_NAMES:
+            raise TooManyValuesError(n_names, "different names", MAX_NAMES)
+    return n_values > _N_FEW
+
+
+def json_reader(decoder: json.JSONDecoder) -> Callable[[str], Any]:
+    """Return a function that decodes JSON text in bounded time: no other thread runs while Python makes its values.
+
+    It raises what `decoder.decode` raises, and a `TooManyValuesError`, which is a `ValueError`.
+    """
+
+    def read(text: str) -> Any:
+        if len(text) <= _N_FEW or not _check_n_values(text):
+            return decoder.decode(text)
+        with uncollected():
+            return decoder.decode(text)
+
+    return read
 
 
 def check_depth(name: str, value: object) -> None:
@@ -342,10 +411,12 @@ def parsed(name: str, text: str) -> object:
 
 def why_unread(error: ValueError, text: str) -> str:
     """Return why JSON text could not be read; an integer that is too long is shown, with the limit."""
+    if isinstance(error, TooManyValuesError):
+        return str(error)
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error if error.lineno > 1 else f'{error.msg}: column {error.colno}'}"
     try:
-        json.loads(text, parse_int=_read_integer)
+        json_reader(json.JSONDecoder(parse_int=_read_integer))(text)
     except _LongIntegerError as long:
         return str(long)
     except (ValueError, RecursionError):  # another mistake comes first
@@ -376,8 +447,9 @@ def finite(digits: str) -> float:
     return number
 
 
-read_json = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).decode
-"""Decodes JSON. `NaN`, `Infinity` and 1e999, which cannot be written as JSON again, raise `ValueError`, too."""
+read_json = json_reader(json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite))
+"""Decodes JSON as a `json_reader`. `NaN`, `Infinity` and 1e999, which cannot be written as JSON again, raise
+`ValueError`, too."""
 
 
 def json_text(name: str, value: Mapping[str, Any]) -> str:

@@ -642,6 +642,11 @@ class RunOptions:
         return self.best_of or self.n or 1
 
     @property
+    def n_sequences(self) -> int:
+        """Sequences of the engine for one prompt: answers to compute, or with `choice_probs` texts to score."""
+        return len(self.choice or "?") if self.choice_probs else self.n_choices
+
+    @property
     def n_logprobs(self) -> int | None:
         """Alternatives to report for each token; None where no log-probability is requested.
 

@@ -49,7 +49,7 @@ def ask(
     Example: cbatch ask "Why is the sky blue?" -m model.gguf --max-tokens 64
     """
     options = given.run_options()
-    settings = {"parallel": min(options.n_choices, _MAX_SLOTS), **given.engine_settings()}
+    settings = {"parallel": min(options.n_sequences, _MAX_SLOTS), **given.engine_settings()}
     if system is not None:
         check_whole("system", system)
     question = "" if interactive and prompt is None else _first_question(prompt)

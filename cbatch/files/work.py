@@ -16,6 +16,7 @@ from cbatch.files.outcome import RunSummary
 from cbatch.files.window import Entry, Window, length
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
+from cbatch.runtime.sequences import OptionsMerger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,8 +72,8 @@ class Items(Protocol):
 class Gate(Protocol):
     """Says when an item may go to the engine, for a run that shares the engine with others."""
 
-    def enter(self, id: str) -> bool:
-        """Wait until the item may go; False where no more items begin."""
+    def enter(self, id: str, n_sequences: int) -> bool:
+        """Wait until the item, of so many sequences, may go; False where no more items begin."""
 
     def leave(self, id: str) -> None:
         """Note that the item has ended."""
@@ -81,7 +82,7 @@ class Gate(Protocol):
 class OpenGate:
     """Lets every item go at once."""
 
-    def enter(self, id: str) -> bool:
+    def enter(self, id: str, n_sequences: int) -> bool:
         """Do not wait."""
         return True
 
@@ -151,6 +152,8 @@ class Work:
         self._start_s, self._ends_s = 0.0, math.inf
         self._ended: Ending | None = None
         self._response: BatchResponse | None = None
+        self._is_cancelled = False
+        self._settled = OptionsMerger()
         self._is_reading = True
         self._lock = threading.Lock()
         self._created = int(time.time())
@@ -166,7 +169,8 @@ class Work:
             entry = self._window.take()
             prompt, id = copy(entry.prompt), self._context.prefix + label(entry.item)
             object.__setattr__(prompt, "id", id)
-            if not self._context.gate.enter(id):
+            options = self._settled.over(RunOptions.of(prompt.options), self._context.options)
+            if not self._context.gate.enter(id, options.n_sequences):
                 return
             self._running[id] = entry
             yield prompt
@@ -228,10 +232,13 @@ class Work:
             ask_again=True,
             dedupe=self._is_deduped,
         )
+        if self._is_cancelled:
+            self._response.cancel()
         return self._response
 
     def cancel(self) -> None:
         """Leave all items that run for a later run; the run's `Stopper` must have been asked before."""
+        self._is_cancelled = True
         if self._response is not None:
             self._response.cancel()
 

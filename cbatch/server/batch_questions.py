@@ -132,10 +132,7 @@ def _check(call: Call, settings: ServerSettings) -> None:
     if len(call.prompts) != 1:
         words = f"{call.prompt_field} is a list of {len(call.prompts)} prompts"
         raise bad_request(f"{words}: give each a line of its own", call.prompt_field)
-    n_all = call.asked.options.n_choices
-    if n_all > settings.max_choices:
-        words = f"{n_all} answers are asked for; at most {settings.max_choices} are allowed"
-        raise bad_request(words, call.prompt_field)
+    call.check_size(settings.max_choices)
     if call.asked.model is None and settings.model_required:
         raise bad_request("model is missing", "model")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.errors import CBatchError
@@ -16,11 +17,20 @@ _AGAIN_S = 0.05
 """Seconds until an item is paused or resumed that the engine did not know yet: it is just being queued."""
 
 
+@dataclass(eq=False, slots=True)
+class _Item:
+    """An item in the engine."""
+
+    n_sequences: int
+    is_paused: bool = False
+
+
 class BatchRoom:
     """Lets items of batches begin in slots that are free of calls, and pauses items where calls come.
 
-    Of n slots and c calls, the oldest n − c items run; the others are paused and give up their slots. Every method from
-    any thread; none but `enter` waits.
+    Of n slots, calls take one for each of their c sequences. Items run, the oldest first, whose sequences fit the other
+    n − c slots together; the others are paused and give up their slots. An item with more sequences than slots runs
+    alone, and only without calls. Every method from any thread; none but `enter` waits.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -29,28 +39,38 @@ class BatchRoom:
         self._changed = threading.Condition()
         self._n_calls = 0
         self._n_slots = 0
-        self._items: dict[str, bool] = {}
-        """Items in the engine, the oldest first, and whether each was paused."""
+        self._waiting: dict[str, int] = {}
+        """Sequences of each item in `enter`, the first that came first."""
+        self._items: dict[str, _Item] = {}
+        """Items in the engine, the oldest first."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def set_calls(self, n: int) -> None:
-        """Note how many answers the calls in flight want."""
+        """Note how many sequences the calls in flight have."""
         with self._changed:
-            is_needed = self._n_calls != n and bool(self._items or self._thread)
+            is_needed = self._n_calls != n and bool(self._waiting or self._items)
             self._n_calls = n
             if is_needed:
                 self._changed.notify_all()
 
-    def enter(self, id: str, is_stopped: Callable[[], bool]) -> bool:
-        """Wait until an item may go to the engine; False where it is stopped before. See `wake`."""
+    def enter(self, id: str, n_sequences: int, is_stopped: Callable[[], bool]) -> bool:
+        """Wait until an item may go to the engine; False where it is stopped before. See `wake`.
+
+        Items go in the order in which they came; one that even a room without items could not take now is passed.
+        """
         n_slots = self._engine.parallel
         with self._changed:
             self._n_slots = n_slots
-            self._changed.wait_for(lambda: is_stopped() or len(self._items) < self._n_allowed)
+            self._waiting[id] = n_sequences
+            try:
+                self._changed.wait_for(lambda: is_stopped() or self._may_enter(id))
+            finally:
+                del self._waiting[id]
+                self._changed.notify_all()
             if is_stopped():
                 return False
-            self._items[id] = False
+            self._items[id] = _Item(n_sequences)
             if self._thread is None and not self._is_closed:
                 name = "cbatch-batch-room"
                 self._thread = threading.Thread(target=self._keep, name=name, daemon=True)
@@ -74,15 +94,39 @@ class BatchRoom:
             self._is_closed = True
             self._changed.notify_all()
 
-    @property
-    def _n_allowed(self) -> int:
-        return max(0, self._n_slots - self._n_calls)
+    def _fits(self, n_sequences: int, n_before: int) -> bool:
+        """Whether an item may run beside items with `n_before` sequences."""
+        if n_before + n_sequences <= self._n_slots - self._n_calls:
+            return True
+        return not (n_before or self._n_calls)
+
+    def _may_enter(self, id: str) -> bool:
+        """Whether an item that waits is the next to go, and may run at once."""
+        for other, n_sequences in self._waiting.items():
+            if other == id:
+                n_before = sum(self._items[running].n_sequences for running in self._to_run())
+                return self._fits(n_sequences, n_before)
+            if self._fits(n_sequences, 0):
+                return False
+        return False
+
+    def _to_run(self) -> list[str]:
+        """Return the items that are not to be paused, the oldest first."""
+        found: list[str] = []
+        n_before = 0
+        for id, item in self._items.items():
+            if self._fits(item.n_sequences, n_before):
+                found.append(id)
+                n_before += item.n_sequences
+        return found
 
     def _next(self) -> tuple[str, bool] | None:
         """Return an item that is to be paused (True) or resumed (False)."""
-        n_allowed = self._n_allowed
-        wanted = ((id, i >= n_allowed) for i, id in enumerate(self._items))
-        return next((pair for pair in wanted if self._items[pair[0]] is not pair[1]), None)
+        to_run = {*self._to_run()}
+        wanted = ((id, id not in to_run) for id in self._items)
+        return next(
+            (pair for pair in wanted if self._items[pair[0]].is_paused is not pair[1]), None
+        )
 
     def _keep(self) -> None:
         """Pause and resume, until closed or the engine ends."""
@@ -99,7 +143,7 @@ class BatchRoom:
                 return
             with self._changed:
                 if is_done and id in self._items:
-                    self._items[id] = is_paused
+                    self._items[id].is_paused = is_paused
                 elif not is_done:
                     self._changed.wait(_AGAIN_S)
 
@@ -112,9 +156,9 @@ class ItemGate:
         self._ids: set[str] = set()
         self._is_closed = False
 
-    def enter(self, id: str) -> bool:
+    def enter(self, id: str, n_sequences: int) -> bool:
         """Wait until the item may go; False once the gate is closed."""
-        may_go = self._room.enter(id, lambda: self._is_closed)
+        may_go = self._room.enter(id, n_sequences, lambda: self._is_closed)
         if may_go:
             self._ids.add(id)
         return may_go

@@ -170,7 +170,7 @@ class Batches:
             return [self._told(batch) for batch in found], has_more
 
     def cancel(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
-        """Begin no more lines of a batch; those that run are finished.
+        """End a batch: its slots are free after the current step, and lines without an answer are left.
 
         Raises:
             HttpProblemError: there is none, or it has ended otherwise.
@@ -187,7 +187,9 @@ class Batches:
             self._move(job, "cancelling", "cancelling_at")
             job.stop()
             self._changed.notify_all()
-            return self._told(batch)
+            told = self._told(batch)
+        threading.Thread(target=_cancel_all, args=[[job]], daemon=True).start()
+        return told
 
     def delete(self, id: str, viewer: str, kind: Kind) -> None:
         """Remove a batch and its answers.

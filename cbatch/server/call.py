@@ -158,6 +158,22 @@ class Call(ABC):
         return self.asked.options.n or 1
 
     @property
+    def n_sequences(self) -> int:
+        """Sequences of the engine for all prompts."""
+        return len(self.prompts) * self.asked.options.n_sequences
+
+    def check_size(self, n_most: int) -> None:
+        """Raise a `HttpProblemError` where it has more than `n_most` sequences."""
+        if self.n_sequences > n_most:
+            what = (
+                "texts are to be scored"
+                if self.asked.options.choice_probs
+                else "answers are asked for"
+            )
+            words = f"{self.n_sequences} {what}; at most {n_most} are allowed"
+            raise bad_request(words, self.prompt_field)
+
+    @property
     def tells_progress(self) -> bool:
         """Whether a stream tells how far its prompt is, of which there is one."""
         return self.asked.has_progress and self.asked.is_streamed and len(self.prompts) == 1
@@ -206,13 +222,8 @@ class Answering:
         if call.asked.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")
         self._name_ignored()
-        n_all = len(call.prompts) * call.asked.options.n_choices
-        if n_all > desk.settings.max_choices:
-            words = (
-                f"{n_all} answers are asked for; at most {desk.settings.max_choices} are allowed"
-            )
-            raise bad_request(words, call.prompt_field)
-        with desk.visit(n_all, sizes.n_slots) as visit:
+        call.check_size(desk.settings.max_choices)
+        with desk.visit(call.n_sequences, sizes.n_slots) as visit:
             await self._answer(visit, sizes.n_slots)
 
     def _name_ignored(self) -> None:

@@ -63,7 +63,7 @@ _LARGE_QUESTIONS = Threads("large_questions", 4)
 class Visit:
     """A call that is being answered."""
 
-    n_choices: int
+    n_sequences: int
     since_s: float
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     problem: HttpProblemError | None = None
@@ -75,14 +75,14 @@ class Visit:
 
     @property
     def n_open(self) -> int:
-        """Choices for the engine: none once it has answered all, however slowly they are read."""
+        """Sequences for the engine: none once it has answered all, however slowly they are read."""
         is_done = self.response is not None and not self.response.n_open
-        return 0 if is_done else self.n_choices
+        return 0 if is_done else self.n_sequences
 
     def n_waiting_tokens(self, n_before: int, n_slots: int) -> int:
-        """Return the tokens of its prompts that have no slot, where `n_before` choices come before its own."""
+        """Return the tokens of its prompts that have no slot, where `n_before` sequences come before its own."""
         n_waiting = min(self.n_open, max(0, n_before + self.n_open - n_slots))
-        return self.n_prompt_tokens * n_waiting // self.n_choices
+        return self.n_prompt_tokens * n_waiting // self.n_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +231,16 @@ class Desk:
 
     @property
     def n_in_flight(self) -> int:
-        """Choices of all calls that are being answered."""
+        """Sequences of all calls that are being answered."""
         return self._n_in_flight
 
     @property
     def n_open(self) -> int:
-        """Choices of all calls that the engine has not ended."""
+        """Sequences of all calls that the engine has not ended."""
         return sum(visit.n_open for visit in self._visits.values())
 
     @contextmanager
-    def visit(self, n_choices: int, n_slots: int) -> Iterator[Visit]:
+    def visit(self, n_sequences: int, n_slots: int) -> Iterator[Visit]:
         """Count a call for the block.
 
         Raises:
@@ -250,29 +250,29 @@ class Desk:
             raise draining()
         self._check_engine()
         if self.settings.max_queue is not None:
-            self._check_queue(n_choices, n_slots, self.settings.max_queue)
-        visit = Visit(n_choices, self.clock())
+            self._check_queue(n_sequences, n_slots, self.settings.max_queue)
+        visit = Visit(n_sequences, self.clock())
         self._visits[id(visit)] = visit
-        self._count(n_choices)
+        self._count(n_sequences)
         try:
             yield visit
         finally:
             del self._visits[id(visit)]
-            self._count(-n_choices)
+            self._count(-n_sequences)
 
-    def _count(self, n_choices: int) -> None:
-        self._n_in_flight += n_choices
+    def _count(self, n_sequences: int) -> None:
+        self._n_in_flight += n_sequences
         self.room.set_calls(self._n_in_flight)
 
-    def _check_queue(self, n_choices: int, n_slots: int, n_limit: int) -> None:
-        """Raise a `HttpProblemError` where so many choices more would make the queue too long."""
+    def _check_queue(self, n_sequences: int, n_slots: int, n_limit: int) -> None:
+        """Raise a `HttpProblemError` where so many sequences more would make the queue too long."""
         n_before = self.n_open
-        if n_before and n_before + n_choices - n_slots > n_limit:
-            n_ends = n_before + n_choices - n_slots - n_limit
+        if n_before and n_before + n_sequences - n_slots > n_limit:
+            n_ends = n_before + n_sequences - n_slots - n_limit
             raise queue_full(max(0, n_before - n_slots), n_limit, self._wait_s(n_ends, n_slots))
 
     def has_queue(self, n_slots: int) -> bool:
-        """Return whether the engine has more choices than slots. The oldest calls are looked at, and no more."""
+        """Return whether the engine has more sequences than slots. The oldest calls are looked at, and no more."""
         n_open = 0
         for visit in self._visits.values() if self._n_in_flight > n_slots else ():
             n_open += visit.n_open

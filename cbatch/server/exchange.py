@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from cbatch.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
+from cbatch.garbage import uncollected
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 from cbatch.server.work_threads import Threads
 
@@ -278,17 +278,9 @@ def object_of(data: bytes) -> dict[str, Any]:
 
 
 def _uncollected(work: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Call `work` on a large body with the cyclic garbage collector off.
-
-    The many objects of a body have no cycles, and nothing else could run while a collection visits them all.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    """Call `work` on a large body, whose many objects have no cycles: nothing else could run while they are visited."""
+    with uncollected():
         return work(*args, **named)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _check_stays(message: Message) -> None:

@@ -52,7 +52,7 @@ def room_of(n_slots: int) -> Iterator[tuple[BatchRoom, Paused]]:
 def test_newest_items_give_way_to_calls_and_come_back() -> None:
     with room_of(3) as (room, engine):
         gate = ItemGate(room)
-        assert all(gate.enter(id) for id in "abc")
+        assert all(gate.enter(id, 1) for id in "abc")
         for n_calls, paused in (
             (1, {"c"}),
             (3, {"a", "b", "c"}),
@@ -70,31 +70,77 @@ def test_newest_items_give_way_to_calls_and_come_back() -> None:
 def test_item_waits_until_a_slot_is_left_for_it() -> None:
     with room_of(2) as (room, _):
         gate = ItemGate(room)
-        assert gate.enter("a")
+        assert gate.enter("a", 1)
         room.set_calls(1)
-        waiting = in_thread(lambda: gate.enter("b"))
+        waiting = in_thread(lambda: gate.enter("b", 1))
         room.set_calls(0)
         assert waiting()
-        waiting = in_thread(lambda: gate.enter("c"))
+        waiting = in_thread(lambda: gate.enter("c", 1))
         gate.leave("a")
+        assert waiting()
+
+
+def test_items_count_by_their_sequences() -> None:
+    with room_of(4) as (room, engine):
+        gate = ItemGate(room)
+        assert gate.enter("a", 2)
+        waiting = in_thread(lambda: gate.enter("b", 3))
+        wait_until(lambda: "b" in room._waiting)
+        gate.leave("a")
+        assert waiting()
+        room.set_calls(2)
+        wait_until(lambda: engine.ids == {"b"})
+        assert gate.enter("c", 2)
+        room.set_calls(1)
+        wait_until(lambda: engine.ids == {"c"})
+
+
+def test_item_with_more_sequences_than_slots_runs_alone_and_without_calls() -> None:
+    with room_of(4) as (room, engine):
+        gate = ItemGate(room)
+        room.set_calls(1)
+        large = in_thread(lambda: gate.enter("large", 32))
+        wait_until(lambda: "large" in room._waiting)
+        assert gate.enter("small", 1)  # passes: the large one cannot run now
+        room.set_calls(0)
+        late = in_thread(lambda: gate.enter("late", 1))
+        wait_until(lambda: "late" in room._waiting)
+        assert room._items.keys() == {"small"}  # the large one is the next
+        gate.leave("small")
+        assert large()
+        room.set_calls(1)
+        wait_until(lambda: engine.ids == {"large"})
+        assert late()
+        room.set_calls(0)
+        wait_until(lambda: engine.ids == {"late"})
+        gate.leave("large")
+        wait_until(lambda: not engine.ids)
+
+
+def test_first_item_waits_for_the_end_of_calls() -> None:
+    with room_of(1) as (room, _):
+        room.set_calls(1)
+        waiting = in_thread(lambda: ItemGate(room).enter("a", 1))
+        wait_until(lambda: bool(room._waiting))
+        room.set_calls(0)
         assert waiting()
 
 
 def test_gate_that_is_closed_lets_nobody_in() -> None:
     with room_of(1) as (room, _):
         one, other = ItemGate(room), ItemGate(room)
-        assert one.enter("a")
-        waiting = in_thread(lambda: other.enter("b"))
+        assert one.enter("a", 1)
+        waiting = in_thread(lambda: other.enter("b", 1))
         other.close()
         assert not waiting()
         one.clear()
-        assert ItemGate(room).enter("c")
+        assert ItemGate(room).enter("c", 1)
 
 
 def test_item_that_is_not_queued_yet_is_paused_later() -> None:
     with room_of(1) as (room, engine):
         engine.n_unknown = 2
-        assert room.enter("a", lambda: False)
+        assert room.enter("a", 1, lambda: False)
         room.set_calls(1)
         wait_until(lambda: engine.ids == {"a"})
 
@@ -106,7 +152,7 @@ def test_engine_that_ends_ends_the_thread() -> None:
     engine = SimpleNamespace(parallel=1, pause=fail, resume=fail)
     room = BatchRoom(cast("Engine", engine))
     before = {*threading.enumerate()}
-    assert room.enter("a", lambda: False)
+    assert room.enter("a", 1, lambda: False)
     (thread,) = {*threading.enumerate()} - before
     room.set_calls(1)
     thread.join(60)

@@ -17,7 +17,7 @@ from cbatch.files.output import durable
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
 from cbatch.worker.pool import N_FAILED_MAX
-from tests.runtime.backends import GatedBackend
+from tests.runtime.backends import GatedBackend, in_thread
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
 from tests.server.kept import (
     SHORT,
@@ -348,6 +348,40 @@ def test_call_is_answered_while_a_batch_has_all_slots(tmp_path: Path) -> None:
             assert answer.status_code == 200
         assert batch_of(app, id)["request_counts"]["completed"] == 0
         wait_until(lambda: engine.stats().n_running == 2)
+
+
+MANY_SEQUENCES: list[dict[str, Any]] = [
+    {"prompt": "a", "n": 32, "max_tokens": 10**6, "ignore_eos": True},
+    {"prompt": "a", "n": 3, "max_tokens": 10**6, "ignore_eos": True},
+    {"prompt": "a", "n": 1, "best_of": 32, "max_tokens": 10**6, "ignore_eos": True},
+    {"prompt": "a" * 2**14, "choice": [chr(i) for i in range(64, 96)], "choice_probs": True},
+]
+
+
+@pytest.mark.parametrize("body", MANY_SEQUENCES, ids=["n", "room", "best_of", "choice_probs"])
+def test_call_is_answered_while_a_batch_has_many_sequences(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    with kept_app(tmp_path, Engine(FakeBackend(4, 2**20, 64))) as app:
+        id = begun(
+            app,
+            lines(*(line(f"{i}", COMPLETIONS, **body) for i in range(12))),
+            COMPLETIONS,
+        )
+        engine = app.state.desk.engine
+        wait_until(lambda: engine.stats().n_running > 0)
+        for _ in range(3):
+            answer = in_thread(lambda: call(app, CHAT, {"messages": USER, **SHORT}))()
+            assert answer.status_code == 200
+        if body.get("choice_probs"):
+            assert ended(app, id)["request_counts"]["completed"] == 12
+            return
+        assert batch_of(app, id)["request_counts"]["completed"] == 0
+        call(app, f"/v1/batches/{id}/cancel", method="POST")
+        batch = ended(app, id)
+        stats = engine.stats()
+    assert (batch["status"], batch["request_counts"]["failed"]) == ("cancelled", 12)
+    assert (stats.n_running, stats.n_waiting, stats.n_paused) == (0, 0, 0)
 
 
 def test_batch_over_workers_survives_a_death(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_structures_of_vllm_bind_a_response() -> None:
     "said",
     [
         {"grammar": ""},
+        {"regex": ""},
         {"guided_grammar": "", "guided_regex": ""},
         {"model": ""},
         {"id_slot": -1},

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cbatch.checks import is_text_too_deep, why_unread
+from cbatch.checks import is_text_too_deep, json_reader, why_unread
 from cbatch.errors import ConfigError, near
 from cbatch.files.input.item import WRONG, Item, LineError, unlabelled, what_is_wrong
 from cbatch.files.input.text_files import LongLine, not_utf8, numbered
@@ -29,7 +29,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 _N_KEPT = 64
 _MAX_KEY_LENGTH = 2**16
-_decode = json.JSONDecoder().decode
+_decode = json_reader(json.JSONDecoder())
 
 
 def load(line: bytes | LongLine) -> dict[str, Any]:
