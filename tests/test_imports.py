@@ -17,7 +17,7 @@ ROOT = Path(cbatch.__file__).parent
 
 FACE = {
     "errors", "options", "engine_options", "messages", "tools", "schemas", "response", "progress",
-    "request", "stats", "checks", "plain", "interrupts", "logs", "model_facts", "openai_format", "hub",
+    "request", "stats", "checks", "garbage", "plain", "interrupts", "logs", "model_facts", "openai_format", "hub",
     "folders", "processes",
 }  # fmt: skip
 """Face values, and what they are made with: they see each other alone."""

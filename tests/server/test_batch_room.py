@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cbatch.errors import EngineClosedError
 from cbatch.server.batch_room import BatchRoom, ItemGate
-from tests.runtime.backends import in_thread
+from tests.runtime.backends import PATIENCE_S, in_thread
 from tests.server.clients import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from cbatch.engine import Engine
 
@@ -80,50 +80,67 @@ def test_item_waits_until_a_slot_is_left_for_it() -> None:
         assert waiting()
 
 
+def asking(room: BatchRoom, id: str, n_sequences: int, entered: list[str]) -> Callable[[], Any]:
+    """An item that waits for room, and then is one of those that have `entered`; return what waits for that."""
+    waits = threading.Event()
+
+    def is_stopped() -> bool:
+        waits.set()
+        return False
+
+    def enter() -> None:
+        assert room.enter(id, n_sequences, is_stopped)
+        entered.append(id)
+
+    wait = in_thread(enter)
+    assert waits.wait(PATIENCE_S)
+    return wait
+
+
 def test_items_count_by_their_sequences() -> None:
+    entered: list[str] = []
     with room_of(4) as (room, engine):
-        gate = ItemGate(room)
-        assert gate.enter("a", 2)
-        waiting = in_thread(lambda: gate.enter("b", 3))
-        wait_until(lambda: "b" in room._waiting)
-        gate.leave("a")
-        assert waiting()
+        asking(room, "a", 2, entered)()
+        wait = asking(room, "b", 3, entered)
+        assert entered == ["a"]
+        room.leave("a")
+        wait()
         room.set_calls(2)
         wait_until(lambda: engine.ids == {"b"})
-        assert gate.enter("c", 2)
+        asking(room, "c", 2, entered)()
         room.set_calls(1)
         wait_until(lambda: engine.ids == {"c"})
 
 
 def test_item_with_more_sequences_than_slots_runs_alone_and_without_calls() -> None:
+    entered: list[str] = []
     with room_of(4) as (room, engine):
-        gate = ItemGate(room)
         room.set_calls(1)
-        large = in_thread(lambda: gate.enter("large", 32))
-        wait_until(lambda: "large" in room._waiting)
-        assert gate.enter("small", 1)  # passes: the large one cannot run now
+        large = asking(room, "large", 32, entered)
+        asking(room, "small", 1, entered)()  # passes: the large one cannot run now
         room.set_calls(0)
-        late = in_thread(lambda: gate.enter("late", 1))
-        wait_until(lambda: "late" in room._waiting)
-        assert room._items.keys() == {"small"}  # the large one is the next
-        gate.leave("small")
-        assert large()
+        late = asking(room, "late", 1, entered)
+        assert entered == ["small"]  # the large one is the next
+        room.leave("small")
+        large()
         room.set_calls(1)
         wait_until(lambda: engine.ids == {"large"})
-        assert late()
+        late()
         room.set_calls(0)
         wait_until(lambda: engine.ids == {"late"})
-        gate.leave("large")
+        room.leave("large")
         wait_until(lambda: not engine.ids)
+    assert entered == ["small", "large", "late"]
 
 
 def test_first_item_waits_for_the_end_of_calls() -> None:
+    entered: list[str] = []
     with room_of(1) as (room, _):
         room.set_calls(1)
-        waiting = in_thread(lambda: ItemGate(room).enter("a", 1))
-        wait_until(lambda: bool(room._waiting))
+        wait = asking(room, "a", 1, entered)
+        assert not entered
         room.set_calls(0)
-        assert waiting()
+        wait()
 
 
 def test_gate_that_is_closed_lets_nobody_in() -> None:
