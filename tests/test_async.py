@@ -131,6 +131,12 @@ async def test_awaiting_a_failed_item_raises_with_all_results(engine: Engine) ->
     assert [r.error is None for r in caught.value.results] == [False, True]
 
 
+async def test_gathered_errors_are_in_their_places(engine: Engine) -> None:
+    items: list[Any] = ["a", "b" * 200, "c"]
+    results = await engine.run(items).gather(return_errors=True)
+    assert [result.error is None for result in results] == [True, False, True]
+
+
 async def test_readers_of_one_loop_share_the_slots(engine: Engine) -> None:
     found: list[dict[str, str]] = []
 

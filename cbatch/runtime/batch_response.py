@@ -131,7 +131,7 @@ class BatchResponse:
 
     def __await__(self) -> Generator[Any, None, list[BatchResult]]:
         """Wait for every item, as `results()` does. A task that is cancelled here cancels the batch."""
-        return self._gather().__await__()
+        return self.gather().__await__()
 
     def as_completed(self) -> Reader[BatchResult]:
         """Return an iterator, for `for` or `async for`, over the results in order of completion, failed ones too.
@@ -216,8 +216,10 @@ class BatchResponse:
         box = self._mailbox
         return Reader(box, box.has_chunk, box.take_chunk, self._close_display)
 
-    async def _gather(self) -> list[BatchResult]:
-        return self._checked(await self._awaited())
+    async def gather(self, *, return_errors: bool = False) -> list[BatchResult]:
+        """Do as `results` in an event loop. A task that is cancelled here cancels the batch."""
+        returns_errors = check_flag("return_errors", return_errors)
+        return self._checked(await self._awaited(), return_errors=returns_errors)
 
     async def _awaited(self) -> list[BatchResult]:
         try:
