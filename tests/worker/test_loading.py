@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of workers that were to be started; none is."""
     found: list[int] = []
 
-    def open_workers(*_: object, n: int) -> object:
+    def open_workers(*_: object, n: int, n_sharing: int) -> object:
         found.append(n)
         raise EngineError("not started")
 
