@@ -164,6 +164,20 @@ class BatchResult:
         parts.append(f"{usage.prompt_tokens} + {usage.completion_tokens} tokens")
         return f"<BatchResult {self.id!r}: {', '.join(parts)}, {self.timings.total_s:.3g} s>"
 
+    def as_chunk(self) -> BatchOutputChunk:
+        """Return the only chunk of an answer that comes in one."""
+        return BatchOutputChunk(
+            self.id,
+            self.text,
+            self.token_ids,
+            0,
+            self.finish_reason,
+            self.text,
+            self.reasoning,
+            self.logprobs,
+            self.error,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Score:

@@ -95,17 +95,7 @@ class Labels(Members):
             self._results[i] = result
         if None not in self._results:
             result = self._joined([r for r in self._results if r is not None])
-            last = BatchOutputChunk(
-                self.id,
-                result.text,
-                result.token_ids,
-                0,
-                result.finish_reason,
-                result.text,
-                logprobs=result.logprobs,
-                error=result.error,
-            )
-            self.target.deliver([last], [(self._place, result)])
+            self.target.deliver([result.as_chunk()], [(self._place, result)])
 
     def _joined(self, results: Sequence[BatchResult]) -> BatchResult:
         failed = [r for r in results if r.error or r.finish_reason in ("cancelled", "timeout")]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cbatch.interrupts import HeldBack
 from cbatch.options import RunOptions
-from cbatch.response import BatchOutputChunk, BatchResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.messages import BatchPrompt
+    from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.mailbox import Parcel
 
 N_BYTES_KEPT = 64 * 2**20
@@ -27,7 +26,6 @@ N_BYTES_KEPT = 64 * 2**20
 class _First:
     """A request that is computed, its answer once it has ended, and the copies that wait for it."""
 
-    id: str
     copies: list[tuple[int, str]] = field(default_factory=list)
     """Places and ids."""
     result: BatchResult | None = None
@@ -38,7 +36,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # held briefly; no signal handler runs meanwhile
-        self._by_key: OrderedDict[bytes, _First] = OrderedDict()
+        self._by_key: dict[bytes, _First] = {}
         self._keys: dict[str, bytes] = {}
         """Keys of the requests in flight, by id."""
         self._n_bytes = 0
@@ -53,7 +51,7 @@ class Copies:
         with HeldBack(), self._lock:
             first = self._by_key.get(key)
             if first is None:
-                self._by_key[key], self._keys[id] = _First(id), key
+                self._by_key[key], self._keys[id] = _First(), key
                 return None
             if first.result is not None:
                 return _copied(first.result, [(place, id)])
@@ -67,9 +65,9 @@ class Copies:
         with HeldBack(), self._lock:
             for _, result in results:
                 key = self._keys.pop(result.id, None)
-                first = None if key is None else self._by_key[key]
-                if key is None or first is None:
+                if key is None:
                     continue
+                first = self._by_key[key]
                 more_chunks, more = _copied(result, first.copies)
                 chunks += more_chunks
                 copied += more
@@ -108,21 +106,8 @@ def _key_of(prompt: BatchPrompt, run_options: RunOptions) -> bytes | None:
 
 def _copied(result: BatchResult, copies: Sequence[tuple[int, str]]) -> Parcel:
     """Return a result under the ids of its copies, each with one chunk."""
-    chunks = [
-        BatchOutputChunk(
-            id,
-            result.text,
-            result.token_ids,
-            0,
-            result.finish_reason,
-            result.text,
-            result.reasoning,
-            result.logprobs,
-            result.error,
-        )
-        for _, id in copies
-    ]
-    return chunks, [(place, replace(result, id=id, origin=None)) for place, id in copies]
+    copied = [(place, replace(result, id=id, origin=None)) for place, id in copies]
+    return [copy.as_chunk() for _, copy in copied], copied
 
 
 def _n_bytes(result: BatchResult) -> int:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Continuation: TypeAlias = "str | Sequence[int]"
 Pair: TypeAlias = "tuple[Prompt, Continuation | Sequence[Continuation]]"
 
-OPTIONS = {"max_tokens": 0, "prompt_logprobs": 1, "n": 1, "echo": False, "pause_every": None}
+OPTIONS = {"max_tokens": 0, "prompt_logprobs": 1, "n": 1, "echo": False}
 """Of a request that scores: nothing is sampled; the likeliest token tells what greedy decoding would take."""
 
 

@@ -353,10 +353,9 @@ class Asked:
 
     def last_chunks(self, result: BatchResult) -> list[BatchOutputChunk]:
         """Return its only chunk, where none has come because nobody read them as they came; and ends that lack."""
-        reason, text, tokens = result.finish_reason, result.text, result.token_ids
         if not self.heard:
-            more = text, result.reasoning, result.logprobs, result.error
-            return [BatchOutputChunk(self.id, text, tokens, 0, reason, *more)]
+            return [result.as_chunk()]
+        reason = result.finish_reason
         left = [i for i in range(len(result.choices) or 1) if i not in self.ended]
         return [BatchOutputChunk(self.id, "", (), i, reason, error=result.error) for i in left]
 

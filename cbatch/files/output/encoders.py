@@ -132,7 +132,7 @@ _WHERE_PRESENT = (*WHERE_ASKED, "warnings")
 
 
 def columns_asked(options: RunOptions) -> frozenset[str]:
-    """Return the columns that options ask for, of those that not every table has."""
+    """Return the optional columns of a table that the options ask for."""
     asked = {"logprob": options.logprobs, "choice_probs": options.choice_probs}
     return frozenset(name for name in WHERE_ASKED if asked[name])
 
