@@ -121,7 +121,7 @@ class MultiRequestBatcher:
             saved,
             AdmissionQueue(options),
             PrefixWaiters(),
-            CacheReads(prefixes, saved, self._wants),
+            CacheReads(lambda: self._cells.prefixes, saved, self._wants),
             KvDemandEstimator(ledger, is_optimistic=options.admission != "reserve"),
             self._storing,
             self._n_ahead,
@@ -555,10 +555,12 @@ class MultiRequestBatcher:
         """
         lost = result.lost
         self._order_writes(lost)
-        self._cells.note_done()
         if slot_plan.has_view:
-            self._cells.commit(slot_plan.cells)
+            self._state.cells = self._cells = slot_plan.cells
+            self._ledger = self._cells.ledger
+            self._cells.prefixes.settle()
             self._running = None
+        self._cells.note_done()
         if slot_plan.marks or result.saved_bytes or lost:
             self._commit_checkpoints(slot_plan, result)
         self._commit_waits(slot_plan)

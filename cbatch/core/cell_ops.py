@@ -88,15 +88,12 @@ class SlotCells:
             is_rebuild=is_rebuild,
         )
 
-    def commit(self, view: SlotCells) -> None:
-        """Take over what a plan has changed in its view, which is used no more."""
-        self.ledger.commit(view.ledger)
-        self.prefixes.commit(view.prefixes)
-
     def note_done(self) -> None:
-        """Drop the operations that were left to do: a plan had them all, and was run."""
-        for ops in (self.clears, self.trims, self.shifts, self.rebinds, self.saves, self.forgets):
+        """Drop the operations that were to do: a plan had them all, and was run."""
+        for ops in (self.clears, self.trims, self.shifts, self.rebinds):
             ops.clear()
+        for moves in (self.saves, self.forgets, self.copies, self.loads):
+            moves.clear()
 
     def clear(self, slot: Slot) -> None:
         """Empty a slot, whatever is in it: a failed step may have left more than the ledger says."""

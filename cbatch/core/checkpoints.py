@@ -35,8 +35,8 @@ class Kept(NamedTuple):
 class Checkpoints:
     """Checkpoints by key, the least recently used first; those go first where the budget is full.
 
-    Keys are below 0: the saved cells of one sequence have its number. A plan changes a `view`; `commit` takes the
-    changes over.
+    Keys are below 0: the saved cells of one sequence have its number. A plan changes a `view`, which takes the place
+    of this once the plan was run.
     """
 
     def __init__(self, memory: KvCapabilities, n_bytes_max: int) -> None:
@@ -62,9 +62,9 @@ class Checkpoints:
         view.kept, view._in_plan = self.kept.copy(), self._in_plan.copy()
         return view
 
-    def commit(self, view: Checkpoints) -> None:
-        """Take over what a plan has changed in its view, which is used no more."""
-        self.kept, self.n_bytes, self._n_made = view.kept, view.n_bytes, view._n_made
+    def settle(self) -> None:
+        """Let go of the keys of a plan that was run."""
+        self._in_plan.clear()
 
     def has_room(self, n_cells: int) -> bool:
         """Whether a checkpoint of so many cells can be taken: nobody waits for one that is larger than the budget."""

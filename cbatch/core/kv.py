@@ -158,12 +158,6 @@ class KvLedger:
             view._blocks = [[copies[id(b)] for b in blocks] for blocks in self._blocks]
         return view
 
-    def commit(self, view: KvLedger) -> None:
-        """Take over what a plan has changed in its view, which is used no more."""
-        self.holders, self.n_free_slots = view.holders, view.n_free_slots
-        self._blocks = view._blocks
-        self.n_cells, self.n_used = view.n_cells, view.n_used
-
     def n_own(self, slot: Slot) -> int:
         """Return the cells that would be free if the slot were emptied."""
         if not self.is_overcommitted:

@@ -64,7 +64,7 @@ class PrefixCache:
     `cuts` as of a backend: with them beginnings end where prompts may be cut, and output is taken over only by the
     request that goes on from it. Cells computed with other adapters belong to another text.
 
-    A plan changes a `view`; `commit` takes the changes over.
+    A plan changes a `view`, which takes the place of this once the plan was run.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class PrefixCache:
         view.checkpoints, view.loaded = self.checkpoints.view(), self.loaded.copy()
         return view
 
-    def commit(self, view: PrefixCache) -> None:
-        """Take over what a plan has changed in its view, which is used no more."""
-        self._left_by, self._used_at = view._left_by, view._used_at
-        self._n_tail = view._n_tail
-        self.checkpoints.commit(view.checkpoints)
-        for place, text in view._changed.items():
+    def settle(self) -> None:
+        """Tell the index, which views share, what has changed; a plan that changed it was run, or there was none."""
+        for place, text in self._changed.items():
             self._index.put(place, text)
-        self._changed = {}
+        self._changed.clear()
+        self.copied.clear()
+        self.loaded.clear()
+        self.checkpoints.settle()
 
     # ---- what slots hold ----
 
@@ -182,9 +182,8 @@ class PrefixCache:
         """Count a checkpoint of a driver's first tokens that comes from elsewhere, outside of a plan; None: no room."""
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return None
-        view = self.view(self._ledger)
-        kept = view.keep(driver, n_cells)
-        self.commit(view)
+        kept = self.keep(driver, n_cells)
+        self.settle()
         return kept
 
     def checkpoint_in(self, driver: SequenceDriver, n_most: int) -> tuple[int, int] | None:

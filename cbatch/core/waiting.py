@@ -193,7 +193,10 @@ where it looks again at its turn: it copies from a slot, or asks again."""
 class CacheReads(WantWaiters[CacheRef, CacheEntry]):
     """Sequences that wait for cells from disk; each file is read once for all that want it at that time."""
 
-    def __init__(self, prefixes: PrefixCache, saved: SavedCells, wants: deque[Want]) -> None:
+    def __init__(
+        self, prefixes: Callable[[], PrefixCache], saved: SavedCells, wants: deque[Want]
+    ) -> None:
+        """`prefixes` returns what is in memory now."""
         super().__init__(_N_FILES_MAX)
         self._prefixes, self._saved, self._wants = prefixes, saved, wants
 
@@ -252,14 +255,14 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
         n_loaded = 0
         for driver in drivers:
             n_cells = self._n_usable(driver, found)
-            can_share = self._prefixes.can_share(driver)
-            can_use = self._prefixes.can_begin_with(n_cells, want.n_read)
+            can_share = self._prefixes().can_share(driver)
+            can_use = self._prefixes().can_begin_with(n_cells, want.n_read)
             is_late = driver.status is not Status.WAITING or not can_use
             is_loaded = min(n_cells, n_loaded) >= MIN_SHARED_TOKENS > n_cells - n_loaded
             if (
                 is_late
                 or (can_share and is_loaded)
-                or self._is_in_memory(driver, found, self._prefixes)
+                or self._is_in_memory(driver, found, self._prefixes())
             ):
                 given[driver] = None
             elif not n_cells:
@@ -279,7 +282,7 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
         return n_cells > 0 and best is not None and n_cells < best.n_cells + MIN_SHARED_TOKENS
 
     def _n_usable(self, driver: SequenceDriver, found: CacheEntry) -> int:
-        return self._prefixes.n_usable(driver, found.tokens, found.n_given, found.n_checkpoint)
+        return self._prefixes().n_usable(driver, found.tokens, found.n_given, found.n_checkpoint)
 
 
 class GrammarBuilds(WantWaiters[ToCompile, object]):

@@ -331,10 +331,8 @@ def test_nobody_waits_for_a_state_that_is_larger_than_the_budget() -> None:
 
 def test_true_sizes_are_counted_once_they_are_known() -> None:
     books = Checkpoints(replace(at_end_only("recurrent", 64), saved_bytes=MIB // 2), MIB)
-    view = books.view()
-    found = view.add(9)
+    found = books.add(9)
     assert found is not None
-    books.commit(view)
     books.learn({found.key: 10, 5: 10})
     assert (books.n_bytes, len(books)) == (10, 1)
 
@@ -343,9 +341,8 @@ def test_checkpoints_that_take_nothing_are_limited_in_number() -> None:
     memory = replace(at_end_only("recurrent", 64), saved_bytes=0, saved_bytes_per_cell=0)
     books = Checkpoints(memory, MIB)
     for _ in range(N_CHECKPOINTS_MAX + 5):
-        view = books.view()
-        assert view.add(9) is not None
-        books.commit(view)
+        assert books.add(9) is not None
+        books.settle()
     assert len(books) == N_CHECKPOINTS_MAX
 
 
