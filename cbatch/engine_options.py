@@ -50,6 +50,7 @@ CellType: TypeAlias = Literal[
 
 Kv: TypeAlias = Literal["auto", "partitioned", "unified"]
 Policy: TypeAlias = Literal["fcfs", "priority", "shortest", "round_robin"]
+Ttft: TypeAlias = Literal["auto", "first", "any"]
 SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
 
@@ -73,8 +74,10 @@ class ScheduleOptions:
             is full; "reserve" admits only what fits in the worst case. Default: optimistic.
         max_queue: most requests that wait for a slot. Default: any number.
         when_full: at `max_queue`, "wait" in `run` until there is room, or "reject" with `QueueFullError`.
-        prefill_budget: most prompt tokens in a step that also decodes. Default: as many as keep such a step within
-            four times the measured time of a step that only decodes, while a reader streams output.
+        ttft: how prompts that wait together get their first tokens: "first", one after the other, in steps no larger
+            than pays; "any", in the fastest shape, many in one step; "auto", the former where output is streamed.
+        prefill_budget: most prompt tokens in a step that also decodes. Default: as many as take twice as long as the
+            rest of the step, while a reader streams output.
         prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
@@ -95,6 +98,7 @@ class ScheduleOptions:
     )
     max_queue: int | None = checked(check_int, 0, MAX_INT)
     when_full: Literal["wait", "reject"] | None = checked(check_choice, "wait", "reject")
+    ttft: Ttft = checked(check_choice, *get_args(Ttft), default="auto")
     prefill_budget: int | None = checked(check_int, 1, MAX_INT)
     prefill_chunk: int | None = checked(check_int, 1, MAX_INT)
     itl_ms: float | None = checked(check_float, 1e-3, 1e9)

@@ -320,7 +320,11 @@ int32_t decode(cbatch_stepper * s) {
     const llama_batch batch = {s->n_tokens,        s->token.data(),  nullptr,         s->pos.data(),
                                s->n_seq_id.data(), s->seq_id.data(), s->logits.data()};
     try {
-        return s->api.decode(s->ctx, batch);
+        const int32_t code = s->api.decode(s->ctx, batch);
+        if (code == 0 && s->n_rows + s->n_scores == 0 && s->api.synchronize != nullptr) {
+            s->api.synchronize(s->ctx);
+        }
+        return code;
     } catch (...) {
         return code_threw;
     }

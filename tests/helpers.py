@@ -551,7 +551,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     options = rig.scheduler.options
     limits = (options.prefill_chunk, options.prefill_budget, options.itl_ms)
     is_free = limits == (None, None, None) and not rig.backend.cuts
-    is_free = is_free and not any(d.is_scoring for d in running)
+    is_free = is_free and not any(d.is_scoring or d.reply.is_watched for d in running)
     if is_free and n_tokens < min(rig.backend.n_batch, ledger.n_free_cells):
         done = {d: c.start + len(c.tokens) for c, d in zip(plan.chunks, planned.rows, strict=True)}
         marks = {d: planned_slots.marks.get(d, d.marks) for d in running}

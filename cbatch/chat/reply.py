@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cbatch.chat.answers import N_TAIL, AnswerParts
 from cbatch.chat.text import TextStream
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
     from cbatch.chat.answers import AnswerReader
     from cbatch.response import TokenLogprob
+
+
+class Reader(Protocol):
+    """Where output goes."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is read as it comes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +34,8 @@ class Reply:
     """Tokens that end the output and add nothing to the text."""
     is_watched: bool = False
     """Whether somebody reads the output as it comes, or may: before the first delivery that is not known."""
+    reader: Reader | None = None
+    """Where the output goes."""
     delivered: tuple[int, int] | None = None
     """Parts of the text and tokens that were given out; None before the first chunk."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -45,6 +55,11 @@ class Reply:
         text = TextStream(piece, stops, include_stop=include_stop)
         parts = None if reader is None else AnswerParts(reader, text)
         return cls(text, parts, () if include_stop else stop_tokens)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody reads the output as it comes, as far as is known now."""
+        return self.is_watched if self.reader is None else self.reader.is_streamed
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the prompt, whose end may open what the answer continues."""

@@ -309,6 +309,7 @@ OPTIONS = (
     ),
     _schedule("max_queue", "Most requests that wait.", "any number"),
     _schedule("when_full", "With --max-queue: wait, or reject items.", "wait"),
+    _schedule("ttft", "First tokens: first, one after the other; any, the fastest shape; auto."),
     _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
     _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),

@@ -126,6 +126,8 @@ class SequenceDriver:
     n_window: int = 0
     n_before_turn: int = 0
     """Output it had when it got its slot."""
+    n_prompts_before: int | None = None
+    """Prompt tokens that the engine had computed when it first got a slot."""
     n_preempted: int = 0
     """Preemptions for want of cells."""
     n_overtaken: int = 0
@@ -349,6 +351,11 @@ class SequenceDriver:
         self.n_before_turn = len(self.output)
         if self.clock.admitted_s is None:
             self.clock.admitted_s = now
+
+    def enter(self, n_prompts: int) -> None:
+        """Note how many prompt tokens the engine had computed when it first got a slot."""
+        if self.n_prompts_before is None:
+            self.n_prompts_before = n_prompts
 
     def binding(self, slot: Slot) -> Binding:
         """Return what the backend must know of this sequence in `slot`."""

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.core.bisection import FaultBisection
-from cbatch.core.budget import (
-    StepCosts,
-    split_budget,
-    whole_chunks,
-)
+from cbatch.core.budget import StepCosts, split_budget, whole_chunks
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import (
     ANYWHERE,
@@ -44,12 +40,17 @@ SHORT_RUN_S = 0.02
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
 
-MIXED_OVER_DECODE = 4.0
-"""The longest time of a step with prompts while output is streamed, as a multiple of a step that only decodes; but
-`SHORT_RUN_S` is always allowed, for output does not come more often."""
+LEAST_OVER_ROWS = 2.0
+"""How much longer than the rest of a step its prompts may take at least while output is streamed: one newcomer's prompt
+then takes at most one and a half times as long as alone. `SHORT_RUN_S` is always allowed, for output does not come more
+often."""
 
-N_PROMPT_MIN = 16
-"""Prompt tokens that a step has room for whatever they cost: fewer are computed no faster on a CPU."""
+MOST_OVER_ROWS = 9.0
+"""The same where as many newcomers or more wait for their first token, and where nobody waits for the next one: a tenth
+of the step is not spent on prompts, so larger steps would be no faster."""
+
+N_FIRST = 64
+"""Prompt tokens of a step as long as nobody knows what they cost."""
 
 N_FAILURES_MAX = 16
 """Most failed computations in a row; one more ends the engine. They are enough to find one culprit among 256."""
@@ -75,6 +76,11 @@ class _Prefill(NamedTuple):
     driver: SequenceDriver
     slot: Slot
     start: int
+
+    @property
+    def n_left(self) -> int:
+        """Tokens before its first output."""
+        return len(self.driver.tokens) - self.start
 
 
 class ContinuousBatchScheduler:
@@ -114,6 +120,8 @@ class ContinuousBatchScheduler:
         self._has_adapters = has_adapters
         self._adapter_turns: Mapping[AdapterSet, int] = {}
         self._n_adapter_turns = 0
+        self._n_prompts = 0
+        """Prompt tokens computed so far."""
         self._n_failures = 0
         self._has_rebuilt = self._must_rebuild = False
         self._is_pool_full = False
@@ -275,27 +283,44 @@ class ContinuousBatchScheduler:
                 is_decoding = True
                 is_watched = is_watched or driver.reply.is_watched
         if prefills:
-            room = self._n_batch - len(shares)
-            if is_decoding:
-                room = self._budget(room, len(shares), len(group), is_watched=is_watched)
+            if len(prefills) > 1:
+                prefills.sort(key=self._turn_of)
+            n_rows = len(shares)
             wanted = self._wanted(prefills, slot_plan)
-            self._share_out(shares, prefills, wanted, min(room, n_free - len(shares)))
+            room = min(self._n_batch, n_free) - n_rows
+            budget, n_enough = self._budget(
+                prefills, n_rows if is_decoding else 0, wanted, is_watched=is_watched
+            )
+            if budget is not None:
+                room = min(room, budget and max(budget, self._cuts.n_room))
+            self._share_out(shares, prefills, wanted, room, n_enough)
         return shares
+
+    def _turn_of(self, prefill: _Prefill) -> int:
+        """Return by what prompts that wait together take their turns: the fewest tokens before the first output first.
+
+        What others have computed since it got its slot counts as less of it, so it is passed by at most as many tokens
+        of later ones as it has itself.
+        """
+        n_before = prefill.driver.n_prompts_before
+        return prefill.n_left + (self._n_prompts if n_before is None else n_before)
 
     def _share_out(
         self,
         shares: dict[Slot, int],
         prefills: Sequence[_Prefill],
-        wanted: Sequence[int],
-        budget: int,
+        wanted: list[int],
+        room: int,
+        n_enough: int | None,
     ) -> None:
         """Give the prefills, which want `wanted`, their shares of a step's prompt tokens; mutates `shares`."""
-        split = split_budget
         if self._cuts:
-            split, (driver, _, start) = whole_chunks, prefills[0]
-            n_oldest = self._n_chunk(driver, start, min(budget, wanted[0]))
-            wanted = [n_oldest, *wanted[1:]]
-        for (_, slot, _), n in zip(prefills, split(wanted, budget), strict=True):
+            driver, _, start = prefills[0]
+            wanted[0] = self._n_chunk(driver, start, min(room, wanted[0]))
+            split = whole_chunks(wanted, room)
+        else:
+            split = split_budget(wanted, [prefill.n_left for prefill in prefills], room, n_enough)
+        for (_, slot, _), n in zip(prefills, split, strict=True):
             if n:
                 shares[slot] = n
 
@@ -344,33 +369,52 @@ class ContinuousBatchScheduler:
                     wanted[i] = 0
                 n_left -= scores.n_targets(start, wanted[i])
 
-    def _budget(self, room: int, n_rows: int, n_running: int, *, is_watched: bool) -> int:
-        """Return how many prompt tokens may join `n_rows` decoding rows."""
-        asked = self.options.prefill_budget
-        if asked is None:
-            asked = self._measured_budget(n_rows, n_running, is_watched=is_watched)
-        if asked is None:
-            return room
-        return min(room, max(asked, self._cuts.n_room)) if asked else 0
+    def _budget(
+        self, prefills: Sequence[_Prefill], n_rows: int, wanted: Sequence[int], *, is_watched: bool
+    ) -> tuple[int | None, int | None]:
+        """Return how many prompt tokens may join `n_rows` decoding rows, and with how many it is enough.
 
-    def _measured_budget(self, n_rows: int, n_running: int, *, is_watched: bool) -> int | None:
-        """Return what keeps the step within the time it may take, by what steps took so far.
-
-        The time that a step may take by default is counted from the width it has when all prompts are through. Where
-        newcomers outnumber the sequences that decode there is no limit: few early sequences do not hold up many.
+        None for any number. Where readers of newcomers wait for first tokens, a step ends with a prompt once it has
+        enough tokens.
         """
-        if self.options.itl_ms is not None:
-            limit_s = self.options.itl_ms * 1e-3
-        elif is_watched and n_running <= 2 * n_rows:
-            decode_s = self.costs.decode_s(n_rows) or 0.0
-            decode_s = max(decode_s, self.costs.seen_s(n_running))
-            limit_s = max(SHORT_RUN_S, MIXED_OVER_DECODE * decode_s)
+        options, n_new = self.options, self._n_eager(prefills)
+        if n_rows and options.prefill_budget is not None:
+            return options.prefill_budget, None
+        if n_rows and options.itl_ms is not None:
+            return self._n_within(n_rows, options.itl_ms * 1e-3), None
+        if n_rows and is_watched and (n_new or len(prefills) <= n_rows):
+            n_most = self._n_beside(n_rows, len(prefills), n_new)
+        elif n_new and len(prefills) > 1:
+            n_known = self.costs.n_prompt_for(n_rows, 1 / (1 + MOST_OVER_ROWS))
+            n_most = max(wanted[0], N_FIRST) if n_known is None else n_known
         else:
-            return None
+            return None, None
+        return n_most, (n_most + 1) // 2
+
+    def _n_eager(self, prefills: Sequence[_Prefill]) -> int:
+        """Return for how many prompts the first token comes before the fastest shape of steps."""
+        if self.options.ttft == "auto":
+            return sum(driver.reply.is_read for driver, _, _ in prefills)
+        return len(prefills) if self.options.ttft == "first" else 0
+
+    def _n_within(self, n_rows: int, seconds: float) -> int:
+        """Return how many prompt tokens keep a step within `seconds`, by what steps took so far; at least one."""
         if not self.costs.has_decoded:
             return 0  # this step tells what decoding takes
-        n_tokens = self.costs.n_prompt_within(n_rows, limit_s)
-        return max(N_PROMPT_MIN, 2 * self.costs.n_at_no_cost if n_tokens is None else n_tokens)
+        n_tokens = self.costs.n_prompt_within(n_rows, seconds)
+        return N_FIRST if n_tokens is None else n_tokens
+
+    def _n_beside(self, n_rows: int, n_prefills: int, n_new: int) -> int:
+        """Return how many prompt tokens may join rows whose readers wait for the next token.
+
+        The more newcomers wait for their first token and the fewer rows for their next, the longer their prompts may
+        take beside the rest of the step, by the width that it has when all prompts are through.
+        """
+        n_short = self._n_within(n_rows, SHORT_RUN_S)
+        over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, MOST_OVER_ROWS * n_new / n_rows))
+        n_wide = max(n_rows, n_rows + n_prefills, key=self.costs.seen_s)
+        n_fair = self.costs.n_prompt_for(n_wide, 1 / (1 + over))
+        return n_short if n_fair is None or not n_short else max(n_short, n_fair)
 
     def _chunks(
         self, shares: Mapping[Slot, int], slot_plan: SlotPlan
@@ -449,6 +493,8 @@ class ContinuousBatchScheduler:
         self._is_pool_full = False
         if step.is_rebuild:
             self._must_rebuild = False
+        for driver in plan.slot_plan.placed:
+            driver.enter(self._n_prompts)
         if plan.adapter_turns is not None:
             self._adapter_turns = plan.adapter_turns
             self._n_adapter_turns += 1
@@ -492,6 +538,7 @@ class ContinuousBatchScheduler:
                 finished.append(driver)
             has_paused = has_paused or driver.status is Status.PAUSED
         self._count(n_decode, n_prompt, len(plan.rows), result)
+        self._n_prompts += n_prompt
         stats.count_tokens(n_rows_by_gap, now, later_s)
         has_cells = result.code in UNCHANGED
         self._batcher.record_step(cells, finished, has_paused=has_paused, has_cells=has_cells)

@@ -379,6 +379,9 @@ class Loop:
     def enqueue(self, drivers: Sequence[SequenceDriver]) -> None:
         """Queue sequences whose routes are set. Owner thread."""
         self._stats.n_submitted += len(drivers)
+        for driver in drivers:
+            if route := self.routes.get(driver.request.id):
+                driver.reply.reader = route.target
         self._batcher.submit(drivers)
         if self._is_closed:
             self._end_requests()

@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 7
+#define CBATCH_ABI_VERSION 8
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -63,6 +63,9 @@ typedef struct cbatch_api {
     float * (*get_logits_ith)(void * ctx, int32_t i_token);         // llama_get_logits_ith
     // GOMP_parallel of the OpenMP runtime that ggml runs on, or NULL: rows are then sampled one after another.
     void (*gomp_parallel)(void (*fn)(void *), void * data, unsigned n_threads, unsigned flags);
+    // llama_synchronize, or NULL. Called after a step without a row to fetch, which a device may still be computing: else
+    // the step after it would seem to take the time of both.
+    void (*synchronize)(void * ctx);
 } cbatch_api;
 
 // Sizes of a stepper, fixed from init on. All at least 1, except for n_scores.

@@ -18,45 +18,36 @@ from cbatch.core.budget import (
 def test_split_budget_gives_what_there_is_and_wastes_nothing(
     wanted: list[int], budget: int
 ) -> None:
-    shares = split_budget(wanted, budget)
+    shares = split_budget(wanted, wanted, budget)
     assert len(shares) == len(wanted)
     assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
     assert sum(shares) == min(budget, sum(wanted))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 100))
-def test_split_budget_gives_the_oldest_half_or_all_it_wants(wanted: list[int], budget: int) -> None:
-    assert split_budget(wanted, budget)[0] >= min(wanted[0], (budget + 1) // 2)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 100))
-def test_split_budget_serves_the_shorter_whole_before_the_longer(
+def test_split_budget_serves_the_first_whole_before_the_next(
     wanted: list[int], budget: int
 ) -> None:
-    shares = split_budget(wanted, budget)
-    by_size = sorted(range(1, len(wanted)), key=lambda i: wanted[i])
-    for shorter, longer in pairwise(by_size):
-        assert shares[shorter] == wanted[shorter] or shares[longer] == 0
+    shares = split_budget(wanted, wanted, budget)
+    for i, (one, other) in enumerate(pairwise(shares)):
+        assert one == wanted[i] or other == 0
 
 
 @pytest.mark.parametrize(
-    ("wanted", "budget", "shares"),
+    ("wanted", "left", "n_enough", "shares"),
     [
-        ([], 8, []),
-        ([9], 8, [8]),
-        ([9, 9], 8, [4, 4]),
-        ([4, 4], 7, [4, 3]),
-        ([9, 9, 9], 8, [4, 4, 0]),
-        ([9, 3, 2], 8, [4, 2, 2]),
-        ([9, 1, 9], 8, [4, 1, 3]),
-        ([1, 9, 1], 8, [1, 6, 1]),
-        ([9, 1, 1], 8, [6, 1, 1]),
-        ([2, 9, 9, 9], 4, [2, 2, 0, 0]),
-        ([9, 9], 0, [0, 0]),
+        ([400, 400, 400], [400, 400, 400], 300, [400, 0, 0]),
+        ([400, 400, 400], [400, 400, 400], 500, [400, 200, 0]),
+        ([200, 50, 30], [200, 50, 900], 200, [200, 50, 0]),
+        ([600, 50], [900, 50], 300, [600, 0]),
+        ([100, 20, 300], [100, 20, 300], 120, [100, 20, 300]),
+        ([100, 20, 500], [100, 20, 500], 120, [100, 20, 0]),
     ],
 )
-def test_split_budget_by_eye(wanted: list[int], budget: int, shares: list[int]) -> None:
-    assert split_budget(wanted, budget) == shares
+def test_prompt_that_would_not_end_with_the_step_waits_once_there_is_enough(
+    wanted: list[int], left: list[int], n_enough: int, shares: list[int]
+) -> None:
+    assert split_budget(wanted, left, 600, n_enough) == shares
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ N_SLOTS, N_BATCH, N_VOCAB = 4, 16, 50
 
 DECODE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, llama_cpp.llama_batch)
 GET_LOGITS = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
+SYNCHRONIZE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 GOMP = ctypes.CFUNCTYPE(None, TASK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
@@ -65,9 +66,14 @@ class FakeLlama:
     batches: list[SeenBatch] = field(default_factory=list)
     fetched: list[int] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
+    n_waits: int = 0
 
     def api(self, gomp_parallel: int | None = None) -> LlamaApi:
-        return LlamaApi(DECODE(self.decode), GET_LOGITS(self.get_logits), gomp_parallel)
+        decode, get_logits = DECODE(self.decode), GET_LOGITS(self.get_logits)
+        return LlamaApi(decode, get_logits, gomp_parallel, SYNCHRONIZE(self.wait))
+
+    def wait(self, ctx: int | None) -> None:
+        self.n_waits += 1
 
     def decode(self, ctx: int | None, batch: Any) -> int:
         code = self.codes.get(len(self.batches), 0)
@@ -133,6 +139,19 @@ def test_run_fills_first_tokens_then_remainders_by_ascending_slot(make: MakeStep
     assert fake.fetched == [0, 4]
     assert result.tokens == [[5], [12], []]
     assert (result.n_steps, result.code) == (1, 0)
+
+
+def test_step_ends_when_a_device_has_computed_it(make: MakeStepper) -> None:
+    """Fetching a row waits for the device; where there is no row, the stepper does."""
+    fake = FakeLlama()
+    stepper = make(fake)
+    stepper.run([chunk(0, 0, 1), chunk(2, 0, 1, 2, has_output=False)])
+    assert fake.n_waits == 0
+    stepper.run([chunk(2, 2, 1, 2, has_output=False)])
+    assert fake.n_waits == 1
+    fake.codes[2] = -3
+    stepper.run([chunk(2, 4, 1, 2, has_output=False)])
+    assert fake.n_waits == 1
 
 
 def test_run_without_outputs_samples_nothing(make: MakeStepper) -> None:

@@ -208,6 +208,8 @@ class PythonStepper:
         if code != 0:
             return code, []
         wanted = [(i, j, n) for n, (i, j) in enumerate(rows) if _has_logits(chunks[i], j)]
+        if not wanted and self._api.synchronize is not None:
+            self._api.synchronize(self._ctx)
         return code, [(i, j, self._logits(n)) for i, j, n in wanted]
 
     def _logits(self, i_token: int) -> Logits:

@@ -19,7 +19,7 @@ from cbatch.errors import IncompatibleLlamaError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 _LLAMA_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_decode": (_int, [_pointer, llama_cpp.llama_batch]),
     "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_pointer, _int]),
+    "llama_synchronize": (None, [_pointer]),
     "llama_log_set": (None, [llama_cpp.llama_log_callback, _pointer]),
 }
 """What cbatch takes llama.cpp's functions to be."""
@@ -144,11 +145,18 @@ class LlamaApi:
     get_logits_ith: Any
     gomp_parallel: int | None = None
     """Address of `GOMP_parallel` in the OpenMP runtime that ggml computes with, if it does."""
+    synchronize: Any = None
+    """Waits for what a device computes."""
 
     @classmethod
     def of_llama_cpp(cls) -> LlamaApi:
         """Return the functions of the installed llama-cpp-python."""
-        return cls(llama_cpp.llama_decode, llama_cpp.llama_get_logits_ith, _gomp_parallel())
+        return cls(
+            llama_cpp.llama_decode,
+            llama_cpp.llama_get_logits_ith,
+            _gomp_parallel(),
+            llama_cpp.llama_synchronize,
+        )
 
     def table(self) -> NativeApi:
         """Return the addresses as the native library takes them; valid while `self` lives."""
@@ -158,6 +166,7 @@ class LlamaApi:
             decode=ctypes.cast(self.decode, ctypes.c_void_p),
             get_logits_ith=ctypes.cast(self.get_logits_ith, ctypes.c_void_p),
             gomp_parallel=self.gomp_parallel,
+            synchronize=ctypes.cast(self.synchronize, ctypes.c_void_p) if self.synchronize else None,
         )
 
 

@@ -23,6 +23,7 @@ class NativeApi(ctypes.Structure):
         ("decode", ctypes.c_void_p),
         ("get_logits_ith", ctypes.c_void_p),
         ("gomp_parallel", ctypes.c_void_p),
+        ("synchronize", ctypes.c_void_p),
     ]
 
 
