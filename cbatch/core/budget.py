@@ -114,7 +114,7 @@ class StepCosts:
 
     def learn_copy(self, n_cells: int, seconds: float) -> None:
         """Learn from copying `n_cells` cells from slot to slot."""
-        if n_cells:
+        if n_cells and seconds:
             self._copies.append(seconds / n_cells)
 
     def n_copied_within(self, seconds: float) -> int | None:

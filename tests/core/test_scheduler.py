@@ -120,7 +120,7 @@ def test_slots_freed_together_are_refilled_in_one_plan() -> None:
     assert [len(p.binds) for p in plans if p.binds] == [4, 4]
 
 
-def test_oldest_prompt_gets_half_of_a_step_in_whichever_slot_it_is() -> None:
+def test_prompt_that_waits_is_not_passed_by_one_as_long_in_whichever_slot_it_is() -> None:
     rig = make_scheduler(2, 64, 17, memory=shared_pool(120))
     rig.submit(make_request("x", max_tokens=1), make_request("old", range(60), max_tokens=1))
     step(rig)
@@ -128,7 +128,7 @@ def test_oldest_prompt_gets_half_of_a_step_in_whichever_slot_it_is() -> None:
     plan = step(rig)
     assert plan is not None
     assert rig.running() == ["new", "old"]
-    assert sizes(plan) == {0: 8, 1: 9}
+    assert sizes(plan) == {1: 17}
 
 
 def test_short_prompt_passes_a_long_one_that_came_first() -> None:
