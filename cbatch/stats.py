@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.errors import ConfigError
 
@@ -122,6 +122,12 @@ class EngineStats:
     n_checkpoints: int = 0
     n_checkpoint_bytes: int = 0
     """Host memory that checkpoints take now."""
+    cost_rows_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step that only decodes, by the number of its rows: of the last steps of each width."""
+    cost_prompt_s: float = 0.0
+    """Seconds more of a step with prompts, however many tokens they have."""
+    cost_token_s: float = 0.0
+    """Seconds more for each of their tokens."""
     n_finished: dict[str, int] = field(default_factory=dict)
     decode_s: float = 0.0
     sample_s: float = 0.0
@@ -247,7 +253,9 @@ class EngineStats:
         """Add the figures of another engine that works at the same time."""
         for f in fields(self):
             own, more = getattr(self, f.name), getattr(other, f.name)
-            if isinstance(own, Percentiles):
+            if f.name.startswith("cost_"):
+                own = _slower(own, more)
+            elif isinstance(own, Percentiles):
                 own = Percentiles.of([*own.counts(), *more.counts()])
             elif isinstance(own, dict):
                 own = {key: own.get(key, 0) + more.get(key, 0) for key in {**own, **more}}
@@ -260,7 +268,15 @@ class EngineStats:
         return replace(
             self,
             n_finished=dict(self.n_finished),
+            cost_rows_s=dict(self.cost_rows_s),
             queue_s=self.queue_s.copy(),
             ttft_s=self.ttft_s.copy(),
             itl_s=self.itl_s.copy(),
         )
+
+
+def _slower(own: Any, more: Any) -> Any:
+    """Return what steps cost in the slower of two engines: costs of several are no sum."""
+    if isinstance(own, dict):
+        return {key: max(own.get(key, 0.0), more.get(key, 0.0)) for key in {**own, **more}}
+    return max(own, more)

@@ -47,6 +47,7 @@ _SCHEDULE = {
     "admission": str,
     "max_queue": int,
     "when_full": str,
+    "ttft": str,
     "prefill_budget": int,
     "prefill_chunk": int,
     "itl_ms": float,

@@ -45,9 +45,12 @@ LEAST_OVER_ROWS = 2.0
 then takes at most one and a half times as long as alone. `SHORT_RUN_S` is always allowed, for output does not come more
 often."""
 
+FAIR_OVER_ROWS = 4.0
+"""The same where as many newcomers wait for their first token as rows for the next; with more or fewer, in proportion."""
+
 MOST_OVER_ROWS = 9.0
-"""The same where as many newcomers or more wait for their first token, and where nobody waits for the next one: a tenth
-of the step is not spent on prompts, so larger steps would be no faster."""
+"""The same where nobody waits for the next token: a tenth of the step is not spent on prompts, so larger steps would be
+no faster."""
 
 N_FIRST = 64
 """Prompt tokens of a step as long as nobody knows what they cost."""
@@ -411,7 +414,7 @@ class ContinuousBatchScheduler:
         take beside the rest of the step, by the width that it has when all prompts are through.
         """
         n_short = self._n_within(n_rows, SHORT_RUN_S)
-        over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, MOST_OVER_ROWS * n_new / n_rows))
+        over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows))
         n_wide = max(n_rows, n_rows + n_prefills, key=self.costs.seen_s)
         n_fair = self.costs.n_prompt_for(n_wide, 1 / (1 + over))
         return n_short if n_fair is None or not n_short else max(n_short, n_fair)

@@ -89,7 +89,7 @@ class LocalRuntime:
             n_ahead=lanes.n_ahead,
             takes_long=lanes.takes_long,
         )
-        scheduler = ContinuousBatchScheduler(
+        self._scheduler = scheduler = ContinuousBatchScheduler(
             self.batcher,
             backend.n_batch,
             stats,
@@ -352,6 +352,10 @@ class LocalRuntime:
         stats.n_cells, stats.n_pool = seen.n_cells, seen.n_pool
         stats.n_checkpoints = seen.n_checkpoints
         stats.n_checkpoint_bytes = seen.n_checkpoint_bytes
+        costs = self._scheduler.costs
+        stats.cost_rows_s = {str(n): s for n, s in costs.widths_s.items()}
+        if costs.prompt is not None:
+            stats.cost_prompt_s, stats.cost_token_s = costs.prompt
         return stats
 
     def reset_stats(self) -> None:

@@ -141,6 +141,17 @@ ROWS = (
         lambda stats: stats.n_pad_rows,
     ),
     Row(
+        ("cbatch:step_cost_seconds",),
+        "Seconds of a step that only decodes, by its rows, as measured lately.",
+        lambda stats: stats.cost_rows_s,
+        "rows",
+    ),
+    Row(
+        ("cbatch:prompt_token_cost_seconds",),
+        "Seconds of one more prompt token in a step, as measured lately.",
+        lambda stats: stats.cost_token_s,
+    ),
+    Row(
         ("cbatch:requests_finished_total",),
         "Sequences that ended, by finish reason.",
         lambda stats: stats.n_finished,

@@ -228,6 +228,7 @@ FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "admission": (("--admission", "reserve", "--kv", "unified"), "reserve"),
     "max_queue": (("--max-queue", 3), 3),
     "when_full": (("--when-full", "reject", "--max-queue", 3), "reject"),
+    "ttft": (("--ttft", "first"), "first"),
     "prefill_budget": (("--prefill-budget", 64), 64),
     "prefill_chunk": (("--prefill-chunk", 32), 32),
     "itl_ms": (("--itl-ms", 12.5), 12.5),

@@ -166,7 +166,9 @@ class LlamaApi:
             decode=ctypes.cast(self.decode, ctypes.c_void_p),
             get_logits_ith=ctypes.cast(self.get_logits_ith, ctypes.c_void_p),
             gomp_parallel=self.gomp_parallel,
-            synchronize=ctypes.cast(self.synchronize, ctypes.c_void_p) if self.synchronize else None,
+            synchronize=ctypes.cast(self.synchronize, ctypes.c_void_p)
+            if self.synchronize
+            else None,
         )
 
 
