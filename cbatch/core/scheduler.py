@@ -46,11 +46,11 @@ then takes at most one and a half times as long as alone. `SHORT_RUN_S` is alway
 often."""
 
 FAIR_OVER_ROWS = 4.0
-"""The same where as many newcomers wait for their first token as rows for the next; with more or fewer, in proportion."""
+"""The same where as many newcomers wait for a first token as rows for their next; with more or fewer, in proportion."""
 
 MOST_OVER_ROWS = 9.0
-"""The same where nobody waits for the next token: a tenth of the step is not spent on prompts, so larger steps would be
-no faster."""
+"""The same where nobody waits for the next token: a tenth of the step is not spent on prompts, and larger steps are
+hardly any faster."""
 
 N_FIRST = 64
 """Prompt tokens of a step as long as nobody knows what they cost."""
