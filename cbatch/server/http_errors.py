@@ -99,7 +99,7 @@ _TYPES = {
     "invalid_api_key": "authentication_error",
     "not_implemented": "not_supported_error",
 }
-"""Types of errors by code; the others are `invalid_request_error` and `server_error`. Source: llama.cpp tools/server."""
+"""Types of errors by code; others are `invalid_request_error` and `server_error`. Source: llama.cpp tools/server."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
