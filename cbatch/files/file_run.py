@@ -176,7 +176,8 @@ class _Run:
                 _shown(view, work, engine),
                 self.stop,
             ):
-                summary = work.run(on_ended)
+                summary = work.run(on_ended).after(ledger.noted_errors)
+            ledger.note_errors(summary.noted_errors)
             for line in _left_over(ledger) if summary.is_complete else ():
                 view.say(line)
         return summary
