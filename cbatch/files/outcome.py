@@ -170,7 +170,8 @@ class Stopper:
         """
         if not self.is_asked:
             self.is_asked = True
-            self._told("finishing the running items; a second signal stops at once")
+            again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+            self._told(f"finishing the running items; {again} stops at once")
             if self.on_ask is not None:
                 self.on_ask()
             return

@@ -407,7 +407,7 @@ def test_ctrl_c_exits_130_and_leaves_whole_lines(
         process.send_signal(signal.SIGINT)
         _, said = process.communicate()
     assert process.returncode == 130, said
-    assert b"finishing the running items; a second signal stops at once" in said
+    assert b"finishing the running items; Ctrl-C again stops at once" in said
     assert b"run the same command again to continue" in said
     assert b"Traceback" not in said
     answers = out.read_bytes()
