@@ -281,6 +281,14 @@ def test_bad_setting_is_named_and_nothing_is_written(
     assert words in result.stderr
 
 
+def test_missing_model_is_not_said_to_be_loading(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    result = run(write_input({"prompt": "a"}), out, test_model, "--model", "none.gguf")
+    assert result.stderr.startswith("cbatch: ")
+    assert "loading" not in result.stderr
+
+
 def test_existing_output_is_kept_without_force(
     write_input: WriteInput, out: Path, test_model: Path
 ) -> None:
