@@ -44,8 +44,11 @@ def test_completion_has_the_format_of_llama_server() -> None:
 
 def test_settings_tell_the_biases_of_tokens() -> None:
     with fake_app() as app:
-        more = {"ignore_eos": True, "logit_bias": [[97, 1.5], [98, False]]}
-        usual, biased = (call(app, COMPLETION, {**ASKED, **m}).json() for m in ({}, more))
+        biases = {"ignore_eos": True, "logit_bias": [[97, 1.5], [98, False]]}
+        usual, biased = (
+            call(app, COMPLETION, {**ASKED, **more}).json()
+            for more in ({"ignore_eos": False}, biases)
+        )
     assert usual["generation_settings"]["logit_bias"] == []
     assert biased["generation_settings"]["logit_bias"] == [
         {"token": 97, "bias": 1.5},
