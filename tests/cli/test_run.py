@@ -156,9 +156,9 @@ def test_failed_item_has_its_error_and_the_others_are_fine(
     assert "1 of 3 items failed: 1 PromptTooLongError; the first: " in result.stderr
     assert f"{source}, line 2: the prompt has 300 tokens" in result.stderr
     again = run(source, out, test_model, "--ctx-per-seq", 256)
-    assert (
-        "1 of 3 items failed: 1 in earlier runs; --retry-errors runs those again\n" in again.stderr
-    )
+    told = "1 of 3 items failed: 1 in earlier runs (1 PromptTooLongError); the first: "
+    assert f"{told}{source}, line 2: the prompt has 300 tokens" in again.stderr
+    assert again.stderr.endswith("; --retry-errors runs those again\n")
     lines = {line["id"]: line for line in parse(out.read_bytes())}
     assert lines["long"]["error"]["type"] == PromptTooLongError.__name__
     assert "300 tokens" in lines["long"]["error"]["message"]
