@@ -66,12 +66,18 @@ def ask(
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
+_NO_LONGER = ", and the model was trained for no longer texts"
+
+
 class Conversation:
     """The messages so far, and the engine that answers them."""
 
     def __init__(self, engine: cbatch.Engine, system: str | None = None) -> None:
         self._engine = engine
         self.n_answers = engine.options.n or 1
+        n_trained = engine.model_facts.n_ctx_train
+        self.can_grow = not n_trained or engine.n_window < n_trained
+        """Whether the model was trained for longer texts than a slot holds."""
         self.result: cbatch.BatchResult | None = None
         """Of the last question; None where it failed or was left."""
         self.others: list[str] = []
@@ -146,14 +152,14 @@ def _show(conversation: Conversation, question: str) -> int:
     try:
         _stream(conversation, question)
     except cbatch.RequestError as error:
-        say(f"cbatch: {_advice(error)}")
+        say(f"cbatch: {_advice(error, conversation)}")
         return 1
     if conversation.result is not None:
-        _tell(conversation.result)
+        _tell(conversation.result, conversation)
     return 0
 
 
-def _tell(result: cbatch.BatchResult) -> None:
+def _tell(result: cbatch.BatchResult, conversation: Conversation) -> None:
     """Print the log-probabilities and warnings of an answer on stderr."""
     for number, choice in enumerate(result.choices or (result,), 1):
         if choice.logprobs is not None:
@@ -167,7 +173,8 @@ def _tell(result: cbatch.BatchResult) -> None:
     for warning in dict.fromkeys(w for r in (result, *result.choices) for w in r.warnings):
         say(f"cbatch: warning: {warning}")
     if any(choice.finish_reason == "window" for choice in result.choices or (result,)):
-        say("cbatch: the answer ends here because the slot is full: raise --ctx-per-seq")
+        more = ": raise --ctx-per-seq" if conversation.can_grow else _NO_LONGER
+        say(f"cbatch: the answer ends here because the slot is full{more}")
 
 
 def _quoted(token: cbatch.TokenLogprob) -> str:
@@ -189,12 +196,12 @@ def _stream(conversation: Conversation, question: str) -> None:
         write(f"[{number}]\n{text}{'' if text.endswith(chr(10)) else chr(10)}")
 
 
-def _advice(error: cbatch.RequestError) -> str:
+def _advice(error: cbatch.RequestError, conversation: Conversation) -> str:
     if isinstance(error, cbatch.PromptTooLongError):
-        return (
-            f"the conversation has {error.n_prompt} tokens, but the slot holds {error.n_limit}: start a new one, or "
-            "raise --ctx-per-seq"
-        )
+        words = f"the conversation has {error.n_prompt} tokens, but the slot holds {error.n_limit}"
+        if conversation.can_grow:
+            return f"{words}: start a new one, or raise --ctx-per-seq"
+        return f"{words}{_NO_LONGER}: start a new one"
     has_no_template = str(error).startswith("this model has no chat template")
     if has_no_template:
         return "this model has no chat template: give one, such as --chat-template chatml"

@@ -41,7 +41,7 @@ CacheDir = Annotated[
 
 @app.callback()
 def cache() -> None:
-    """Manage the cells that requests have saved under cache keys.
+    """Manage the KV caches that requests have saved under cache keys.
 
     All commands use the folder --cache-dir, or CBATCH_CACHE_DIR.
 

@@ -98,17 +98,17 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "end tokens", _listed(map(str, found["end_tokens"]))
     yield "sampling", _listed(f"{k} {v:g}" for k, v in found["sampling_defaults"].items())
     yield "slots", f"{found['parallel']}"
-    yield "window", f"{n_window:,} cells per slot, {n_cells:,} in all"
+    yield "window", f"{n_window:,} tokens per slot, {n_cells:,} in all"
     yield "weights", _size(found["n_weight_bytes"])
-    yield "cells", _cells(found)
+    yield "KV cache", _cells(found)
     if found["n_short_cells"]:
-        pool = f"{found['n_short_cells']:,} cells, {_size(found['n_short_bytes'])}"
+        pool = f"{found['n_short_cells']:,} tokens, {_size(found['n_short_bytes'])}"
         yield "short ones", f"in one pool of {pool}, while all sequences are short"
     why = found["flash_attn_why"]
     yield "attention", _ATTENTION[found["flash_attn"]] + f" ({why})" * bool(why)
     yield (
         "memory",
-        f"{_size(found['n_free_bytes'])} free for cells, {_size(found['n_budget_bytes'])} budget",
+        f"{_size(found['n_free_bytes'])} free for the KV cache, {_size(found['n_budget_bytes'])} budget",
     )
     yield "room", _room(found)
     if found["checkpoint_mib"] is not None:

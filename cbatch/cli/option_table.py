@@ -300,7 +300,9 @@ OPTIONS = (
     ),
     _model("cache_type_v", "Type of stored values; all but f16, bf16, f32 need flash attention."),
     _model("flash_attn", "Flash attention: auto, on or off."),
-    _model("memory_mib", "Most MiB for cells, if no sizes are given.", "half of what is free"),
+    _model(
+        "memory_mib", "Most MiB for the KV cache, if no sizes are given.", "half of what is free"
+    ),
     _schedule("policy", "Which request comes next: fcfs, priority, shortest or round_robin."),
     _schedule("quantum", "Tokens of a round_robin turn.", "64"),
     _schedule("ageing_s", "Seconds of waiting that raise the priority by one.", "10"),
@@ -313,7 +315,7 @@ OPTIONS = (
     _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
     _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
-    _schedule("swap_mib", "MiB of host memory for cells of preempted requests."),
+    _schedule("swap_mib", "MiB of host memory for the KV cache of preempted requests."),
     _schedule(
         "checkpoint_mib",
         "MiB of host memory for checkpoints of shared prefixes, with sliding windows and recurrent states.",
@@ -327,7 +329,7 @@ OPTIONS = (
     _device("cache_mib", "Most MiB in --cache-dir."),
     _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
     _device("mlock", "Keep the weights in memory.", setting="use_mlock"),
-    _device("no_offload_kqv", "Keep the cells off the GPU.", setting="offload_kqv", read=not_),
+    _device("no_offload_kqv", "Keep the KV cache off the GPU.", setting="offload_kqv", read=not_),
     _device("split_mode", "Over several GPUs: none, layer, row or tensor.", "llama.cpp's: layer"),
     _device("main_gpu", "The GPU of --split-mode none.", "0"),
     _device(
@@ -354,7 +356,7 @@ OPTIONS = (
     ),
     _model(
         "cache_dir",
-        "Folder for cells saved under a cache_key.",
+        "Folder of KV caches saved under a cache_key.",
         "the user's, or CBATCH_CACHE_DIR",
     ),
     _model(

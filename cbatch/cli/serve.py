@@ -170,7 +170,7 @@ def serve(
         bool,
         option(
             "--allow-cache-keys",
-            help="Let clients save cells on disk (cache_key); each API key has its own.",
+            help="Let clients save KV caches on disk (cache_key); each API key has its own.",
             panel=HTTP,
         ),
     ] = False,

@@ -31,7 +31,7 @@ def lines_of(proof: "Proof") -> Iterator[str]:
     for price in proof.prices:
         yield (
             f"price, {price.name}: {price.exact_tps:,.0f} tokens/s with exact, {price.default_tps:,.0f} without, "
-            f"ratio {price.ratio:.2f}"
+            f"median of the rounds' ratios {price.ratio:.2f}"
         )
 
 

@@ -100,7 +100,7 @@ def run_file(
     """
     asked, load_settings = split_settings(settings)
     defaults, view = RunOptions.of(options), _view(progress)
-    model, place = local_model(model), file_of("output", output)
+    named, model, place = model, local_model(model), file_of("output", output)
     _check_calls(on_result, stop)
     models = [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
     adapters = [str(path) for path in (load_settings.get("adapters") or {}).values()]
@@ -112,8 +112,8 @@ def run_file(
                 check_engine(engine)
             wants = defaults if engine is None else defaults.over(engine.options)
             stream, target = _opened(stack, source, place, asked, columns=columns_asked(wants))
-            if engine is None:
-                view.say(f"loading {model or 'the model that ships inside'}")
+            if engine is None and all(map(os.path.isfile, models)):
+                view.say(f"loading {named or 'the model that ships inside'}")
             n_ahead = asked.window or N_LOOKED_AHEAD
             lent = engine_for(
                 engine,
@@ -176,7 +176,8 @@ class _Run:
                 _shown(view, work, engine),
                 self.stop,
             ):
-                summary = work.run(on_ended)
+                summary = work.run(on_ended).after(ledger.noted_errors)
+            ledger.note_errors(summary.noted_errors)
             for line in _left_over(ledger) if summary.is_complete else ():
                 view.say(line)
         return summary

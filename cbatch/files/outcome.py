@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.files.units import cut
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from cbatch.progress import Ending
 
 _N_MESSAGE = 300  # characters of the first error in a message: our choice
+_N_NOTED = 2000  # characters of it that are kept for later runs: our choice
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -35,7 +38,8 @@ class RunSummary:
         n_failed_before: of these, errors.
         n_left: items that were read and have no record.
         errors: the errors of this run by kind: the code of an item that could not run, else the error's type.
-        first_error: the place and the message of the first of them; empty where there is none.
+        errors_before: the errors of `n_failed_before` by kind; empty if they are not known.
+        first_error: the place and the message of the first of all these errors; empty where there is none.
         prompt_tokens: of the items that ended.
         output_tokens: of the items that ended.
         cached_tokens: prompt tokens that came from cache.
@@ -55,6 +59,7 @@ class RunSummary:
     elapsed_s: float = 0.0
     errors: Mapping[str, int] = field(default_factory=dict)
     first_error: str = ""
+    errors_before: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -71,14 +76,29 @@ class RunSummary:
         """How many items failed, of which kinds, and the first error; empty where none failed."""
         if not self.n_errors:
             return ""
-        kinds = sorted(self.errors.items(), key=lambda pair: -pair[1])
-        said = [f"{n:,} {kind}" for kind, n in kinds]
+        said = _by_kind(self.errors)
         if self.n_failed_before:
-            said.append(f"{self.n_failed_before:,} in earlier runs")
+            kinds = ", ".join(_by_kind(self.errors_before))
+            said.append(f"{self.n_failed_before:,} in earlier runs{f' ({kinds})' if kinds else ''}")
         lines = [f"{self.n_errors:,} of {self.n_items:,} items failed: {', '.join(said)}"]
         if self.first_error:
             lines.append(f"the first: {cut(' '.join(self.first_error.split()), _N_MESSAGE)}")
         return "; ".join(lines)
+
+    def after(self, noted: str) -> RunSummary:
+        """Return this with the errors of earlier runs that `noted` tells, if it tells of all that the input has."""
+        before = json.loads(noted)
+        kinds = before.get("kinds", {})
+        if not self.n_failed_before or sum(kinds.values()) != self.n_failed_before:
+            return self
+        return replace(self, errors_before=kinds, first_error=before["first"])
+
+    @property
+    def noted_errors(self) -> str:
+        """The errors of this run and earlier ones, for `after` in a later run."""
+        kinds = Counter(self.errors) + Counter(self.errors_before)
+        first = self.first_error[:_N_NOTED].encode(errors="replace").decode()
+        return json.dumps({"kinds": kinds, "first": first})
 
     @property
     def resume_hint(self) -> str:
@@ -86,6 +106,11 @@ class RunSummary:
         if self.is_complete:
             return ""
         return f"{ENDINGS[self.ending]}: run the same command again to continue; finished items are kept"
+
+
+def _by_kind(errors: Mapping[str, int]) -> list[str]:
+    """Return the number of each kind, the most frequent first."""
+    return [f"{n:,} {kind}" for kind, n in sorted(errors.items(), key=lambda pair: -pair[1])]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -145,7 +170,8 @@ class Stopper:
         """
         if not self.is_asked:
             self.is_asked = True
-            self._told("finishing the running items; a second signal stops at once")
+            again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+            self._told(f"finishing the running items; {again} stops at once")
             if self.on_ask is not None:
                 self.on_ask()
             return

@@ -89,6 +89,7 @@ def _routes(desk: Desk) -> list[Route]:
     """Return all routes, each with `/v1` before it and without, but for those of the page."""
     handles: list[tuple[str, str, Handle]] = [
         ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
+        ("POST", "/chat/completions/input_tokens", small.count_chat),
         ("POST", "/completions", partial(_answer, CompletionCall.of)),
         ("POST", "/completion", partial(_answer, LlamaCall.of)),
         ("POST", "/infill", partial(_answer, InfillCall.of)),

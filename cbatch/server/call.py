@@ -234,6 +234,7 @@ class Answering:
         if ignored:
             self._headers |= ignored_header(ignored)
             _log.tell("ignored fields", request_id=self._exchange.id, fields=",".join(ignored))
+        self._desk.warn_of_unknown(asked)
 
     async def _answer(self, visit: Visit, n_slots: int) -> None:
         """Answer while the client waits; whoever ends the visit says why."""

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
+from cbatch.checks import shown
+from cbatch.errors import near
+from cbatch.logs import Log
 from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import CLOSE_S, Batches
@@ -39,9 +42,15 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.exchange import Exchange
     from cbatch.server.front import Front
+    from cbatch.server.request_fields import Asked
     from cbatch.server.server_settings import ServerSettings
 
     T = TypeVar("T")
+
+_log = Log("cbatch.server")
+
+_N_UNKNOWN = 100
+"""Most unknown fields that the log names, so that clients cannot fill it. Our choice."""
 
 _N_THREADS = 64
 """Most calls into the engine at once; each is short, but for a queue of the engine's own that is full."""
@@ -118,6 +127,8 @@ class Desk:
         self._n_questions = 0
         """Number of clients' questions that the engine has not answered."""
         self._sizes: Sizes | None = None
+        self._unknown: set[str] = set()
+        """Unknown fields that the log has named."""
         self.pulse = Pulse(engine, clock, lambda: self.n_open)
         self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
         self.meters = Meters()
@@ -144,6 +155,17 @@ class Desk:
         """Leave the batches to the next server, as `close` does; their calls get `problem`, all others continue."""
         if self.batches is not None:
             self.batches.close(within_s, problem)
+
+    def warn_of_unknown(self, asked: Asked) -> None:
+        """Log a warning for each unknown field of a call, once for each name."""
+        for name in asked.unknown:
+            if len(self._unknown) >= _N_UNKNOWN:
+                return
+            if name not in self._unknown:
+                self._unknown.add(name)
+                words = f"ignored the unknown field {shown(name)}"
+                others = near(name, asked.names)
+                _log.warn("%s", f"{words}; {others}" if others else words)
 
     def drain(self) -> None:
         """Refuse new calls from now on. From any thread or signal handler."""

@@ -54,7 +54,8 @@ class DialectFields:
     def asked(self) -> Asked:
         """The fields of the call. Raises a `HttpProblemError`."""
         ignored = [*dict.fromkeys(self.ignored)]
-        return asked_under(self.rest, self.options, ignored, is_strict=self._is_strict)
+        strict, own = self._is_strict, self.OWN
+        return asked_under(self.rest, self.options, ignored, own=own, is_strict=strict)
 
     def add_template_variables(self, field: str, variables: Mapping[str, Any]) -> None:
         """Give the chat template variables of a field; those that the body gives itself come first."""

@@ -69,8 +69,9 @@ class HttpProblemError(Exception):
 
     @property
     def kind(self) -> str:
-        """The error's `type`."""
-        return "invalid_request_error" if self.status < 500 else "server_error"
+        """The error's `type` in OpenAI's form; as llama-server where OpenAI's clients look at the `code`."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return _TYPES.get(self.code or "", kind)
 
     def as_openai(self) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -92,6 +93,13 @@ class HttpProblemError(Exception):
         said = {"type": "error", "error": error}
         return said if request_id is None else {**said, "request_id": request_id}
 
+
+_TYPES = {
+    "context_length_exceeded": "exceed_context_size_error",
+    "invalid_api_key": "authentication_error",
+    "not_implemented": "not_supported_error",
+}
+"""Types of errors by code; others are `invalid_request_error` and `server_error`. Source: llama.cpp tools/server."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",

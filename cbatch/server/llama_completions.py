@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.model_facts import ModelFacts
+    from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
     from cbatch.server.answer_events import Event
     from cbatch.server.http_errors import HttpProblemError
@@ -45,6 +47,7 @@ class LlamaCall(Call):
         """Make one; `said` are the prompts as the client sent them."""
         super().__init__(asked, prompts)
         self._said = said
+        self._end_ids: tuple[int, ...] = ()
         with field_errors("response_fields"):
             self._wanted = strings_of("response_fields", asked.own.get("response_fields", ()))
 
@@ -62,6 +65,7 @@ class LlamaCall(Call):
         """Take the model's facts: an empty prompt becomes the BOS token."""
         super().see_facts(facts)
         self.prompts = begun(self.prompts, facts)
+        self._end_ids = facts.end_ids
 
     @property
     def asks_vocabulary(self) -> bool:
@@ -149,7 +153,17 @@ class LlamaCall(Call):
             "stream": self.asked.is_streamed,
             "n_probs": options.top_logprobs or 0,
             "ignore_eos": bool(options.ignore_eos),
+            "logit_bias": self._biases(options),
         }
+
+    def _biases(self, options: RunOptions) -> list[dict[str, Any]]:
+        """Return the tokens with a bias, those that `ignore_eos` bans too; null stands for −∞."""
+        banned = self._end_ids if options.ignore_eos else ()
+        biases = {**(options.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+        return [
+            {"token": token, "bias": None if bias == -math.inf else bias}
+            for token, bias in sorted(biases.items())
+        ]
 
 
 class LlamaStream:

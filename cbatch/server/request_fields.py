@@ -135,10 +135,19 @@ class Asked:
     """Texts whose tokens have a bias, until `see_vocabulary` has found these."""
     options: RunOptions = NO_OPTIONS
     ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Those of them that no endpoint reads."""
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each option comes from."""
     own: dict[str, Any] = field(default_factory=dict)
     """Fields of the dialect, by name."""
+    known: Collection[str] = ()
+    """Names that the dialect reads itself."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that are read."""
+        return (*self.known, *READ_BY_ALL, *OPTION_NAMES)
 
 
 def asked_of(
@@ -164,7 +173,7 @@ def asked_of(
         for name, value in body.items()
         if value is not None and not (name in _UNSAID_IF_EMPTY and value == "")
     }
-    asked = Asked(own={name: given[name] for name in own if name in given})
+    asked = Asked(own={name: given[name] for name in own if name in given}, known=own)
     options: dict[str, tuple[str, Any]] = {}
     for name, value in given.items():
         if name in own or name in READ_BY_ALL:
@@ -172,7 +181,10 @@ def asked_of(
         if (option := RENAMED.get(name, name)) in OPTION_NAMES and name not in REFUSED:
             options[option] = name, _converted(name, option, value)
         else:
-            _check_without_effect(name, value, own, is_strict=is_strict)
+            if _is_unknown(name, value):
+                if is_strict:
+                    raise unknown_field(name, asked.names)
+                asked.unknown.append(name)
             asked.ignored.append(name)
     _read_common(asked, given)
     options |= _more_options(given)
@@ -196,15 +208,14 @@ def _ignore_moot_format(options: dict[str, tuple[str, Any]], ignored: list[str])
             ignored += filter(None, [name])
 
 
-def _check_without_effect(name: str, value: Any, own: Collection[str], *, is_strict: bool) -> None:
-    """Refuse a name that would change the answer; with `is_strict`, an unknown one too."""
+def _is_unknown(name: str, value: Any) -> bool:
+    """Whether no endpoint reads a name. Raises a `HttpProblemError` where it would change the answer."""
     if name in REFUSED:
         raise refused(name, REFUSED[name])
     can, instead = HARMLESS.get(name, ((), ""))
     if can and not any(_is_same(value, allowed) for allowed in can):
         raise refused(name, f"it can only be {' or '.join(map(json.dumps, can))}; {instead}")
-    if is_strict and name not in IGNORED and name not in HARMLESS:
-        raise unknown_field(name, (*own, *READ_BY_ALL, *OPTION_NAMES))
+    return name not in IGNORED and name not in HARMLESS
 
 
 def _is_same(value: Any, allowed: Any) -> bool:
@@ -468,6 +479,7 @@ def asked_under(
     options: Mapping[str, tuple[str, Any]],
     ignored: Sequence[str],
     *,
+    own: Collection[str] = (),
     is_strict: bool,
 ) -> Asked:
     """Return the fields of a call in which some options have names of another format.
@@ -476,6 +488,7 @@ def asked_under(
         rest: the fields with names of their own.
         options: the others, by option: the field that gives it, and its value.
         ignored: fields that were left out already.
+        own: names that the format reads itself; `rest` has none of them.
         is_strict: whether unknown fields are refused.
 
     Raises:
@@ -486,7 +499,7 @@ def asked_under(
             raise bad_request(f"{given} and {option} say the same: give {given} alone", given)
     values = {option: value for option, (_, value) in options.items()}
     try:
-        asked = asked_of(rest, (), defaults=values, is_strict=is_strict)
+        asked = asked_of(rest, tuple(own), defaults=values, is_strict=is_strict)
     except HttpProblemError as problem:
         if problem.param is not None and problem.param in options:
             problem.param = options[problem.param][0]

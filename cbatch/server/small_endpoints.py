@@ -293,6 +293,13 @@ async def apply_template(desk: Desk, exchange: Exchange) -> None:
     await _respond_long(desk, exchange, {"prompt": text})
 
 
+async def count_chat(desk: Desk, exchange: Exchange) -> None:
+    """Count the tokens of a chat, tools included, as llama-server does."""
+    body = await body_of(desk, exchange)
+    call = await exchange.aside(ChatCall.of, body, is_strict=desk.settings.strict_fields)
+    await tell_n_tokens(desk, exchange, call, object="response.input_tokens")
+
+
 async def tell_n_tokens(desk: Desk, exchange: Exchange, call: Call, **more: str) -> None:
     """Say how many tokens the prompt of a call has, tools included."""
     (prompt,), asked = call.prompts, call.asked

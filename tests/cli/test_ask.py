@@ -145,7 +145,9 @@ def test_conversation_goes_on_after_a_question_too_long(test_model: Path, asked:
     result = ask(test_model, "-i", "a" * 20_000, stdin="Short\n")
     assert result.exit_code == 1
     assert result.stderr.startswith("cbatch: the conversation has ")
-    assert "--ctx-per-seq" in result.stderr
+    assert result.stderr.endswith(
+        ", and the model was trained for no longer texts: start a new one\n"
+    )
     assert result.stderr.count("\n") == 1
     assert asked[1] == [user("Short")]
     assert result.stdout
@@ -155,7 +157,16 @@ def test_answer_that_fills_the_slot_says_so(test_model: Path) -> None:
     args = ("Hi", "-m", test_model, "--ignore-eos", "--threads", 1, "--ctx-per-seq", 256)
     full, capped = invoke("ask", *args), invoke("ask", *args, "--max-tokens", 9)
     assert (full.exit_code, capped.exit_code, capped.stderr) == (0, 0, "")
-    assert full.stderr.startswith("cbatch: the answer ends here because the slot is full")
+    assert (
+        full.stderr
+        == "cbatch: the answer ends here because the slot is full: raise --ctx-per-seq\n"
+    )
+
+
+def test_question_too_long_for_a_small_slot_names_the_option(test_model: Path) -> None:
+    result = invoke("ask", "a" * 2000, "-m", test_model, "--threads", 1, "--ctx-per-seq", 256)
+    assert result.exit_code == 1
+    assert result.stderr.endswith(": start a new one, or raise --ctx-per-seq\n")
 
 
 def test_ctrl_c_in_a_conversation_ends_the_answer_alone(

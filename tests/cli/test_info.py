@@ -157,7 +157,7 @@ def test_info_of_a_model_with_states_counts_them_by_slot(synth: SynthFactory) ->
     assert found["n_cell_bytes"] == 0
     assert found["n_memory_bytes"] == 3 * found["n_state_bytes"] > 0
     said = invoke("info", synth("mamba"), "--parallel", 3).stdout
-    assert f"cells          {found['n_state_bytes']:,} bytes a slot, " in said
+    assert f"KV cache       {found['n_state_bytes']:,} bytes a slot, " in said
 
 
 def test_info_of_a_file_that_does_not_tell_says_so(
@@ -167,13 +167,13 @@ def test_info_of_a_file_that_does_not_tell_says_so(
     found = info(test_model)
     assert (found["n_cell_bytes"], found["n_memory_bytes"], found["is_about"]) == (None, None, True)
     said = as_text(found)
-    assert "cells          not known from the file" in said
+    assert "KV cache       not known from the file" in said
     assert "room           not known" in said
 
 
 def test_info_marks_an_estimate(synth: SynthFactory) -> None:
     said = as_text({**info(synth("test")), "is_about": True})
-    assert "cells          about 256 bytes a token, about 8.0 MiB in all" in said
+    assert "KV cache       about 256 bytes a token, about 8.0 MiB in all" in said
 
 
 def test_info_reads_no_weights(synth: SynthFactory) -> None:
@@ -257,10 +257,10 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
         *("chat template", "vocabulary", "end tokens", "sampling", "slots", "window"),
-        *("weights", "cells", "attention", "memory", "room", "company"),
+        *("weights", "KV cache", "attention", "memory", "room", "company"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
-    assert "window         256 cells per slot, 512 in all" in lines
+    assert "window         256 tokens per slot, 512 in all" in lines
 
 
 def test_info_on_a_narrow_terminal_keeps_values_in_their_column(test_model: Path) -> None:

@@ -156,9 +156,9 @@ def test_failed_item_has_its_error_and_the_others_are_fine(
     assert "1 of 3 items failed: 1 PromptTooLongError; the first: " in result.stderr
     assert f"{source}, line 2: the prompt has 300 tokens" in result.stderr
     again = run(source, out, test_model, "--ctx-per-seq", 256)
-    assert (
-        "1 of 3 items failed: 1 in earlier runs; --retry-errors runs those again\n" in again.stderr
-    )
+    told = "1 of 3 items failed: 1 in earlier runs (1 PromptTooLongError); the first: "
+    assert f"{told}{source}, line 2: the prompt has 300 tokens" in again.stderr
+    assert again.stderr.endswith("; --retry-errors runs those again\n")
     lines = {line["id"]: line for line in parse(out.read_bytes())}
     assert lines["long"]["error"]["type"] == PromptTooLongError.__name__
     assert "300 tokens" in lines["long"]["error"]["message"]
@@ -279,6 +279,14 @@ def test_bad_setting_is_named_and_nothing_is_written(
     result = run(write_input({"prompt": "a"}), out, test_model, *args)
     assert (result.exit_code, out.exists()) == (2, False)
     assert words in result.stderr
+
+
+def test_missing_model_is_not_said_to_be_loading(
+    write_input: WriteInput, out: Path, test_model: Path
+) -> None:
+    result = run(write_input({"prompt": "a"}), out, test_model, "--model", "none.gguf")
+    assert result.stderr.startswith("cbatch: ")
+    assert "loading" not in result.stderr
 
 
 def test_existing_output_is_kept_without_force(
@@ -407,7 +415,7 @@ def test_ctrl_c_exits_130_and_leaves_whole_lines(
         process.send_signal(signal.SIGINT)
         _, said = process.communicate()
     assert process.returncode == 130, said
-    assert b"finishing the running items; a second signal stops at once" in said
+    assert b"finishing the running items; Ctrl-C again stops at once" in said
     assert b"run the same command again to continue" in said
     assert b"Traceback" not in said
     answers = out.read_bytes()

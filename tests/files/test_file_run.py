@@ -24,6 +24,7 @@ from cbatch.errors import (
 )
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.outcome import Interrupted, Stopper
+from cbatch.files.output.journal import Journal
 from cbatch.files.output.sorting import Sorted, sort_in_place
 from cbatch.files.preview import check_file, estimate_file
 from cbatch.progress import PlainView, SilentView, summary_lines
@@ -226,6 +227,41 @@ def test_wrong_lines_cost_themselves_and_are_tried_again_on_request(
     retried = run_file(source, out, engine=engine, retry_errors=True)
     assert (retried.n_done, retried.n_failed) == (3, 3)
     assert len(records(out)) == 103
+
+
+def test_finished_run_tells_its_errors_again(engine: Engine, source: Path, out: Path) -> None:
+    wrong = [
+        {"id": "none"},
+        {"id": "long", "prompt": "a" * 999},
+        {"id": "much", "prompt": "b" * 999},
+    ]
+    lines = source.read_text() + "".join(json.dumps(each) + "\n" for each in wrong)
+    source.write_text(lines)
+    first = run_file(source, out, engine=engine, limit=101)
+    assert (first.ending, first.n_errors) == ("limit", 2)
+    then = run_file(source, out, engine=engine)
+    assert then.errors == {"PromptTooLongError": 1}
+    assert then.errors_before == first.errors == {"PromptTooLongError": 1, "invalid_request": 1}
+    again = run_file(source, out, engine=engine)
+    assert again.errors == {}
+    assert again.errors_before == {"PromptTooLongError": 2, "invalid_request": 1}
+    assert again.first_error == first.first_error
+    assert (
+        "3 in earlier runs (2 PromptTooLongError, 1 invalid_request); the first: " in again.failures
+    )
+
+
+def test_errors_of_a_run_that_was_killed_are_counted_without_kinds(
+    engine: Engine, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with source.open("a") as file:
+        file.write(json.dumps({"id": "long", "prompt": "a" * 999}) + "\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note_errors", lambda *_: None)
+        run_file(source, out, engine=engine)
+    again = run_file(source, out, engine=engine)
+    assert (again.n_failed_before, again.errors_before) == (1, {})
+    assert again.failures.endswith("1 in earlier runs")
 
 
 def test_errors_may_have_a_file_of_their_own(engine: Engine, source: Path, out: Path) -> None:

@@ -32,6 +32,13 @@ MESSAGES = "/v1/messages"
 USER = [{"role": "user", "content": "Hi"}]
 PATIENCE_S = 60.0
 
+TYPES = {
+    "context_length_exceeded": "exceed_context_size_error",
+    "invalid_api_key": "authentication_error",
+    "not_implemented": "not_supported_error",
+}
+"""Types of errors that llama-server's clients look for, by code."""
+
 
 @contextmanager
 def fake_app(*sizes: int, engine: Engine | None = None, **settings: Any) -> Iterator[Starlette]:
@@ -78,7 +85,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() >= {"message", "type", "param", "code"}
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    usual = "invalid_request_error" if status < 500 else "server_error"
+    assert error["type"] == TYPES.get(error["code"], usual)
     found: dict[str, Any] = error
     return found
 

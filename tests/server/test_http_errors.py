@@ -50,6 +50,35 @@ def test_error_has_its_status(
     assert "secret" not in problem.message
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind"),
+    [
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a" * 99}]},
+            400,
+            "exceed_context_size_error",
+        ),
+        ("/slots/0", {}, 501, "not_supported_error"),
+        (CHAT, {"messages": 1}, 400, "invalid_request_error"),
+    ],
+)
+def test_error_has_the_type_that_clients_of_llama_server_look_for(
+    path: str, body: dict[str, Any], status: int, kind: str
+) -> None:
+    with fake_app(2, 64) as app:
+        error = error_of(call(app, path, body), status)
+    assert error["type"] == kind
+    if kind == "exceed_context_size_error":
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (104, 64)
+
+
+def test_wrong_key_has_the_type_of_llama_server_and_the_code_of_openai() -> None:
+    with fake_app(api_keys=["k"]) as app:
+        error = error_of(call(app, CHAT, ASKED), 401)
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
 SECRET = "/srv/secret/model.gguf"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch import Engine
-from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake import END_TOKEN, FakeBackend
 from tests.server.clients import call, error_of, fake_app
 
 if TYPE_CHECKING:
@@ -40,6 +40,21 @@ def test_completion_has_the_format_of_llama_server() -> None:
     settings = body["generation_settings"]
     assert (settings["n_predict"], settings["seed"], settings["stop"]) == (4, 1, ["never"])
     assert (settings["temperature"], settings["top_k"], settings["stream"]) == (0.8, 40, False)
+
+
+def test_settings_tell_the_biases_of_tokens() -> None:
+    with fake_app() as app:
+        biases = {"ignore_eos": True, "logit_bias": [[97, 1.5], [98, False]]}
+        usual, biased = (
+            call(app, COMPLETION, {**ASKED, **more}).json()
+            for more in ({"ignore_eos": False}, biases)
+        )
+    assert usual["generation_settings"]["logit_bias"] == []
+    assert biased["generation_settings"]["logit_bias"] == [
+        {"token": 97, "bias": 1.5},
+        {"token": 98, "bias": None},
+        {"token": END_TOKEN, "bias": None},
+    ]
 
 
 def test_completion_says_what_ended_it() -> None:

@@ -337,3 +337,32 @@ def test_choice_of_any_tool_demands_a_call(path: str) -> None:
     tool = function if path == RESPONSES else {"type": "function", "function": FUNCTIONS["f"]}
     asked = read(path, tools=[tool], tool_choice="any").asked
     assert asked.options.tool_choice == "required"
+
+
+# ---- misspelt names ----
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "known"),
+    [
+        (CHAT, "max_token", "max_tokens"),
+        (COMPLETIONS, "promt_logprobs", "prompt_logprobs"),
+        (MESSAGES, "stop_sequence", "stop_sequences"),
+        (RESPONSES, "max_output_token", "max_output_tokens"),
+    ],
+)
+def test_unknown_field_is_a_warning_of_the_log_once(
+    path: str, name: str, known: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fake_app() as app:
+        for _ in range(2):
+            answer = call(app, path, {**BODIES[path], name: 3, "user": "u"})
+            assert name in answer.headers["x-ignored-fields"]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith(f"ignored the unknown field '{name}'; did you mean {known}")
+
+
+def test_clients_cannot_fill_the_log_with_names(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_app() as app:
+        call(app, CHAT, {**BODIES[CHAT], **{f"x{i}": 1 for i in range(300)}})
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 100

@@ -39,6 +39,14 @@ def test_adapter_answers_where_it_is_named_as_the_model() -> None:
     assert texts["b"] == texts["c"] != texts["a"]
 
 
+def test_tokens_of_a_chat_are_counted_as_its_answer_counts_them() -> None:
+    asked = {"messages": USER, "max_tokens": 1}
+    with fake_app() as app:
+        counted = call(app, f"{CHAT}/input_tokens", asked).json()
+        answered = call(app, CHAT, asked).json()["usage"]["prompt_tokens"]
+    assert counted == {"input_tokens": answered, "object": "response.input_tokens"}
+
+
 def test_model_may_have_to_be_named() -> None:
     with fake_app(model_required=True) as app:
         assert error_of(call(app, "/v1/completions", {"prompt": "a"}), 400)["param"] == "model"

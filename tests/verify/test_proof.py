@@ -53,7 +53,7 @@ def test_proof_is_told_in_lines() -> None:
         "in company: all of 10 tokens as alone, 5 pad rows",
         "shared: all of 10 tokens as alone, 7 prompt tokens shared, 0 pad rows",
         "nearest ties, in log-probability: 0.012 (median 0.5)",
-        "price, 4 at once: 99 tokens/s with exact, 100 without, ratio 0.99",
+        "price, 4 at once: 99 tokens/s with exact, 100 without, median of the rounds' ratios 0.99",
     ]
     differs = replace(PROOF, checks=[Check("in company", 10, 9, 0, 5)])
     assert "in company: only 9 of 10 tokens as alone, 5 pad rows" in lines_of(differs)

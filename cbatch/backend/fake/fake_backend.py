@@ -249,6 +249,7 @@ class FakeBackend:
         return ModelFacts(
             self.vocab.n_vocab,
             self.n_window,
+            end_ids=(END_TOKEN,),
             adapters=tuple(self.adapters),
             fim=self.fim,
             sampling=dict(self.sampling_defaults),

@@ -118,6 +118,9 @@ _FIRST, _OTHERS, _ITEM = "first input", "other inputs", "first item"
 ORIGIN_NAMES = (_FIRST, _OTHERS, _ITEM)
 """Names in a manifest's settings: the place of the input's first file, its other files, its first item's digest."""
 
+ERRORS = "errors so far"
+"""A name in a manifest's settings: kinds and first message of the errors among its records, as JSON."""
+
 _PIPE = "a pipe"
 _N_SHOWN = 200
 

@@ -11,7 +11,7 @@ import zlib
 from contextlib import closing
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from cbatch.files.output.identity import placed
+from cbatch.files.output.identity import ERRORS, placed
 from cbatch.files.output.manifest import DELETE, GONE, INSERT, NUMBERED, record_key
 from cbatch.files.output.opening import open_outputs
 
@@ -248,6 +248,20 @@ class Journal:
             self._manifest.save(*synced)
             self._manifest.fold()
         self._sync_at = self._clock() + self._sync_s
+
+    @property
+    def noted_errors(self) -> str:
+        """What earlier runs have noted of the errors among their records; "{}" if nothing."""
+        return self._manifest.settings().get(ERRORS, "{}")
+
+    def note_errors(self, text: str) -> None:
+        """Keep a text about the errors among the records for later runs."""
+        with self._lock:
+            self.commit()
+            with self._manifest.transaction():
+                self._manifest.execute(
+                    "INSERT OR REPLACE INTO settings VALUES (?, ?)", ERRORS, text
+                )
 
     def settle_unclaimed(self) -> tuple[int, int]:
         """Remove or set aside the records of items that this run has not claimed; return the number of each.

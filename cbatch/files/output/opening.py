@@ -10,7 +10,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.json_requests import shown
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
-from cbatch.files.output.identity import ORIGIN_NAMES
+from cbatch.files.output.identity import ERRORS, ORIGIN_NAMES
 from cbatch.files.output.manifest import (
     FileRow,
     LostError,
@@ -135,7 +135,8 @@ def _opened(spec: OutputSpec, manifest: Path, *notes: str) -> Outputs:
     with _closed_on_error(outputs):
         outputs.open_files(_rows(outputs, spec), disk.mode_of(spec.output))
         with outputs.manifest.transaction():
-            outputs.manifest.set_settings(spec.noted())
+            errors = outputs.manifest.settings().get(ERRORS, "{}")
+            outputs.manifest.set_settings({**spec.noted(), ERRORS: errors})
         outputs.manifest.fold()
     return outputs
 
@@ -263,7 +264,7 @@ def _differences(
     manifest: Manifest, known: Mapping[int, FileRow], spec: OutputSpec
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and a description of each difference."""
-    before = {n: value for n, value in manifest.settings().items() if n not in ORIGIN_NAMES}
+    before = {n: v for n, v in manifest.settings().items() if n not in (*ORIGIN_NAMES, ERRORS)}
     for name in sorted({*before, *spec.settings}):
         was, is_now = before.get(name, _NOTHING), spec.settings.get(name, _NOTHING)
         if was != is_now:

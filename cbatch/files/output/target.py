@@ -203,6 +203,7 @@ class PipedOutput:
     def __init__(self, *files: BinaryIO, header: bytes = b"") -> None:
         """Write to open files, which stay open: the output, then the file of errors, if any; none: nowhere."""
         self.n_done = self.n_failed = self.first = 0
+        self.noted_errors = "{}"
         self.notes: tuple[str, ...] = ()
         self._files = files
         self._added = [(file, header) for file in files[:1]]
@@ -227,6 +228,9 @@ class PipedOutput:
         self._added.clear()
         for file in self._files:
             file.flush()
+
+    def note_errors(self, text: str) -> None:
+        """Keep nothing: no later run continues."""
 
     def settle_unclaimed(self) -> tuple[int, int]:
         """Remove and set aside nothing: written records stay."""
