@@ -3,6 +3,8 @@
 The same rows are answered by `cbatch run --replicas N` and by N actors with as many threads each, in turn. Ray
 is started here. Rates count from the first answers on: processes have started and models are loaded by then.
 
+`--driver` has actors that answer at once: the work of Ray and of its driver for each batch is left.
+
 `--check` computes with `exact=True`, and compares answers and their log-probabilities with those of an engine in this
 process. `--kill-every-s` kills an actor now and then. Either way each row must be there once.
 """
@@ -83,6 +85,24 @@ class Counted(integration.Answers):
         return answers
 
 
+class Idle:
+    """Answers at once, without an engine: what is left is Ray's own work."""
+
+    def __init__(self, spec: Any, **rows: Any) -> None:
+        """Load nothing."""
+
+    def __call__(self, table: Any) -> Any:
+        """Return the columns of answers of 128 characters."""
+        n = table.num_rows
+        numbers = import_pyarrow().array([64] * n)
+        answers = {"response": ["x" * 128] * n, "finish_reason": ["stop"] * n, "error": [""] * n}
+        for name, values in answers.items():
+            table = table.append_column(name, [values])
+        for name in ("prompt_tokens", "completion_tokens"):
+            table = table.append_column(name, numbers)
+        return table
+
+
 class Killer:
     """Kills an actor every so many seconds, in turn."""
 
@@ -143,6 +163,25 @@ def by_actors(
     return Found(arrivals.per_second, _busy(table), table, killer.n_killed)
 
 
+def of_driver(path: Path, n: int, n_threads: int, **settings: Any) -> dict[str, float]:
+    """Return what `n` actors that do not compute leave: the driver's and Ray's own work for each batch of rows."""
+    dataset = import_ray().data.read_parquet(str(path))
+    with patch.object(integration, "Answers", Idle):
+        answers = integration.answer(dataset, n_actors=n, n_cpus=n_threads, **settings)
+    arrivals, n_bytes, n_rows, n_batches, first_cpu_s = Arrivals(), 0, 0, 0, 0.0
+    for batch in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
+        arrivals.add(batch.num_rows)
+        first_cpu_s = first_cpu_s or time.process_time()
+        n_bytes, n_rows, n_batches = n_bytes + batch.nbytes, n_rows + batch.num_rows, n_batches + 1
+    cpu_s = time.process_time() - first_cpu_s
+    return {
+        "batches": n_batches,
+        "rows_per_s": round(arrivals.per_second, 1),
+        "driver_cpu_ms_per_batch": round(1000 * cpu_s / n_batches, 2),
+        "bytes_per_row": round(n_bytes / n_rows, 1),
+    }
+
+
 def _busy(table: Any) -> float:
     most: dict[int, set[tuple[int, int]]] = {}
     for pid, n_slots, n_active in zip(
@@ -176,6 +215,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--rounds", type=int, default=3)
     asked.add_argument("--check", action="store_true", help="compare with answers in process")
     asked.add_argument("--kill-every-s", type=float, help="seconds between deaths of actors")
+    asked.add_argument("--driver", action="store_true", help="Ray's own work, without an engine")
     a = asked.parse_args(words)
     ray, pyarrow = import_ray(), import_pyarrow()
     n_threads = max(1, available_cores() // a.processes)
@@ -189,7 +229,9 @@ def main(words: Sequence[str] | None = None) -> None:
         path = Path(name) / "in.parquet"
         prompts = [f"Tell me about the number {i}." for i in range(a.rows)]
         pyarrow.parquet.write_table(pyarrow.table({"n": range(a.rows), "prompt": prompts}), path)
-        for _ in range(a.rounds):
+        for _ in range(a.rounds * a.driver):
+            _emit(**of_driver(path, a.processes, n_threads, **settings))
+        for _ in range(a.rounds * (not a.driver)):
             actors = by_actors(path, a.processes, n_threads, a.kill_every_s, **settings)
             said: dict[str, Any] = {
                 "actors": round(actors.per_second, 1),
