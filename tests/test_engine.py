@@ -229,7 +229,7 @@ def test_results_know_the_places_of_their_prompts(make: MakeEngine) -> None:
     engine.run(capped((1,))).results()
     results = [*engine.run(capped((9, 2, 5))).as_completed()]
     assert [r.i_item for r in results] == [1, 2, 0]
-    asked = ["a", BatchPrompt(prompt="b", options={"n": 2}), "c"]
+    asked: list[str | BatchPrompt] = ["a", BatchPrompt(prompt="b", options={"n": 2}), "c"]
     for prompts in (asked, iter(asked)):
         results = engine.run(prompts, options={"max_tokens": 2}).results()
         assert [r.i_item for r in results] == [0, 1, 2]
