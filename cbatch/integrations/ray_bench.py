@@ -244,10 +244,10 @@ def main(words: Sequence[str] | None = None) -> None:
                 said |= {"replicas": round(replicas, 1), "ratio": round(ratios[-1], 3)}
             else:
                 said["n_killed"] = actors.n_killed
+            _emit(**said)
             if a.check:
                 wrong = differing(path, actors.table, n_threads, **settings)
-                said |= {"n_other_answers": len(wrong), "first": wrong[:3]}
-            _emit(**said)
+                _emit(n_other_answers=len(wrong), first=wrong[:3])
     if ratios:
         _emit(median=round(sorted(ratios)[len(ratios) // 2], 3), rows=a.rows, processes=a.processes)
 
