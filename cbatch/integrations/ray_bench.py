@@ -217,6 +217,8 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--kill-every-s", type=float, help="seconds between deaths of actors")
     asked.add_argument("--driver", action="store_true", help="Ray's own work, without an engine")
     a = asked.parse_args(words)
+    # Ray starts its processes with low priority: on cores that others use, workers of `cbatch run` would win
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray, pyarrow = import_ray(), import_pyarrow()
     n_threads = max(1, available_cores() // a.processes)
     ray.init(num_cpus=a.processes * n_threads + 1, include_dashboard=False, logging_level="warning")
