@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.checks import shown
@@ -151,6 +151,8 @@ class BatchResult:
     only where no answer has an error. `usage` counts the tokens of all answers."""
     choice_probs: Mapping[str, float] | None = field(default=None, hash=False)
     """The probability of each text of `choice`, 1 in all, where they were asked for."""
+    i_item: int = field(default=0, compare=False)
+    """The place of the item in its batch, from 0, in input order; the choices of an item have the same."""
     origin: object = field(default=None, repr=False, compare=False)
     """What `Engine.extend` continues from."""
 
@@ -163,6 +165,13 @@ class BatchResult:
         parts += [f"{len(all)} {name}{'s' * (len(all) > 1)}" for name, all in counts.items() if all]
         parts.append(f"{usage.prompt_tokens} + {usage.completion_tokens} tokens")
         return f"<BatchResult {self.id!r}: {', '.join(parts)}, {self.timings.total_s:.3g} s>"
+
+    def at(self, i_item: int) -> BatchResult:
+        """Return the result of the item at a place of its batch."""
+        if i_item == self.i_item:
+            return self
+        choices = tuple(replace(choice, i_item=i_item) for choice in self.choices)
+        return replace(self, i_item=i_item, choices=choices)
 
     def as_chunk(self) -> BatchOutputChunk:
         """Return the only chunk of an answer that comes in one."""

@@ -224,6 +224,18 @@ def test_as_completed_gives_results_in_order_of_completion(make: MakeEngine) -> 
     assert [r.id for r in response.as_completed()] == ["1", "2", "0"]
 
 
+def test_results_know_the_places_of_their_prompts(make: MakeEngine) -> None:
+    engine = make(parallel=3)
+    engine.run(capped((1,))).results()
+    results = [*engine.run(capped((9, 2, 5))).as_completed()]
+    assert [r.i_item for r in results] == [1, 2, 0]
+    asked: list[str | BatchPrompt] = ["a", BatchPrompt(prompt="b", options={"n": 2}), "c"]
+    for prompts in (asked, iter(asked)):
+        results = engine.run(prompts, options={"max_tokens": 2}).results()
+        assert [r.i_item for r in results] == [0, 1, 2]
+        assert [choice.i_item for choice in results[1].choices] == [1, 1]
+
+
 def test_chunks_joined_are_the_result(make: MakeEngine) -> None:
     response = make().run(capped())
     chunks = list(response)

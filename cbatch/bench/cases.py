@@ -19,12 +19,13 @@ CASES = (
         "constraints",
         "prompt_scores",
         "continuations",
+        "equal_rows",
         "replicas",
         "neighbours",
         "http_load",
         "http_faults",
     ),
-    *("batch_files", "queues", "calls", "step_costs", "simulate"),
+    *("batch_files", "queues", "calls", "step_costs", "simulate", "simulate_nodes"),
 )
 """Modules of `cbatch.bench`, each of which runs as `python -m cbatch.bench.NAME`, too."""
 

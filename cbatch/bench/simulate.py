@@ -284,7 +284,7 @@ def _trace(a: argparse.Namespace, cost: Cost) -> Iterator[Arrival]:
     return poisson(rate, a.requests, a.mean_prompt, a.mean_output, a.seed)
 
 
-def line(report: Report) -> dict[str, Any]:
+def line(report: Any) -> dict[str, Any]:
     """Return a report for `json.dumps`, times and rates to four digits."""
     return {name: _rounded(value) for name, value in asdict(report).items()}
 

@@ -116,7 +116,8 @@ class CbatchLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [(self._context(context, len(end)), end) for _, context, end in requests]
         scores = self.engine.score(pairs, progress=not disable_tqdm).results()
-        found = [(score.logprob, score.is_greedy) for [score] in scores]
+        # `sum`, as in the harness's own models: `Score.logprob` is rounded once, and may differ in the last bit
+        found = [(sum(t.logprob for t in score.tokens), score.is_greedy) for [score] in scores]
         for (texts, _, _), answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found

@@ -193,7 +193,7 @@ class Mailbox:
         with HeldBack():
             self._chunks.extend(chunks)
             for i, result in results:
-                self._results[i] = result
+                self._results[i] = result.at(i)
                 self._completed.append(i)
             if results:  # at last: a reader that finds no item open takes what is there
                 self.items.end([result for _, result in results])

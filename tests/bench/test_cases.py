@@ -33,6 +33,7 @@ OF_A_MODEL = {
     "constraints": "--rows 2 --tokens 8 --rounds 1 --only letters",
     "prompt_scores": "--requests 2 --prompt 20 --slots 2 --rounds 1 --top 0",
     "continuations": "--tasks 2 --common 0 --slots 2 --rounds 1",
+    "equal_rows": "--rows 8 --tokens 4 --slots 2 --rounds 1",
     "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
     "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
     "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
@@ -43,6 +44,7 @@ WITHOUT = {
     "queues": "--policy fcfs --slots 2 --queued 3 --steps 5",
     "calls": "--rows 2 --steps 3",
     "simulate": "--requests 50 --slots 2 --policy fcfs",
+    "simulate_nodes": "--nodes 1 2 --rows 100",
 }
 TABLES = ("batch_files", "calls")
 

@@ -207,6 +207,19 @@ def test_job_that_would_hang_or_idle_is_refused_with_the_reason(
         integration.answer(pickled)
 
 
+@each
+def test_model_that_no_actor_can_load_fails_the_job_by_name(cluster: Any, tmp_path: Path) -> None:
+    """The file is there, so the job begins; Ray would start actors again and again if their processes ended."""
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(b"GGUF" + bytes(200))
+    dataset = integration.answer(
+        cluster.data.from_arrow(chats(40)), path, n_actors=2, n_cpus=1, options=GREEDY, **ENGINE
+    )
+    with pytest.raises(Exception, match=r"damaged\.gguf: is written for .* or damaged"):
+        dataset.materialize()
+    assert not actors()
+
+
 class Recorder:
     """Stands for a dataset, and keeps what `answer` asks of it."""
 
