@@ -115,8 +115,6 @@ class EngineStats:
     """Paused sequences that still have a slot."""
     n_held: int = 0
     """Sequences without a slot and outside the queue: paused, or waiting for something else."""
-    n_threads: int = 0
-    """Threads that compute now: fewer while other programs have the cores."""
     n_cells: int = 0
     """Cells that hold something now, prefixes that are kept included."""
     n_pool: int = 0

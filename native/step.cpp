@@ -71,7 +71,6 @@ struct cbatch_stepper {
     void * ctx;
     cbatch_sizes sizes;
     const sample_code * code;
-    int32_t n_team;  // threads that sample
 
     std::vector<binding> bindings;  // (n_slots)
 
@@ -372,7 +371,7 @@ void score_one(cbatch_stepper * s, int32_t i_score, const sample_scratch & scrat
 void sample_share(void * data) {
     cbatch_stepper * s = static_cast<cbatch_stepper *>(data);
     const int32_t i_thread = s->i_next_thread.fetch_add(1, std::memory_order_relaxed);
-    if (i_thread >= s->n_team) {
+    if (i_thread >= s->sizes.n_threads) {
         return;
     }
     for (;;) {
@@ -389,7 +388,7 @@ void sample_share(void * data) {
 }
 
 bool deserves_team(const cbatch_stepper & s) {
-    if (s.api.gomp_parallel == nullptr || s.n_team == 1 || s.n_rows + s.n_scores < 2) {
+    if (s.api.gomp_parallel == nullptr || s.sizes.n_threads == 1 || s.n_rows + s.n_scores < 2) {
         return false;
     }
     int64_t work_ps = s.n_scores * score_cost_ps * s.sizes.n_vocab;
@@ -404,7 +403,7 @@ void sample_rows(cbatch_stepper * s) {
     s->i_next_row.store(0, std::memory_order_relaxed);
     s->i_next_thread.store(0, std::memory_order_relaxed);
     if (deserves_team(*s)) {
-        s->api.gomp_parallel(sample_share, s, static_cast<unsigned>(s->n_team), 0);
+        s->api.gomp_parallel(sample_share, s, static_cast<unsigned>(s->sizes.n_threads), 0);
     } else {
         sample_share(s);
     }
@@ -514,7 +513,6 @@ int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, const cbatch_siz
         s->ctx = ctx;
         s->sizes = *sizes;
         s->code = code;
-        s->n_team = sizes->n_threads;
         allocate(s);
     } catch (const std::exception &) {
         delete s;
@@ -530,10 +528,6 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
 
 void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
     s->ctx = ctx;
-}
-
-void cbatch_stepper_use_threads(cbatch_stepper * s, int32_t n) noexcept {
-    s->n_team = n < 1 ? 1 : n > s->sizes.n_threads ? s->sizes.n_threads : n;
 }
 
 int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_binding * binding) noexcept {

@@ -109,10 +109,6 @@ class Backend(Protocol):
     """Runs step plans. One thread only, except for `interrupt`; sizes never change."""
 
     @property
-    def n_threads_now(self) -> int:
-        """Threads that compute now."""
-
-    @property
     def n_slots(self) -> int:
         """Sequences that can run at once: slots `0 … n_slots − 1`."""
 

@@ -350,7 +350,6 @@ class LocalRuntime:
         stats.n_waiting, stats.n_held = seen.n_waiting, seen.n_held
         stats.n_running, stats.n_paused = seen.n_running, seen.n_paused
         stats.n_cells, stats.n_pool = seen.n_cells, seen.n_pool
-        stats.n_threads = self.backend.n_threads_now
         stats.n_checkpoints = seen.n_checkpoints
         stats.n_checkpoint_bytes = seen.n_checkpoint_bytes
         costs = self._scheduler.costs

@@ -79,11 +79,6 @@ ROWS = (
         "Sequences that are paused, or wait for something else than a slot.",
         lambda stats: stats.n_paused + stats.n_held,
     ),
-    Row(
-        ("cbatch:threads",),
-        "Threads that compute: fewer while other programs have the cores.",
-        lambda stats: stats.n_threads,
-    ),
     Row(("cbatch:cells",), "Cells that all slots can hold.", lambda stats: stats.n_pool),
     Row(
         ("cbatch:cells_used",),

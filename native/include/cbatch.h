@@ -188,9 +188,6 @@ CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
 // while a run is in flight.
 CBATCH_EXPORT void cbatch_stepper_use(cbatch_stepper * s, void * ctx) CBATCH_NOEXCEPT;
 
-// Sample with a team of n threads from now on, at least 1 and at most sizes.n_threads. Not while a run is in flight.
-CBATCH_EXPORT void cbatch_stepper_use_threads(cbatch_stepper * s, int32_t n) CBATCH_NOEXCEPT;
-
 // Say how `slot` is sampled from now on. Everything is copied; where penalties or DRY are on, tokens that are fed to the
 // slot afterwards join its history.
 // Returns CBATCH_OK, _BAD_SLOT, _BAD_SAMPLING, _BAD_TOKEN or _NO_MEMORY; the slot stays as it was unless CBATCH_OK.

@@ -128,7 +128,6 @@ class FakeBackend:
     """
 
     sampling_defaults: Mapping[str, float] = {}
-    n_threads_now = 1
 
     def __init__(
         self,

@@ -40,7 +40,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _int,
         [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 7],
     ),
-    "cbatch_stepper_use_threads": (None, [_pointer, _int]),
     "cbatch_stepper_interrupt": (None, [_pointer]),
     "cbatch_log_init": (_pointer, [_int]),
     "cbatch_log_set_debug": (None, [_pointer, _int]),

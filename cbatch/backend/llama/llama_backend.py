@@ -20,7 +20,6 @@ from cbatch.backend.llama.context import (
     slot_window,
 )
 from cbatch.backend.llama.context_memory import ContextMemory
-from cbatch.backend.llama.elastic_threads import ElasticThreads
 from cbatch.backend.llama.fingerprint import answer_settings, fingerprint, model_parts, rope_factors
 from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
@@ -116,7 +115,6 @@ class LlamaBackend:
         except BaseException:
             llama_cpp.llama_free(self.ctx)
             raise
-        self._elastic = self._elastic_threads()
         self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
         self.short_pool: ShortPool | None = None
@@ -133,38 +131,12 @@ class LlamaBackend:
         except (ModelLoadError, ValueError) as error:
             _log.write(logging.INFO, "no pool for short sequences: %s", error)
 
-    # ---- threads ----
-
-    def _elastic_threads(self) -> ElasticThreads | None:
-        """Return what decides how many threads compute; None where the number is fixed.
-
-        With `exact` it is: flash attention divides the cells of a long row among threads.
-        """
-        is_fixed = self.options.n_threads is not None or self.options.exact or self._is_on_device
-        return (
-            None
-            if is_fixed or self.n_threads == 1
-            else ElasticThreads(self.n_threads, self._use_threads)
-        )
-
-    def _use_threads(self, n: int) -> None:
-        for ctx in (self.ctx, self.short_pool and self.short_pool.ctx):
-            if ctx is not None:
-                llama_cpp.llama_set_n_threads(ctx, n, n)
-        self._runner.use_threads(n)
-
-    @property
-    def n_threads_now(self) -> int:
-        """Threads that compute now: fewer than `n_threads` while other programs have the cores."""
-        return self.n_threads if self._elastic is None else self._elastic.n_threads
-
     # ---- the context's life ----
 
     def _set_up(self) -> None:
         """Find out what the context's memory can do, and make what works on the context."""
         model, options = self.model, self.options
         is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
-        self._is_on_device = is_on_device
         found = find_memory(self.ctx, model, options)
         self.memory = found.capabilities
         self.n_window = slot_window(
@@ -234,8 +206,6 @@ class LlamaBackend:
             self._free()
             raise ModelLoadError(f"a context could not be made anew: {error}") from error
         self._cells.renew(self.ctx)
-        if self.n_threads_now != self.n_threads:
-            self._use_threads(self.n_threads_now)
         if self.short_pool is not None:
             self.short_pool.clear()
 
@@ -346,8 +316,6 @@ class LlamaBackend:
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
                 result = self._repeated(plan, result, self.short_pool)
             result = self._runner.follow(plan.chunks, result)
-            if self._elastic is not None:
-                self._elastic.note_run(plan.chunks, result)
         if result.code in UNCHANGED:
             return result
         n_kept = tuple(self._cells.keep(c, result.n_steps) for c in plan.chunks)

@@ -131,10 +131,6 @@ class NativeStepper:
         """Compute in another `llama_context` of the same sizes from now on; what is bound stays."""
         self._lib.cbatch_stepper_use(self._open(), ctx)
 
-    def use_threads(self, n: int) -> None:
-        """Sample with a team of `n` threads from now on, no more than at first."""
-        self._lib.cbatch_stepper_use_threads(self._open(), n)
-
     def bind(self, binding: Binding) -> None:
         """Say how `binding.slot` is sampled from now on. Copies everything.
 

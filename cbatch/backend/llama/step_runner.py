@@ -57,10 +57,6 @@ class StepRunner:
         """Compute in another `llama_context` of the same model from now on; what is bound stays."""
         self._stepper.use(ctypes.cast(ctx, ctypes.c_void_p))
 
-    def use_threads(self, n: int) -> None:
-        """Sample with a team of `n` threads from now on."""
-        self._stepper.use_threads(n)
-
     def bind(self, bindings: Sequence[Binding]) -> None:
         """Say how slots are sampled from now on, and what their output must match."""
         for binding in bindings:
