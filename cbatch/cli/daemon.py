@@ -15,6 +15,9 @@ import typer
 import cbatch
 from cbatch.cli.option_table import ENGINE, Given, names_in, option, takes
 from cbatch.cli.terminal import say
+from cbatch.daemon.line_session import serve_lines
+from cbatch.daemon.listening import Listener, hang_up
+from cbatch.daemon.streams import StreamWriter, busy_frames, lines_of, without_mark
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineClosedError, EngineError, words_of
@@ -23,10 +26,7 @@ from cbatch.interrupts import Postponed
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker.framing import read_lines
 from cbatch.worker.host import SessionEnd
-from cbatch.worker.line_session import serve_lines
-from cbatch.worker.listening import Listener, hang_up
 from cbatch.worker.service import refusal, serve_client
-from cbatch.worker.streams import StreamWriter, busy_frames, lines_of, without_mark
 
 _ANSWERS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "timeout_s")
 _ALSO = {

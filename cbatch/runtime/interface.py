@@ -124,6 +124,12 @@ class Orders(BatchOrders, Protocol):
     def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
         """End requests, or those alone that never had a slot; return how many. Waits for the current step."""
 
+    def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
+        """End requests before the next plan; else as `cancel`. Does not wait."""
+
+    def resume_soon(self, turns: Iterable[tuple[str, int]]) -> None:
+        """Resume paused requests before the next plan, each for its number of tokens. Does not wait."""
+
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
 

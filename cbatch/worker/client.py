@@ -177,13 +177,17 @@ class Workers:
         self.check_open()
         return self._cancel(self._of(target))
 
+    def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
+        """End requests before the next plan. Does not wait."""
+        self._cancel_soon(partial(self._meant, [*ids]), waiting=is_for_waiting)
+
     def cancel_batch_soon(self, target: Batch) -> None:
         """End a batch's requests in flight before the next plan. Does not wait."""
-        self._cancel_soon(target)
+        self._cancel_soon(partial(self._of, target))
 
     def cancel_waiting_soon(self, target: Batch) -> None:
         """End a batch's requests that never had a slot. Does not wait."""
-        self._cancel_soon(target, waiting=True)
+        self._cancel_soon(partial(self._of, target), waiting=True)
 
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
@@ -220,6 +224,15 @@ class Workers:
         if n_tokens is not None:
             message["n_tokens"] = n_tokens
         return self._order(message, id, partial(Asked.resume, n_tokens=n_tokens))
+
+    def resume_soon(self, turns: Iterable[tuple[str, int]]) -> None:
+        """Resume paused requests, each for its number of tokens. Does not wait."""
+        with self.pool.lock():
+            for id, n_tokens in turns:
+                for asked in self._meant([id]):
+                    asked.resume(n_tokens)
+                    if asked.worker is not None:
+                        asked.worker.post("resume", id=asked.id, n_tokens=n_tokens)
 
     def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone, in each worker."""
@@ -294,9 +307,9 @@ class Workers:
             ending = [a for a in self._left(sent) if a.id in lost and a.is_given_up]
             return n_ended + sum(a.is_cut_off or a in ending for a in sent)
 
-    def _cancel_soon(self, target: Batch, *, waiting: bool = False) -> None:
+    def _cancel_soon(self, find: Callable[[], list[Asked]], *, waiting: bool = False) -> None:
         def cancel() -> Callable[[], None]:
-            some = self._of(target)
+            some = find()
             for asked in some:
                 asked.give_up(is_for_waiting=waiting)
             held = [asked for asked in some if self.pool.drop_held(asked)]
