@@ -167,8 +167,11 @@ def reader(kind: Any, frames: Frames = "msgpack") -> Callable[[bytes | Raw], Any
     def checked(data: bytes | Raw) -> Any:
         try:
             return read(data)
-        except _WRONG as error:
+        except msgspec.ValidationError as error:
             raise ConfigError(str(error)) from None
+        except _WRONG as error:
+            what = "a line of JSON" if frames == "lines" else "msgpack"
+            raise ConfigError(f"not {what}: {error}") from None
 
     return checked
 

@@ -136,7 +136,7 @@ def test_daemon_that_dies_gives_typed_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "word"),
     [
-        (b'{"cbatch": 2}', "not 2"),
+        (b'{"cbatch": 3}', "not 3"),
         (b"{}", "first line must have"),
         (b'{"cbatch": true}', "not True"),
         (b'{"cbatch": 2, "frame": "lines"}', "frame"),
@@ -150,7 +150,7 @@ def test_wrong_first_line_is_refused_by_name(first: bytes, word: str) -> None:
         out, _ = process.communicate(first + b"\n" + lines_of(RUN), PATIENCE_S)
         assert process.returncode == 0
     said = json.loads(out)
-    assert said["cbatch"] == 1
+    assert said["cbatch"] == 2
     assert word in said["error"]["message"]
 
 
