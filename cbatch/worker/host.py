@@ -1,4 +1,4 @@
-"""The worker's side of the border: commands come in as lines of JSON, and drive the engine of this process."""
+"""The worker's side of the border: commands come in as messages, and drive the engine of this process."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from cbatch.worker.protocol_commands import (
     COMMAND,
     COMMANDS,
     CROSSINGS,
+    ORDERS,
     Abort,
     Cancel,
     Close,
@@ -105,10 +106,10 @@ class _Batch:
 
 
 class Host:
-    """Does what lines of JSON say with an engine, and tells what came of it through an outbox. See docs/protocol.md.
+    """Does what messages say with an engine, and tells what came of it through an outbox. See docs/protocol.md.
 
-    A line is an object with `op` and that command's fields; with `n`, a number or text, it is answered by a reply
-    `[n, value]` or `[n, null, error]`. What is wrong with another line is said among a frame's `errors`.
+    A message has `op` and that command's fields; with `n`, a number or text, it is answered by a reply
+    `[n, value]` or `[n, null, error]`. What is wrong with another one is said among a frame's `errors`.
     """
 
     def __init__(
@@ -259,8 +260,7 @@ class Host:
             name: self._settled(kind, getattr(command, name))
             for name, (kind, _) in crossing.parameters.items()
         }
-        is_order = not hasattr(self._runtime, crossing.name)
-        engine = self._runtime.orders if is_order else self._runtime
+        engine = self._runtime.orders if crossing in ORDERS else self._runtime
         work = partial(getattr(engine, crossing.name), **arguments)
         if not crossing.waits:
             return work()

@@ -209,6 +209,9 @@ def _command_of(crossing: Crossing) -> type[Crossed]:
 CROSSINGS = {_command_of(c): c for c in (*crossings_of(Orders), *crossings_of(Questions))}
 """The methods that may be called over the border, by their commands."""
 
+ORDERS = frozenset(crossings_of(Orders))
+"""Those of `Orders`; the others are of `Questions`."""
+
 COMMAND_OF = {crossing: kind for kind, crossing in CROSSINGS.items()}
 
 _KINDS_OF_COMMANDS: Sequence[type[Command]] = (
