@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping  # noqa: TC003  # what crosses to other processes is read by its annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,7 @@ from cbatch.checks import shown
 from cbatch.errors import CBatchError, words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 FinishReason = Literal["stop", "length", "window", "tool_calls", "cancelled", "timeout", "error"]
 """`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full;

@@ -19,7 +19,8 @@ class Percentiles:
     """Counts of times by their size, to about 2 %; memory is constant, however many times are counted."""
 
     n: int = 0
-    _n_by_bucket: dict[int, int] = field(default_factory=dict)
+    n_by_bucket: dict[int, int] = field(default_factory=dict)
+    """Times of 2^(i/16) … 2^((i + 1)/16) seconds, by i."""
 
     def __repr__(self) -> str:
         percents = [f"p{p} {self.at(p):.3g} s" for p in (50, 90, 99) if self.n]
@@ -28,7 +29,7 @@ class Percentiles:
     def add(self, seconds: float, n: int = 1) -> None:
         """Count `n` occurrences of one time."""
         bucket = math.floor(math.log2(max(seconds, _SHORTEST_S)) * _N_PER_OCTAVE)
-        self._n_by_bucket[bucket] = self._n_by_bucket.get(bucket, 0) + n
+        self.n_by_bucket[bucket] = self.n_by_bucket.get(bucket, 0) + n
         self.n += n
 
     def at(self, percent: float) -> float | None:
@@ -40,7 +41,7 @@ class Percentiles:
         if not isinstance(percent, int | float) or not 0 <= percent <= 100:
             raise ConfigError(f"a percentile is of 0 … 100, not {percent!r}")
         n_below, n_wanted = 0, self.n * percent / 100
-        for bucket, n in sorted(self._n_by_bucket.items()):
+        for bucket, n in sorted(self.n_by_bucket.items()):
             n_below += n
             if n_below >= n_wanted:
                 return float(2 ** ((bucket + 0.5) / _N_PER_OCTAVE))
@@ -48,24 +49,24 @@ class Percentiles:
 
     def buckets(self) -> list[tuple[float, float, int]]:
         """Return (from, to, n) of every bucket with a count, in seconds, the shortest first."""
-        return [(_edge(i), _edge(i + 1), n) for i, n in sorted(self._n_by_bucket.items())]
+        return [(_edge(i), _edge(i + 1), n) for i, n in sorted(self.n_by_bucket.items())]
 
     def counts(self) -> list[tuple[int, int]]:
         """Return (bucket, n) of every bucket with a count; see `of`."""
-        return sorted(self._n_by_bucket.items())
+        return sorted(self.n_by_bucket.items())
 
     @classmethod
     def of(cls, counts: Iterable[Sequence[int]]) -> Percentiles:
         """Return the same counts as those of which `counts` told, or of several together."""
         made = cls()
         for bucket, n in counts:
-            made._n_by_bucket[bucket] = made._n_by_bucket.get(bucket, 0) + n
+            made.n_by_bucket[bucket] = made.n_by_bucket.get(bucket, 0) + n
             made.n += n
         return made
 
     def copy(self) -> Percentiles:
         """Return the same counts in an object of their own."""
-        return Percentiles(self.n, dict(self._n_by_bucket))
+        return Percentiles(self.n, dict(self.n_by_bucket))
 
 
 def _edge(bucket: int) -> float:

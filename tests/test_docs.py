@@ -22,7 +22,7 @@ from cbatch.cli import app
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
 from cbatch.options import RunOptions, Sampling
-from tests import lifecycle_page, test_imports
+from tests import lifecycle_page, protocol_page, test_imports
 from tests.test_imports import room
 
 if TYPE_CHECKING:
@@ -261,6 +261,12 @@ def own_line(error: type[BaseException]) -> list[type[BaseException]]:
         return [error]
     [parent, *_] = error.__bases__
     return [error, *own_line(parent)]
+
+
+def test_protocol_page_has_the_commands_of_the_code() -> None:
+    written = protocol_page.SECTION.search(text_of("docs/protocol.md"))
+    assert written is not None
+    assert written[0] == protocol_page.section(), "run `python -m tests.protocol_page`"
 
 
 def test_lifecycle_page_has_the_table_of_the_code() -> None:

@@ -67,8 +67,8 @@ def test_replicas_of_few_slots_compute_as_one_engine_of_all(
 def test_replicas_that_compute_differently_are_refused(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask_all(pool: Pool, op: str, *given: Any) -> list[Any]:
-        found = real(pool, op, *given)
+    def ask_all(pool: Pool, command: Any, *given: Any) -> list[Any]:
+        found = real(pool, command, *given)
         return [(c, {**said, "exact": f"by {i}"}) for i, (c, said) in enumerate(found)]
 
     real = Pool.ask_all

@@ -39,6 +39,7 @@ SEES: dict[str, set[str]] = {
     "worker": BELOW_ENGINE | PROTOCOL | {"backend.abort", "engine"},
     "loading": BELOW_ENGINE | {"backend.load", "engine", "worker"},
     "engine_spec": BELOW_ENGINE | {"engine", "loading"},
+    "daemon": BELOW_FILES,
     "files": BELOW_FILES,
     "server": BELOW_FILES | {"files.served_batch"},
     "bench": BELOW_FILES | {"core"},
@@ -48,7 +49,7 @@ SEES: dict[str, set[str]] = {
     "models.recipe": FACE
     | {"loading", "engine", "backend", "models"}
     | {f"bench.synthetic_{part}" for part in ("shapes", "tokenizer", "vocabulary")},
-    "cli": BELOW_FILES | {"files", "server", "bench", "verify", "integrations", "models"},
+    "cli": BELOW_FILES | {"daemon", "files", "server", "bench", "verify", "integrations", "models"},
     "__main__": {"cli"},
 }
 """What each room sees beside itself: rooms, or modules of them. A room of a room is named where it sees more."""

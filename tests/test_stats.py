@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.driver import SequenceDriver
@@ -16,7 +17,6 @@ from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.step_record import StepRecord
 from cbatch.stats import EngineStats, Percentiles
-from cbatch.worker.wire import stats_as_json
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 from tests.runtime.backends import loop_over
 
@@ -285,5 +285,5 @@ def test_statistics_begun_anew_are_those_of_an_engine_just_loaded() -> None:
     stats.n_finished["length"] = 3
     before = stats.copy()
     stats.clear()
-    assert stats_as_json(stats) == stats_as_json(EngineStats())
+    assert to_builtins(stats) == to_builtins(EngineStats())
     assert (before.n_steps, before.itl_s.n, before.n_finished) == (4, 1, {"length": 3})

@@ -15,18 +15,17 @@ import typer
 import cbatch
 from cbatch.cli.option_table import ENGINE, Given, names_in, option, takes
 from cbatch.cli.terminal import say
+from cbatch.daemon.line_session import serve_lines
+from cbatch.daemon.listening import Listener, hang_up
+from cbatch.daemon.streams import StreamWriter, busy_frames, lines_of, without_mark
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineClosedError, EngineError, words_of
 from cbatch.files.places import stdin, stdout
 from cbatch.interrupts import Postponed
 from cbatch.runtime.local import LocalRuntime
-from cbatch.worker.framing import read_lines
 from cbatch.worker.host import SessionEnd
-from cbatch.worker.line_session import serve_lines
-from cbatch.worker.listening import Listener, hang_up
 from cbatch.worker.service import refusal, serve_client
-from cbatch.worker.streams import StreamWriter, busy_frames, lines_of, without_mark
 
 _ANSWERS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos", "timeout_s")
 _ALSO = {
@@ -128,8 +127,7 @@ def _serve(
     """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it."""
     head = without_mark(source) if _peek(source) == BOM_UTF8[:1] else b""
     if not head and _peek(source) == b"{":
-        lines = read_lines(source)
-        return serve_client(runtime, next(lines), lines, fd, options=options, hang_up=hang_up)
+        return serve_client(runtime, source, fd, options=options, hang_up=hang_up)
     own = options.over(cbatch.RunOptions(temperature=0.0))
     lines = lines_of(source, head)
     return serve_lines(runtime, lines, fd, text if is_apart else None, own, is_tagged=is_tagged)

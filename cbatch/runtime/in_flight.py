@@ -369,7 +369,7 @@ class InFlight:
             order, lambda: any(would(m) for m in _member_ids(life) if self._is_open(m))
         )
 
-    def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
+    def compare_rows(self, ids: Iterable[str] | None = None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone; see `Engine.compare_rows`."""
         lives = None if ids is None else self._lives(ids)
 

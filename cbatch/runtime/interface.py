@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol, TypeAlias
+
+from msgspec import Meta
+
+from cbatch.checks import MAX_INT
+from cbatch.messages import BatchPrompt
+from cbatch.model_facts import ModelFacts
+from cbatch.options import RunOptions
+from cbatch.runtime.crossings import ElsewhereError, crosses
+from cbatch.runtime.row_comparison import RowComparison
+from cbatch.runtime.step_record import SlotState
+from cbatch.stats import EngineStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping
 
     from cbatch.errors import EngineClosedError
-    from cbatch.messages import BatchPrompt
-    from cbatch.model_facts import ModelFacts
-    from cbatch.options import RunOptions
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.row_comparison import RowComparison
-    from cbatch.runtime.step_record import SlotState, StepRecord
-    from cbatch.stats import EngineStats
+    from cbatch.runtime.step_record import StepRecord
+
+Id: TypeAlias = Annotated[str, Meta(min_length=1, pattern="^[^\\0]*$")]
+"""The id of a request, as other processes give it: one with a NUL is that of one choice's sequence."""
+
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +138,101 @@ class Orders(BatchOrders, Protocol):
     def cancel(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> int:
         """End requests, or those alone that never had a slot; return how many. Waits for the current step."""
 
+    def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
+        """End requests before the next plan; else as `cancel`. Does not wait."""
+
+    def resume_soon(self, turns: Iterable[tuple[str, int]]) -> None:
+        """Resume paused requests before the next plan, each for its number of tokens. Does not wait."""
+
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
 
-    def pause(self, id: str) -> bool:
+    @crosses("pause")
+    def pause(self, id: Id) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
+        raise ElsewhereError
 
-    def resume(self, id: str, n_tokens: int | None = None) -> bool:
+    @crosses("resume")
+    def resume(self, id: Id, n_tokens: Count | None = None) -> bool:
         """Let a paused request go on, for `n_tokens` where given; False where it is not in flight or not paused."""
+        raise ElsewhereError
 
-    def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
+    @crosses("compare_rows")
+    def compare_rows(self, ids: Sequence[Id] | None = None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone; see `Engine.compare_rows`."""
+        raise ElsewhereError
 
 
-class Runtime(Protocol):
+class Questions(Protocol):
+    """What an engine is asked, here or in another process."""
+
+    @crosses("check_options")
+    def check_options(self, options: RunOptions) -> None:
+        """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
+        raise ElsewhereError
+
+    @crosses("cancel_all")
+    def cancel_all(self) -> int:
+        """End every request in flight; return how many there were."""
+        raise ElsewhereError
+
+    @crosses("count", waits=True)
+    def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has; computes nothing. Raises as `Engine.count_tokens`."""
+        raise ElsewhereError
+
+    @crosses("tokens", waits=True)
+    def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
+        """Return a prompt's tokens; computes nothing. Raises as `Engine.tokenize`."""
+        raise ElsewhereError
+
+    @crosses("text", waits=True)
+    def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
+        """Return a chat as the model sees it, or a raw prompt as it is. Raises as `Engine.render`."""
+        raise ElsewhereError
+
+    @crosses("pieces")
+    def pieces_of(self, tokens: Sequence[TokenId]) -> list[bytes]:
+        """Return the bytes of tokens, control tokens written out. Raises as `Engine.pieces`."""
+        raise ElsewhereError
+
+    @crosses("model_facts")
+    def model_facts(self) -> ModelFacts:
+        """Return what the model is."""
+        raise ElsewhereError
+
+    @crosses("check", waits=True)
+    def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
+        """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+        raise ElsewhereError
+
+    @crosses("slots")
+    def slots(self) -> list[SlotState]:
+        """Return what each slot holds now."""
+        raise ElsewhereError
+
+    @crosses("stats")
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the work done."""
+        raise ElsewhereError
+
+    @crosses("reset_stats")
+    def reset_stats(self) -> None:
+        """Set the statistics to zero."""
+        raise ElsewhereError
+
+    @crosses("exactness", waits=True)
+    def exactness(self) -> str:
+        """Return the text of `Engine.exactness`; may compute for some seconds."""
+        raise ElsewhereError
+
+    @crosses("fingerprint")
+    def fingerprint(self) -> dict[str, str]:
+        """Return what answers depend on besides prompt and options, by name. See `Engine.fingerprint`."""
+        raise ElsewhereError
+
+
+class Runtime(Questions, Protocol):
     """Computes requests. Every method from any thread."""
 
     on_end: Callable[[EngineClosedError | None], object] | None
@@ -180,9 +275,6 @@ class Runtime(Protocol):
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the runtime is closed, has failed, or belongs to the parent process."""
 
-    def check_options(self, options: RunOptions) -> None:
-        """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
-
     def add(self, submission: Submission) -> None:
         """Check requests and queue them, which may wait for room; none is where it raises. See `Engine.run`."""
 
@@ -197,44 +289,8 @@ class Runtime(Protocol):
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done at `when_s` of `time.perf_counter`, in some thread. It must be quick."""
 
-    def cancel_all(self) -> int:
-        """End every request in flight; return how many there were."""
-
-    def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
-        """Return how many tokens a prompt has; computes nothing. Raises as `Engine.count_tokens`."""
-
-    def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
-        """Return a prompt's tokens; computes nothing. Raises as `Engine.tokenize`."""
-
-    def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
-        """Return a chat as the model sees it, or a raw prompt as it is. Raises as `Engine.render`."""
-
-    def pieces_of(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the bytes of tokens, control tokens written out. Raises as `Engine.pieces`."""
-
-    def model_facts(self) -> ModelFacts:
-        """Return what the model is."""
-
-    def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
-        """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
-
-    def slots(self) -> list[SlotState]:
-        """Return what each slot holds now."""
-
-    def stats(self) -> EngineStats:
-        """Return a snapshot of the work done."""
-
-    def reset_stats(self) -> None:
-        """Set the statistics to zero."""
-
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps. None ends that."""
-
-    def exactness(self) -> str:
-        """Return the text of `Engine.exactness`; may compute for some seconds."""
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return what answers depend on besides prompt and options, by name. See `Engine.fingerprint`."""
 
     def pump(self) -> bool:
         """Do one step in the caller's thread, where there is no other; False where there is nothing to do."""

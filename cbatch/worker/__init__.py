@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the daemon, its protocol, and pools of workers."""
+"""An engine in a process of its own: its protocol, and pools of workers."""
 
 from cbatch.worker.start import connect
 

@@ -10,32 +10,34 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import Raw
+
 from cbatch.errors import EngineClosedError, InsideStepError, WorkerDiedError
 from cbatch.interrupts import Postponed, is_locked_here
 from cbatch.options import NO_OPTIONS, RunOptions
 from cbatch.runtime.ids import is_meant, own_id
+from cbatch.runtime.interface import Orders, Questions
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.worker.connection import FrameThread
-from cbatch.worker.pool import Pool, by_worker
-from cbatch.worker.requests import Asked
-from cbatch.worker.shapes import as_count, as_flag, as_text, as_texts, as_tokens
-from cbatch.worker.wire import (
-    comparisons_of_json,
-    dumps,
-    facts_of_json,
-    options_as_json,
-    pieces_of_json,
-    prompt_as_json,
-    slots_of_json,
-    words_of_json,
+from cbatch.worker.pool import Pool, by_worker, read_texts
+from cbatch.worker.protocol_commands import (
+    COMMAND_OF,
+    Cancel,
+    Command,
+    Stream,
+    TakeBack,
+    command_of,
+    resume_of,
 )
+from cbatch.worker.requests import Asked
+from cbatch.worker.wire import encode_call, reader, told_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from cbatch.messages import BatchPrompt
-    from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult
+    from cbatch.runtime.crossings import Crossing
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Batch, Outage, Submission, Target
     from cbatch.runtime.row_comparison import RowComparison
@@ -45,12 +47,14 @@ if TYPE_CHECKING:
     from cbatch.worker.pool import Launch
 
 
-_T = TypeVar("_T")
 _Slot = TypeVar("_Slot", "SlotState", "RowComparison")
 
 
-class Workers:
-    """Computes requests in other processes; see `Runtime` and `Orders`: this is both."""
+class Workers(Questions):
+    """Computes requests in other processes; see `Runtime` and `Orders`: this is both.
+
+    A question that has no method here is put to one of the workers.
+    """
 
     is_threaded = True
 
@@ -177,13 +181,17 @@ class Workers:
         self.check_open()
         return self._cancel(self._of(target))
 
+    def cancel_soon(self, ids: Iterable[str], *, is_for_waiting: bool = False) -> None:
+        """End requests before the next plan. Does not wait."""
+        self._cancel_soon(partial(self._meant, [*ids]), waiting=is_for_waiting)
+
     def cancel_batch_soon(self, target: Batch) -> None:
         """End a batch's requests in flight before the next plan. Does not wait."""
-        self._cancel_soon(target)
+        self._cancel_soon(partial(self._of, target))
 
     def cancel_waiting_soon(self, target: Batch) -> None:
         """End a batch's requests that never had a slot. Does not wait."""
-        self._cancel_soon(target, waiting=True)
+        self._cancel_soon(partial(self._of, target), waiting=True)
 
     def take_back(self, ids: Iterable[str]) -> list[str]:
         """Take out requests that never had a slot, as if they had not been submitted; return the ids."""
@@ -194,7 +202,7 @@ class Workers:
             back: list[str] = [asked.id for asked in some if self.pool.drop_held(asked)]
             was_at = {asked: asked.worker for asked in self._left(some)}
             calls = [
-                (connection, connection.ask({"op": "take_back", "ids": at_worker}, as_texts))
+                (connection, connection.ask(TakeBack(ids=at_worker), read_texts))
                 for connection, at_worker in by_worker(was_at).items()
             ]
         for connection, call in calls:
@@ -208,31 +216,37 @@ class Workers:
         """Have a batch's chunks sent as they come."""
         with self.pool.lock():
             for connection, ids in by_worker(self._of(target)).items():
-                connection.post("stream", ids=ids)
+                connection.post(Stream(ids=ids))
 
     def pause(self, id: str) -> bool:
         """Stop a request where it is; False where it is not in flight or paused already."""
-        return self._order({"op": "pause"}, id, Asked.pause)
+        return self._order(partial(command_of, Orders.pause), id, Asked.pause)
 
     def resume(self, id: str, n_tokens: int | None = None) -> bool:
         """Let a paused request go on, for `n_tokens` where given; False where it is not in flight or not paused."""
-        message: dict[str, Any] = {"op": "resume"}
-        if n_tokens is not None:
-            message["n_tokens"] = n_tokens
-        return self._order(message, id, partial(Asked.resume, n_tokens=n_tokens))
+        command = partial(resume_of, n_tokens=n_tokens)
+        return self._order(command, id, partial(Asked.resume, n_tokens=n_tokens))
 
-    def compare_rows(self, ids: Iterable[str] | None) -> list[RowComparison]:
+    def resume_soon(self, turns: Iterable[tuple[str, int]]) -> None:
+        """Resume paused requests, each for its number of tokens. Does not wait."""
+        with self.pool.lock():
+            for id, n_tokens in turns:
+                for asked in self._meant([id]):
+                    asked.resume(n_tokens)
+                    if asked.worker is not None:
+                        asked.worker.post(resume_of(asked.id, n_tokens))
+
+    def compare_rows(self, ids: Iterable[str] | None = None) -> list[RowComparison]:
         """Compare the next rows of requests in a shared step and alone, in each worker."""
         self.check_open()
         if ids is None:
-            asked = self.pool.ask_all("compare_rows", comparisons_of_json)
-        else:
-            calls = [
-                (connection, connection.call("compare_rows", comparisons_of_json, ids=some))
-                for connection, some in by_worker(self._meant(ids)).items()
-            ]
-            asked = [(connection, call.wait()) for connection, call in calls]
-        return [*self._numbered(asked)]
+            return [*self._numbered(self.ask_each(Orders.compare_rows, None))]
+        read = _reader_of(Orders.compare_rows)
+        calls = [
+            (connection, connection.call(command_of(Orders.compare_rows, some), read))
+            for connection, some in by_worker(self._meant(ids)).items()
+        ]
+        return [*self._numbered((connection, call.wait()) for connection, call in calls)]
 
     def _numbered(self, found: Iterable[tuple[Connection, Sequence[_Slot]]]) -> Iterator[_Slot]:
         """Yield what is said of slots, each numbered among those of all workers."""
@@ -240,14 +254,16 @@ class Workers:
             first = self.pool.first_slot(connection)
             yield from (replace(slot, slot=slot.slot + first) for slot in slots)
 
-    def _order(self, message: dict[str, Any], id: str, note: Callable[[Asked], bool]) -> bool:
+    def _order(
+        self, command: Callable[[str], Command], id: str, note: Callable[[Asked], bool]
+    ) -> bool:
         self.check_open()
         for asked in self._meant([id]):
             with self.pool.lock():
                 is_new, worker = note(asked), asked.worker
                 if worker is None:
                     return is_new
-                call = worker.ask({**message, "id": asked.id}, as_flag)
+                call = worker.ask(command(asked.id), _READ_FLAG)
             if is_locked_here():  # a worker's message may need the lock
                 return is_new
             with suppress(WorkerDiedError):
@@ -271,14 +287,13 @@ class Workers:
 
     def _cancel(self, some: Sequence[Asked], *, is_for_waiting: bool = False) -> int:
         """End requests; return how many were in flight. Those that a worker gives back now, or loses, end here."""
-        message = {"op": "cancel", "waiting": is_for_waiting}
         with self.pool.lock():
             for asked in some:
                 asked.give_up(is_for_waiting=is_for_waiting)
             held = [asked for asked in some if self.pool.drop_held(asked)]
             sent = self._left(some)
             calls = [
-                (connection.ask({**message, "ids": ids}, as_count), ids)
+                (connection.ask(Cancel(ids=ids, waiting=is_for_waiting), _READ_COUNT), ids)
                 for connection, ids in by_worker(sent).items()
             ]
         _tell_cancelled(held)
@@ -294,14 +309,14 @@ class Workers:
             ending = [a for a in self._left(sent) if a.id in lost and a.is_given_up]
             return n_ended + sum(a.is_cut_off or a in ending for a in sent)
 
-    def _cancel_soon(self, target: Batch, *, waiting: bool = False) -> None:
+    def _cancel_soon(self, find: Callable[[], list[Asked]], *, waiting: bool = False) -> None:
         def cancel() -> Callable[[], None]:
-            some = self._of(target)
+            some = find()
             for asked in some:
                 asked.give_up(is_for_waiting=waiting)
             held = [asked for asked in some if self.pool.drop_held(asked)]
             for connection, ids in by_worker(some).items():
-                connection.post("cancel", ids=ids, waiting=waiting)
+                connection.post(Cancel(ids=ids, waiting=waiting))
             return partial(_tell_cancelled, held)
 
         self.pool.do_soon(cancel)
@@ -314,76 +329,46 @@ class Workers:
 
     # ---- questions ----
 
+    def put(self, crossing: Crossing, arguments: Mapping[str, Any]) -> Any:
+        """Put a question to one of the workers."""
+        self.check_open()
+        return self.pool.ask(COMMAND_OF[crossing].of(arguments), reader(crossing.result))
+
+    def ask_each(self, method: Any, *arguments: object) -> list[tuple[Connection, Any]]:
+        """Put a question to every worker; return the answers of workers that live."""
+        self.check_open()
+        return self.pool.ask_all(command_of(method, *arguments), _reader_of(method))
+
     def check_options(self, options: RunOptions) -> None:
         """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""
         if options.adapter:
-            self.pool.ask("check_options", bool, options=options_as_json(options))
-
-    def n_tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> int:
-        """Return how many tokens a prompt has; computes nothing."""
-        return self._ask_about("count", as_count, prompt, options)
-
-    def tokens_of(self, prompt: BatchPrompt, options: RunOptions) -> Sequence[int]:
-        """Return a prompt's tokens; computes nothing."""
-        return self._ask_about("tokens", as_tokens, prompt, options)
-
-    def text_of(self, prompt: BatchPrompt, options: RunOptions) -> str:
-        """Return a chat as the model sees it, or a raw prompt as it is."""
-        return self._ask_about("text", as_text, prompt, options)
-
-    def pieces_of(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the bytes of tokens, control tokens written out."""
-        return self._ask("pieces", pieces_of_json, tokens=[*tokens])
-
-    def model_facts(self) -> ModelFacts:
-        """Return what the model is."""
-        return self._ask("model_facts", facts_of_json)
+            super().check_options(options)
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
         own = RunOptions.of(prompt.options)
         self.pool.check_slot(own.slot if own.slot is not None else options.slot)
         prompt = replace(prompt, options=replace(own, slot=None))
-        options = replace(options, slot=None)  # a worker has a number of its own for it
-        return self._ask_about("check", as_count, prompt, options)
-
-    def _ask_about(
-        self, op: str, read: Callable[[Any], _T], prompt: BatchPrompt, options: RunOptions
-    ) -> _T:
-        item = prompt_as_json(prompt, prompt.id or "")
-        return self._ask(op, read, item=item, options=options_as_json(options))
-
-    def _ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
-        self.check_open()
-        return self.pool.ask(op, read, **fields)
+        # a worker has a number of its own for the slot
+        return super().checked(prompt, replace(options, slot=None))
 
     def slots(self) -> list[SlotState]:
         """Return what each slot of each worker holds now."""
-        self.check_open()
-        return [*self._numbered(self.pool.ask_all("slots", slots_of_json))]
+        return [*self._numbered(self.ask_each(Questions.slots))]
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the work that all workers have done."""
-        self.check_open()
-        return self.pool.stats()
+        return self.pool.total(self.ask_each(Questions.stats))
 
     def reset_stats(self) -> None:
         """Set the statistics to zero."""
-        self.check_open()
-        self.pool.reset_stats()
+        self.pool.forget_stats()
+        self.ask_each(Questions.reset_stats)
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps of each worker, in a thread of its own. None ends that."""
         self.check_open()
         self.pool.record_steps(into)
-
-    def exactness(self) -> str:
-        """Return the text of `Engine.exactness`."""
-        return self._ask("exactness", as_text)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return what answers depend on besides prompt and options, by name."""
-        return self._ask("fingerprint", words_of_json)
 
     def pump(self) -> bool:
         """Do nothing: the workers work by themselves."""
@@ -391,17 +376,24 @@ class Workers:
 
 
 class _Encoded:
-    """Options as JSON; those of the last request are kept, for most have the same object."""
+    """Options as they are sent; those of the last request are kept, for most have the same object."""
 
     def __init__(self) -> None:
-        self._last = NO_OPTIONS, b"{}"
+        self._last = NO_OPTIONS, Raw(encode_call({}))
 
-    def of(self, options: RunOptions) -> bytes:
+    def of(self, options: RunOptions) -> Raw:
         last, said = self._last
         if last is not options:
-            said = dumps(options_as_json(options))
+            said = Raw(encode_call(told_options(options)))
             self._last = options, said
         return said
+
+
+def _reader_of(method: Any) -> Callable[[Raw], Any]:
+    return reader(method.crossing.result)
+
+
+_READ_FLAG, _READ_COUNT = reader(bool), reader(int)
 
 
 def _tell_cancelled(gone: Sequence[Asked]) -> None:

@@ -9,24 +9,30 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cbatch.checks import MAX_INT, check_int, shown
+from msgspec import structs
+
+from cbatch.checks import MAX_INT, check_int
 from cbatch.errors import CBatchError, ConfigError, EngineError, WorkerDiedError, words_of
 from cbatch.interrupts import HeldBack, Latch
-from cbatch.worker.framing import N_LINE_MAX
-from cbatch.worker.wire import VERSION, dumps, error_of_json, loads
+from cbatch.worker.framing import N_LINE_MAX, framed
+from cbatch.worker.wire import VERSION, Frame, Ready, decode, encode_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from msgspec import Raw
+
     from cbatch.stats import EngineStats
+    from cbatch.worker.protocol_commands import Command
     from cbatch.worker.requests import Asked
+    from cbatch.worker.wire import Answer
 
 
 class Link(Protocol):
     """A pair of pipes, or a socket, to a worker."""
 
-    def send(self, line: bytes) -> None:
-        """Send one line, which has no end yet. Raises an OSError where the worker is gone."""
+    def send(self, message: bytes) -> None:
+        """Send a message. Raises an OSError where the worker is gone."""
 
     def frames(self) -> Iterator[bytes]:
         """Yield the worker's frames as they come, until it is gone."""
@@ -53,13 +59,13 @@ class Reply:
 
     def __init__(
         self,
-        read: Callable[[Any], Any] | None = None,
+        read: Callable[[Raw], Any] | None = None,
         then: Callable[[Reply], object] | None = None,
     ) -> None:
         """Make one without an answer.
 
         Args:
-            read: makes the value of what the worker says, or raises where it says something else; None for no value.
+            read: makes the value of its bytes, or raises where they are something else; None for no value.
             then: called with the reply in the thread that takes frames.
         """
         self.value: Any = None
@@ -124,12 +130,12 @@ class Connection:
         self.key = os.urandom(8).hex()
         """Stands for this worker, and for none that takes its place."""
         self._numbers = count()
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int | str, Reply] = {}
         self._is_gone = False
         self._locked = threading.RLock()
         self._outgoing: deque[bytes] = deque()
         self._sending, self._is_sending, self._has_ended = threading.RLock(), False, False
-        self._put_off: deque[dict[str, Any]] = deque()
+        self._put_off: deque[Frame] = deque()
         """What a thread aside has read, for the thread that takes frames."""
         self._aside: threading.Thread | None = None
         self._is_aside = self._reads_on = False
@@ -144,16 +150,15 @@ class Connection:
         """
         frame = next(self.frames)
         try:
-            said = loads(frame)
-            version, error = said.get("cbatch"), error_of_json(said.get("error"))
-            if version == VERSION and error is None:
-                self.has_limit = said.get("has_limit") is True
-                window = check_int("n_window", said.get("n_window"), 1, MAX_INT)
-                return check_int("parallel", said.get("parallel"), 1, MAX_INT), window
+            ready = decode(frame, Ready)
+            if ready.cbatch == VERSION and ready.error is None:
+                self.has_limit = ready.has_limit
+                window = check_int("n_window", ready.n_window, 1, MAX_INT)
+                return check_int("parallel", ready.parallel, 1, MAX_INT), window
         except Exception as wrong:
             raise EngineError(f"what answers is no worker: {words_of(wrong)}") from None
-        raise error or EngineError(
-            f"the worker speaks version {shown(version)} of the protocol, this cbatch {VERSION}"
+        raise ready.error or EngineError(
+            f"the worker speaks version {ready.cbatch} of the protocol, this cbatch {VERSION}"
         )
 
     @property
@@ -163,35 +168,34 @@ class Connection:
 
     # ---- to the worker ----
 
-    def tell(self, op: str, **fields: object) -> None:
+    def tell(self, command: Command) -> None:
         """Send a command that has no answer; one to a worker that is gone is lost."""
-        self.post(op, **fields)
+        self.post(command)
         self.flush()
 
-    def call(self, op: str, read: Callable[[Any], Any] | None = None, **fields: object) -> Reply:
+    def call(self, command: Command, read: Callable[[Raw], Any] | None = None) -> Reply:
         """Send a command and return its answer to come; see `ask` and `Reply`."""
-        reply = self.ask({"op": op, **fields}, read)
+        reply = self.ask(command, read)
         self.flush()
         return reply
 
-    def post(self, op: str, **fields: object) -> None:
+    def post(self, command: Command) -> None:
         """Have `flush` send a command that has no answer."""
-        self._outgoing.append(dumps({"op": op, **fields}))
+        self._outgoing.append(framed(encode_call(command), "msgpack"))
 
     def ask(
         self,
-        message: dict[str, Any],
-        read: Callable[[Any], Any] | None = None,
+        command: Command,
+        read: Callable[[Raw], Any] | None = None,
         then: Callable[[Reply], object] | None = None,
-        more: bytes = b"",
     ) -> Reply:
-        """Have `flush` send a message, with `more` fields in JSON; return its answer to come.
+        """Have `flush` send a command; return its answer to come.
 
-        The answer is a ConfigError where the message is too long, or has a value that JSON does not have.
+        The answer is a ConfigError where the command is too long, or has a value that cannot be sent.
         """
         reply, number = Reply(read, then), next(self._numbers)
         try:
-            line = _line_of({**message, "n": number}, more)
+            message = _message_of(structs.replace(command, n=number))
         except ConfigError as error:
             reply.settle(None, error)
             return reply
@@ -199,7 +203,7 @@ class Connection:
             is_gone = self._is_gone
             if not is_gone:
                 self._replies[number] = reply
-                self._outgoing.append(line)
+                self._outgoing.append(message)
         if is_gone:
             reply.settle(None, WorkerDiedError(self.cause))
         return reply
@@ -224,7 +228,7 @@ class Connection:
 
     # ---- from the worker ----
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[Frame]:
         """Yield what the worker's frames hold as they come, until it is gone. For one thread, which is a `FrameThread`.
 
         Raises:
@@ -239,7 +243,7 @@ class Connection:
             elif self._failure is not None:
                 raise self._failure
             elif (frame := next(self.frames, None)) is not None:
-                yield loads(frame)
+                yield decode(frame, Frame)
             else:
                 return
 
@@ -262,9 +266,10 @@ class Connection:
     def _read_aside(self) -> None:
         try:
             while (frame := next(self.frames, None)) is not None:
-                said = loads(frame)
-                for number, *answer in said.pop("replies", ()):
-                    self.settle(number, *answer)
+                said = decode(frame, Frame)
+                replies, said.replies = said.replies, []
+                for answer in replies:
+                    self.settle(answer)
                 self._put_off.append(said)
                 with self._locked:
                     if not self._reads_on:
@@ -282,14 +287,13 @@ class Connection:
             self._has_ended = True
         return self.link.end()
 
-    def settle(self, number: int, value: object, error: Any = None) -> None:
+    def settle(self, answer: Answer) -> None:
         """Give a call its answer; one that cannot be read raises, and the call stays open. In the thread of frames."""
-        reply = self._replies.get(number)
+        reply = self._replies.get(answer.n)
         if reply is not None:
-            failure = error_of_json(error)
-            found = reply.read(value) if failure is None else None
-            if self._replies.pop(number, None) is reply:
-                reply.settle(found, failure)
+            found = reply.read(answer.value) if answer.error is None else None
+            if self._replies.pop(answer.n, None) is reply:
+                reply.settle(found, answer.error)
 
     def lose(self, cause: str) -> None:
         """Give every call that waits the error of a worker that is gone."""
@@ -301,17 +305,11 @@ class Connection:
             reply.settle(None, WorkerDiedError(cause))
 
 
-def _line_of(message: dict[str, Any], more: bytes) -> bytes:
-    """Return a message as a line, with `more` fields in JSON.
-
-    Raises:
-        ConfigError: the line is too long, or has a value that JSON does not have.
-    """
-    line = dumps(message)
-    if more:
-        line = b"%s,%s}" % (line[:-1], more)
-    if len(line) > N_LINE_MAX:
+def _message_of(command: Command) -> bytes:
+    """Return a command as it is sent. Raises a ConfigError where it is too long, or has a value that cannot be sent."""
+    data = encode_call(command)
+    if len(data) > N_LINE_MAX:
         raise ConfigError(
-            f"{len(line):,} bytes are too many for a worker process, which takes {N_LINE_MAX:,}"
+            f"{len(data):,} bytes are too many for a worker process, which takes {N_LINE_MAX:,}"
         )
-    return line
+    return framed(data, "msgpack")

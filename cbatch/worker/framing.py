@@ -1,11 +1,11 @@
-"""How messages are told from each other on a pipe or a socket: lines, or a length before each."""
+"""How messages are told from each other on a pipe or a socket: lines of JSON, or msgpack with its length before it."""
 
 from __future__ import annotations
 
 import os
 import select
 import struct
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import BinaryIO
 
-Frames: TypeAlias = Literal["lines", "length"]
-"""A frame is a line of JSON; or four bytes, its length in little-endian, and then JSON without an end of line."""
+    from cbatch.worker.wire import Frames
 
 N_LINE_MAX = 64 * 2**20
 """Bytes of the longest line that a worker takes: a prompt of a million tokens has some 10 MB. Our choice."""
@@ -24,7 +23,10 @@ N_FRAME_MAX = 2**30
 
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<Ic")
-"""A length, and the first byte of the frame, which is an object."""
+"""A length, and the first byte of the frame."""
+
+_MAPS = frozenset(bytes([0x80 + n]) for n in range(16))
+"""First bytes of a map with few fields, as every frame is. Source: msgpack's specification, fixmap."""
 
 _N_PIECE = 2**16
 """Bytes of one write. Source: Linux's manual, pipe(7): the capacity of a pipe."""
@@ -44,17 +46,22 @@ def read_lines(source: BinaryIO, n_max: int = N_LINE_MAX) -> Iterator[bytes | No
         yield None
 
 
+def read_messages(source: BinaryIO, frames: Frames) -> Iterator[bytes | None]:
+    """Yield each message to a worker as it comes; None for a line that is too long. Raises as `read_frames`."""
+    return read_lines(source) if frames == "lines" else read_frames(source, N_LINE_MAX)
+
+
 class FrameSink:
     """Writes frames to a descriptor, which stays open. One thread at a time."""
 
     def __init__(self, fd: int, frames: Frames) -> None:
-        self._fd, self._frames = fd, frames
+        self._fd, self.frames = fd, frames
         self.n_written = 0
         """Bytes that were taken so far."""
 
     def write(self, frame: bytes) -> None:
         """Write one frame; return when all of it is taken. Raises an OSError where the reader is gone."""
-        data = memoryview(framed(frame, self._frames))
+        data = memoryview(framed(frame, self.frames))
         while data:
             n_taken = write_some(self._fd, data[:_N_PIECE])
             self.n_written += n_taken
@@ -62,7 +69,7 @@ class FrameSink:
 
     def write_at_once(self, frame: bytes) -> bool:
         """Write a frame where that need not wait for the reader; else return False, and write nothing."""
-        data = framed(frame, self._frames)
+        data = framed(frame, self.frames)
         if len(data) > _N_AT_ONCE or not self.is_ready():
             return False
         self.write(frame)
@@ -99,7 +106,7 @@ def read_frames(source: BinaryIO, n_max: int = N_FRAME_MAX) -> Iterator[bytes]:
     """
     while len(head := source.read(_HEAD.size)) == _HEAD.size:
         n_bytes, first = _HEAD.unpack(head)
-        if first != b"{" or not n_bytes:
+        if first not in _MAPS or not n_bytes:
             raise ConfigError(f"no frame: {head!r}")
         if n_bytes > n_max:
             raise ConfigError(f"a frame of {n_bytes} bytes; at most {n_max} are taken")

@@ -1,4 +1,4 @@
-"""The worker's side of the border: commands come in as lines of JSON, and drive the engine of this process."""
+"""The worker's side of the border: commands come in as messages, and drive the engine of this process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from cbatch.checks import MAX_INT, check_flag, check_int, check_seconds, shown, token_ids
+from msgspec import Struct
+
+from cbatch.checks import MAX_INT, check_int, shown
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -24,38 +26,45 @@ from cbatch.errors import (
 )
 from cbatch.interrupts import Sleepers
 from cbatch.logs import FIELDS
-from cbatch.messages import BatchPrompt, as_id
+from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.runtime.choices import display_id, request_id
+from cbatch.response import BatchResult, Timings
+from cbatch.runtime.choices import request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
+from cbatch.runtime.output import Origin
 from cbatch.worker.framing import N_LINE_MAX
-from cbatch.worker.wire import (
-    comparison_as_json,
-    error_as_json,
-    extension_of_json,
-    loads,
-    options_of_json,
-    plain_json,
-    prompt_of_json,
-    stats_as_json,
+from cbatch.worker.protocol_commands import (
+    ANY_COMMAND,
+    COMMAND,
+    COMMANDS,
+    CROSSINGS,
+    ORDERS,
+    Abort,
+    Cancel,
+    Close,
+    Command,
+    Credit,
+    Extend,
+    RecordSteps,
+    Run,
+    Stream,
+    TakeBack,
+    made_tokens,
 )
+from cbatch.worker.wire import LogLine, decode, heard_options, reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.response import BatchOutputChunk
+    from cbatch.runtime.crossings import Crossing
     from cbatch.runtime.local import LocalRuntime
     from cbatch.worker.outbox import Outbox
+    from cbatch.worker.wire import Frames, Item
 
 DEBUG = "CBATCH_DEBUG"
 """The environment variable that is 1 where the command `abort` is known, for tests."""
-
-Message: TypeAlias = "Mapping[str, Any]"
-
-_Command: TypeAlias = "tuple[Callable[[Host, Message], object] | None, Sequence[str]]"
-"""What does a command, None for `close`; and the fields that it may have."""
-
 
 N_LATER_MAX = 1000
 """Commands that may wait for room in the queue, or compute for long, at once: each has a thread. Our choice."""
@@ -97,24 +106,30 @@ class _Batch:
 
 
 class Host:
-    """Does what lines of JSON say with an engine, and tells what came of it through an outbox. See docs/protocol.md.
+    """Does what messages say with an engine, and tells what came of it through an outbox. See docs/protocol.md.
 
-    A line is an object with `op` and that command's fields; with `n`, a number or text, it is answered by a reply
-    `[n, value]` or `[n, null, error]`. What is wrong with another line is said among a frame's `errors`.
+    A message has `op` and that command's fields; with `n`, a number or text, it is answered by a reply
+    `[n, value]` or `[n, null, error]`. What is wrong with another one is said among a frame's `errors`.
     """
 
     def __init__(
-        self, runtime: LocalRuntime, outbox: Outbox, options: RunOptions | None = None
+        self,
+        runtime: LocalRuntime,
+        outbox: Outbox,
+        options: RunOptions | None = None,
+        frames: Frames = "lines",
     ) -> None:
         """Make one; it closes neither of them. `options` are defaults for every request."""
-        self._runtime, self._outbox = runtime, outbox
+        self._runtime, self._outbox, self._frames = runtime, outbox, frames
+        can_abort = os.environ.get(DEBUG) == "1"
+        self._read = reader(ANY_COMMAND if can_abort else COMMAND, frames)
         self._batches: dict[str, _Batch] = {}
         """The target of each request in flight, by id."""
         self._ids, self._options = Ids(), _LastOptions(options or RunOptions())
         self._later: dict[threading.Thread, int] = {}
         """Threads of commands that wait or compute, and the bytes of each one's line."""
-        self._n_line = 0
-        """Bytes of the current line."""
+        self._n_message = 0
+        """Bytes of the current message."""
         self._ending: SessionEnd | None = None
         self._closing: list[object] = []
         """The number of `close`, once it was asked for."""
@@ -195,42 +210,68 @@ class Host:
     def _end(self, cause: EngineClosedError | None) -> None:
         """Tell why the engine has stopped, where nobody has closed it; requests in flight get no results then."""
         if cause is not None:
-            self._outbox.put("died", error_as_json(cause))
+            self._outbox.put("died", cause)
             self.end(SessionEnd.FAILED)
 
     def _admit(self, ids: Sequence[str]) -> None:
         """Tell which requests are computed from now on, before that can end the process. Owner thread."""
         self._outbox.put_at_once("admitted", [*dict.fromkeys(map(request_id, ids))])
 
-    # ---- lines ----
+    # ---- commands ----
 
-    def _do(self, line: bytes) -> bool:
-        """Do what a line says; return whether it is `close`."""
-        number, self._n_line = None, len(line)
+    def _do(self, message: bytes) -> bool:
+        """Do what a message says; return whether it is `close`."""
+        command, self._n_message = None, len(message)
         try:
-            message = loads(line)
-            number = _number_of(message)
-            command, fields = self._command(message.get("op"))
-            _check_fields(message, fields)
-            if command is None:
-                self._closing = [number]
+            command = self._read(message)
+            if isinstance(command, Close):
+                self._closing = [command.n]
                 return True
-            found = command(self, message)
-            if isinstance(found, _Later):
-                self._do_later(number, found)
+            crossing = CROSSINGS.get(type(command))
+            if crossing is None:
+                found = self._commands[type(command)](self, command)
             else:
-                self._tell(number, found)
+                found = self._answer(crossing, command)
+            if isinstance(found, _Later):
+                self._do_later(command.n, found)
+            else:
+                self._tell(command.n, found)
         except Exception as error:
-            self._tell(number, None, error)
+            if command is None:
+                self._tell(*self._answer_to_wrong(message, error))
+            else:
+                self._tell(command.n, None, error)
         return False
 
-    def _command(self, op: object) -> _Command:
-        found = self._commands.get(op) if isinstance(op, str) else None
-        if op == "abort" and os.environ.get(DEBUG) == "1":
-            found = Host._abort, ()
-        if found is None:
-            raise ConfigError(f"op must be one of {', '.join(self._commands)}; not {shown(op)}")
-        return found
+    def _answer_to_wrong(self, message: bytes, error: Exception) -> tuple[Any, None, Exception]:
+        """Return the number of a message that cannot be read, as far as it has one, and what is wrong with it."""
+        try:
+            said = decode(message, _Head, self._frames)
+        except ConfigError:
+            return None, None, error
+        words = f"{said.op}: {error}"
+        if not isinstance(said.op, str) or said.op not in COMMANDS:
+            words = f"op must be one of {', '.join(COMMANDS)}; not {shown(said.op)}"
+        return said.n, None, ConfigError(words)
+
+    def _answer(self, crossing: Crossing, command: Command) -> object:
+        """Call a method that is declared in `runtime/interface.py`."""
+        arguments = {
+            name: self._settled(kind, getattr(command, name))
+            for name, (kind, _) in crossing.parameters.items()
+        }
+        engine = self._runtime.orders if crossing in ORDERS else self._runtime
+        work = partial(getattr(engine, crossing.name), **arguments)
+        if not crossing.waits:
+            return work()
+        self._check_later()
+        return _Later(work)
+
+    def _settled(self, kind: object, said: Any) -> object:
+        """Return an argument of a type as it was sent."""
+        if kind is RunOptions:
+            return self._options.of(said)
+        return said.made() if kind is BatchPrompt else said
 
     def _do_later(self, number: object, rest: _Later) -> None:
         """Do the rest of a command in a thread of its own, and answer it."""
@@ -244,7 +285,7 @@ class Host:
             self._changed.wake()
 
         thread = threading.Thread(target=answer, name="cbatch-command", daemon=True)
-        self._later[thread] = self._n_line
+        self._later[thread] = self._n_message
         try:
             thread.start()
         except RuntimeError:  # the system has no more of them
@@ -257,9 +298,9 @@ class Host:
         if len(self._later) >= N_LATER_MAX:
             raise ConfigError(f"{N_LATER_MAX} commands wait or compute already: try again later")
         n_bytes = sum([*self._later.values()])  # a copy: threads that end change it
-        if n_bytes and n_bytes + self._n_line > N_LATER_BYTES_MAX:
+        if n_bytes and n_bytes + self._n_message > N_LATER_BYTES_MAX:
             raise ConfigError(
-                f"commands of {n_bytes:,} bytes wait or compute already, and this one has {self._n_line:,}; "
+                f"commands of {n_bytes:,} bytes wait or compute already, and this one has {self._n_message:,}; "
                 f"the limit is {N_LATER_BYTES_MAX:,} together: try again later"
             )
 
@@ -270,36 +311,34 @@ class Host:
         if error is not None and number is None:
             self._outbox.fail(error)
         elif error is not None:
-            self._outbox.put("replies", (number, None, error_as_json(error)))
+            self._outbox.put("replies", (number, None, error))
         elif number is not None:
             self._outbox.put("replies", (number, value))
 
     # ---- requests ----
 
-    def _run(self, message: Message) -> object:
+    def _run(self, command: Run) -> object:
         """Queue requests: all or none. Return their ids."""
-        items = message.get("items")
-        if not isinstance(items, list) or not items:
-            raise ConfigError(f"items is a list of prompts, not {shown(items)}")
         if self._runtime.has_limit:
             self._check_later()
-        prompts = [_at(i, item) for i, item in enumerate(items)]
+        prompts = [_at(i, item) for i, item in enumerate(command.items)]
         ids = self._ids.of_batch([prompt.id for prompt in prompts], self._runtime.ids)
         self._check_free(ids)
-        batch = self._batch(message)
+        batch = self._batch(command)
+        seconds = math.inf if command.seconds is None else command.seconds
         submission = Submission(
             prompts,
             ids,
-            [str(item.get("name") or "") for item in items],
-            self._options.of(message.get("options")),
-            time.perf_counter() + _seconds(message, "seconds", math.inf),
+            [item.name for item in command.items],
+            self._options.of(command.options),
+            time.perf_counter() + seconds,
             batch,
-            age_s=_seconds(message, "age_s", 0.0),
-            is_paused=_flag(message, "paused"),
-            is_fed=_flag(message, "fed"),
-            may_wait=_flag(message, "may_wait", default=True),
-            is_checked=_flag(message, "checked"),
-            is_part=_flag(message, "part"),
+            age_s=command.age_s,
+            is_paused=command.paused,
+            is_fed=command.fed,
+            may_wait=command.may_wait,
+            is_checked=command.checked,
+            is_part=command.part,
         )
         batch.ids.update(enumerate(ids))
         self._batches.update(dict.fromkeys(ids, batch))
@@ -315,9 +354,8 @@ class Host:
             return finish()
         return _Later(finish, partial(self._runtime.orders.take_back, ids))
 
-    def _batch(self, message: Message) -> _Batch:
-        is_streamed, by_token = _flag(message, "stream"), _flag(message, "by_token")
-        return _Batch(self, is_streamed=is_streamed, wants_tokens=by_token)
+    def _batch(self, command: Run | Extend) -> _Batch:
+        return _Batch(self, is_streamed=command.stream, wants_tokens=command.by_token)
 
     def _check_free(self, ids: Sequence[str]) -> None:
         """Refuse an id whose last result is not written yet: the new request's output might come before it."""
@@ -338,17 +376,9 @@ class Host:
             self._batches.pop(id, None)
         self._changed.wake()
 
-    def _extend(self, message: Message) -> object:
+    def _extend(self, command: Extend) -> object:
         """Queue a request that continues a result; return its id."""
-        batch = self._batch(message)
-        n_tokens = check_int("n_tokens", message.get("n_tokens"), 1, MAX_INT)
-        options = message.get("options")
-        result = extension_of_json(
-            message.get("item"),
-            self._options.of(options),
-            message.get("result"),
-            self._runtime.request_of,
-        )
+        batch, result = self._batch(command), self._extended(command)
         check_own((result.id,), self._runtime.ids)
         self._check_free((result.id,))
         if result.token_ids:
@@ -357,162 +387,92 @@ class Host:
         batch.ids[0] = result.id
         self._batches[result.id] = batch
         with self._forgotten_if_it_raises([result.id]):
-            return self._runtime.extend(result, n_tokens, batch, is_paused=_flag(message, "paused"))
+            return self._runtime.extend(result, command.n_tokens, batch, is_paused=command.paused)
 
-    def _stream(self, message: Message) -> object:
+    def _extended(self, command: Extend) -> BatchResult:
+        """Return the result to go on from, as far as going on needs it."""
+        prompt, said = command.prompt.made(), command.result
+        if prompt.id is None:
+            raise ConfigError("the prompt of extend must have the id of its result")
+        merged = RunOptions.of(prompt.options).over(self._options.of(command.options))
+        # the result is one of the choices
+        merged = replace(merged, seed=said.seed, n=None, best_of=None)
+        request = self._runtime.request_of(replace(prompt, options=None), prompt.id, merged)
+        for name, value in asdict(said.usage).items():
+            check_int(name, value, 0, MAX_INT)
+        number = -1 if said.origin is None else said.origin
+        tokens, usage = tuple(said.token_ids), said.usage
+        return BatchResult(
+            request.id,
+            "",
+            tokens,
+            said.finish_reason,
+            None,
+            usage,
+            Timings(0.0, None, 0.0, None, None),
+            said.seed,
+            logprobs=made_tokens(said.logprobs),
+            prompt_logprobs=made_tokens(said.prompt_logprobs),
+            origin=Origin(request, number, tokens, said.finish_reason, usage),
+        )
+
+    def _stream(self, command: Stream) -> object:
         """Have chunks come from now on."""
-        for id in _ids(message):
+        for id in command.ids:
             if (batch := self._batches.get(id)) is not None:
                 batch.is_streamed = True
                 self._runtime.orders.watch(batch)
         return None
 
-    def _cancel(self, message: Message) -> object:
+    def _cancel(self, command: Cancel) -> object:
         """End requests; with `waiting`, only those that never had a slot. Return how many were in flight."""
-        ids, orders = _ids(message), self._runtime.orders
-        is_for_waiting = _flag(message, "waiting")
-        if _number_of(message) is not None:
-            return orders.cancel(ids, is_for_waiting=is_for_waiting)
+        orders = self._runtime.orders
+        if command.n is not None:
+            return orders.cancel(command.ids, is_for_waiting=command.waiting)
         # does not wait: many clients may leave at once, and each would cost a step
-        orders.cancel_soon(ids, is_for_waiting=is_for_waiting)
+        orders.cancel_soon(command.ids, is_for_waiting=command.waiting)
         return None
 
-    def _cancel_all(self, _: Message) -> object:
-        return self._runtime.cancel_all()
-
-    def _take_back(self, message: Message) -> object:
+    def _take_back(self, command: TakeBack) -> object:
         """Take out requests that never had a slot, without a result; return their ids."""
-        ids = self._runtime.orders.take_back(_ids(message))
+        ids = self._runtime.orders.take_back(command.ids)
         self._forget(ids)
         return ids
 
-    def _pause(self, message: Message) -> object:
-        return self._runtime.orders.pause(_id(message.get("id")))
-
-    def _resume(self, message: Message) -> object:
-        n_tokens = message.get("n_tokens")
-        if n_tokens is not None:
-            n_tokens = check_int("n_tokens", n_tokens, 1, MAX_INT)
-        return self._runtime.orders.resume(_id(message.get("id")), n_tokens)
-
-    # ---- questions ----
-
-    def _compare_rows(self, message: Message) -> object:
-        """Return the comparisons of requests' next rows, of all where `ids` is left out."""
-        ids = None if message.get("ids") is None else _ids(message)
-        return [*map(comparison_as_json, self._runtime.orders.compare_rows(ids))]
-
-    def _count(self, message: Message) -> object:
-        """Return how many tokens a prompt has."""
-        return self._about_prompt(self._runtime.n_tokens_of, message)
-
-    def _about_prompt(
-        self, ask: Callable[[BatchPrompt, RunOptions], object], message: Message
-    ) -> _Later:
-        """Return a question about a prompt, which may be long."""
-        options = self._options.of(message.get("options"))
-        prompt = prompt_of_json(message.get("item"))
-        self._check_later()
-        return _Later(partial(ask, prompt, options))
-
-    def _tokens(self, message: Message) -> object:
-        """Return a prompt's tokens."""
-        return self._about_prompt(self._listed_tokens, message)
-
-    def _listed_tokens(self, prompt: BatchPrompt, options: RunOptions) -> list[int]:
-        return [*self._runtime.tokens_of(prompt, options)]
-
-    def _text(self, message: Message) -> object:
-        """Return a chat as the model sees it."""
-        return self._about_prompt(self._runtime.text_of, message)
-
-    def _pieces(self, message: Message) -> object:
-        """Return the bytes of tokens, each as Latin-1 text."""
-        tokens = token_ids("tokens", message.get("tokens"))
-        return [piece.decode("latin-1") for piece in self._runtime.pieces_of(tokens)]
-
-    def _model_facts(self, _: Message) -> object:
-        return asdict(self._runtime.model_facts())
-
-    def _check(self, message: Message) -> object:
-        """Return how many tokens a prompt has; raise what it would end with before it runs."""
-        return self._about_prompt(self._runtime.checked, message)
-
-    def _check_options(self, message: Message) -> object:
-        self._runtime.check_options(self._options.of(message.get("options")))
-        return None
-
-    def _slots(self, _: Message) -> object:
-        """Return what each slot holds, by name."""
-        return [asdict(slot) for slot in self._runtime.slots()]
-
-    def _stats(self, _: Message) -> object:
-        return stats_as_json(self._runtime.stats())
-
-    def _reset_stats(self, _: Message) -> object:
-        self._runtime.reset_stats()
-        return None
-
-    def _record_steps(self, message: Message) -> object:
+    def _record_steps(self, command: RecordSteps) -> object:
         """Tell of each run of steps, or, with `on` false, no more."""
-        is_on = _flag(message, "on")
-        self._runtime.record_steps(partial(self._outbox.put, "steps") if is_on else None)
+        self._runtime.record_steps(partial(self._outbox.put, "steps") if command.on else None)
         return None
 
-    def _exactness(self, _: Message) -> object:
-        self._check_later()
-        return _Later(self._runtime.exactness)
+    def _credit(self, command: Credit) -> object:
+        """Allow the writing of so many more bytes."""
+        self._outbox.grant(command.bytes)
+        return None
 
-    def _fingerprint(self, _: Message) -> object:
-        return self._runtime.fingerprint()
-
-    def _abort(self, _: Message) -> object:
+    def _abort(self, _: Abort) -> object:
         """Have llama.cpp end this process."""
         from cbatch.backend.abort import trip_assertion
 
         trip_assertion()
         return None
 
-    def _credit(self, message: Message) -> object:
-        """Allow the writing of so many more bytes."""
-        self._outbox.grant(check_int("bytes", message.get("bytes"), 1, MAX_INT))
-        return None
-
-    _commands: Mapping[str, _Command] = {
-        "run": (
-            _run,
-            (
-                *("items", "options", "stream", "by_token", "seconds", "age_s"),
-                *("fed", "may_wait", "paused", "checked", "part"),
-            ),
-        ),
-        "extend": (
-            _extend,
-            ("item", "options", "result", "n_tokens", "stream", "by_token", "paused"),
-        ),
-        "stream": (_stream, ("ids",)),
-        "cancel": (_cancel, ("ids", "waiting")),
-        "cancel_all": (_cancel_all, ()),
-        "take_back": (_take_back, ("ids",)),
-        "pause": (_pause, ("id",)),
-        "resume": (_resume, ("id", "n_tokens")),
-        "compare_rows": (_compare_rows, ("ids",)),
-        "count": (_count, ("item", "options")),
-        "tokens": (_tokens, ("item", "options")),
-        "text": (_text, ("item", "options")),
-        "pieces": (_pieces, ("tokens",)),
-        "model_facts": (_model_facts, ()),
-        "check": (_check, ("item", "options")),
-        "check_options": (_check_options, ("options",)),
-        "slots": (_slots, ()),
-        "stats": (_stats, ()),
-        "reset_stats": (_reset_stats, ()),
-        "record_steps": (_record_steps, ("on",)),
-        "exactness": (_exactness, ()),
-        "fingerprint": (_fingerprint, ()),
-        "credit": (_credit, ("bytes",)),
-        "close": (None, ()),
+    _commands: Mapping[type[Command], Callable[[Host, Any], object]] = {
+        Run: _run,
+        Extend: _extend,
+        Stream: _stream,
+        Cancel: _cancel,
+        TakeBack: _take_back,
+        RecordSteps: _record_steps,
+        Credit: _credit,
+        Abort: _abort,
     }
+
+
+class _Head(Struct):
+    """What is read of a command that is wrong."""
+
+    op: Any = None
+    n: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,58 +499,21 @@ class _LastOptions:
 
     def __init__(self, default: RunOptions) -> None:
         self._default = self._options = default
-        self._said: object = None
+        self._said: dict[str, Any] | None = None
 
-    def of(self, said: object) -> RunOptions:
+    def of(self, said: dict[str, Any] | None) -> RunOptions:
         """Return options over the default ones. Raises a ConfigError where one is unknown or wrong."""
         if said != self._said:
-            self._options = options_of_json(said).over(self._default)
+            self._options = heard_options(said or {}).over(self._default)
             self._said = said
         return self._options
 
 
-def _at(i: int, item: object) -> BatchPrompt:
+def _at(i: int, item: Item) -> BatchPrompt:
     try:
-        return prompt_of_json(item)
+        return item.made()
     except ConfigError as error:
         raise ConfigError(f"items[{i}]: {error}") from None
-
-
-def _number_of(message: Message) -> object:
-    number = message.get("n")
-    if number is not None and type(number) not in (int, str):
-        raise ConfigError(f"n is a whole number or text, not {shown(number)}")
-    return number
-
-
-def _check_fields(message: Message, known: Sequence[str]) -> None:
-    for key in message:
-        if key not in ("op", "n", *known):
-            may = ", ".join(known) or "none but op and n"
-            raise ConfigError(f"{message['op']} has no field {shown(key)}; its fields are: {may}")
-
-
-def _id(value: object) -> str:
-    id = as_id(value)
-    if display_id(id) != id:  # that of one choice's sequence
-        raise ConfigError(f"no request has the id {shown(id)}")
-    return id
-
-
-def _ids(message: Message) -> list[str]:
-    ids = message.get("ids")
-    if not isinstance(ids, list):
-        raise ConfigError(f"ids is a list of texts, not {shown(ids)}")
-    return [*map(_id, ids)]
-
-
-def _flag(message: Message, name: str, *, default: bool = False) -> bool:
-    return check_flag(name, message.get(name, default))
-
-
-def _seconds(message: Message, name: str, default: float) -> float:
-    value = message.get(name)
-    return default if value is None else check_seconds(name, value)
 
 
 class LogToOutbox(logging.Handler):
@@ -605,9 +528,5 @@ class LogToOutbox(logging.Handler):
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
-        values = {name: _plain(value) for name, value in getattr(record, FIELDS, {}).items()}
-        self._outbox.put("logs", (record.name, record.levelno, text, values))
-
-
-def _plain(value: object) -> object:
-    return plain_json(value) if isinstance(value, int | float | str | None) else str(value)
+        values = getattr(record, FIELDS, {})
+        self._outbox.put("logs", LogLine(record.name, record.levelno, text, values))

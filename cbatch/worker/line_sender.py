@@ -1,4 +1,4 @@
-"""Lines for a worker that may not read for a while: nobody waits until it does."""
+"""Messages for a worker that may not read for a while: nobody waits until it does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST_S = 1.0
 
 
 class LineSender:
-    """Writes lines to a pipe or a socket; what does not fit in is kept, and written by a thread as there is room.
+    """Writes messages to a pipe or a socket; what does not fit in is kept, and written by a thread as there is room.
 
     So a worker that is stopped, or reads slowly, holds up neither its client nor the client's other workers.
     """
@@ -33,9 +33,9 @@ class LineSender:
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
 
-    def send(self, line: bytes) -> None:
-        """Send one line, which has no end yet. Raises an OSError where the worker is known to be gone."""
-        data = memoryview(line + b"\n")
+    def send(self, message: bytes) -> None:
+        """Send a message. Raises an OSError where the worker is known to be gone."""
+        data = memoryview(message)
         with self._lock:
             if self._error is not None:
                 raise self._error

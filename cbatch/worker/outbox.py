@@ -5,23 +5,14 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Mapping
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import ConfigError
 from cbatch.response import BatchOutputChunk
-from cbatch.worker.wire import (
-    chunk_as_json,
-    dumps,
-    error_as_json,
-    plain_json,
-    result_as_json,
-    step_as_json,
-)
+from cbatch.worker.wire import encode, told_result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from cbatch.response import BatchResult, FinishReason, TokenLogprob
     from cbatch.worker.framing import FrameSink
@@ -49,9 +40,8 @@ _KINDS = (*_OUTPUT, *_ANSWERS)
 class Outbox:
     """Collects output, replies and events for one reader. Every method from any thread.
 
-    A frame is a JSON object of lists by kind, which a reader takes in this order: `admitted`, `chunks`, `results`,
-    `steps`, `logs`, `errors`, `replies`, `died`. Chunks of one answer that wait are one chunk, so no more waits than
-    the answers and N_EVENTS_MAX events.
+    A frame has lists by kind, which a reader takes in the order of `wire.Frame`. Chunks of one answer that wait are one
+    chunk, so no more waits than the answers and N_EVENTS_MAX events.
     """
 
     def __init__(
@@ -108,14 +98,14 @@ class Outbox:
 
     def fail(self, error: BaseException) -> None:
         """Tell an error that belongs to no call."""
-        self.put("errors", error_as_json(error))
+        self.put("errors", error)
 
     def put_at_once(self, kind: str, values: Sequence[object]) -> None:
         """Write values before this returns, where the reader takes them: the process may end without another word."""
         may_write = self._credit is None or self._credit > 0
         if may_write and self._sink.is_ready() and self._writing.acquire(timeout=_SOON_S):
             try:
-                if self._write(self._sink.write_at_once, dumps({kind: [*values]})):
+                if self._write(self._sink.write_at_once, self._encoded({kind: values})):
                     return
             finally:
                 self._writing.release()
@@ -207,15 +197,12 @@ class Outbox:
         return self._is_closed or any(map(self._has, _KINDS if may_write else _ANSWERS))
 
     def _send(self, frame: dict[str, list[Any]]) -> None:
-        said = {
-            kind: [*map(_ENCODERS[kind], values)] if kind in _ENCODERS else values
-            for kind, values in frame.items()
-        }
-        try:
-            line = dumps(said)
-        except ConfigError:
-            line = dumps(plain_json(said))
-        self._write(self._sink.write, line)
+        if results := frame.get("results"):
+            frame["results"] = [*map(told_result, results)]
+        self._write(self._sink.write, self._encoded(frame))
+
+    def _encoded(self, frame: Mapping[str, Sequence[Any]]) -> bytes:
+        return encode(frame, self._sink.frames)
 
     def _write(self, write: Callable[[bytes], object], line: bytes) -> object:
         """Write a frame, which uses up credit, unless the reader has left; note that it has."""
@@ -297,8 +284,8 @@ def _size_of_other(_: object) -> int:
 
 
 def _size_of_reply(reply: Any) -> int:
-    """Return about the bytes of a reply; an error, which is a mapping, has few."""
-    value = None if isinstance(reply, Mapping) else reply[1]
+    """Return about the bytes of a reply; an error has few."""
+    value = reply[1] if isinstance(reply, tuple) else None
     if isinstance(value, str):
         return 128 + len(value)
     return 128 + (8 * len(value) if isinstance(value, list) else 0)
@@ -310,9 +297,3 @@ _SIZES: dict[str, Callable[[Any], int]] = {
     "replies": _size_of_reply,
 }
 """About the bytes of a value."""
-
-_ENCODERS: dict[str, Callable[[Any], object]] = {
-    "chunks": chunk_as_json,
-    "results": result_as_json,
-    "steps": step_as_json,
-}

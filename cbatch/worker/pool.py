@@ -8,8 +8,9 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.errors import (
     CBatchError,
@@ -28,27 +29,31 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
+from cbatch.worker.protocol_commands import Cancel, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin, in_messages
 from cbatch.worker.requests_lock import RequestsLock
 from cbatch.worker.routing import Routing, beginnings
-from cbatch.worker.shapes import as_count, as_list, as_object, as_text, as_texts
-from cbatch.worker.wire import stats_of_json, step_of_json
+from cbatch.worker.wire import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+
+    from msgspec import Raw
 
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.interface import Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import StepRecord
     from cbatch.worker.connection import Connection, Link, Reply
+    from cbatch.worker.protocol_commands import Command
     from cbatch.worker.requests import Asked
     from cbatch.worker.requests_lock import Work
+    from cbatch.worker.wire import Frame
 
 _log = Log("cbatch")
 
-_T = TypeVar("_T")
+read_texts = reader(list[str])
 
 Launch: TypeAlias = "Callable[[], Link]"
 """Starts a worker, or reaches one that is there."""
@@ -201,7 +206,7 @@ class Pool:
         first = sum(other.n_slots for other in self._replicas[: replica.i])
         return range(first, first + replica.n_slots)
 
-    def ask(self, op: str, read: Callable[[Any], _T], **fields: object) -> _T:
+    def ask(self, command: Command, read: Callable[[Raw], Any]) -> Any:
         """Put a question to some worker, and to another where it dies; return the answer, or raise its error.
 
         `read` makes it of what the worker says; see `Reply`.
@@ -214,45 +219,45 @@ class Pool:
         for n_left in reversed(range(N_ASKED_MAX)):
             connection = self._some_worker()
             try:
-                return cast("_T", connection.call(op, read, **fields).wait())
+                return connection.call(command, read).wait()
             except WorkerDiedError:
                 if not n_left:
                     raise
         raise AssertionError
 
     def ask_all(
-        self, op: str, read: Callable[[Any], _T] | None = None, **fields: object
-    ) -> list[tuple[Connection, _T]]:
+        self, command: Command, read: Callable[[Raw], Any] | None = None
+    ) -> list[tuple[Connection, Any]]:
         """Put a question to every worker; return the answers of workers that live. See `ask`."""
-        calls = [(connection, connection.call(op, read, **fields)) for connection in self.ready]
+        calls = [(connection, connection.call(command, read)) for connection in self.ready]
         found = []
         for connection, call in calls:
             with suppress(WorkerDiedError):
                 found.append((connection, call.wait()))
         return found
 
-    def stats(self) -> EngineStats:
-        """Return the figures of all workers together."""
+    def total(self, found: Iterable[tuple[Connection, EngineStats]]) -> EngineStats:
+        """Return the figures of all workers together, of which `found` has those of the workers that are there."""
         total = self.lost.copy()
-        for connection, found in self.ask_all("stats", stats_of_json):
-            connection.stats = found
-            total.add(connection.stats)
+        for connection, stats in found:
+            connection.stats = stats
+            total.add(stats)
         most = total.n_active_max - self.lost.n_active_max
         total.n_active_max = max(most, self.lost.n_active_max)
         total.n_waiting += len(self.held)
         return total
 
-    def reset_stats(self) -> None:
-        """Set the statistics to zero."""
+    def forget_stats(self) -> None:
+        """Forget the figures of workers."""
         self.lost = EngineStats()
-        for connection, _ in self.ask_all("reset_stats"):
+        for connection in self.ready:
             connection.stats = None
 
     def record_steps(self, into: Callable[[StepRecord], object] | None) -> None:
         """Have `into` called after each run of steps of each worker. None ends that."""
         with self.lock():
             self.recorder = into
-        self.ask_all("record_steps", on=into is not None)
+        self.ask_all(RecordSteps(on=into is not None))
 
     def _some_worker(self) -> Connection:
         """Wait for a worker, and return the one with the least to do."""
@@ -378,7 +383,7 @@ class Pool:
                 self._drop(asked)
             has = [asked for asked in gone if not asked.is_refused]
             for connection, ids in by_worker(has).items():
-                calls.append(connection.ask({"op": "cancel", "ids": ids}))
+                calls.append(connection.ask(Cancel(ids=ids)))
         for asked in gone:
             asked.count_ends(1)
         for call in calls:  # their ids may be used again at once
@@ -457,16 +462,12 @@ class Pool:
     def _send(self, connection: Connection, some: Sequence[Asked]) -> None:
         """Send requests to the worker that they are given to, alike ones together. With the lock."""
         for group, message in in_messages(some, time.perf_counter()):
-            more, first = b"", group[0]
-            if first.extended is None:
-                items = b",".join([asked.its_item for asked in group])
-                more = b'"options":%s,"items":[%s]' % (first.given, items)
-            reply = connection.ask(message, then=partial(self._entered, group), more=more)
+            reply = connection.ask(message, then=partial(self._entered, group))
             for asked in group:
                 asked.reply = reply
         for asked in some:
             if asked.n_resumed is not None:
-                connection.post("resume", id=asked.id, n_tokens=asked.n_resumed)
+                connection.post(resume_of(asked.id, asked.n_resumed))
 
     def _entered(self, group: Sequence[Asked], reply: Reply) -> None:
         """End requests that a worker has refused, where nobody waits for its answer."""
@@ -502,23 +503,22 @@ class Pool:
         self._n_failed, self._refusal = 0, None
         with self.lock():
             if self.recorder is not None:
-                connection.post("record_steps", on=True)
+                connection.post(RecordSteps(on=True))
             if self.is_closing:
-                connection.post("close")
+                connection.post(Close())
             self._send_held()
             self.take_over(connection)
         self._changed.wake()
 
-    def take(self, connection: Connection, said: dict[str, Any]) -> None:
+    def take(self, connection: Connection, said: Frame) -> None:
         """Deliver what a frame has."""
         parcels: dict[Target, Parcel] = {}
-        admitted = as_texts(said.get("admitted", []))
-        if admitted and self.on_admit is not None:
-            self.on_admit(admitted)
+        if said.admitted and self.on_admit is not None:
+            self.on_admit(said.admitted)
         with self.lock():
             # all is read before a request changes: what cannot be read ends the worker
             heard, ended = self._read(connection, said)
-            for id in admitted:
+            for id in said.admitted:
                 if (known := connection.requests.get(id)) is not None:
                     known.has_begun = True
             for asked, chunk in heard:
@@ -538,35 +538,36 @@ class Pool:
             self._after_ends(connection)
 
     def _read(
-        self, connection: Connection, said: dict[str, Any]
+        self, connection: Connection, said: Frame
     ) -> tuple[list[tuple[Asked, BatchOutputChunk]], dict[Asked, BatchResult]]:
         """Return the chunks and results that a frame has of requests of this worker."""
         requests = connection.requests
         heard = [
             (asked, asked.read_chunk(chunk))
-            for chunk in said.get("chunks", ())
-            if (asked := requests.get(chunk[0])) is not None
+            for chunk in said.chunks
+            if (asked := requests.get(chunk.id)) is not None
         ]
         ended = {
             asked: asked.read_result(result, self._owner)
-            for result in as_list(said.get("results", []))
-            if (asked := requests.get(result["id"])) is not None
+            for result in said.results
+            if (asked := requests.get(result.id)) is not None
         }
         return heard, ended
 
-    def _take_events(self, connection: Connection, said: dict[str, Any]) -> None:
+    def _take_events(self, connection: Connection, said: Frame) -> None:
         """Take what a frame has besides output; answers to calls last, for they come after it."""
-        for name, level, text, values in said.get("logs", ()):
-            logger, more = logging.getLogger(as_text(name)), {FIELDS: as_object(values)}
-            words, n = as_text(text), as_count(level)
+        for line in said.logs:
             with suppress(Exception):  # of a handler: it loses its line alone
-                logger.log(n, "%s", words, extra=more)
-        for error in (*said.get("errors", ()), *said.get("died", ())):
-            connection.cause = as_text(error["message"])
-        for record in said.get("steps", ()):
-            self._tell_recorder(step_of_json(record, self.first_slot(connection)))
-        for number, *answer in said.get("replies", ()):
-            connection.settle(number, *answer)
+                more = {FIELDS: line.values}
+                logging.getLogger(line.logger).log(line.level, "%s", line.text, extra=more)
+        for error in (*said.errors, *said.died):
+            connection.cause = words_of(error)
+        first = self.first_slot(connection) if said.steps else 0
+        for record in said.steps:
+            rows = tuple(replace(row, slot=row.slot + first) for row in record.rows)
+            self._tell_recorder(replace(record, rows=rows))
+        for answer in said.replies:
+            connection.settle(answer)
 
     def _tell_recorder(self, record: StepRecord) -> None:
         """Call the recorder; one that raises is called no more, and requests are not affected."""
@@ -594,11 +595,10 @@ class Pool:
         if n_free <= 0 or donor is None or donor.n_waiting <= 0:
             return
         n = min(n_free, (donor.n_waiting + 1) // 2)
-        ids = [a.id for a in reversed(donor.requests.values()) if a.can_move][:n]
+        ids = [str(a.id) for a in reversed(donor.requests.values()) if a.can_move][:n]
         if ids:
             donor.is_giving = True
-            message = {"op": "take_back", "ids": ids}
-            donor.ask(message, as_texts, partial(self.taken_back, donor, taker))
+            donor.ask(TakeBack(ids=ids), read_texts, partial(self.taken_back, donor, taker))
 
     def taken_back(self, donor: Connection, taker: Connection, reply: Reply) -> None:
         """Send requests that a worker has given back to the one that has room for them, or else to others."""
@@ -726,7 +726,7 @@ class Pool:
         for replica in self._replicas:
             replica.end()
         for connection in ready:
-            connection.tell("close")
+            connection.tell(Close())
         self._changed.wake()
         self._join(_LAST_S if within_s is None else within_s)
         for asked in [*self.requests.values()]:

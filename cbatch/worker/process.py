@@ -9,17 +9,19 @@ import threading
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cbatch.errors import ConfigError, words_of
 from cbatch.processes import command_of, environment
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
-from cbatch.worker.wire import dumps
+from cbatch.worker.protocol_commands import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from typing import BinaryIO
+
+    from cbatch.worker.protocol_commands import Hello
 
 N_LAST_WORDS = 20
 """Lines of a worker's stderr that are kept, to say why it died. Our choice."""
@@ -33,7 +35,7 @@ _LAST_S = 2.0
 class ProcessLink:
     """A process that this one started, with its stdin, stdout and stderr. See `Link`."""
 
-    def __init__(self, hello: Mapping[str, Any], folder: str) -> None:
+    def __init__(self, hello: Hello, folder: str) -> None:
         """Start a worker in a folder, from which relative paths are taken, and send its first line.
 
         Raises:
@@ -65,16 +67,16 @@ class ProcessLink:
         )
         self._listener.start()
         with suppress(OSError):  # the process is gone already; its reader notices
-            self.send(dumps(hello))
+            self.send(first_line(hello))
 
     @property
     def pid(self) -> int:
         """The worker's process id."""
         return self._process.pid
 
-    def send(self, line: bytes) -> None:
-        """Send one line; where the worker does not read, behind the caller's back."""
-        self._lines.send(line)
+    def send(self, message: bytes) -> None:
+        """Send a message; where the worker does not read, behind the caller's back."""
+        self._lines.send(message)
 
     def frames(self) -> Iterator[bytes]:
         """Yield the worker's frames as they come, until it is gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import CBatchError, EngineError, words_of
 from cbatch.logs import Log
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cbatch.worker.connection import Link
+    from cbatch.worker.wire import Frame
 
 _log = Log("cbatch.worker")
 
@@ -33,7 +34,7 @@ class Owner(Protocol):
     def join(self, connection: Connection) -> None:
         """Take a worker that is ready."""
 
-    def take(self, connection: Connection, said: dict[str, Any]) -> None:
+    def take(self, connection: Connection, said: Frame) -> None:
         """Take what a frame holds."""
 
     def leave(self, connection: Connection) -> bool:

@@ -8,21 +8,18 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Raw, structs
+
 from cbatch.errors import ConfigError, RequestCancelledError
 from cbatch.options import RunOptions
 from cbatch.request import Request
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
-from cbatch.worker.wire import (
-    chunk_of_json,
-    dumps,
-    extension_as_json,
-    prompt_as_json,
-    result_of_json,
-)
+from cbatch.worker.protocol_commands import Extend, HeardResult, Run
+from cbatch.worker.wire import Item, encode_call, heard_result, told_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from cbatch.errors import CBatchError
     from cbatch.messages import BatchPrompt
@@ -64,9 +61,9 @@ class Asked:
     _: KW_ONLY
     submitted_s: float
     ends_s: float = math.inf
-    item: bytes = b""
+    item: Raw = field(default_factory=Raw)
     """The prompt as a worker takes it; of a request that continues a result, nothing."""
-    given: bytes = b""
+    given: Raw = field(default_factory=Raw)
     """The options as a worker takes them."""
     slot: int | None = None
     """The slot to run in, among those of all workers."""
@@ -111,11 +108,11 @@ class Asked:
     """The choices of which it has got the last chunk."""
 
     @classmethod
-    def of(cls, submission: Submission, given: bytes) -> Iterator[Asked]:
-        """Yield the requests of a submission whose options are `given` in JSON.
+    def of(cls, submission: Submission, given: Raw) -> Iterator[Asked]:
+        """Yield the requests of a submission whose options are `given` as they are sent.
 
         Raises:
-            ConfigError: a prompt has a value that JSON does not have.
+            ConfigError: a prompt has a value that cannot be sent.
         """
         now, s = time.perf_counter() - submission.age_s, submission
         for i, (prompt, id, name) in enumerate(zip(s.prompts, s.ids, s.names, strict=True)):
@@ -131,7 +128,7 @@ class Asked:
                 name,
                 ends_s=s.ends_s,
                 submitted_s=now,
-                item=_in_json(prompt, id, name),
+                item=_encoded(prompt, id, name),
                 given=given,
                 slot=slot,
                 n_ends=n or 1,
@@ -156,10 +153,10 @@ class Asked:
     # ---- to a worker ----
 
     @property
-    def its_item(self) -> bytes:
+    def its_item(self) -> Raw:
         """The prompt as its worker takes it, with that worker's own number of the slot."""
         there = self._prompt_there
-        return self.item if there is self.prompt else _in_json(there, self.id, self.name)
+        return self.item if there is self.prompt else _encoded(there, self.id, self.name)
 
     @property
     def _prompt_there(self) -> BatchPrompt:
@@ -173,34 +170,44 @@ class Asked:
         """Whether its prompt's own options ask for the slot."""
         return RunOptions.of(self.prompt.options).slot is not None
 
-    def message(self, now: float) -> dict[str, Any]:
-        """Return the message that submits it; but for an extension, prompts and options are to be added."""
+    def message(self, now: float) -> Run | Extend:
+        """Return the command that submits it; but for an extension, prompts and options are to be added."""
+        is_paused = self.is_paused or self.n_resumed is not None
         if self.extended is not None:
-            return {
-                "op": "extend",
-                **extension_as_json(self.extended, self._origin()),
-                "n_tokens": self.n_more,
-                **self._wishes(),
-            }
-        seconds = None if self.ends_s == math.inf else max(0.0, self.ends_s - now)
-        return {
-            "op": "run",
-            **self._wishes(),
-            "fed": self.is_fed,
-            "may_wait": self.may_wait,
-            "checked": self.is_checked,
-            "part": self.is_part,
-            "seconds": seconds,
-            "age_s": round(now - self.submitted_s, 3),
-        }
+            return self._extension(self.extended, is_paused=is_paused)
+        return Run(
+            items=[],
+            stream=self.target.is_streamed,
+            by_token=self.target.wants_tokens,
+            paused=is_paused,
+            fed=self.is_fed,
+            may_wait=self.may_wait,
+            checked=self.is_checked,
+            part=self.is_part,
+            seconds=None if self.ends_s == math.inf else max(0.0, self.ends_s - now),
+            age_s=round(now - self.submitted_s, 3),
+        )
 
-    def _wishes(self) -> dict[str, bool]:
-        """Return how its chunks are to come, and whether it is to wait for a resume."""
-        return {
-            "stream": self.target.is_streamed,
-            "by_token": self.target.wants_tokens,
-            "paused": self.is_paused or self.n_resumed is not None,
-        }
+    def _extension(self, result: BatchResult, *, is_paused: bool) -> Extend:
+        origin = self._origin()
+        request = origin.request
+        return Extend(
+            prompt=Item.of(request.prompt, request.id),
+            options=told_options(request.options),
+            result=HeardResult(
+                origin.finish_reason,
+                origin.usage,
+                request.sampling.seed,
+                token_ids=origin.token_ids,  # type: ignore[arg-type]
+                logprobs=result.logprobs,  # type: ignore[arg-type]
+                prompt_logprobs=result.prompt_logprobs,  # type: ignore[arg-type]
+                origin=origin.number,
+            ),
+            n_tokens=self.n_more,
+            stream=self.target.is_streamed,
+            by_token=self.target.wants_tokens,
+            paused=is_paused,
+        )
 
     def _origin(self) -> Origin:
         """Return what it continues from, without a number that its worker does not know."""
@@ -313,12 +320,12 @@ class Asked:
             request, number, result.token_ids, result.finish_reason, result.usage, worker
         )
 
-    def read_chunk(self, said: Sequence[Any]) -> BatchOutputChunk:
-        """Return a chunk that its worker sends. Raises a ConfigError where it can be none of this request."""
-        chunk = chunk_of_json(said, self.id)
-        if chunk.index and not 0 <= chunk.index < self.n_choices:
-            raise ConfigError(f"a chunk of choice {chunk.index}, but there are {self.n_choices}")
-        return chunk
+    def read_chunk(self, said: BatchOutputChunk) -> BatchOutputChunk:
+        """Return a chunk that its worker sends, with the request's id. Raises a ConfigError where it cannot be one."""
+        if said.index and not 0 <= said.index < self.n_choices:
+            raise ConfigError(f"a chunk of choice {said.index}, but there are {self.n_choices}")
+        object.__setattr__(said, "id", self.id)  # nobody else has it yet, and a copy takes long
+        return said
 
     def hear(self, chunk: BatchOutputChunk) -> list[BatchOutputChunk]:
         """Keep a chunk that its worker has sent, and return it; nothing of one that comes after its choice's end."""
@@ -344,9 +351,9 @@ class Asked:
             self.target.expect_choices(1 + n - self.n_ends)
             self.n_ends = n
 
-    def read_result(self, said: Mapping[str, Any], owner: str) -> BatchResult:
+    def read_result(self, said: BatchResult, owner: str) -> BatchResult:
         """Return the result that its worker sends. Raises a ConfigError where it can be none of this request."""
-        result = result_of_json(said, self.id, partial(self.origin_of, owner=owner))
+        result = heard_result(said, self.id, partial(self.origin_of, owner=owner))
         if len(result.choices) > self.n_choices:
             raise ConfigError(f"{len(result.choices)} choices, but {self.n_choices} were asked for")
         return result
@@ -407,26 +414,35 @@ class Asked:
 _TOO_EARLY = "cancelled before it got a slot"
 
 
-def in_messages(some: Sequence[Asked], now: float) -> Iterator[tuple[list[Asked], dict[str, Any]]]:
+def in_messages(some: Sequence[Asked], now: float) -> Iterator[tuple[list[Asked], Run | Extend]]:
     """Yield requests that can be sent in one message, with that message; one has about a MiB at most."""
     group: list[Asked] = []
-    message: dict[str, Any] = {}
+    message: Run | Extend | None = None
     n_bytes = 0
     for asked in some:
-        own = asked.message(now)
+        own, n_own = asked.message(now), len(bytes(asked.item))
         is_alike = group and not asked.extended and own == message and asked.given is group[0].given
-        if group and not (is_alike and n_bytes + len(asked.item) <= N_MESSAGE_BYTES):
-            yield group, message
+        if message and not (is_alike and n_bytes + n_own <= N_MESSAGE_BYTES):
+            yield group, _filled(message, group)
             group, n_bytes = [], 0
         group.append(asked)
-        message, n_bytes = own, n_bytes + len(asked.item)
-    if group:
-        yield group, message
+        message, n_bytes = own, n_bytes + n_own
+    if message:
+        yield group, _filled(message, group)
 
 
-def _in_json(prompt: BatchPrompt, id: str, name: str) -> bytes:
+def _filled(message: Run | Extend, group: Sequence[Asked]) -> Run | Extend:
+    """Return a message with the prompts and options of a group."""
+    if isinstance(message, Run):
+        items: Any = [asked.its_item for asked in group]
+        options: Any = group[0].given
+        return structs.replace(message, items=items, options=options)
+    return message
+
+
+def _encoded(prompt: BatchPrompt, id: str, name: str) -> Raw:
     """Return a prompt as a worker takes it. Raises a ConfigError with its name."""
     try:
-        return dumps(prompt_as_json(prompt, id, name))
+        return Raw(encode_call(Item.of(prompt, id, name)))
     except ConfigError as error:
         raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None

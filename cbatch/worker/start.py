@@ -13,13 +13,15 @@ from cbatch.checks import check_path, reading, shown
 from cbatch.engine import Engine
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, EngineError, words_of
+from cbatch.runtime.interface import Questions
 from cbatch.worker.client import Workers
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
 from cbatch.worker.placement import divide, divide_cores, my_cores, nodes_of
 from cbatch.worker.process import ProcessLink
+from cbatch.worker.protocol_commands import Hello, first_line
 from cbatch.worker.service import hello_of
-from cbatch.worker.wire import VERSION, dumps, words_of_json
+from cbatch.worker.wire import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +80,7 @@ def open_workers(
 
 def _check_alike(workers: Workers) -> None:
     """Raise an `EngineError`, and close the workers, if `exact` workers would compute different bits."""
-    found = {said["exact"] for _, said in workers.pool.ask_all("fingerprint", words_of_json)}
+    found = {said["exact"] for _, said in workers.ask_each(Questions.fingerprint)}
     if len(found) > 1:
         workers.close()
         raise EngineError(
@@ -159,11 +161,11 @@ class SocketLink:
         self._lines = LineSender(
             self._socket.fileno(), lambda data: self._socket.send(data, socket.MSG_DONTWAIT)
         )
-        self.send(dumps({"cbatch": VERSION, "frames": "length"}))
+        self.send(first_line(Hello(cbatch=VERSION, frames="msgpack")))
 
-    def send(self, line: bytes) -> None:
-        """Send one line; where the worker does not read, behind the caller's back."""
-        self._lines.send(line)
+    def send(self, message: bytes) -> None:
+        """Send a message; where the worker does not read, behind the caller's back."""
+        self._lines.send(message)
 
     def frames(self) -> Iterator[bytes]:
         """Yield the worker's frames as they come, until it is gone."""

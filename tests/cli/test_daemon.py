@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cbatch
-from cbatch.worker.lines import END, MORE
-from cbatch.worker.streams import TEXT
+from cbatch.daemon.lines import END, MORE
+from cbatch.daemon.streams import TEXT
 from tests.cli.conftest import invoke
 from tests.runtime.backends import PATIENCE_S
 

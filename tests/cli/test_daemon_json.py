@@ -11,14 +11,16 @@ from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import cbatch
 from cbatch.worker import connect
+from cbatch.worker.framing import framed, read_frames
 from tests.cli.test_daemon import address_of, daemon
 from tests.runtime.backends import PATIENCE_S
 
-HELLO = {"cbatch": 1}
+HELLO = {"cbatch": 2}
 RUN = {
     "op": "run",
     "n": 1,
@@ -42,7 +44,7 @@ def expected() -> dict[str, list[int]]:
 
 def answers_in(out: bytes) -> dict[str, list[int]]:
     first, *frames = map(json.loads, out.splitlines())
-    assert (first["cbatch"], first["parallel"]) == (1, 2)
+    assert (first["cbatch"], first["parallel"]) == (2, 2)
     results = [result for frame in frames for result in frame.get("results", ())]
     return {result["id"]: result["token_ids"] for result in results}
 
@@ -65,20 +67,15 @@ def test_last_line_needs_no_end() -> None:
 
 
 @pytest.mark.real
-def test_frames_go_to_a_descriptor_with_lengths() -> None:
+def test_frames_of_msgpack_go_to_a_descriptor() -> None:
     source, sink = os.pipe()
     with open(source, "rb") as frames, daemon(f"--stream-fd={sink}", pass_fds=(sink,)) as process:
         os.close(sink)
-        hello = {**HELLO, "frames": "length"}
-        out, _ = process.communicate(lines_of(hello, RUN), PATIENCE_S)
-        data = frames.read()
+        run = framed(msgspec.msgpack.encode(RUN), "msgpack")
+        out, _ = process.communicate(lines_of({**HELLO, "frames": "msgpack"}) + run, PATIENCE_S)
+        found = [msgspec.msgpack.decode(frame) for frame in read_frames(frames)]
         assert (process.returncode, out) == (0, b"")
-    lines = []
-    while data:
-        n_bytes = int.from_bytes(data[:4], "little")
-        lines.append(data[4 : 4 + n_bytes])
-        data = data[4 + n_bytes :]
-    assert answers_in(b"\n".join(lines)) == expected()
+    assert answers_in(b"\n".join(map(msgspec.json.encode, found))) == expected()
 
 
 @pytest.mark.real
@@ -139,12 +136,12 @@ def test_daemon_that_dies_gives_typed_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "word"),
     [
-        (b'{"cbatch": 2}', "not 2"),
+        (b'{"cbatch": 3}', "not 3"),
         (b"{}", "first line must have"),
         (b'{"cbatch": true}', "not True"),
-        (b'{"cbatch": 1, "frame": "lines"}', "frame"),
-        (b'{"cbatch": 1, "load": {}}', "has its model"),
-        (b'{"cbatch": 1, "credit": 0}', "credit"),
+        (b'{"cbatch": 2, "frame": "lines"}', "frame"),
+        (b'{"cbatch": 2, "load": {}}', "has its model"),
+        (b'{"cbatch": 2, "credit": 0}', "credit"),
         (b"{", "not a line of JSON"),
     ],
 )
@@ -153,7 +150,7 @@ def test_wrong_first_line_is_refused_by_name(first: bytes, word: str) -> None:
         out, _ = process.communicate(first + b"\n" + lines_of(RUN), PATIENCE_S)
         assert process.returncode == 0
     said = json.loads(out)
-    assert said["cbatch"] == 1
+    assert said["cbatch"] == 2
     assert word in said["error"]["message"]
 
 

@@ -14,9 +14,10 @@ from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker.client import Workers
-from cbatch.worker.framing import read_frames, read_lines
-from cbatch.worker.service import read_hello, serve
-from cbatch.worker.wire import VERSION, dumps
+from cbatch.worker.framing import read_frames
+from cbatch.worker.protocol_commands import Hello, first_line
+from cbatch.worker.service import read_first, read_hello, serve
+from cbatch.worker.wire import VERSION
 from tests.runtime.backends import PATIENCE_S, GatedBackend
 from tests.worker.started import RUNTIMES
 
@@ -42,16 +43,14 @@ class ThreadLink:
         self._closing = threading.Lock()
         self.runtime = make()
         self._thread = threading.Thread(target=self._serve, daemon=True)
-        said = {"cbatch": VERSION, "frames": "length", "log_level": 100, **hello}
+        said = Hello(**{"cbatch": VERSION, "frames": "msgpack", "log_level": 100, **hello})
         self._thread.start()
         if not is_silent:
-            self.send(dumps(said))
+            self.send(first_line(said))
 
     def _serve(self) -> None:
-        lines = read_lines(self._source)
-        first = next(lines, None)
-        if first:
-            serve(self.runtime, read_hello(first), lines, self._out_write)
+        if first := read_first(self._source):
+            serve(self.runtime, read_hello(first), self._source, self._out_write)
         self.runtime.close()
         self._leave()
 
@@ -61,8 +60,8 @@ class ThreadLink:
                 self._is_closed = True
                 os.close(self._out_write)
 
-    def send(self, line: bytes) -> None:
-        data = memoryview(line + b"\n")
+    def send(self, message: bytes) -> None:
+        data = memoryview(message)
         while data:
             data = data[os.write(self._in_write, data) :]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.engine_options import ScheduleOptions
 from cbatch.runtime.local import LocalRuntime
-from cbatch.worker.framing import read_frames, read_lines
 from cbatch.worker.service import serve_client
+from cbatch.worker.wire import VERSION
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,17 +39,15 @@ class Program:
         self._source = open(in_read, "rb")  # noqa: SIM115
         self.input = open(in_write, "wb", buffering=0)  # noqa: SIM115
         self.output = open(out_read, "rb")  # noqa: SIM115
-        self._is_by_length = hello.get("frames") == "length"
         self.ending: SessionEnd | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self.raw(first or json.dumps({"cbatch": 1, **hello}).encode())
+        self.raw(first or json.dumps({"cbatch": VERSION, **hello}).encode())
 
     def _serve(self) -> None:
-        lines = read_lines(self._source)
         try:
             self.ending = serve_client(
-                self.runtime, next(lines), lines, self._out_write, options=self._options
+                self.runtime, self._source, self._out_write, options=self._options
             )
         finally:
             os.close(self._out_write)
@@ -66,11 +64,8 @@ class Program:
 
     def read(self) -> dict[str, Any]:
         """Return the next frame."""
-        if self._is_by_length:
-            frame = next(read_frames(self.output))
-        else:
-            frame = self.output.readline()
-            assert frame.endswith(b"\n"), frame
+        frame = self.output.readline()
+        assert frame.endswith(b"\n"), frame
         return strict(frame)
 
     def read_until(self, kind: str) -> dict[str, list[Any]]:
@@ -91,8 +86,7 @@ class Program:
         """End the lines; return all that comes, by kind."""
         self.input.close()
         found: dict[str, list[Any]] = {}
-        frames = read_frames(self.output) if self._is_by_length else self.output
-        for frame in frames:
+        for frame in self.output:
             add(found, strict(frame))
         self._thread.join()
         return found
@@ -130,6 +124,6 @@ def strict(frame: bytes) -> dict[str, Any]:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
-    said = json.loads(frame.decode("ascii"), parse_constant=refuse)
+    said = json.loads(frame.decode(), parse_constant=refuse)
     assert isinstance(said, dict)
     return said

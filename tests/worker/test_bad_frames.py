@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
+import math
 import random
 import struct
 import threading
@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.msgpack import decode, encode
 
 import cbatch
 from cbatch import BatchResult, CBatchError, Engine, EngineClosedError
@@ -22,7 +23,7 @@ from tests.runtime.backends import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-READY = {"cbatch": 1, "parallel": 2, "n_window": 64}
+READY = {"cbatch": 2, "parallel": 2, "n_window": 64}
 N_FRAMES = 25
 """Most frames of one worker."""
 
@@ -32,16 +33,27 @@ TIMES = {"queue_s": 0.1, "ttft_s": 0.2, "total_s": 1, "prompt_tps": None, "gener
 
 def result(id: str, **more: Any) -> dict[str, Any]:
     said = {"id": id, "text": "hi", "token_ids": [1, 2], "finish_reason": "length", "seed": 1}
-    return {**said, "usage": USAGE, "timings": TIMES, "number": 0, **more}
+    return {**said, "usage": USAGE, "timings": TIMES, "error": None, "origin": 0, **more}
+
+
+def chunk(id: str, **more: Any) -> dict[str, Any]:
+    return {"id": id, "text": "a", "token_ids": [1], **more}
+
+
+def token(id: int, logprob: float, top: Any = ()) -> dict[str, Any]:
+    return {"token_id": id, "data": b"a", "logprob": logprob, "top": top}
 
 
 FRAMES: list[dict[str, Any]] = [
     {},
     {"unknown kind": [1]},
     {"admitted": ["0", "1", "9"]},
-    {"chunks": [["0", "a", [1], 0, None], ["9", "a", [1], 0, None]]},
-    {"chunks": [["1", "", [], 0, "stop"]], "results": [result("1", finish_reason="stop")]},
-    {"results": [result("9"), result("2", logprobs=[[1, "a", None, [[2, "b", "-inf", []]]]])]},
+    {"chunks": [chunk("0"), chunk("9")]},
+    {
+        "chunks": [chunk("1", text="", token_ids=[], finish_reason="stop")],
+        "results": [result("1", finish_reason="stop")],
+    },
+    {"results": [result("9"), result("2", logprobs=[token(1, math.nan, [token(2, -math.inf)])])]},
     {"results": [result("0", choices=[result("0")], stop_reason="x", reasoning="r")]},
     {"results": [result("0"), result("0", text="again")]},
     {"results": [result("2", tool_calls=[{"id": "c", "name": "f", "arguments": "{}"}])]},
@@ -54,10 +66,20 @@ FRAMES: list[dict[str, Any]] = [
     {"replies": [[1, None, {"type": "NoSuchError", "message": "m", "cause": None}]]},
 ]
 WRONG: list[Any] = [
-    *(None, True, -1, 2**70, 0.5, "", "x", [], [[]], [None], {}, {"id": []}, {"type": 1}),
-    *([1, 2, 3, 4, 5, 6], "0", ["0"], [["0"]], [{"id": "0"}], "\ud800", [["0", 1, [1], 0, None]]),
+    *(None, True, -1, 2**64 - 1, 0.5, "", "x", [], [[]], [None], {}, {"id": []}, {"type": 1}),
+    *(
+        [1, 2, 3, 4, 5, 6],
+        "0",
+        ["0"],
+        [["0"]],
+        [{"id": "0"}],
+        b"\xff",
+        [{"id": "0", "text": 1}],
+        {"chunks": 1},
+    ),
 ]
-RAW = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"\0" * 9, b"[" * 3000, b'{"chunks":[NaN]}']
+RAW = [b"", b"{", b"\x81", b"\xc0", b"\xa1x", b"\xff\xfe", b"\0" * 9, b"\x91" * 3000]
+RAW += [b"\x81\xa6chunks" + b"\x91" * 3000, b"\x81\xa4logs\xdd\xff\xff\xff\xff"]
 
 
 def changed(chance: random.Random, value: Any) -> Any:
@@ -80,7 +102,7 @@ def frame(chance: random.Random) -> bytes:
         data = chance.choice(RAW)
     else:
         said = chance.choice(FRAMES)
-        data = json.dumps(changed(chance, said) if kind < 0.2 else said).encode()
+        data = encode(changed(chance, said) if kind < 0.2 else said)
     if kind > 0.995:
         data = data[: chance.randrange(len(data) + 1)]
     n_bytes = len(data)
@@ -100,16 +122,16 @@ class FramesLink:
         self.n_ends = 0
 
     def send(self, line: bytes) -> None:
-        said = json.loads(line)
+        said = decode(line[4:])
         with self._came:
             self._n_lines -= 1
             if said["op"] == "run":  # its caller waits for the answer
                 ids = [item["id"] for item in said["items"]]
-                self._replies.append(json.dumps({"replies": [[said["n"], ids]]}).encode())
+                self._replies.append(encode({"replies": [[said["n"], ids]]}))
             self._came.notify_all()
 
     def frames(self) -> Iterator[bytes]:
-        yield json.dumps(self._first).encode()
+        yield encode(self._first)
         while self._n_lines > 0 or self._replies:
             with self._came:
                 assert self._came.wait_for(lambda: self._n_lines <= 0 or self._replies, PATIENCE_S)
@@ -201,7 +223,7 @@ def check_result(found: BatchResult) -> None:
 
 @pytest.mark.parametrize(
     "first",
-    [*WRONG, {**READY, "cbatch": 2}, {**READY, "parallel": 0}, {**READY, "n_window": "64"}],
+    [*WRONG, {**READY, "cbatch": 3}, {**READY, "parallel": 0}, {**READY, "n_window": "64"}],
 )
 def test_first_frame_of_any_kind_gives_a_typed_error(first: object) -> None:
     link = FramesLink(b"", first)
@@ -213,8 +235,8 @@ def test_first_frame_of_any_kind_gives_a_typed_error(first: object) -> None:
 
 
 def test_worker_of_another_version_is_refused_by_its_number() -> None:
-    engine = engine_at(FramesLink(b"", {**READY, "cbatch": 2}))
-    with pytest.raises(cbatch.EngineError, match="speaks version 2 of the protocol, this cbatch 1"):
+    engine = engine_at(FramesLink(b"", {**READY, "cbatch": 3}))
+    with pytest.raises(cbatch.EngineError, match="speaks version 3 of the protocol, this cbatch 2"):
         engine.open()
     engine.close()
 
@@ -222,19 +244,18 @@ def test_worker_of_another_version_is_refused_by_its_number() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        {"chunks": [["0", 5, [1], 0, None]]},
-        {"chunks": [["0", "a", [1], 7, None]]},
+        {"chunks": [chunk("0", text=5)]},
+        {"chunks": [chunk("0", index=7)]},
         {"results": [result("0", usage={"prompt_tokens": "1", "completion_tokens": 1})]},
         {"results": [result("0", choices=[result("0")] * 2)]},
         {"results": [result("0", finish_reason="soon")]},
         {"results": [result("0"), {"id": "1"}]},
         {"replies": [[2, "many"]]},
     ],
-    ids=json.dumps,
+    ids=str,
 )
 def test_worker_that_says_what_cannot_be_is_dead_for_all_it_has(said: dict[str, Any]) -> None:
-    data = json.dumps(said).encode()
-    more = json.dumps({"results": [result("1")]}).encode()
+    data, more = encode(said), encode({"results": [result("1")]})
     link = FramesLink(b"".join(struct.pack("<I", len(d)) + d for d in (data, more)), n_lines=3)
     with engine_at(link) as engine:
         response = engine.run(["a"])

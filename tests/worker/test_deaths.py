@@ -217,7 +217,7 @@ def test_garbage_is_told_and_its_worker_replaced(
 def test_death_within_a_frame_ends_that_frame_alone(caplog: pytest.LogCaptureFixture) -> None:
     launches = Launches(make())
     with launches.engine(options=SHORT) as engine, caplog.at_level(logging.WARNING):
-        launches.links[0].say(b'\x40\0\0\0{"results":[')
+        launches.links[0].say(b"\x40\0\0\0\x81\xa7results\x91")
         launches.links[0].kill("ended by SIGKILL")
         results = all_results(engine.run(prompts(4)))
     assert [r.token_ids for r in results] == undisturbed(4)

@@ -19,6 +19,8 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_lines")
 def test_look_ahead_longer_than_a_line_is_cut() -> None:
     prompts = [(BatchPrompt(prompt="x" * 100), RunOptions()) for _ in range(30)]
-    said = hello_of(None, {}, LookAhead(prompts, is_all=True))["load"]["look_ahead"]
-    assert 0 < len(said["prompts"]) < 30
-    assert said["is_all"] is False
+    load = hello_of(None, {}, LookAhead(prompts, is_all=True)).load
+    assert load is not None
+    assert load.look_ahead is not None
+    assert 0 < len(load.look_ahead.prompts) < 30
+    assert not load.look_ahead.is_all

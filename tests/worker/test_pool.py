@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,8 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, WorkerDiedError
 from cbatch.options import RunOptions
 from cbatch.worker.client import Workers
+from cbatch.worker.pool import read_texts
+from cbatch.worker.protocol_commands import TakeBack
 from cbatch.worker.replica import N_STOPPED_MAX
 from tests.places import can_all, expected, item, text_of, wait_until
 from tests.profiles import examples
@@ -157,8 +158,8 @@ def test_request_that_was_just_admitted_stays() -> None:
         with pool.lock():
             scene.first.is_giving = True
             reply = scene.first.ask(
-                {"op": "take_back", "ids": ["r0"]},
-                list,
+                TakeBack(ids=["r0"]),
+                read_texts,
                 partial(pool.taken_back, scene.first, scene.second),
             )
         scene.release()
@@ -394,7 +395,7 @@ def test_request_too_long_for_its_next_worker_fails_alone(monkeypatch: pytest.Mo
         first.hold_at = 0
         response = engine.run([*alike(2), item([9, 7], "short")], ask_again=True)
         first.wait_until_held()
-        monkeypatch.setattr("cbatch.worker.connection.N_LINE_MAX", 600)
+        monkeypatch.setattr("cbatch.worker.connection.N_LINE_MAX", 200)
         monkeypatch.setattr("cbatch.worker.requests.N_MESSAGE_BYTES", 1)  # each in its own
         launches.links[0].kill()
         first.release()
@@ -409,17 +410,17 @@ def test_request_too_long_for_its_next_worker_fails_alone(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("where", ["message", "options"])
-def test_value_that_json_does_not_have_is_refused_and_nothing_is_queued(where: str) -> None:
-    odd: Any = datetime(2024, 1, 2, tzinfo=timezone.utc)
+def test_value_that_cannot_be_sent_is_refused_and_nothing_is_queued(where: str) -> None:
+    odd: Any = object()
     message = {"role": "user", "content": "a", **({"at": odd} if where == "message" else {})}
     options = {"chat_template_kwargs": {"at": odd}} if where == "options" else {}
     with engine_over(FakeBackend(2, 256, 64), options=OPTIONS) as engine:
-        with pytest.raises(ConfigError, match=r"datetime"):
+        with pytest.raises(ConfigError, match="object"):
             engine.run([[{"role": "user", "content": "good"}], [message]], options=options)
         if where == "message":
             good, bad = all_results(engine.run(iter([[{**message, "at": "noon"}], [message]])))
             assert (good.error, type(bad.error)) == (None, ConfigError)
-        with pytest.raises(ConfigError, match=r"datetime"):
+        with pytest.raises(ConfigError, match="object"):
             engine.count_tokens([message], options=options)
         assert engine.stats().n_submitted == (1 if where == "message" else 0)
         check_empty(engine)

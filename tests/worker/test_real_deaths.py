@@ -16,6 +16,7 @@ import cbatch
 from cbatch.errors import EngineError, ModelLoadError, PromptTooLongError, WorkerDiedError
 from cbatch.messages import BatchPrompt
 from cbatch.worker.host import DEBUG
+from cbatch.worker.protocol_commands import Abort
 from tests.files.kill_runs import children_of, lives
 from tests.places import wait_until
 from tests.runtime.backends import PATIENCE_S, all_results, connections_of
@@ -46,7 +47,7 @@ def test_abort_fails_one_request_by_name_and_the_next_is_answered(
         response = engine.run(prompts(1), options={**LONG, "pause_every": 4})
         chunks = iter(response)
         got = [next(chunks)]
-        connections_of(engine)[0].tell("abort")
+        connections_of(engine)[0].tell(Abort())
         got += chunks
         with pytest.raises(WorkerDiedError) as told:
             response.result()
@@ -64,7 +65,7 @@ def test_abort_fails_one_request_by_name_and_the_next_is_answered(
 def test_abort_is_no_command_unless_asked_for(test_model: Path) -> None:
     with load(test_model) as engine:
         with pytest.raises(cbatch.ConfigError, match="op must be one of"):
-            connections_of(engine)[0].call("abort").wait()
+            connections_of(engine)[0].call(Abort()).wait()
         assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
 
 

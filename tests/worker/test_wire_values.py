@@ -6,8 +6,7 @@ import inspect
 import math
 import struct
 from dataclasses import fields, replace
-from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -37,14 +36,15 @@ if TYPE_CHECKING:
 NUMBERS = st.integers(0, 2**31 - 1)
 SECONDS = st.floats(0, 1e9)
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
-TEXTS = st.text() | st.sampled_from(
-    ["", "\0", "a\0b", "\ud800", "x\udfffy", "\u2028", '"\\', "é\U0001f600", "\x7f\x85"]
-)
+TEXTS = st.text() | st.sampled_from(["", "\0", "a\0b", "\u2028", '"\\', "é\U0001f600", "\x7f\x85"])
 
 
-def sent(value: object) -> Any:
+def sent(value: object, kind: Any, frames: wire.Frames = "msgpack") -> Any:
     """What arrives of a value."""
-    return wire.loads(wire.dumps({"value": value}))["value"]
+    return wire.decode(wire.encode(value, frames), kind, frames)
+
+
+BOTH = pytest.mark.parametrize("frames", ["lines", "msgpack"])
 
 
 # ---- to the worker ----
@@ -131,20 +131,24 @@ def test_options_of_every_name_are_tried() -> None:
     assert {*OPTIONS, *AT_ODDS, "logits_processor"} == {f.name for f in fields(RunOptions)}
 
 
+@BOTH
 @settings(max_examples=examples(300))
-@given(st.fixed_dictionaries({}, optional=OPTIONS))
-def test_options_are_the_same_on_the_other_side(said: dict[str, Any]) -> None:
+@given(said=st.fixed_dictionaries({}, optional=OPTIONS))
+def test_options_are_the_same_on_the_other_side(frames: wire.Frames, said: dict[str, Any]) -> None:
     try:
         options = RunOptions(**said)
     except ConfigError:
         return  # at odds with each other
-    assert wire.options_of_json(sent(wire.options_as_json(options))) == options
+    assert wire.heard_options(sent(wire.told_options(options), dict, frames)) == options
 
 
+@BOTH
 @pytest.mark.parametrize("name", AT_ODDS)
-def test_option_that_needs_others_is_the_same_on_the_other_side(name: str) -> None:
+def test_option_that_needs_others_is_the_same_on_the_other_side(
+    name: str, frames: wire.Frames
+) -> None:
     options = RunOptions(**{name: AT_ODDS[name], **NEEDS.get(name, {})})
-    assert wire.options_of_json(sent(wire.options_as_json(options))) == options
+    assert wire.heard_options(sent(wire.told_options(options), dict, frames)) == options
 
 
 MESSAGES = st.lists(
@@ -173,7 +177,8 @@ def test_prompt_is_the_same_on_the_other_side(kind: dict[str, Any], id: str) -> 
         prompt = BatchPrompt(**kind, id=id, options={"seed": 2**64 - 1})
     except ConfigError:
         return
-    assert wire.prompt_of_json(sent(wire.prompt_as_json(prompt, id, "name"))) == prompt
+    for frames in get_args(wire.Frames):
+        assert sent(wire.Item.of(prompt, id, "name"), wire.Item, frames).made() == prompt
 
 
 @pytest.mark.parametrize(
@@ -193,13 +198,20 @@ def test_prompt_is_the_same_on_the_other_side(kind: dict[str, Any], id: str) -> 
 )
 def test_malformed_prompt_is_refused_by_name(said: object) -> None:
     with pytest.raises(CBatchError):
-        wire.prompt_of_json(said)
+        sent(said, wire.Item).made()
 
 
-@pytest.mark.parametrize("value", [datetime.now(timezone.utc), b"bytes", {1, 2}, object()])
-def test_value_that_json_does_not_have_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="values of JSON alone"):
-        wire.dumps({"messages": [{"role": "user", "content": "a", "when": value}]})
+@pytest.mark.parametrize("value", [object(), "\ud800", 2**70, {(): 1}.keys()])
+def test_value_that_cannot_be_sent_as_it_is_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="plain values alone"):
+        wire.encode_call({"messages": [{"role": "user", "content": "a", "when": value}]})
+
+
+@BOTH
+def test_whatever_a_worker_says_can_be_read(frames: wire.Frames) -> None:
+    said = {"half": "a\ud800", "large": 2**70, "set": {1}, "other": KeyError, "nan": math.nan}
+    found = sent(said, dict, frames)
+    assert (found["half"], str(found["large"]), found["set"]) == ("a?", str(2**70), [1])
 
 
 def nested(n: int) -> object:
@@ -210,16 +222,18 @@ def nested(n: int) -> object:
 
 
 def test_value_that_is_too_deep_is_refused() -> None:
-    with pytest.raises(ConfigError, match="values of JSON alone"):
-        wire.dumps(nested(100_000))
-    with pytest.raises(ConfigError, match="not a line of JSON"):
-        wire.loads(b"[" * 100_000)
+    with pytest.raises(ConfigError, match="plain values alone"):
+        wire.encode_call(nested(100_000))
+    for frames, opening in (("lines", b"["), ("msgpack", b"\x91")):
+        with pytest.raises(ConfigError, match="recursion depth"):
+            wire.reader(Any, frames)(opening * 100_000)
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b'"a"', b"{} {}"])
 def test_line_that_is_no_object_is_refused(line: bytes) -> None:
-    with pytest.raises(ConfigError):
-        wire.loads(line)
+    for frames in get_args(wire.Frames):
+        with pytest.raises(ConfigError):
+            wire.decode(line, dict, frames)
 
 
 # ---- from the worker ----
@@ -320,8 +334,8 @@ def same_error(one: BaseException | None, other: BaseException | None) -> bool:
 @settings(max_examples=examples(300))
 @given(results())
 def test_result_is_the_same_on_the_other_side(result: BatchResult) -> None:
-    found = wire.result_of_json(sent(wire.result_as_json(result)), "x", lambda *_: None)
-    assert same(found, result)
+    said = sent(wire.told_result(result), BatchResult)
+    assert same(wire.heard_result(said, "x", lambda *_: None), result)
 
 
 @given(
@@ -335,7 +349,7 @@ def test_result_is_the_same_on_the_other_side(result: BatchResult) -> None:
     )
 )
 def test_chunk_is_the_same_on_the_other_side(chunk: BatchOutputChunk) -> None:
-    found = wire.chunk_of_json(sent(wire.chunk_as_json(chunk)), "x")
+    found = sent(chunk, BatchOutputChunk)
     assert replace(found, logprobs=None) == replace(chunk, logprobs=None)
     assert bits(found.logprobs) == bits(chunk.logprobs)
 
@@ -361,8 +375,8 @@ def test_error_of_every_class_keeps_its_type_words_and_numbers(kind: type[CBatch
     error = made(kind)
     error.__cause__ = errors.DecodeError(-3)
     error.__cause__.__cause__ = OSError("the disk is gone")
-    found = wire.error_of_json(sent(wire.error_as_json(error)))
-    assert same_error(found, error)
+    for frames in get_args(wire.Frames):
+        assert same_error(sent(error, CBatchError, frames), error)
 
 
 class UnknownError(Exception):
@@ -371,7 +385,7 @@ class UnknownError(Exception):
 
 @pytest.mark.parametrize("error", [UnknownError("it broke"), KeyboardInterrupt(), SystemExit(3)])
 def test_error_of_another_class_is_told_by_its_name(error: BaseException) -> None:
-    found = wire.error_of_json(sent(wire.error_as_json(error)))
+    found = sent(error, CBatchError)
     assert type(found) is RequestFailedError
     assert type(error).__name__ in str(found)
 
@@ -382,8 +396,7 @@ def test_error_of_another_class_is_told_by_its_name(error: BaseException) -> Non
 def test_cause_of_another_class_is_told_by_its_name(cause: Exception) -> None:
     error = RequestFailedError("no")
     error.__cause__ = cause
-    found = wire.error_of_json(sent(wire.error_as_json(error)))
-    assert found is not None
+    found = sent(error, CBatchError)
     assert type(found.__cause__) is RequestFailedError
     assert type(cause).__name__ in str(found.__cause__)
 
@@ -400,7 +413,7 @@ def test_statistics_are_the_same_on_the_other_side(
     for seconds, times in counted:
         stats.queue_s.add(seconds, times)
         stats.itl_s.add(seconds / 3, times)
-    found = wire.stats_of_json(sent(wire.stats_as_json(stats)))
+    found = sent(stats, EngineStats)
     assert figures(found) == figures(stats)
     found.add(stats)
     assert (found.n_steps, found.queue_s.n) == (2 * n, 2 * stats.queue_s.n)
@@ -418,21 +431,17 @@ def figures(stats: EngineStats) -> dict[str, object]:
 
 
 @given(st.lists(st.builds(StepRow, NUMBERS, TEXTS, NUMBERS, NUMBERS, NUMBERS), max_size=3), SECONDS)
-def test_record_of_a_step_is_the_same_but_for_its_slots(
+def test_record_of_a_step_is_the_same_on_the_other_side(
     rows: list[StepRow], start_s: float
 ) -> None:
     times = (0.1, 0.2, 0.3, 1e-9, 0.0, 7.5, 1 / 3)
     record = StepRecord(start_s, 3, 2, 9, 4, -3, *times, tuple(rows), first_s=0.7)
-    said = sent(wire.step_as_json(record))
-    assert wire.step_of_json(said) == record
-    moved = wire.step_of_json(said, first_slot=5)
-    assert [row.slot for row in moved.rows] == [row.slot + 5 for row in rows]
+    assert sent(record, StepRecord) == record
 
 
 @given(ANY_FLOAT, ANY_FLOAT)
 def test_comparison_of_rows_is_the_same_to_the_bit(shared: float, single: float) -> None:
-    said = sent([wire.comparison_as_json(RowComparison("x", 1, 7, 2, 5, shared, 6, single))])
-    [found] = wire.comparisons_of_json(said)
+    found = sent(RowComparison("x", 1, 7, 2, 5, shared, 6, single), RowComparison)
     assert (found.id, found.slot, found.position, found.n_rows) == ("x", 1, 7, 2)
     assert (found.shared_token, found.single_token) == (5, 6)
     assert [repr(found.shared_logprob), repr(found.single_logprob)] == [repr(shared), repr(single)]

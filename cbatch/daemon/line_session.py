@@ -8,17 +8,17 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from cbatch.daemon.line_machine import EngineMachine
+from cbatch.daemon.lines import Lines
+from cbatch.daemon.streams import FrameOutput, StreamWriter
 from cbatch.errors import EngineClosedError
 from cbatch.worker.host import SessionEnd
-from cbatch.worker.line_machine import EngineMachine
-from cbatch.worker.lines import Lines
-from cbatch.worker.streams import FrameOutput, StreamWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from cbatch.options import RunOptions
-    from cbatch.runtime.local import LocalRuntime
+    from cbatch.runtime.interface import Runtime
 
 
 _LONGEST_WAIT_S = 1.0
@@ -29,7 +29,7 @@ _N_AHEAD = 256
 
 
 def serve_lines(
-    runtime: LocalRuntime,
+    runtime: Runtime,
     lines: Iterable[bytes],
     fd: int,
     text: StreamWriter | None,
@@ -55,7 +55,7 @@ class _Session:
 
     def __init__(
         self,
-        runtime: LocalRuntime,
+        runtime: Runtime,
         fd: int,
         text: StreamWriter | None,
         options: RunOptions,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cbatch.daemon.listening import Listener
 from cbatch.errors import ConfigError
-from cbatch.worker.listening import Listener
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def test_second_client_is_told_and_closed_and_the_next_one_served(tmp_path: Path
 def test_client_that_comes_before_the_one_before_it_has_left_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.worker.listening._LEAVING_S", PATIENCE_S)
+    monkeypatch.setattr("cbatch.daemon.listening._LEAVING_S", PATIENCE_S)
     path = tmp_path / "s"
     with closing(Listener(path, busy)) as listener, closing(listener.clients()) as clients:
         with connected(path):

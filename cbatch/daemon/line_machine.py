@@ -15,28 +15,28 @@ from cbatch.runtime.interface import Submission
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cbatch.daemon.lines import Row
     from cbatch.response import BatchOutputChunk, BatchResult
-    from cbatch.runtime.local import LocalRuntime
-    from cbatch.worker.lines import Row
+    from cbatch.runtime.interface import Runtime
 
     Take = Callable[[Sequence[BatchOutputChunk], Sequence[tuple[int, BatchResult]]], object]
 
 
 class EngineMachine:
-    """A `Machine` of one runtime, and the `Target` of its requests. Orders go to the owner thread in their order."""
+    """A `Machine` of one runtime, and the `Target` of its requests. Orders take effect in the order they are given."""
 
     is_streamed = wants_tokens = True
 
-    def __init__(self, runtime: LocalRuntime, options: RunOptions, take: Take) -> None:
-        """Make one; `options` are those of every request, `take` is called with output in the owner thread."""
+    def __init__(self, runtime: Runtime, options: RunOptions, take: Take) -> None:
+        """Make one; `options` are those of every request, `take` is called with output in a thread of the runtime."""
         self._runtime, self._options, self._take = runtime, options, take
         self.n_slots, self.n_window = runtime.n_slots, runtime.n_window
-        self.n_vocab = runtime.backend.vocab.n_vocab
+        self.n_vocab = runtime.model_facts().n_vocab
 
     def deliver(
         self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
     ) -> None:
-        """Hand output on. Owner thread."""
+        """Hand output on."""
         self._take(chunks, results)
 
     def expect_choices(self, n: int) -> None:
@@ -77,6 +77,6 @@ class EngineMachine:
         return self._runtime.orders.compare_rows(keys)
 
     def settle(self) -> None:
-        """Return when all orders are done, or the engine has stopped."""
+        """Return when all orders are done and no request is left, or the engine has stopped."""
         with suppress(EngineClosedError):
-            self._runtime.loop.call(lambda: None)
+            self._runtime.cancel_all()

@@ -7,8 +7,9 @@ import re
 import select
 import struct
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 import pytest
@@ -16,21 +17,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.daemon.line_session import serve_lines
+from cbatch.daemon.lines import END, MORE
+from cbatch.daemon.streams import StreamWriter, lines_of
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker.host import SessionEnd
-from cbatch.worker.line_session import serve_lines
-from cbatch.worker.lines import END, MORE
-from cbatch.worker.streams import StreamWriter, lines_of
 from tests.profiles import examples
 from tests.runtime.backends import PATIENCE_S, FailingBackend, in_thread
+from tests.worker.links import workers_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from cbatch.runtime.interface import Runtime
 
 GREEDY = RunOptions(temperature=0.0, seed=3)
 
@@ -90,7 +94,7 @@ class Client:
 
 @contextmanager
 def session(
-    runtime: LocalRuntime, *, is_tagged: bool = True, options: RunOptions = GREEDY
+    runtime: Runtime, *, is_tagged: bool = True, options: RunOptions = GREEDY
 ) -> Iterator[Client]:
     """Serve a client in a thread; at the end its session is over, and the runtime goes on."""
     pipes = [os.pipe() for _ in range(3)]
@@ -122,9 +126,10 @@ def session(
             wait()  # before the source is closed, which would wait for a thread that reads there
 
 
-@pytest.fixture
-def runtime() -> Iterator[LocalRuntime]:
-    runtime = make_runtime(FakeBackend(4, 128, 32))
+@pytest.fixture(params=["here", "worker"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    made = partial(make_runtime, FakeBackend(4, 128, 32))
+    runtime = made() if request.param == "here" else workers_over(made)
     yield runtime
     runtime.close()
 
@@ -159,7 +164,7 @@ A, B, C = (1, 2, 3), (40, 50), tuple(range(100, 160))
 # ---- every command ----
 
 
-def test_session_of_every_command(runtime: LocalRuntime, prompt: Callable[..., Path]) -> None:
+def test_session_of_every_command(runtime: Runtime, prompt: Callable[..., Path]) -> None:
     a, b = prompt(*A), prompt(*B)
     with session(runtime) as client:
         client.say(f"REQ 1 SLOT 2 START {a} 12 2", f"REQUEST=2 START {b} 12 3")
@@ -195,7 +200,7 @@ def test_session_of_every_command(runtime: LocalRuntime, prompt: Callable[..., P
 
 
 def test_streams_by_hand_and_by_drain_are_those_of_the_engine(
-    runtime: LocalRuntime, prompt: Callable[..., Path]
+    runtime: Runtime, prompt: Callable[..., Path]
 ) -> None:
     starts = [
         f"REQ {i} START {prompt(*tokens)} {n} {q}"
@@ -211,9 +216,7 @@ def test_streams_by_hand_and_by_drain_are_those_of_the_engine(
             assert streams[id].count(END) == 1
 
 
-def test_continue_computes_no_prompt_again(
-    runtime: LocalRuntime, prompt: Callable[..., Path]
-) -> None:
+def test_continue_computes_no_prompt_again(runtime: Runtime, prompt: Callable[..., Path]) -> None:
     with session(runtime) as client:
         client.say(f"REQ 1 START {prompt(*C)} 30 5")
         client.read_until(1, MORE)
@@ -232,9 +235,7 @@ def test_continue_computes_no_prompt_again(
     assert [value for value in streams[1] if value < 0] == [MORE, MORE, END, END, END]
 
 
-def test_probes_between_steps_change_nothing(
-    runtime: LocalRuntime, prompt: Callable[..., Path]
-) -> None:
+def test_probes_between_steps_change_nothing(runtime: Runtime, prompt: Callable[..., Path]) -> None:
     with session(runtime) as client:
         client.say(*(f"REQ {i} START {prompt(*p)} 20 3" for i, p in ((1, A), (2, B), (3, C))))
         client.read_until(3, MORE)  # its prompt takes more than a step, and holds up nobody
@@ -247,7 +248,7 @@ def test_probes_between_steps_change_nothing(
 
 
 def test_turns_end_after_the_tokens_that_they_have(
-    runtime: LocalRuntime, prompt: Callable[..., Path]
+    runtime: Runtime, prompt: Callable[..., Path]
 ) -> None:
     with session(runtime) as client:
         client.say(f"REQ 1 START {prompt(*A)} 30 4", "REQ 1 CONTINUE 3", "SCHED_STEP")
@@ -258,7 +259,7 @@ def test_turns_end_after_the_tokens_that_they_have(
 
 
 def test_late_requests_share_steps_with_a_drain(
-    runtime: LocalRuntime, prompt: Callable[..., Path]
+    runtime: Runtime, prompt: Callable[..., Path]
 ) -> None:
     with session(runtime) as client:
         client.say(f"REQ 1 START {prompt(*A)} 100 1", "SCHED_DRAIN")
@@ -306,9 +307,7 @@ def test_tokens_come_before_they_are_text(
         runtime.close()
 
 
-def test_untagged_stream_is_bare_numbers(
-    runtime: LocalRuntime, prompt: Callable[..., Path]
-) -> None:
+def test_untagged_stream_is_bare_numbers(runtime: Runtime, prompt: Callable[..., Path]) -> None:
     with session(runtime, is_tagged=False) as client:
         client.say(f"{prompt(*A)} 5", "FOO", f"{prompt(*B)} 2")
         client.lines.close()
@@ -321,20 +320,20 @@ def test_untagged_stream_is_bare_numbers(
 
 
 def test_reader_who_leaves_ends_its_requests_alone(
-    runtime: LocalRuntime, prompt: Callable[..., Path]
+    runtime: Runtime, prompt: Callable[..., Path]
 ) -> None:
     with session(runtime) as client:
         client.say(f"REQ 1 START {prompt(*A)} 120 1", "SCHED_DRAIN")
         client.read()
         client.frames.close()
         assert client.wait() is SessionEnd.LEFT
-    assert not runtime.orders.routes
+    assert not runtime.ids
     with session(runtime) as client:
         client.say(f"REQ 1 START {prompt(*A)} 3 3")
         assert tokens_of(client.end()[1]) == expected(A, 3)
 
 
-def test_slow_reader_stops_nobody(runtime: LocalRuntime, prompt: Callable[..., Path]) -> None:
+def test_slow_reader_stops_nobody(runtime: Runtime, prompt: Callable[..., Path]) -> None:
     with session(runtime) as client:
         for i in range(1, 61):  # 12 bytes × 121 × 60: more than a pipe holds
             client.say(f"REQ {i} START {prompt(*A)} 120 120")
@@ -356,9 +355,10 @@ def test_engine_that_stops_ends_every_stream(prompt: Callable[..., Path]) -> Non
         runtime.close()
 
 
-def test_thread_of_a_session_ends_with_it(runtime: LocalRuntime) -> None:
+def test_thread_of_a_session_ends_with_it() -> None:
+    runtime = make_runtime(FakeBackend(4, 128, 32))
     before = {*threading.enumerate()}
-    with session(runtime) as client:
+    with closing(runtime), session(runtime) as client:
         client.frames.close()
         client.say("FOO", *["LIST_REQUESTS"] * 4000)  # the reader is gone before all are done
         assert client.wait() is SessionEnd.LEFT
@@ -392,7 +392,7 @@ LINES = st.lists(
 @given(lines=LINES)
 def test_random_lines_stop_nothing(
     lines: list[bytes],
-    runtime: LocalRuntime,
+    runtime: Runtime,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -410,4 +410,4 @@ def test_random_lines_stop_nothing(
     n_errors = len(re.findall(r"^(?:REQ \d+ )?error in line ", text, re.MULTILINE))
     n_more = n_errors + text.count("cancelled while it waited")
     assert n_lives == n_ended <= ends <= n_lives + n_more
-    assert not runtime.orders.routes
+    assert not runtime.ids

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch.worker.lines import END, MORE
+from cbatch.daemon.lines import END, MORE
+from tests.daemon.machines import Daemon, stream
 from tests.profiles import examples
-from tests.worker.machines import Daemon, stream
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -612,7 +612,7 @@ def test_engine_that_stops_ends_every_stream(daemon: Daemon) -> None:
 
 
 def test_no_more_commands_wait_than_may(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cbatch.worker.lines.N_WAITING_MAX", 3)
+    monkeypatch.setattr("cbatch.daemon.lines.N_WAITING_MAX", 3)
     daemon.start(5, 8, 2)
     for _ in range(5):
         daemon.send("SCHED_STEP")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.worker.line_commands import (
+from cbatch.daemon.line_commands import (
     MAX_ID,
     MAX_LINE,
     Batch,

@@ -6,9 +6,9 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cbatch.daemon.lines import END, MORE, Lines
 from cbatch.errors import EngineClosedError, RequestFailedError
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
-from cbatch.worker.lines import END, MORE, Lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

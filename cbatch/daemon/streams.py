@@ -8,9 +8,9 @@ from codecs import BOM_UTF8
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from cbatch.daemon.line_commands import MAX_LINE
+from cbatch.daemon.lines import END
 from cbatch.worker.framing import write_some
-from cbatch.worker.line_commands import MAX_LINE
-from cbatch.worker.lines import END
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.worker.line_commands import MAX_LINE
-from cbatch.worker.lines import END, MORE
-from cbatch.worker.streams import FrameOutput, StreamWriter, busy_frames, lines_of, without_mark
+from cbatch.daemon.line_commands import MAX_LINE
+from cbatch.daemon.lines import END, MORE
+from cbatch.daemon.streams import FrameOutput, StreamWriter, busy_frames, lines_of, without_mark
 from tests.runtime.backends import PATIENCE_S, in_thread
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_reader_who_leaves_is_told_once_and_nothing_is_kept(pipe: Pipe) -> None:
 
 
 def test_line_waits_for_a_reader_far_behind(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cbatch.worker.streams.N_BACKLOG_MAX", 100_000)
+    monkeypatch.setattr("cbatch.daemon.streams.N_BACKLOG_MAX", 100_000)
     pipe.writer.write(b"x" * 300_000)
     wait = in_thread(pipe.writer.wait_for_room)
     with open(pipe.source, "rb", closefd=False) as source:

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from cbatch.errors import CBatchError, EngineClosedError, PromptError, words_of
-from cbatch.worker.line_commands import (
+from cbatch.daemon.line_commands import (
     Batch,
     Cancel,
     Continue,
@@ -24,14 +23,15 @@ from cbatch.worker.line_commands import (
     Step,
     read_line,
 )
-from cbatch.worker.prompt_file import read_prompt
-from cbatch.worker.slot_table import Request, SlotTable
+from cbatch.daemon.prompt_file import read_prompt
+from cbatch.daemon.slot_table import Request, SlotTable
+from cbatch.errors import CBatchError, EngineClosedError, PromptError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.daemon.line_commands import BatchKind, Line, Scheduled
     from cbatch.response import BatchOutputChunk, BatchResult
-    from cbatch.worker.line_commands import BatchKind, Line, Scheduled
 
 _T = TypeVar("_T")
 
