@@ -52,7 +52,7 @@ def test_much_wider_step_than_was_seen_costs_more_in_proportion() -> None:
     assert learned().seen_s(4) == 0.0
 
 
-def test_slow_steps_among_others_change_nothing_and_a_slower_machine_does() -> None:
+def test_slow_steps_change_nothing_and_a_slower_machine_does() -> None:
     costs = learned(*[(2, 1.0)] * 5)
     for _ in range(4):
         costs.learn_decode(2, 9.0)
@@ -67,7 +67,7 @@ def test_prompt_tokens_cost_what_a_step_takes_beyond_its_rows() -> None:
     assert costs.n_prompt_within(3, 2.01) == 20
 
 
-def test_steps_that_take_too_long_already_take_half_as_long_again_for_prompts() -> None:
+def test_aim_that_cannot_be_met_costs_half_as_long_again() -> None:
     costs = learned((3, 1.0))
     costs.learn_mixed(3, 10, 1.5)
     assert costs.n_prompt_within(3, 0.1) == 10
@@ -302,7 +302,7 @@ def burst(n_chats: int, lengths: Callable[[int], int], **options: Any) -> tuple[
     return [s for s in firsts if s is not None], rig.now
 
 
-def test_chats_of_a_burst_get_their_first_tokens_one_after_the_other() -> None:
+def test_chats_of_a_burst_begin_one_after_the_other() -> None:
     firsts, end_s = burst(4, lambda _: 400)
     together, end_together_s = burst(4, lambda _: 400, ttft="any")
     assert sorted(firsts) == firsts
@@ -314,7 +314,7 @@ def test_chats_of_a_burst_get_their_first_tokens_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(("n_chats", "ratio"), [(4, 0.6), (16, 0.8)])
 @pytest.mark.parametrize("seed", range(3))
-def test_chats_of_a_burst_of_many_lengths_begin_sooner_in_the_same_time(
+def test_burst_of_many_lengths_begins_sooner_in_the_same_time(
     n_chats: int, seed: int, ratio: float
 ) -> None:
     lengths = Random(seed).choices(range(20, 800), k=n_chats)
