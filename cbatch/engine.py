@@ -13,16 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from anyio.lowlevel import checkpoint
 
-from cbatch.checks import (
-    MAX_INT,
-    check_flag,
-    check_int,
-    check_path,
-    check_seconds,
-    reading,
-    shown,
-    token_ids,
-)
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     CBatchError,
@@ -31,11 +21,8 @@ from cbatch.errors import (
     RequestCancelledError,
     words_of,
 )
-from cbatch.interrupts import Postponed
-from cbatch.logs import Log
 from cbatch.messages import BatchPrompt, LookAhead, Prompt, as_id, as_prompt, as_prompts, is_source
 from cbatch.options import RunOptions
-from cbatch.plain import text_of
 from cbatch.progress import Progress, check_view, choose_view, closing_line
 from cbatch.runtime.async_source import AsyncSource
 from cbatch.runtime.batch_response import BatchResponse, OneAnswer
@@ -50,6 +37,19 @@ from cbatch.runtime.scoring import Continuations, Scores, Tokenizer, WholeText
 from cbatch.runtime.sequences import OptionsMerger
 from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
 from cbatch.runtime.waking import do_to_end, is_in_event_loop
+from cbatch.support.checks import (
+    MAX_INT,
+    check_flag,
+    check_int,
+    check_path,
+    check_seconds,
+    reading,
+    shown,
+    token_ids,
+)
+from cbatch.support.interrupts import Postponed
+from cbatch.support.logs import Log
+from cbatch.support.plain import text_of
 
 if TYPE_CHECKING:
     import os
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.messages import Message
-    from cbatch.model_facts import ModelFacts
     from cbatch.progress import View
     from cbatch.response import BatchResult, Score
     from cbatch.runtime.interface import Runtime
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.scoring import Pair
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
+    from cbatch.support.model_facts import ModelFacts
 
 
 T = TypeVar("T")

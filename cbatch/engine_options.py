@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from cbatch.checks import (
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.support.checks import (
     MAX_INT,
     MAX_KEY_LENGTH,
     MAX_TIME_S,
@@ -25,8 +26,7 @@ from cbatch.checks import (
     reading,
     shown,
 )
-from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.plain import list_of, text_of
+from cbatch.support.plain import list_of, text_of
 
 if TYPE_CHECKING:
     import os

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_path, reading, shown
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.hub import is_hub_name
 from cbatch.loading import load
 from cbatch.options import RunOptions
 from cbatch.runtime.waking import do_to_end
+from cbatch.support.checks import check_path, reading, shown
+from cbatch.support.hub import is_hub_name
 
 if TYPE_CHECKING:
     from cbatch.engine import Engine

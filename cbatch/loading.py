@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from cbatch.checks import MAX_INT, check_flag, check_int, readable, reading, shown
 from cbatch.engine import Engine, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
-from cbatch.hub import local_model
 from cbatch.options import RunOptions
 from cbatch.runtime.waking import call_soon_here, do_to_end, is_in_event_loop
+from cbatch.support.checks import MAX_INT, check_flag, check_int, readable, reading, shown
+from cbatch.support.hub import local_model
 
 MAX_REPLICAS = 64
 """Our choice: machines with several hundred cores have some eight NUMA nodes."""

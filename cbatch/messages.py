@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from cbatch.checks import check_depth, check_flag, given_only, reading, shown
 from cbatch.errors import ConfigError, near
 from cbatch.options import RunOptions
-from cbatch.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
+from cbatch.support.checks import check_depth, check_flag, given_only, reading, shown
+from cbatch.support.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
 from cbatch.tools import check_calls
 
 Message: TypeAlias = Mapping[str, Any]

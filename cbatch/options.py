@@ -11,7 +11,8 @@ from functools import lru_cache
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from cbatch.checks import (
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.support.checks import (
     MAX_GRAMMAR_LENGTH,
     MAX_INT,
     MAX_KEY_LENGTH,
@@ -34,9 +35,8 @@ from cbatch.checks import (
     strings_of,
     token_ids,
 )
-from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.plain import flag_of, int_of, list_of, number_of, text_of
-from cbatch.schemas import SchemaClass, closed, schema_of_class
+from cbatch.support.plain import flag_of, int_of, list_of, number_of, text_of
+from cbatch.support.schemas import SchemaClass, closed, schema_of_class
 from cbatch.tools import (
     TemplateKwargs,
     Tool,

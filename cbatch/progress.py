@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
 
-from cbatch.checks import check_wait, reading, shown
 from cbatch.errors import CBatchError, ConfigError
-from cbatch.logs import Log
-from cbatch.plain import flag_of
+from cbatch.support.checks import check_wait, reading, shown
+from cbatch.support.logs import Log
+from cbatch.support.plain import flag_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +104,7 @@ class WorkDone(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class BatchSnapshot:
     """A batch at one moment: work is the engine's since the batch began, rates are means over that time."""
 
     counts: Counts
@@ -149,7 +149,7 @@ class Snapshot:
         return self.n_active_steps / max(self.n_steps, 1)
 
 
-Summary = Callable[[Snapshot], str]
+Summary = Callable[[BatchSnapshot], str]
 """Returns the text at the end."""
 
 
@@ -161,10 +161,10 @@ class View(Protocol):
     def say(self, line: str) -> None:
         """Show a line that stays."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: BatchSnapshot) -> None:
         """Show the progress."""
 
-    def finish(self, snapshot: Snapshot) -> None:
+    def finish(self, snapshot: BatchSnapshot) -> None:
         """Show the summary."""
 
 
@@ -180,11 +180,11 @@ class PlainView:
         """Print the line."""
         _say(line)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: BatchSnapshot) -> None:
         """Print a line."""
         _say(progress_line(snapshot))
 
-    def finish(self, snapshot: Snapshot) -> None:
+    def finish(self, snapshot: BatchSnapshot) -> None:
         """Print the summary."""
         _say(self._summary(snapshot))
 
@@ -204,7 +204,7 @@ class LiveView:
         """Print the line."""
         _say(line)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: BatchSnapshot) -> None:
         """Draw the line."""
         from rich.text import Text
 
@@ -216,7 +216,7 @@ class LiveView:
         self._console.show_cursor()
         self._live.update(text, refresh=True)
 
-    def finish(self, snapshot: Snapshot) -> None:
+    def finish(self, snapshot: BatchSnapshot) -> None:
         """Replace the line by the summary."""
         self._live.stop()
         _say(self._summary(snapshot))
@@ -230,10 +230,10 @@ class SilentView:
     def say(self, line: str) -> None:
         """Say nothing."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: BatchSnapshot) -> None:
         """Show nothing."""
 
-    def finish(self, snapshot: Snapshot) -> None:
+    def finish(self, snapshot: BatchSnapshot) -> None:
         """Show nothing."""
 
 
@@ -289,10 +289,10 @@ class Progress:
         self._is_over.set()
         self._thread.join()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> BatchSnapshot:
         """Return the batch's progress now."""
         first, last = self._first, self._latest()
-        return Snapshot(
+        return BatchSnapshot(
             counts=self._counts(),
             n_slots=self._n_slots,
             n_running=last.n_running,
@@ -327,12 +327,12 @@ class Progress:
         self._view.finish(self.snapshot())
 
 
-def progress_line(s: Snapshot) -> str:
+def progress_line(s: BatchSnapshot) -> str:
     """Return a batch's progress in one line."""
     return _SEPARATOR.join(_parts(s).values())
 
 
-def fitted_line(s: Snapshot, room: int) -> str:
+def fitted_line(s: BatchSnapshot, room: int) -> str:
     """Return a batch's progress in at most `room` columns, with a bar where the total is known."""
     parts, share = _parts(s), s.counts.share
     n_bar = 0 if share is None else _LEAST_BAR
@@ -349,7 +349,7 @@ def fitted_line(s: Snapshot, room: int) -> str:
     return f"{_bar(share, room - len(line) - 1)} {line}"
 
 
-def closing_line(s: Snapshot) -> str:
+def closing_line(s: BatchSnapshot) -> str:
     """Return a batch's summary in one line."""
     return (
         f"{_items(s.counts)} · out {s.n_output_tokens:,} tokens, {s.output_tps:,.0f}/s · "
@@ -357,7 +357,7 @@ def closing_line(s: Snapshot) -> str:
     )
 
 
-def summary_lines(s: Snapshot) -> str:
+def summary_lines(s: BatchSnapshot) -> str:
     """Return a batch's summary in lines: items, tokens, slots, time."""
     counts = s.counts
     lines = [
@@ -388,12 +388,12 @@ def _cancelled(counts: Counts) -> str:
     return f", {counts.n_cancelled} cancelled" if counts.n_cancelled else ""
 
 
-def _cached(s: Snapshot) -> str:
+def _cached(s: BatchSnapshot) -> str:
     more = f"; {s.n_cached_tokens:,} more were cached, {s.cached_share:.0%}"
     return more if s.n_cached_tokens else ""
 
 
-def _parts(s: Snapshot) -> dict[str, str]:
+def _parts(s: BatchSnapshot) -> dict[str, str]:
     """Return the parts of a line by name, in order."""
     parts = {
         "items": _items(s.counts),

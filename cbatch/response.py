@@ -7,8 +7,8 @@ from collections.abc import Mapping  # noqa: TC003  # what crosses to other proc
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.checks import shown
 from cbatch.errors import CBatchError, words_of
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-from cbatch.checks import check_depth, parsed, shown
 from cbatch.errors import ConfigError
-from cbatch.plain import list_of, plain, plain_for_json, text_of
-from cbatch.schemas import OPENS, closed, tool_of_function
+from cbatch.support.checks import check_depth, parsed, shown
+from cbatch.support.plain import list_of, plain, plain_for_json, text_of
+from cbatch.support.schemas import OPENS, closed, tool_of_function
 
 Tool: TypeAlias = Mapping[str, Any]
 ToolFunction: TypeAlias = Callable[..., Any]

@@ -27,6 +27,7 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, OwnProcessor, PromptCuts, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
+from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
 from cbatch.core.slots import N_LOOK, BatcherState, SlotPlan
 from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
@@ -34,7 +35,6 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
 from cbatch.options import DryBreakers, RunOptions
-from cbatch.request import Request
 from cbatch.runtime.output import result_of, take_chunk
 from cbatch.runtime.prompts import PromptTokenizer
 from cbatch.stats import EngineStats

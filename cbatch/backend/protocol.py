@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import KvCapabilities, PromptCuts, StepPlan, StepResult
-    from cbatch.model_facts import ModelFacts
     from cbatch.options import AdapterSet, Grammar
+    from cbatch.support.model_facts import ModelFacts
 
 Message = Mapping[str, object]
 """One chat message: at least `role` and `content`."""

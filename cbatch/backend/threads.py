@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.errors import EngineError
-from cbatch.interrupts import Latch, Postponed
+from cbatch.support.interrupts import Latch, Postponed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

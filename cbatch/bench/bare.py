@@ -102,7 +102,7 @@ class PrefixLoop:
         """
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), True)
         n_common, n_slots = len(common), self._backend.n_slots
-        prefix = self._batches(_Row(token, i, 0) for i, token in enumerate(common))
+        prefix = self._batches(_TokenRow(token, i, 0) for i, token in enumerate(common))
         waves = [
             self._wave(owns[i : i + n_slots], n_common, n_output)
             for i in range(0, len(owns), n_slots)
@@ -124,13 +124,13 @@ class PrefixLoop:
         batches = self._batches(suffix_rows(owns, n_common))
         for i in range(n_output - 1):
             rows = (
-                _Row(1 + slot, n_common + len(own) + i, slot, has_output=True)
+                _TokenRow(1 + slot, n_common + len(own) + i, slot, has_output=True)
                 for slot, own in enumerate(owns)
             )
             batches += self._batches(rows)
         return batches
 
-    def _batches(self, rows: Iterable[_Row]) -> list[Any]:
+    def _batches(self, rows: Iterable[_TokenRow]) -> list[Any]:
         """Return the rows in batches as large as the context takes."""
         rows, n = list(rows), self._backend.n_batch
         return [_batch(rows[i : i + n]) for i in range(0, len(rows), n)]
@@ -146,7 +146,7 @@ class PrefixLoop:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _TokenRow:
     """One token of a batch."""
 
     token: int
@@ -155,21 +155,21 @@ class _Row:
     has_output: bool = False
 
 
-def suffix_rows(owns: Sequence[Sequence[int]], n_common: int) -> list[_Row]:
+def suffix_rows(owns: Sequence[Sequence[int]], n_common: int) -> list[_TokenRow]:
     """Return all tokens after the first `n_common`, an output after each last one: first tokens first, then the rest.
 
     So llama.cpp finds the first ones in adjacent slots, one token each, and cuts the batch into fewer graph runs.
     """
     ends = [n_common + len(own) - 1 for own in owns]
     rows = [
-        _Row(token, n_common + i, slot, n_common + i == ends[slot])
+        _TokenRow(token, n_common + i, slot, n_common + i == ends[slot])
         for slot, own in enumerate(owns)
         for i, token in enumerate(own)
     ]
     return sorted(rows, key=lambda row: row.position > n_common)
 
 
-def _batch(rows: Sequence[_Row]) -> Any:
+def _batch(rows: Sequence[_TokenRow]) -> Any:
     """Return a `llama_batch` in memory that Python keeps as long as the batch."""
     n = len(rows)
     int32s = ctypes.c_int32 * n

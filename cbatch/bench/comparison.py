@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.bench.exact_text import ExactText
-    from cbatch.bench.measured import Answer, Chains
+    from cbatch.bench.measured import Chains, MeasuredAnswer
     from cbatch.bench.sides import Side
     from cbatch.bench.workloads import Workload
 
@@ -60,7 +60,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ComparisonPlan:
     """What is measured.
 
     Args:
@@ -134,7 +134,7 @@ class Comparison:
         say: gets a line about each round.
     """
 
-    plan: Plan
+    plan: ComparisonPlan
     sides: Sequence[Side]
     n_slots: int
     text: ExactText
@@ -332,7 +332,7 @@ class Comparison:
         return {answer.id: answer.tokens for answer in self._judged(some)}
 
     def _unlikely(
-        self, workload: str, requests: Sequence[WorkRequest], answers: Sequence[Answer]
+        self, workload: str, requests: Sequence[WorkRequest], answers: Sequence[MeasuredAnswer]
     ) -> list[str]:
         """Return why some answers are not the model's, which computes them again as prompts."""
         by_id = {answer.id: answer for answer in answers if not answer.error}
@@ -346,7 +346,7 @@ class Comparison:
         return unlikely_text(self._likely_alone[workload], self._in_text(some, said))
 
     def _in_text(
-        self, requests: Sequence[WorkRequest], answers: Sequence[Answer]
+        self, requests: Sequence[WorkRequest], answers: Sequence[MeasuredAnswer]
     ) -> list[list[float]]:
         """Return margins of the tokens that the answers' texts have by the vocabulary."""
         n_mark = len(self.tokenize(""))
@@ -380,7 +380,7 @@ class Comparison:
             return []
         return [f"{len(ids)} of {len(requests)} answers are degenerate: one token again and again"]
 
-    def _judged(self, requests: Sequence[WorkRequest]) -> list[Answer]:
+    def _judged(self, requests: Sequence[WorkRequest]) -> list[MeasuredAnswer]:
         """Return the answers of an engine that has nothing else to do; none where there is none."""
         found = self._judging(
             lambda judge: judge.run([[r] for r in requests], Pace(1), 1, is_streamed=False)

@@ -12,10 +12,10 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
+from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
-from cbatch.request import Request
 from cbatch.runtime.prompts import PromptTokenizer
 from cbatch.stats import EngineStats
 

@@ -34,7 +34,7 @@ Chains = list[list[WorkRequest]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MeasuredAnswer:
     """What a client saw of one request. Seconds count from the round's beginning.
 
     Args:
@@ -86,12 +86,12 @@ class Arrivals:
         self.times_s.append(now_s)
         self.n_each.append(n_tokens)
 
-    def answer(self, id: str, end_s: float, n_output: int, **more: Any) -> Answer:
+    def answer(self, id: str, end_s: float, n_output: int, **more: Any) -> MeasuredAnswer:
         """Return the answer."""
         deliveries = zip(pairwise(self.times_s), self.n_each[1:], strict=True)
         gaps = tuple(gap for (a, b), n in deliveries for gap in per_token(b - a, n))
         first = self.times_s[0] if self.times_s else None
-        return Answer(id, self.sent_s, first, end_s, n_output, gaps_s=gaps, **more)
+        return MeasuredAnswer(id, self.sent_s, first, end_s, n_output, gaps_s=gaps, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Figures:
 
     @classmethod
     def of(
-        cls, requests: Sequence[WorkRequest], answers: Sequence[Answer], seconds: float
+        cls, requests: Sequence[WorkRequest], answers: Sequence[MeasuredAnswer], seconds: float
     ) -> Figures:
         """Return the figures of answers that came in so many seconds."""
         return cls(

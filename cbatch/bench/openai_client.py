@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cbatch.bench.measured import Answer, Arrivals, per_token
+from cbatch.bench.measured import Arrivals, MeasuredAnswer, per_token
 from cbatch.errors import CBatchError, ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Address:
 
 
 @dataclass(slots=True)
-class Reply:
+class HttpReply:
     """The beginning of an answer, and its body as it comes."""
 
     status: int
@@ -165,7 +165,7 @@ class OpenAIClient:
         status, _ = await self._call("GET", "/health", None)
         return bool(status == 200)
 
-    async def try_out(self, request: WorkRequest, now: Now) -> Answer:
+    async def try_out(self, request: WorkRequest, now: Now) -> MeasuredAnswer:
         """Ask once, and without the extras from then on if the server refuses them."""
         answer = await self.ask(request, now(), now)
         if answer.error and self.has_extras and " 4" in answer.error:
@@ -179,9 +179,9 @@ class OpenAIClient:
 
     async def ask(
         self, request: WorkRequest, sent_s: float, now: Now, *, is_streamed: bool = True
-    ) -> Answer:
+    ) -> MeasuredAnswer:
         """Ask for one completion; what goes wrong is the answer's error."""
-        seen = _Heard(Arrivals(sent_s))
+        seen = _HeardAnswer(Arrivals(sent_s))
         error = ""
         try:
             ask = self._stream if is_streamed else self._plain
@@ -197,7 +197,9 @@ class OpenAIClient:
             error = f"{self.address} streamed nothing"
         return self._answer(request, seen, now(), error)
 
-    def _answer(self, request: WorkRequest, seen: _Heard, end_s: float, error: str) -> Answer:
+    def _answer(
+        self, request: WorkRequest, seen: _HeardAnswer, end_s: float, error: str
+    ) -> MeasuredAnswer:
         n_prompt, n_output = seen.usage
         if n_output is None or n_prompt is None or abs(n_prompt - request.n_prompt) > MOST_BOS:
             n_output = NOT_COUNTED
@@ -211,7 +213,7 @@ class OpenAIClient:
             error=error,
         )
 
-    def counted(self, answer: Answer) -> Answer:
+    def counted(self, answer: MeasuredAnswer) -> MeasuredAnswer:
         """Return an answer with the tokens that are counted in its text: after the round, for it takes time.
 
         An event may have several tokens; all are taken to have equally many.
@@ -245,7 +247,7 @@ class OpenAIClient:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
 
-    async def _stream(self, request: WorkRequest, seen: _Heard, now: Now) -> None:
+    async def _stream(self, request: WorkRequest, seen: _HeardAnswer, now: Now) -> None:
         reply, writer = await self._send(
             "POST", "/completions", self.body(request, is_streamed=True)
         )
@@ -258,7 +260,7 @@ class OpenAIClient:
         finally:
             writer.close()
 
-    async def _plain(self, request: WorkRequest, seen: _Heard, now: Now) -> None:
+    async def _plain(self, request: WorkRequest, seen: _HeardAnswer, now: Now) -> None:
         status, data = await self._call(
             "POST", "/completions", self.body(request, is_streamed=False)
         )
@@ -291,7 +293,7 @@ class OpenAIClient:
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[Reply, asyncio.StreamWriter]:
+    ) -> tuple[HttpReply, asyncio.StreamWriter]:
         """Send a request on a connection of its own, and read the answer's header."""
         address = self.address
         secure = ssl.create_default_context() if address.is_secure else None
@@ -317,7 +319,7 @@ class OpenAIClient:
             writer.close()
             raise
 
-    async def _reply(self, reader: asyncio.StreamReader) -> Reply:
+    async def _reply(self, reader: asyncio.StreamReader) -> HttpReply:
         first = (await reader.readline()).split(maxsplit=2)
         if len(first) < 2 or not first[0].startswith(b"HTTP/1.") or not first[1].isdigit():
             words = _quoted(b" ".join(first)) if first else "nothing"
@@ -326,11 +328,11 @@ class OpenAIClient:
         while line := (await reader.readline()).strip():
             name, _, value = line.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
-        return Reply(int(first[1]), headers, reader)
+        return HttpReply(int(first[1]), headers, reader)
 
 
 @dataclass(slots=True)
-class _Heard:
+class _HeardAnswer:
     """What has come of one answer."""
 
     arrivals: Arrivals

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from cbatch.bench.traffic import poisson
 
 if TYPE_CHECKING:
-    from cbatch.bench.measured import Answer, Chains, WorkRequest
+    from cbatch.bench.measured import Chains, MeasuredAnswer, WorkRequest
 
 Now: TypeAlias = Callable[[], float]
 """Seconds since the round began."""
 
-Ask: TypeAlias = Callable[["WorkRequest", float, Now], Awaitable["Answer"]]
+Ask: TypeAlias = Callable[["WorkRequest", float, Now], Awaitable["MeasuredAnswer"]]
 """Sends a request that was due at a time, and returns its answer."""
 
 
@@ -40,10 +40,10 @@ class Pace:
         return cls(arrivals_s=tuple(at_s - times[0] for at_s in times))
 
 
-async def drive(chains: Chains, pace: Pace, ask: Ask) -> tuple[list[Answer], float]:
+async def drive(chains: Chains, pace: Pace, ask: Ask) -> tuple[list[MeasuredAnswer], float]:
     """Send all requests at their pace; return their answers, and the seconds until the last one."""
     start = time.perf_counter()
-    answers: list[Answer] = []
+    answers: list[MeasuredAnswer] = []
 
     def now() -> float:
         return time.perf_counter() - start

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.comparison import Load
-from cbatch.bench.summary import Middle, Row, Width
-from cbatch.checks import reading
+from cbatch.bench.summary import Middle, SideRow, Width
 from cbatch.errors import ConfigError
+from cbatch.support.checks import reading
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Rates:
     """The generated tokens a second of one model: of each side under each load, and of the bare loop by rows."""
 
     model: str
-    rows: Sequence[Row]
+    rows: Sequence[SideRow]
     widths: Sequence[Width]
 
     @classmethod
@@ -49,10 +49,10 @@ def read_rates(path: Path) -> Rates:
         raise ConfigError(f"{path}: has no figures: give a file of cbatch bench --json") from None
 
 
-def _row(found: Mapping[str, Any]) -> Row:
+def _row(found: Mapping[str, Any]) -> SideRow:
     names = ("workload", "state", "side", "n_counted", "n_rounds")
     tps = found["output_tps"]
-    return Row(
+    return SideRow(
         load=Load(**found["load"]),
         output_tps=None if tps is None else Middle(**tps),
         **{name: found[name] for name in names},

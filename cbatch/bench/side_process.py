@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import FIRST_TOKEN, emit
-from cbatch.bench.measured import Answer, Arrivals, WorkRequest
+from cbatch.bench.measured import Arrivals, MeasuredAnswer, WorkRequest
 from cbatch.bench.pacing import Pace, drive
 from cbatch.bench.verdict import N_MOST_LIKELY
 from cbatch.engine_options import EngineOptions
@@ -45,7 +45,7 @@ def options_of(request: WorkRequest) -> dict[str, Any]:
 
 async def ask_engine(
     engine: Engine, request: WorkRequest, sent_s: float, now: Now, *, is_streamed: bool
-) -> Answer:
+) -> MeasuredAnswer:
     """Have an engine answer one request."""
     seen = Arrivals(sent_s)
     try:
@@ -75,12 +75,12 @@ class StaticBatches:
 
     def __init__(self, engine: Engine, n_rows: int, *, is_streamed: bool) -> None:
         self._engine, self._n_rows, self._is_streamed = engine, n_rows, is_streamed
-        self._waiting: list[tuple[WorkRequest, float, Now, asyncio.Future[Answer]]] = []
+        self._waiting: list[tuple[WorkRequest, float, Now, asyncio.Future[MeasuredAnswer]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def ask(self, request: WorkRequest, sent_s: float, now: Now) -> Answer:
+    async def ask(self, request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
         """Wait for a batch that has room, and return when all of it is answered."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[MeasuredAnswer] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, sent_s, now, answer))
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -156,7 +156,7 @@ def engine_side(model: str, settings: Mapping[str, Any], kind: str) -> Iterator[
                     job, StaticBatches(engine, job["n_rows"], is_streamed=is_streamed).ask
                 )
 
-            async def ask(request: WorkRequest, sent_s: float, now: Now) -> Answer:
+            async def ask(request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
                 return await ask_engine(engine, request, sent_s, now, is_streamed=is_streamed)
 
             return answers_to(job, ask)
@@ -183,7 +183,7 @@ def llama_side(model: str, settings: Mapping[str, Any]) -> Iterator[Do]:
         )
         llama: Any = make.result()
 
-        async def ask(request: WorkRequest, sent_s: float, now: Now) -> Answer:
+        async def ask(request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(thread, _generate, llama, request, sent_s, now)
 
@@ -191,7 +191,7 @@ def llama_side(model: str, settings: Mapping[str, Any]) -> Iterator[Do]:
         thread.submit(llama.close).result()
 
 
-def _generate(llama: Any, request: WorkRequest, sent_s: float, now: Now) -> Answer:
+def _generate(llama: Any, request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
     """Answer one request, as many tokens as it wants: its generator does not stop at the model's end tokens."""
     from cbatch.backend.bindings import llama_cpp
 

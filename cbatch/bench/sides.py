@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from cbatch.bench.http_load import rss_mib, served
-from cbatch.bench.measured import Answer
+from cbatch.bench.experiments.http_load import rss_mib, served
+from cbatch.bench.measured import MeasuredAnswer
 from cbatch.bench.openai_client import MOST_BOS, Address, OpenAIClient, ServerProblemError
 from cbatch.bench.pacing import drive
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
-from cbatch.processes import command_of, environment
+from cbatch.support.processes import command_of, environment
 from cbatch.worker.placement import my_cores
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Side(Protocol):
 
     def run(
         self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[MeasuredAnswer], float]:
         """Answer all requests; return the answers, and the seconds until the last. Raises `SideError`."""
 
     @property
@@ -131,7 +131,7 @@ class ProcessSide:
 
     def run(
         self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[MeasuredAnswer], float]:
         """Send the job, and return its answers."""
         self.start()
         found = self.do(
@@ -160,9 +160,9 @@ class ProcessSide:
             self._log.close()
 
 
-def _answer_of(data: Mapping[str, Any]) -> Answer:
+def _answer_of(data: Mapping[str, Any]) -> MeasuredAnswer:
     lists = {name: tuple(data[name]) for name in ("gaps_s", "tokens")}
-    return Answer(**{**data, **lists})
+    return MeasuredAnswer(**{**data, **lists})
 
 
 def _memory(pid: int) -> float | None:
@@ -259,13 +259,13 @@ class HttpSide:
 
     def run(
         self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[MeasuredAnswer], float]:
         """Send all requests."""
         self.start()
         client = self._client
         assert client is not None
 
-        async def ask(request: WorkRequest, sent_s: float, now: Now) -> Answer:
+        async def ask(request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
             return await client.ask(request, sent_s, now, is_streamed=is_streamed)
 
         answers, seconds = asyncio.run(drive(chains, pace, ask))
@@ -289,7 +289,7 @@ class HttpSide:
         self._stack = ExitStack()
 
 
-async def _probe(client: OpenAIClient, probes: Sequence[WorkRequest]) -> list[Answer]:
+async def _probe(client: OpenAIClient, probes: Sequence[WorkRequest]) -> list[MeasuredAnswer]:
     start = time.perf_counter()
     return [await client.try_out(probe, lambda: time.perf_counter() - start) for probe in probes]
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from cbatch.bench.harness import emit, parser
 from cbatch.bench.simulate import Spread, line
 from cbatch.bench.step_costs import SMALL, StepTable
-from cbatch.checks import check_float, check_int
 from cbatch.stats import Percentiles
+from cbatch.support.checks import check_float, check_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,7 +194,7 @@ class _Node:
         return self._now + self._wait_s + n_left * self.step_s[len(self._rows)]
 
 
-class _Simulation:
+class _NodesSimulation:
     """Nodes at work."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -324,7 +324,7 @@ class _Simulation:
 def simulate_nodes(fleet: Fleet, hourly: float = 1.0) -> NodesReport:
     """Do the work of a fleet in virtual time; `hourly` is the price of a node's hour."""
     start = time.perf_counter()
-    simulation = _Simulation(fleet)
+    simulation = _NodesSimulation(fleet)
     simulation.run()
     nodes, seconds = simulation.nodes, simulation.now
     rows_per_s = fleet.n_rows / seconds

@@ -37,7 +37,7 @@ class Middle:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SideRow:
     """All rounds of one side under one load. Rates are medians; times are medians of the rounds' percentiles in ms.
 
     Args:
@@ -81,7 +81,7 @@ class Width:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """Cells as text, for people."""
 
     title: str
@@ -114,18 +114,18 @@ class Summary:
             if (m.workload, m.load, m.state, m.side) == (workload, load, state, side) and m.counts
         }
 
-    def _row(self, workload: str, load: Load, state: str, side: str) -> Row:
+    def _row(self, workload: str, load: Load, state: str, side: str) -> SideRow:
         counted = self._rounds(workload, load, state, side)
         n_rounds = sum(
             (m.workload, m.load, m.state, m.side) == (workload, load, state, side)
             for m in self._measured
         )
-        row = Row(workload, load, state, side, len(counted), n_rounds)
+        row = SideRow(workload, load, state, side, len(counted), n_rounds)
         figures = [m.figures for m in counted.values() if m.figures is not None]
         if not figures:
             return row
         ours = self._ours_of(workload, load, state, side)
-        return Row(
+        return SideRow(
             **{f: getattr(row, f) for f in ("workload", "load", "state", "side")},
             n_counted=row.n_counted,
             n_rounds=n_rounds,
@@ -226,7 +226,7 @@ class Summary:
 
     # ---- tables ----
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[TextTable]:
         """Return one table for each workload, and one of widths."""
         found = [self._table(w.name, w.told, w.sizes) for w in self.plan.workloads]
         found = [table for table in found if table.rows]
@@ -236,12 +236,14 @@ class Summary:
                 for w in self.widths
             ]
             columns = ("rows", "tokens/s", "ms a step", "")
-            found.append(Table("Width of a step, by a bare loop of llama_decode", columns, rows))
+            found.append(
+                TextTable("Width of a step, by a bare loop of llama_decode", columns, rows)
+            )
         return found
 
-    def _table(self, name: str, told: str, sizes: str) -> Table:
+    def _table(self, name: str, told: str, sizes: str) -> TextTable:
         rows = [row for row in self.rows if row.workload == name]
-        shown: list[tuple[str, Callable[[Row], str]]] = [
+        shown: list[tuple[str, Callable[[SideRow], str]]] = [
             ("load", lambda r: str(r.load)),
             ("state", lambda r: r.state),
             ("side", lambda r: r.side),
@@ -267,7 +269,7 @@ class Summary:
         columns = tuple(shown[i][0] for i in kept)
         note = "Times are p50 / p99."
         title = f"{name}: {told} ({sizes})" if sizes else f"{name}: {told}"
-        return Table(title, columns, [tuple(c[i] for i in kept) for c in cells], note)
+        return TextTable(title, columns, [tuple(c[i] for i in kept) for c in cells], note)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values: medians, and each round."""
@@ -340,7 +342,7 @@ WORD_COLUMNS = ("load", "state", "side", "")
 """Columns of words, on the left; all others are numbers."""
 
 
-def text_table(table: Table, width: int) -> list[str]:
+def text_table(table: TextTable, width: int) -> list[str]:
     """Return a table as lines of at most `width` columns; what is too wide follows below, with the words again.
 
     A cell that is wider than the terminal alone is not cut.
@@ -378,14 +380,14 @@ def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 # ---- files ----
 
 
-def markdown(tables: Sequence[Table], lines: Sequence[str] = ()) -> str:
+def markdown(tables: Sequence[TextTable], lines: Sequence[str] = ()) -> str:
     """Return tables, and lines behind them, as Markdown."""
     parts = ["\n".join(_markdown_lines(table)) for table in tables]
     parts += ["\n".join(f"- {line}" for line in lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_lines(table: Table) -> Iterator[str]:
+def _markdown_lines(table: TextTable) -> Iterator[str]:
     yield f"## {table.title}"
     yield ""
     for cells in (table.columns, ("---",) * len(table.columns), *table.rows):

@@ -17,11 +17,11 @@ import numpy as np
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.quantiser import quantising
 from cbatch.bench.synthetic_shapes import SHAPES, Shape
-from cbatch.bench.synthetic_tensors import N_CONV, Tensor, random_rows, tensors_of
-from cbatch.bench.synthetic_tokenizer import Tokenizer, Value, make_tokenizer
+from cbatch.bench.synthetic_tensors import N_CONV, RandomTensor, random_rows, tensors_of
+from cbatch.bench.synthetic_tokenizer import TokenizerData, Value, make_tokenizer
 from cbatch.bench.weight_types import WEIGHT_TYPES
 from cbatch.errors import ConfigError, OutputError
-from cbatch.folders import part_beside, told
+from cbatch.support.folders import part_beside, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def write_model(
     path: str | os.PathLike[str],
     shape: Shape,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TokenizerData | None = None,
     seed: int = 0,
     metadata: Mapping[str, object] | None = None,
     force: bool = False,
@@ -117,7 +117,7 @@ def _import_gguf() -> ModuleType:
 class _Writing:
     """One model on its way to the disk."""
 
-    tokenizer: Tokenizer
+    tokenizer: TokenizerData
 
     def __init__(self, gguf: ModuleType, shape: Shape, seed: int, show: Show) -> None:
         self._gguf, self._shape, self._seed, self._show = gguf, shape, seed, show
@@ -156,7 +156,7 @@ class _Writing:
         finally:
             writer.close()
 
-    def _kind(self, tensor: Tensor, type: str) -> Any:
+    def _kind(self, tensor: RandomTensor, type: str) -> Any:
         is_float = tensor.is_plain or tensor.n_rows == 0
         name = "F32" if is_float else WEIGHT_TYPES[type].tensor_type
         return self._gguf.GGMLQuantizationType[name]

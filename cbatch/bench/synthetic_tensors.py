@@ -37,7 +37,7 @@ _N_AT_ONCE = 2**22  # numbers; bounds the memory of a large matrix's float32 wei
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class RandomTensor:
     """One tensor: random numbers of a normal distribution."""
 
     name: str
@@ -66,21 +66,23 @@ class Tensor:
         return (*stacked, *rows, self.n_columns)
 
 
-def tensors_of(shape: Shape) -> Iterator[Tensor]:
+def tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     """Yield every tensor in the file's order."""
     width = shape.n_embd
     unit = width**-0.5
     std = _TIED_STD if shape.tied else _EMBED_STD
-    yield Tensor("token_embd.weight", shape.n_vocab, width, std, gives_logits=shape.tied)
+    yield RandomTensor("token_embd.weight", shape.n_vocab, width, std, gives_logits=shape.tied)
     if not shape.tied:
-        yield Tensor("output.weight", shape.n_vocab, width, _LOGIT_STD * unit, gives_logits=True)
+        yield RandomTensor(
+            "output.weight", shape.n_vocab, width, _LOGIT_STD * unit, gives_logits=True
+        )
     yield _norm("output_norm", width, _LOGIT_STD * unit / _TIED_STD if shape.tied else 1.0)
     layer = _mamba_layer if shape.architecture == "mamba" else _attention_layer
     for i_layer in range(shape.n_layer):
         yield from layer(shape, f"blk.{i_layer}")
 
 
-def _attention_layer(shape: Shape, block: str) -> Iterator[Tensor]:
+def _attention_layer(shape: Shape, block: str) -> Iterator[RandomTensor]:
     """Queries and keys are larger than usual, so that attention picks a few places of the context rather than
     averaging it away, and what it finds is smaller than what a token computes by itself. Otherwise greedy outputs
     of deep models go round in short circles.
@@ -89,54 +91,56 @@ def _attention_layer(shape: Shape, block: str) -> Iterator[Tensor]:
     unit = width**-0.5
     sharp = unit * _ATTENTION_GAIN**0.5
     yield _norm(f"{block}.attn_norm", width)
-    yield Tensor(f"{block}.attn_q.weight", width, width, sharp)
-    yield Tensor(f"{block}.attn_k.weight", n_kv, width, sharp)
-    yield Tensor(f"{block}.attn_v.weight", n_kv, width, unit)
-    yield Tensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
+    yield RandomTensor(f"{block}.attn_q.weight", width, width, sharp)
+    yield RandomTensor(f"{block}.attn_k.weight", n_kv, width, sharp)
+    yield RandomTensor(f"{block}.attn_v.weight", n_kv, width, unit)
+    yield RandomTensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
     if shape.n_window:  # attention may look at nothing: a logit of 0 beside those of the keys
-        yield Tensor(f"{block}.attn_sinks.weight", 0, shape.n_head, 0.0)
+        yield RandomTensor(f"{block}.attn_sinks.weight", 0, shape.n_head, 0.0)
     yield _norm(f"{block}.ffn_norm", width)
     yield from _experts(shape, block) if shape.n_expert else _feed_forward(shape, block)
 
 
-def _feed_forward(shape: Shape, block: str) -> Iterator[Tensor]:
+def _feed_forward(shape: Shape, block: str) -> Iterator[RandomTensor]:
     width, n_ff = shape.n_embd, shape.n_ff
     unit = width**-0.5
-    yield Tensor(f"{block}.ffn_gate.weight", n_ff, width, unit)
-    yield Tensor(f"{block}.ffn_up.weight", n_ff, width, unit)
-    yield Tensor(f"{block}.ffn_down.weight", width, n_ff, n_ff**-0.5)
+    yield RandomTensor(f"{block}.ffn_gate.weight", n_ff, width, unit)
+    yield RandomTensor(f"{block}.ffn_up.weight", n_ff, width, unit)
+    yield RandomTensor(f"{block}.ffn_down.weight", width, n_ff, n_ff**-0.5)
 
 
-def _experts(shape: Shape, block: str) -> Iterator[Tensor]:
+def _experts(shape: Shape, block: str) -> Iterator[RandomTensor]:
     """The router's logits are as far apart as 1, so that every expert has its share of tokens."""
     width, n_ff, n = shape.n_embd, shape.n_ff, shape.n_expert
     unit = width**-0.5
-    yield Tensor(f"{block}.ffn_gate_inp.weight", n, width, unit, is_plain=True)
-    yield Tensor(f"{block}.ffn_gate_exps.weight", n_ff, width, unit, n_stacked=n)
-    yield Tensor(f"{block}.ffn_up_exps.weight", n_ff, width, unit, n_stacked=n)
-    yield Tensor(f"{block}.ffn_down_exps.weight", width, n_ff, n_ff**-0.5, n_stacked=n)
+    yield RandomTensor(f"{block}.ffn_gate_inp.weight", n, width, unit, is_plain=True)
+    yield RandomTensor(f"{block}.ffn_gate_exps.weight", n_ff, width, unit, n_stacked=n)
+    yield RandomTensor(f"{block}.ffn_up_exps.weight", n_ff, width, unit, n_stacked=n)
+    yield RandomTensor(f"{block}.ffn_down_exps.weight", width, n_ff, n_ff**-0.5, n_stacked=n)
 
 
-def _mamba_layer(shape: Shape, block: str) -> Iterator[Tensor]:
+def _mamba_layer(shape: Shape, block: str) -> Iterator[RandomTensor]:
     """Its own width is `n_ff`; what is small or decides on decay is float32. Source: src/models/mamba.cpp."""
     width, inner, n_rank, n_state = shape.n_embd, shape.n_ff, shape.n_rank, shape.n_state
     yield _norm(f"{block}.attn_norm", width)
-    yield Tensor(f"{block}.ssm_in.weight", 2 * inner, width, _MAMBA_GAIN * width**-0.5)
-    yield Tensor(f"{block}.ssm_conv1d.weight", inner, N_CONV, N_CONV**-0.5, is_plain=True)
-    yield Tensor(f"{block}.ssm_conv1d.bias", 0, inner, 0.0)
-    yield Tensor(f"{block}.ssm_x.weight", n_rank + 2 * n_state, inner, _MAMBA_GAIN * inner**-0.5)
-    yield Tensor(f"{block}.ssm_dt.weight", inner, n_rank, n_rank**-0.5, is_plain=True)
-    yield Tensor(f"{block}.ssm_dt.bias", 0, inner, 0.0, mean=_DT_BIAS)
-    yield Tensor(f"{block}.ssm_a", inner, n_state, _DECAY_STD, mean=-1.0, is_plain=True)
-    yield Tensor(f"{block}.ssm_d", 0, inner, 0.0, mean=1.0)
-    yield Tensor(f"{block}.ssm_out.weight", width, inner, inner**-0.5)
+    yield RandomTensor(f"{block}.ssm_in.weight", 2 * inner, width, _MAMBA_GAIN * width**-0.5)
+    yield RandomTensor(f"{block}.ssm_conv1d.weight", inner, N_CONV, N_CONV**-0.5, is_plain=True)
+    yield RandomTensor(f"{block}.ssm_conv1d.bias", 0, inner, 0.0)
+    yield RandomTensor(
+        f"{block}.ssm_x.weight", n_rank + 2 * n_state, inner, _MAMBA_GAIN * inner**-0.5
+    )
+    yield RandomTensor(f"{block}.ssm_dt.weight", inner, n_rank, n_rank**-0.5, is_plain=True)
+    yield RandomTensor(f"{block}.ssm_dt.bias", 0, inner, 0.0, mean=_DT_BIAS)
+    yield RandomTensor(f"{block}.ssm_a", inner, n_state, _DECAY_STD, mean=-1.0, is_plain=True)
+    yield RandomTensor(f"{block}.ssm_d", 0, inner, 0.0, mean=1.0)
+    yield RandomTensor(f"{block}.ssm_out.weight", width, inner, inner**-0.5)
 
 
-def _norm(name: str, width: int, mean: float = 1.0) -> Tensor:
-    return Tensor(f"{name}.weight", 0, width, 0.0, mean=mean)
+def _norm(name: str, width: int, mean: float = 1.0) -> RandomTensor:
+    return RandomTensor(f"{name}.weight", 0, width, 0.0, mean=mean)
 
 
-def random_rows(tensor: Tensor, seed: int, loudness: Floats) -> Iterator[Floats]:
+def random_rows(tensor: RandomTensor, seed: int, loudness: Floats) -> Iterator[Floats]:
     """Yield a tensor's rows, `(n, n_columns)` float32, a few at once; each tensor has a generator of its own.
 
     Args:

@@ -76,7 +76,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tokenizer:
+class TokenizerData:
     """What a model file says of its tokens."""
 
     n_tokens: int
@@ -89,7 +89,7 @@ class Tokenizer:
 # ---- made up ----
 
 
-def make_tokenizer(n_vocab: int, seed: int = 0) -> Tokenizer:
+def make_tokenizer(n_vocab: int, seed: int = 0) -> TokenizerData:
     """Return a tokenizer of made-up pieces, and some English words.
 
     Args:
@@ -123,13 +123,13 @@ def make_tokenizer(n_vocab: int, seed: int = 0) -> Tokenizer:
         "tokenizer.ggml.add_space_prefix": Value(True, "BOOL"),
         _TEMPLATE: Value(CHATML, "STRING"),
     }
-    return Tokenizer(n_vocab, values, loudness)
+    return TokenizerData(n_vocab, values, loudness)
 
 
 # ---- taken ----
 
 
-def take_tokenizer(path: Path, n_vocab: int | None = None) -> Tokenizer:
+def take_tokenizer(path: Path, n_vocab: int | None = None) -> TokenizerData:
     """Return the tokenizer of a GGUF file; only the file's beginning is read, and nothing in it is trusted.
 
     Args:
@@ -153,7 +153,7 @@ def take_tokenizer(path: Path, n_vocab: int | None = None) -> Tokenizer:
     if n_vocab < n_tokens:
         raise ConfigError(f"n_vocab is {n_vocab}, but {path} has {n_tokens} tokens")
     values.setdefault(_TEMPLATE, Value(CHATML, "STRING"))
-    return Tokenizer(n_vocab, _padded(values, n_vocab - n_tokens), _loudness(header, n_vocab))
+    return TokenizerData(n_vocab, _padded(values, n_vocab - n_tokens), _loudness(header, n_vocab))
 
 
 def _faults(header: Header) -> Iterator[str]:

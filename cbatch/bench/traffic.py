@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_seconds
 from cbatch.errors import ConfigError, words_of
 from cbatch.options import MAX_PRIORITY
+from cbatch.support.checks import check_seconds
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,7 @@ from cbatch.bench.openai_client import MOST_BOS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.bench.measured import Answer, WorkRequest
+    from cbatch.bench.measured import MeasuredAnswer, WorkRequest
 
 N_LEAST_REPEATED = 8
 """Tokens from which an answer of one token alone is degenerate. Our choice."""
@@ -107,7 +107,7 @@ def unlikely_text(alone: float, margins: Sequence[Sequence[float]]) -> list[str]
     ]
 
 
-def problems(requests: Sequence[WorkRequest], answers: Sequence[Answer]) -> list[str]:
+def problems(requests: Sequence[WorkRequest], answers: Sequence[MeasuredAnswer]) -> list[str]:
     """Return why a round does not count; nothing where it does.
 
     An answer that the server itself has ended, without a cap being reached, is not cut: rates count the tokens that
@@ -141,13 +141,13 @@ def problems(requests: Sequence[WorkRequest], answers: Sequence[Answer]) -> list
     return found
 
 
-def degenerate(answers: Sequence[Answer]) -> list[str]:
+def degenerate(answers: Sequence[MeasuredAnswer]) -> list[str]:
     """Return the ids of answers that are one token again and again; none where there are few."""
     found = [a.id for a in answers if a.n_output >= N_LEAST_REPEATED and a.n_distinct <= 1]
     return found if len(found) > max(1, MOST_DEGENERATE * len(answers)) else []
 
 
-def _is_cut(request: WorkRequest, answer: Answer) -> bool:
+def _is_cut(request: WorkRequest, answer: MeasuredAnswer) -> bool:
     if answer.finish == "stop":
         return False
     return answer.finish != "length" or (
@@ -155,14 +155,14 @@ def _is_cut(request: WorkRequest, answer: Answer) -> bool:
     )
 
 
-def n_ended_early(requests: Sequence[WorkRequest], answers: Sequence[Answer]) -> int:
+def n_ended_early(requests: Sequence[WorkRequest], answers: Sequence[MeasuredAnswer]) -> int:
     """Return how many tokens fewer were generated than were asked for, where the server ended answers itself."""
     asked = {request.id: request.n_output for request in requests}
     return sum(max(0, asked[a.id] - a.n_output) for a in answers if a.finish == "stop")
 
 
 def differences(
-    alone: Mapping[str, Sequence[int]], answers: Sequence[Answer], *, is_exact: bool
+    alone: Mapping[str, Sequence[int]], answers: Sequence[MeasuredAnswer], *, is_exact: bool
 ) -> list[str]:
     """Return why answers differ too much from those to the same requests alone, by the tokens.
 
@@ -184,5 +184,5 @@ def differences(
     return [f"{len(other)} of {len(pairs)} {what} differ from those of the same requests alone"]
 
 
-def _of(some: Sequence[Answer], every: Sequence[Answer]) -> str:
+def _of(some: Sequence[MeasuredAnswer], every: Sequence[MeasuredAnswer]) -> str:
     return f"{len(some)} of {len(every)} requests"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.constraints import RECORDS
+from cbatch.bench.experiments.constraints import RECORDS
 from cbatch.bench.measured import WorkRequest
-from cbatch.checks import read_json, why_unread
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.options import RunOptions
+from cbatch.support.checks import read_json, why_unread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -28,8 +28,8 @@ from cbatch.cache.cell_file import (
     opened_file,
 )
 from cbatch.errors import CacheError, ConfigError
-from cbatch.folders import sync_folder
-from cbatch.logs import Log
+from cbatch.support.folders import sync_folder
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,7 @@ from cbatch.chat.split_text import MarkSplitter, Parts, Written
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cbatch.chat.call_parser import Call
+    from cbatch.chat.call_parser import ParsedCall
     from cbatch.chat.formats import AnswerFormat
     from cbatch.chat.text import TextStream
     from cbatch.tools import Tools
@@ -32,7 +32,7 @@ class Answer:
 
     text: str
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ParsedCall, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -73,7 +73,7 @@ class AnswerReader:
         warnings = (*parts.warnings, *self._warnings_about(parts, calls))
         return Answer("".join(parts.text), "".join(parts.reasoning), calls, warnings)
 
-    def _warnings_about(self, parts: Parts, calls: Sequence[Call]) -> Iterator[str]:
+    def _warnings_about(self, parts: Parts, calls: Sequence[ParsedCall]) -> Iterator[str]:
         if parts.n_malformed:
             yield "what begins as a tool call could not be read as one: it is left in the text"
         if parts.n_unfinished:

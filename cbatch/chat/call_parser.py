@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.marks import Marks
-from cbatch.checks import finite, refuse_constant
+from cbatch.support.checks import finite, refuse_constant
 
 if TYPE_CHECKING:
     from cbatch.chat.formats import CallFormat
@@ -51,14 +51,14 @@ _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A call that a model wrote: the function's name and the arguments as JSON text."""
 
     name: str
     arguments: str
 
 
-CallReader = Callable[[str, "re.Match[str]", "Tools"], tuple[list[Call], int]]
+CallReader = Callable[[str, "re.Match[str]", "Tools"], tuple[list[ParsedCall], int]]
 """Parses the calls after the match of a call's beginning; returns them and where they end, or raises ValueError."""
 
 
@@ -83,7 +83,7 @@ class CallSearch:
 
     def __init__(self, format: CallFormat | None, tools: Tools, response: Marks | None) -> None:
         """Make one; without tools there are no calls, and without `response` no marks."""
-        self.calls, self.n_malformed = list[Call](), 0
+        self.calls, self.n_malformed = list[ParsedCall](), 0
         self.n_unfinished, self.is_cut = 0, False
         """Calls that the end of the text cut off; whether something else than the model ends the text."""
         self._format, self._tools, self._response = format, tools, response
@@ -221,7 +221,7 @@ class _Ahead:
 class FoundCalls:
     """The calls in a text, the spans of text that they take, and how many calls could not be parsed."""
 
-    calls: list[Call]
+    calls: list[ParsedCall]
     spans: list[tuple[int, int]]
     n_malformed: int
 
@@ -238,7 +238,7 @@ def _may_go_on(text: str, end: int) -> bool:
     return len(text) - end < _N_BEHIND and text[end : end + 1] in ("", "`", "j")
 
 
-def _read_bare(text: str, start: int, tools: Tools, *, is_end: bool) -> list[Call]:
+def _read_bare(text: str, start: int, tools: Tools, *, is_end: bool) -> list[ParsedCall]:
     """Return the calls of a text that is nothing but JSON calls of known tools from `start` on; none otherwise.
 
     Raises:
@@ -249,7 +249,7 @@ def _read_bare(text: str, start: int, tools: Tools, *, is_end: bool) -> list[Cal
         if not is_end and _BARE_HEAD.may_match(text, start):
             raise UnfinishedError
         return []
-    calls, at = list[Call](), head.end()
+    calls, at = list[ParsedCall](), head.end()
     try:
         while at < len(text) and text[at] in "[{":
             value, at = _read_json(text, at)
@@ -277,9 +277,9 @@ def _begins_bare_call(text: str, at: int, names: Sequence[str]) -> bool:
     return name in names if quote else any(known.startswith(name) for known in names)
 
 
-def read_json_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call], int]:
+def read_json_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[ParsedCall], int]:
     """Parse calls in JSON: objects with a name and arguments, or a list of such objects. A `CallReader`."""
-    calls, at = list[Call](), _end(_FENCE, text, head.end())
+    calls, at = list[ParsedCall](), _end(_FENCE, text, head.end())
     while not calls or text[at : at + 1] in ("{", "["):
         value, end = _read_json(text, at)
         calls += _calls_in(value)
@@ -287,13 +287,13 @@ def read_json_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call
     return calls, _end(_FENCE, text, at)
 
 
-def read_arguments(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call], int]:
+def read_arguments(text: str, head: re.Match[str], _: Tools) -> tuple[list[ParsedCall], int]:
     """Parse the arguments after a function's name, one JSON object. A `CallReader`."""
     value, end = _read_json(text, _end(_FENCE, text, head.end()))
     return [_call(head["name"], value)], _end(_FENCE, text, end)
 
 
-def read_call(name: str, text: str) -> Call | None:
+def read_call(name: str, text: str) -> ParsedCall | None:
     """Return the call of a function with all of `text` as its arguments; None where the text is malformed."""
     try:
         value, end = _decode(text)
@@ -302,7 +302,7 @@ def read_call(name: str, text: str) -> Call | None:
         return None
 
 
-def read_mistral_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[Call], int]:
+def read_mistral_calls(text: str, head: re.Match[str], _: Tools) -> tuple[list[ParsedCall], int]:
     """Parse a JSON list of calls, or a name and a JSON object of arguments. A `CallReader`."""
     named = _MISTRAL_NAME.match(text, head.end())
     value, end = _read_json(text, named.end() if named else head.end())
@@ -319,7 +319,9 @@ class TaggedArguments:
     close: str
     """What follows the last argument; a call without it was cut off."""
 
-    def __call__(self, text: str, head: re.Match[str], tools: Tools) -> tuple[list[Call], int]:
+    def __call__(
+        self, text: str, head: re.Match[str], tools: Tools
+    ) -> tuple[list[ParsedCall], int]:
         """Parse the calls after `head`."""
         at = _end(_SPACE, text, head.end())
         if text[at : at + 1] == "{":
@@ -357,7 +359,7 @@ def _typed(value: str, schema: object) -> Any:
     return typed if not value[end:].strip() else value
 
 
-def _calls_in(value: Any, *, needs_arguments: bool = False) -> list[Call]:
+def _calls_in(value: Any, *, needs_arguments: bool = False) -> list[ParsedCall]:
     """Return the calls in a JSON value, under any of the names that templates use."""
     if isinstance(value, list):
         return [call for item in value for call in _calls_in(item, needs_arguments=needs_arguments)]
@@ -377,7 +379,7 @@ def _first(value: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((value[name] for name in names if value.get(name) is not None), None)
 
 
-def _call(name: object, arguments: Any) -> Call:
+def _call(name: object, arguments: Any) -> ParsedCall:
     if isinstance(arguments, str):  # JSON text within JSON
         arguments, _ = _decode(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -388,7 +390,7 @@ def _call(name: object, arguments: Any) -> Call:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
         text = json.dumps(arguments)
-    return Call(name, text)
+    return ParsedCall(name, text)
 
 
 def _read_json(text: str, at: int) -> tuple[Any, int]:

@@ -27,7 +27,7 @@ _N_TAIL_TEXT = 256
 """Characters at the end of a prompt that show whether thinking has begun."""
 
 
-class _Vocab(Protocol):
+class _ChatVocab(Protocol):
     """What chats need of `cbatch.backend.Vocab`."""
 
     @property
@@ -45,7 +45,7 @@ class _Vocab(Protocol):
 class ChatFormat:
     """How a model's chats are answered. From any thread."""
 
-    def __init__(self, vocab: _Vocab) -> None:
+    def __init__(self, vocab: _ChatVocab) -> None:
         self._vocab = vocab
         self._grammars: dict[tuple[str, bool, Thinking, int | None], Grammar] = {}
 

@@ -24,7 +24,7 @@ class Reader(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Reply:
+class ReplyText:
     """The text of an output that grows, and what was given out of it."""
 
     text: TextStream
@@ -50,7 +50,7 @@ class Reply:
         reader: AnswerReader | None,
         *,
         include_stop: bool,
-    ) -> Reply:
+    ) -> ReplyText:
         """Return an empty reply; `piece` gives the bytes of a token."""
         text = TextStream(piece, stops, include_stop=include_stop)
         parts = None if reader is None else AnswerParts(reader, text)

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cbatch.chat.call_parser import Call, CallSearch
+from cbatch.chat.call_parser import CallSearch, ParsedCall
 from cbatch.chat.marks import Marks
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Parts:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
     thoughts: list[tuple[int, int]] = field(default_factory=list)
     """Where thinking that was split off begins and ends with its marks, in characters of what was written."""
     n_malformed: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.chat.call_parser import Call, find_calls
+from cbatch.chat.call_parser import ParsedCall, find_calls
 from cbatch.chat.formats import BARE
 from cbatch.chat.thinking_budget import limited, mark_tokens
 from cbatch.errors import UnsupportedOptionError
@@ -79,7 +79,7 @@ def _is_readable(syntax: CallSyntax, format: AnswerFormat, name: str, tools: Too
     """Whether a call without arguments is parsed as such: not every format accepts every name."""
     text = syntax.write((name, "" if syntax.argument else "{}"))
     found = find_calls(text, format.calls, tools)
-    return found.calls == [Call(name, "{}")] and found.spans == [(0, len(text))]
+    return found.calls == [ParsedCall(name, "{}")] and found.spans == [(0, len(text))]
 
 
 def _can_be_tagged(parameters: Mapping[str, Any]) -> bool:

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 
 import cbatch
-from cbatch.checks import check_whole
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import Given, name_of, option, takes
 from cbatch.cli.terminal import printable, say
 from cbatch.files.places import stdin
+from cbatch.support.checks import check_whole
 
 _MAX_SLOTS = 16  # for several answers at once: as many as other commands have
 

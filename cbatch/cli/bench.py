@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cbatch.checks import check_int
 from cbatch.cli.completion import among, among_several
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
@@ -20,10 +19,11 @@ from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import whole
 from cbatch.files.places import check_new, stdout
-from cbatch.folders import told as written
+from cbatch.support.checks import check_int
+from cbatch.support.folders import told as written
 
 if TYPE_CHECKING:
-    from cbatch.bench.comparison import Comparison, Load, Plan
+    from cbatch.bench.comparison import Comparison, ComparisonPlan, Load
     from cbatch.bench.measured import Chains
     from cbatch.bench.model_text import ModelText
     from cbatch.bench.sides import HttpSide, Side
@@ -272,14 +272,14 @@ def bench(
     settings = {"parallel": DEFAULT_PARALLEL, **given.engine_settings()}
     beside = _Beside(llama_server, against or [], against_model, api_key, timeout_s)
     named = _sides(sides, beside)
-    from cbatch.bench.comparison import Plan  # slow to import
+    from cbatch.bench.comparison import ComparisonPlan  # slow to import
     from cbatch.bench.model_text import model_text
 
     with model_text(None if model is None else str(model)) as text:
         kinds, chains = _of_file(requests, kinds, text)
         settings["ctx_per_seq"] = _window(kinds, settings.get("ctx_per_seq"), text.n_ctx_train)
         is_exact = settings.get("exact", False)
-        plan = Plan(kinds, loads, rounds, seed, count, chains, warm, is_exact, stream)
+        plan = ComparisonPlan(kinds, loads, rounds, seed, count, chains, warm, is_exact, stream)
         comparison = _comparison(plan, text, settings, named, beside)
         comparison.say = _nothing if quiet else say
         is_broken_off = _run(comparison)
@@ -304,7 +304,7 @@ def _run(comparison: "Comparison") -> bool:
 
 
 def _comparison(
-    plan: "Plan",
+    plan: "ComparisonPlan",
     text: "ModelText",
     settings: dict[str, Any],
     named: Sequence[str],

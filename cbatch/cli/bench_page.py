@@ -12,7 +12,7 @@ from cbatch.files.units import short, tick_step, ticks
 
 if TYPE_CHECKING:
     from cbatch.bench.rates import Rates
-    from cbatch.bench.summary import Row, Summary, Width
+    from cbatch.bench.summary import SideRow, Summary, Width
 
 _BARE = "bare loop"
 _COLORS = ("blue", "rose", "teal", "amber", "violet")
@@ -60,16 +60,16 @@ class LoadChart:
         return "L".join(f"{self.x(p.load):.1f} {self.y(p.value):.1f}" for p in line)
 
 
-def load_of(row: "Row") -> float:
+def load_of(row: "SideRow") -> float:
     """Return the number that a load is on the axis."""
     load = row.load
     return float(load.at_once or 1) if load.rate is None else load.rate
 
 
-def charts_of(rows: "Sequence[Row]", widths: "Sequence[Width]" = ()) -> list[LoadChart]:
+def charts_of(rows: "Sequence[SideRow]", widths: "Sequence[Width]" = ()) -> list[LoadChart]:
     """Return the plots of one workload's rows that count; beside the rates, what the bare loop decodes."""
     cold = [row for row in rows if row.state == COLD and row.output_tps is not None]
-    named: tuple[tuple[str, Callable[[Row], Point | None]], ...] = (
+    named: tuple[tuple[str, Callable[[SideRow], Point | None]], ...] = (
         ("Generated tokens a second", _output),
         ("First token, median, ms", lambda row: _median(row, row.ttft_ms)),
         ("Between tokens, median, ms", lambda row: _median(row, row.itl_ms)),
@@ -95,14 +95,14 @@ def _bare(widths: "Sequence[Width]", at_once: "Collection[int | None]") -> dict[
     return {_BARE: [Point(n, tps, tps, tps) for n, tps in shown]} if shown else {}
 
 
-def _output(row: "Row") -> Point | None:
+def _output(row: "SideRow") -> Point | None:
     middle = row.output_tps
     if middle is None:
         return None
     return Point(load_of(row), middle.median, middle.least, middle.most)
 
 
-def _median(row: "Row", times: Mapping[int, float] | None) -> Point | None:
+def _median(row: "SideRow", times: Mapping[int, float] | None) -> Point | None:
     return None if not times else Point(load_of(row), times[50], times[50], times[50])
 
 
@@ -169,10 +169,10 @@ def bench_picture(runs: "Sequence[Rates]") -> str:
     )
 
 
-def _colors(rows: "Iterable[Row]") -> dict[str, str]:
+def _colors(rows: "Iterable[SideRow]") -> dict[str, str]:
     sides = dict.fromkeys(row.side for row in rows)
     return {side: _COLORS[i % len(_COLORS)] for i, side in enumerate(sides)} | {_BARE: "gray"}
 
 
-def _is_rate(rows: "Iterable[Row]") -> bool:
+def _is_rate(rows: "Iterable[SideRow]") -> bool:
     return any(row.load.rate is not None for row in rows)

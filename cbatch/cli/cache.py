@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from cbatch.cli.main import Command, ExitCode, Subgroup, write
+from cbatch.cli.main import CliCommand, ExitCode, Subgroup, write
 from cbatch.cli.option_table import option
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
@@ -49,7 +49,7 @@ def cache() -> None:
     """
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def ls(
     *,
     cache_dir: CacheDir = None,
@@ -67,7 +67,7 @@ def ls(
         say(f"{_counted(files)} in {folder}")
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def rm(
     keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Keys to remove.")] = None,
     *,
@@ -89,7 +89,7 @@ def rm(
     _say_unknown(unknown, folder)
 
 
-@app.command(cls=Command)
+@app.command(cls=CliCommand)
 def verify(
     keys: Annotated[
         list[str] | None,

@@ -22,8 +22,8 @@ from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineClosedError, EngineError, words_of
 from cbatch.files.places import stdin, stdout
-from cbatch.interrupts import Postponed
 from cbatch.runtime.local import LocalRuntime
+from cbatch.support.interrupts import Postponed
 from cbatch.worker.host import SessionEnd
 from cbatch.worker.service import refusal, serve_client
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from cbatch.cli.terminal import tell
-from cbatch.progress import PLAIN_INTERVAL_S, Snapshot
+from cbatch.progress import PLAIN_INTERVAL_S, BatchSnapshot
 
 
 class EventView:
@@ -20,16 +20,16 @@ class EventView:
         """Print the values of a dataclass."""
         tell(kind, **{f.name: getattr(found, f.name) for f in fields(found)})
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: BatchSnapshot) -> None:
         """Print the progress."""
         tell("progress", **as_json(snapshot))
 
-    def finish(self, snapshot: Snapshot) -> None:
+    def finish(self, snapshot: BatchSnapshot) -> None:
         """Print the summary."""
         tell("summary", **as_json(snapshot))
 
 
-def as_json(s: Snapshot) -> dict[str, Any]:
+def as_json(s: BatchSnapshot) -> dict[str, Any]:
     """Return the progress of a run as JSON values."""
     counts = s.counts
     return {

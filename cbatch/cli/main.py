@@ -29,7 +29,7 @@ from cbatch.cli.terminal import (
 )
 from cbatch.errors import ConfigError
 from cbatch.files.places import stdout
-from cbatch.logs import FIELDS
+from cbatch.support.logs import FIELDS
 
 _YES = ("1", "true", "t", "yes", "y", "on")
 """Values of an environment variable that set a flag. Source: click's `BoolParamType`."""
@@ -170,7 +170,7 @@ def _write_narrow(write_list: Callable[..., None], rows: Any) -> None:
     write_list(rows, col_max=n_most if n_most <= _LONG_NAME else _INDENT)
 
 
-class Command(_Help, TyperCommand):
+class CliCommand(_Help, TyperCommand):
     """A command whose errors name the environment variable that a wrong value came from."""
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **more: Any) -> Any:
@@ -289,7 +289,7 @@ def make_app(*commands: Callable[..., None]) -> typer.Typer:
     )
     app.callback()(_root)
     for command in commands:
-        app.command(cls=Command)(command)
+        app.command(cls=CliCommand)(command)
     return app
 
 

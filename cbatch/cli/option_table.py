@@ -12,14 +12,6 @@ from typing import Any, get_args
 
 import typer
 
-from cbatch.checks import (
-    check_choice,
-    check_flag,
-    check_float,
-    check_int,
-    check_path,
-    check_seconds,
-)
 from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.sets import read_text, set_options, value_of
 from cbatch.engine_options import EngineOptions
@@ -27,8 +19,16 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_formats import Format
 from cbatch.files.places import file_of
 from cbatch.files.settings import FileOptions
-from cbatch.hub import local_model
 from cbatch.options import RunOptions, check_runs_through
+from cbatch.support.checks import (
+    check_choice,
+    check_flag,
+    check_float,
+    check_int,
+    check_path,
+    check_seconds,
+)
+from cbatch.support.hub import local_model
 
 RUN = "Options"
 FILES = "Files"

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import cbatch
-from cbatch.checks import check_text, reading
 from cbatch.cli.completion import among
 from cbatch.cli.main import ALWAYS_SHOWN, LogLevel, LogLines, show_log
 from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
@@ -24,9 +23,10 @@ from cbatch.cli.terminal import say, tell
 from cbatch.daemon.listening import remove_socket, socket_at
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
-from cbatch.hub import local_model
 from cbatch.loading import best_replicas, check_replicas
-from cbatch.logs import FIELDS, Log
+from cbatch.support.checks import check_text, reading
+from cbatch.support.hub import local_model
+from cbatch.support.logs import FIELDS, Log
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from cbatch.checks import shown
 from cbatch.errors import ConfigError, near_or_known
 from cbatch.options import RunOptions
+from cbatch.support.checks import shown
 
 FROM_FILE = ("json_schema", "response_format", "grammar", "tools", "chat_template_kwargs")
 """Options whose values are often long: `@FILE` gives the content of a file."""

@@ -12,7 +12,7 @@ from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import whole
 from cbatch.files.places import check_place
-from cbatch.folders import told as written
+from cbatch.support.folders import told as written
 
 
 def verify(

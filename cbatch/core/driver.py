@@ -8,7 +8,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from cbatch.chat.reply import Reply
+from cbatch.chat.reply import ReplyText
 from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, Binding, Chunk, OwnProcessor, Slot
 from cbatch.errors import (
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from cbatch.chat.answers import AnswerReader
     from cbatch.core.plan import GrammarStep, PromptCuts, TokenLogprobs
+    from cbatch.core.request import Request
     from cbatch.errors import CacheError, CBatchError
     from cbatch.options import DryBreakers, Grammar, Sampling
-    from cbatch.request import Request
     from cbatch.response import FinishReason
 
 
@@ -100,7 +100,7 @@ class SequenceDriver:
 
     request: Request
     clock: RequestClock
-    reply: Reply
+    reply: ReplyText
     status: Status = Status.WAITING
     waits_for: Wait | None = None
     number: int = 0
@@ -162,7 +162,7 @@ class SequenceDriver:
         """Return a waiting sequence for `request`, submitted `now`; `piece` gives the bytes of a token."""
         options, stops = request.options, tuple(request.options.stop or ())
         include_stop = bool(options.include_stop)
-        reply = Reply.of(piece, stops, request.stop_tokens, reader, include_stop=include_stop)
+        reply = ReplyText.of(piece, stops, request.stop_tokens, reader, include_stop=include_stop)
         return cls(request, RequestClock(now), reply, pause_every=options.pause_every)
 
     # ---- counters ----

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cbatch.core.cell_ops import SavedCells, ToStore
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.prefix import PrefixCache
+    from cbatch.core.request import Request
     from cbatch.options import AdapterSet, DryBreakers, Grammar
-    from cbatch.request import Request
 
 
 C = TypeVar("C", bound="Hashable")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cbatch.checks import MAX_INT, shown
+from cbatch.support.checks import MAX_INT, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

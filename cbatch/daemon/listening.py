@@ -11,8 +11,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from cbatch.checks import readable
 from cbatch.errors import ConfigError
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -7,8 +7,8 @@ import stat
 import sys
 from array import array
 
-from cbatch.checks import readable
 from cbatch.errors import PromptError
+from cbatch.support.checks import readable
 
 _N_BYTES = 4
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import LineError
+from cbatch.files.input.item import InputLineError
 from cbatch.files.input.json_requests import load
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
@@ -108,7 +108,7 @@ def _records(
     start = n_whole = n_lines = 0
     for n_lines, line in enumerate(file, 1):
         known = None
-        with suppress(LineError):
+        with suppress(InputLineError):
             record = load(line if line.endswith(b"\n") else b"")
             n_whole += 1
             known = _known(record, f"{path}, line {n_lines}", encoder)
@@ -121,5 +121,5 @@ def _records(
 def _known(record: Mapping[str, object], place: str, encoder: TraceableEncoder) -> Known | None:
     try:
         return encoder.known(record)
-    except LineError as error:
+    except InputLineError as error:
         raise ConfigError(f"{place}: {error.error.message}, so nothing is adopted") from None

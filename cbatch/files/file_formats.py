@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import LineError
+from cbatch.files.input.item import InputLineError
 from cbatch.files.input.json_requests import KEYS, load
 from cbatch.files.input.raw_streams import COMPRESSED, UNREAD
 from cbatch.files.input.text_files import LongLine
@@ -111,7 +111,7 @@ def first_object(file: InputFile) -> dict[str, Any] | None:
 def _object_of(line: bytes | LongLine) -> dict[str, Any] | None:
     try:
         return load(line)
-    except (LineError, RecursionError):
+    except (InputLineError, RecursionError):
         return None
 
 

@@ -10,17 +10,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_path, readable, shown
 from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
 from cbatch.files.outcome import Interrupted, Stopper
 from cbatch.files.output.encoders import Encoder, RowEncoder, columns_asked
-from cbatch.files.output.identity import Digests, Origin
+from cbatch.files.output.identity import Digests, InputIdentity
 from cbatch.files.output.opening import OUTPUT_FORMAT
 from cbatch.files.output.run_paths import check_places, check_replaceable, written_by
-from cbatch.files.output.target import PipedOutput, Target
+from cbatch.files.output.target import PipedOutput, RunOutputs
 from cbatch.files.places import file_of
 from cbatch.files.preview import why_refused
 from cbatch.files.report.recording import Recording
@@ -32,10 +31,11 @@ from cbatch.files.settings import (
     split_settings,
 )
 from cbatch.files.work import RunContext, Work
-from cbatch.hub import local_model
 from cbatch.loading import model_name
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
+from cbatch.support.checks import check_path, readable, shown
+from cbatch.support.hub import local_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterator, Mapping
@@ -147,7 +147,13 @@ class _Run:
     on_result: OnEnded | None
 
     def of(
-        self, engine: Engine, stream: ItemStream, target: Target, model: Any, *, is_own_engine: bool
+        self,
+        engine: Engine,
+        stream: ItemStream,
+        target: RunOutputs,
+        model: Any,
+        *,
+        is_own_engine: bool,
     ) -> RunSummary:
         """Run the items of an open input, with the outputs open meanwhile."""
         asked, view, options = self.asked, self.view, run_options_of(engine, self.defaults)
@@ -251,13 +257,13 @@ class FileStream:
 
 def _opened(
     stack: ExitStack, source: Paths, output: Path, asked: FileOptions, *, columns: Collection[str]
-) -> tuple[ItemStream, Target]:
+) -> tuple[ItemStream, RunOutputs]:
     """Return the input, which `stack` closes, and the output, after checks of both."""
     own = {os.path.realpath(path) for path in written_by(output, asked)}
     stream = stack.enter_context(closing(ItemStream(source, asked, own)))
     check_places(output, asked, stream.source.paths)
     check_replaceable(asked)
-    return stream, Target(output, stream.source, asked, extra=columns)
+    return stream, RunOutputs(output, stream.source, asked, extra=columns)
 
 
 def _prefix() -> str:
@@ -269,11 +275,11 @@ def _digests(engine: Engine, settled: RunOptions) -> Digests:
     return Digests(settled, json.dumps(engine.fingerprint, sort_keys=True))
 
 
-def _origin(stream: ItemStream, output: Path, digests: Digests) -> Origin:
+def _origin(stream: ItemStream, output: Path, digests: Digests) -> InputIdentity:
     def look() -> list[tuple[str, bytes]]:
         return [(item_key(item), digests(item)) for item in stream.peek()]
 
-    return Origin(stream.source.paths, output, look, is_at_hand=stream.is_at_hand)
+    return InputIdentity(stream.source.paths, output, look, is_at_hand=stream.is_at_hand)
 
 
 def _view(progress: bool | View) -> View:
@@ -314,7 +320,7 @@ def _shown(view: View, work: Work, engine: Engine) -> AbstractContextManager[obj
 
 
 def _settings_of(
-    engine: Engine, stream: ItemStream, target: Target, options: RunOptions, asked: FileOptions
+    engine: Engine, stream: ItemStream, target: RunOutputs, options: RunOptions, asked: FileOptions
 ) -> dict[str, str]:
     """Return the settings that must be the same for a later run to continue this one, for people."""
     values = ((f.name, getattr(options, f.name)) for f in fields(RunOptions))

@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import readable
 from cbatch.errors import ConfigError
 from cbatch.files import places
 from cbatch.files.file_formats import is_columnar
@@ -22,6 +21,7 @@ from cbatch.files.output.manifest import GONE, Manifest, files_of_manifest, reco
 from cbatch.files.output.record_file import CUT_OFF
 from cbatch.files.output.run_paths import manifest_at, records_of
 from cbatch.files.places import file_of, real
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,15 +6,15 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cbatch.checks import check_flag, check_string, strings_of
 from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError, RequestFailedError
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_unique, item_of_row
 from cbatch.files.input.text_files import not_utf8
-from cbatch.files.output.encoders import Layout, columns_asked
+from cbatch.files.output.encoders import AnswerColumns, columns_asked
 from cbatch.files.settings import check_engine
 from cbatch.options import RunOptions
 from cbatch.response import BatchError
+from cbatch.support.checks import check_flag, check_string, strings_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -82,7 +82,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     frame = _frame(table)
     check_unique(frame.columns, "table")
     prompt_of = RowPrompts(asking, frame.columns, "table")
-    layout = Layout(
+    layout = AnswerColumns(
         frame.columns,
         keep=None if keep_columns is None else strings_of("keep_columns", keep_columns),
         output_column=check_string("output_column", output_column),
@@ -129,7 +129,7 @@ def _answers(
     errors: Sequence[str | None],
     results: Sequence[BatchResult],
     n_rows: int,
-    layout: Layout,
+    layout: AnswerColumns,
     not_asked: str,
 ) -> list[tuple[object, ...]]:
     """Return the added values of all rows; the last rows may not have been read, or may not have run."""
@@ -197,7 +197,7 @@ class _PandasFrame:
             return None
         return None if isinstance(value, float) and math.isnan(value) else value
 
-    def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
+    def with_columns(self, layout: AnswerColumns, columns: list[list[object]]) -> Any:
         dtypes = {str: "string", int: "Int64", float: "Float64"}
         added = zip(layout.added, columns, layout.types.values(), strict=True)
         table = self._table
@@ -220,7 +220,7 @@ class _PolarsFrame:
         for row in self._table.iter_rows(named=True):
             yield row, None
 
-    def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
+    def with_columns(self, layout: AnswerColumns, columns: list[list[object]]) -> Any:
         polars = self._polars
         dtypes = {str: polars.String, int: polars.Int64, float: polars.Float64}
         added = zip(layout.added, columns, layout.types.values(), strict=True)
@@ -243,7 +243,7 @@ class _ArrowFrame:
         for batch in table.to_batches(max_chunksize=_N_ROWS):
             yield from _rows_of(batch)
 
-    def with_columns(self, layout: Layout, columns: list[list[object]]) -> Any:
+    def with_columns(self, layout: AnswerColumns, columns: list[list[object]]) -> Any:
         pyarrow = self._pyarrow
         types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
         table = self._table if layout.keeps_all else self._table.select(list(layout.own))

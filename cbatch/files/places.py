@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from cbatch.checks import check_path, reading
 from cbatch.errors import ConfigError
+from cbatch.support.checks import check_path, reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

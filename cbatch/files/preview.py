@@ -12,7 +12,6 @@ from statistics import fmean, stdev
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import MAX_INT, check_int, check_seconds
 from cbatch.engine import checked_tokens, run_options_of
 from cbatch.errors import CBatchError, EngineClosedError, PromptTooLongError
 from cbatch.files.input.item import ItemError, Seen, in_own_words
@@ -21,6 +20,7 @@ from cbatch.files.settings import engine_for, split_settings
 from cbatch.files.units import duration
 from cbatch.options import RunOptions
 from cbatch.runtime.sequences import UNNAMED
+from cbatch.support.checks import MAX_INT, check_int, check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cbatch.engine import run_options_of
 from cbatch.errors import EngineClosedError
-from cbatch.files.input.item import ItemError, LineError, Seen, bytes_of, item_key, rival_key
+from cbatch.files.input.item import InputLineError, ItemError, Seen, bytes_of, item_key, rival_key
 from cbatch.files.input.json_requests import OpenAIReader
 from cbatch.files.input.text_files import InputFile
 from cbatch.files.outcome import Stopper
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.files.input.item import Item
-    from cbatch.files.input.json_requests import Call
+    from cbatch.files.input.json_requests import RequestEcho
     from cbatch.files.input.text_files import LongLine
     from cbatch.files.outcome import RunSummary
-    from cbatch.files.work import Gate
+    from cbatch.files.work import RunGate
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
 
@@ -45,7 +45,7 @@ _MANIFEST = {"format": "served"}
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ServedReply:
     """What a request is answered."""
 
     status: int
@@ -59,11 +59,11 @@ class Question(Protocol):
     def prompt(self) -> BatchPrompt:
         """The prompt, with its options."""
 
-    def reply(self, result: BatchResult) -> Reply:
+    def reply(self, result: BatchResult) -> ServedReply:
         """Return the answer of a result, also of one with an error."""
 
 
-Ask: TypeAlias = Callable[[dict[str, Any]], Question | Reply]
+Ask: TypeAlias = Callable[[dict[str, Any]], Question | ServedReply]
 """Returns what a body asks, or the answer that refuses it; must not raise."""
 
 
@@ -114,15 +114,15 @@ def check_requests(
     Raises:
         ConfigError: the file cannot be read.
     """
-    reader = _Reader(url, lambda body: _NOT_ASKED)
+    reader = _ServedReader(url, lambda body: _NOT_ASKED)
     problems: list[LineProblem] = []
     n_items = 0
-    with closing(Seen()) as seen, closing(_Lines(path, reader, max_line_bytes)) as lines:
+    with closing(Seen()) as seen, closing(_RequestLines(path, reader, max_line_bytes)) as lines:
         for item in lines:
             if is_stopped():
                 break
             n_items += 1
-            error = None if isinstance(item.extra, Reply) else item.error
+            error = None if isinstance(item.extra, ServedReply) else item.error
             if seen.add(item_key(item), item.number, rival_key(item)) is not None:
                 error = error or _TWICE
             if error is not None and len(problems) < n_problems:
@@ -130,7 +130,7 @@ def check_requests(
     return Checked(n_items, reader.model, problems)
 
 
-_NOT_ASKED = Reply(0, {})
+_NOT_ASKED = ServedReply(0, {})
 _TWICE = ItemError(
     "duplicate_custom_id", "the custom_id of a line before: each must be unique", "custom_id"
 )
@@ -147,7 +147,7 @@ def _line_number(item: Item) -> int:
     return int(item.place.rpartition(" ")[2])
 
 
-class _Reader(OpenAIReader):
+class _ServedReader(OpenAIReader):
     """Reads requests; an item's `extra` is what its body asks, or the answer that refuses it."""
 
     def __init__(self, url: str, ask: Ask, *, has_one_model: bool = True) -> None:
@@ -155,7 +155,7 @@ class _Reader(OpenAIReader):
         self.urls = (url,)
         super().__init__(url)
         self._ask, self._has_one_model = ask, has_one_model
-        self._asked: Question | Reply | None = None
+        self._asked: Question | ServedReply | None = None
 
     @property
     def model(self) -> str:
@@ -165,7 +165,7 @@ class _Reader(OpenAIReader):
     def _check_url(self, url: object) -> None:
         if url != self._url:
             message = f"url {url!r} is not that of the batch: {self._url}"
-            raise LineError("url_mismatch", message, "url")
+            raise InputLineError("url_mismatch", message, "url")
 
     def _model_of(self, body: dict[str, Any]) -> str:
         return super()._model_of(body) if self._has_one_model else ""
@@ -175,16 +175,16 @@ class _Reader(OpenAIReader):
         item = super()._item(number, place, line)
         return item if self._asked is None else replace(item, extra=self._asked)
 
-    def _prompt(self, call: Call, body: dict[str, Any]) -> BatchPrompt:
+    def _prompt(self, call: RequestEcho, body: dict[str, Any]) -> BatchPrompt:
         if call.model:
             body["model"] = call.model
         self._asked = asked = self._ask(body)
-        if isinstance(asked, Reply):
-            raise LineError("invalid_request", "the body was refused")
+        if isinstance(asked, ServedReply):
+            raise InputLineError("invalid_request", "the body was refused")
         return asked.prompt
 
 
-class _Encoder(Encoder):
+class _ServedEncoder(Encoder):
     """Writes OpenAI's lines; each has the reply of the question that its line asked."""
 
     def result(
@@ -192,18 +192,18 @@ class _Encoder(Encoder):
     ) -> bytes:
         """Return a result as a line."""
         question: Any = item.extra
-        reply: Reply = question.reply(result)
+        reply: ServedReply = question.reply(result)
         return line_of(item, reply.status, reply.body, digest.hex())
 
     def error(self, item: Item, error: ItemError) -> bytes:
         """Return the line of an item that could not run: it was refused, or never asked."""
-        if isinstance(item.extra, Reply):
+        if isinstance(item.extra, ServedReply):
             return line_of(item, item.extra.status, item.extra.body, _digest(item).hex())
         said = {"code": error.code, "message": error.message}
         return line_of(item, None, said, _digest(item).hex())
 
 
-class _Lines:
+class _RequestLines:
     """The items of a file of requests."""
 
     n_items = None
@@ -255,7 +255,7 @@ class ServedBatch:
     places: BatchPlaces
     url: str
     ask: Ask
-    gate: Gate
+    gate: RunGate
     prefix: str
     max_line_bytes: int
     has_one_model: bool = True
@@ -282,7 +282,9 @@ class ServedBatch:
         """
         options = run_options_of(self.engine, None)
         with self._lines(self.ask) as lines, self._journal() as journal:
-            context = RunContext(journal, _Encoder(), _digest, options, "", self.prefix, self.gate)
+            context = RunContext(
+                journal, _ServedEncoder(), _digest, options, "", self.prefix, self.gate
+            )
             asked = FileOptions(max_time_s=max_time_s)
             self._work = work = Work(lines, context, self.engine, asked, self._stop)
 
@@ -321,7 +323,7 @@ class ServedBatch:
                 rival = rival_key(item)
                 claim = journal.claim(item_key(item), _digest(item), item.number, rival)
                 if claim in ("new", "duplicate"):
-                    line = _Encoder().error(replace(item, extra=None), error)
+                    line = _ServedEncoder().error(replace(item, extra=None), error)
                     journal.add(item.number, line, is_error=True)
                 if n % _N_COMMIT == 0:
                     journal.commit()
@@ -331,9 +333,9 @@ class ServedBatch:
     def _count(self, journal: Journal) -> None:
         self.n_done, self.n_failed = journal.n_done, journal.n_failed
 
-    def _lines(self, ask: Ask) -> closing[_Lines]:
-        reader = _Reader(self.url, ask, has_one_model=self.has_one_model)
-        return closing(_Lines(self.places.requests, reader, self.max_line_bytes))
+    def _lines(self, ask: Ask) -> closing[_RequestLines]:
+        reader = _ServedReader(self.url, ask, has_one_model=self.has_one_model)
+        return closing(_RequestLines(self.places.requests, reader, self.max_line_bytes))
 
     def _journal(self) -> Journal:
         return Journal(OutputSpec(self.places.answers, _MANIFEST, self.places.errors))

@@ -8,7 +8,13 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from cbatch.checks import (
+from cbatch.engine import Engine
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.files.places import file_of
+from cbatch.loading import check_replicas, check_structure, load
+from cbatch.options import MAX_SEED, RunOptions
+from cbatch.support.checks import (
     check_fields,
     check_flag,
     check_int,
@@ -19,12 +25,6 @@ from cbatch.checks import (
     shown,
     strings_of,
 )
-from cbatch.engine import Engine
-from cbatch.engine_options import EngineOptions
-from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.files.places import file_of
-from cbatch.loading import check_replicas, check_structure, load
-from cbatch.options import MAX_SEED, RunOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -40,7 +40,7 @@ class Entry:
 _Rank: TypeAlias = "tuple[int, int, Entry]"
 
 
-class Window:
+class ItemWindow:
     """Holds up to `n_max` items and chooses the next.
 
     Items with a common prefix go one after the other, the longest first; the next group is the one whose first item has

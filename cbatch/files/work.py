@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from cbatch.errors import EngineError, RequestCancelledError
 from cbatch.files.input.item import duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.outcome import RunSummary
-from cbatch.files.window import Entry, Window, length
+from cbatch.files.window import Entry, ItemWindow, length
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
 from cbatch.runtime.sequences import OptionsMerger
@@ -69,7 +69,7 @@ class Items(Protocol):
         """Estimate the number of items; None where nothing tells."""
 
 
-class Gate(Protocol):
+class RunGate(Protocol):
     """Says when an item may go to the engine, for a run that shares the engine with others."""
 
     def enter(self, id: str, n_sequences: int) -> bool:
@@ -100,11 +100,11 @@ class RunContext:
     options: RunOptions  # that an item leaves out, the engine's own included
     model: str  # its name, for records
     prefix: str = ""  # of the items' ids in the engine
-    gate: Gate = field(default_factory=OpenGate)
+    gate: RunGate = field(default_factory=OpenGate)
 
 
 @dataclass(eq=False, slots=True)
-class Tally:
+class RunTally:
     """The counts of a run so far, by the names of `RunSummary`."""
 
     n_items: int = 0
@@ -140,10 +140,10 @@ class Work:
         stop: Stopper,
     ) -> None:
         """Read nothing yet."""
-        self.tally = Tally()
+        self.tally = RunTally()
         self.has_read_all = False
         self._stream, self._context, self._engine, self._stop = stream, context, engine, stop
-        self._window = Window(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
+        self._window = ItemWindow(asked.window or N_WINDOW_PER_SLOT * engine.parallel)
         self._limit, self._max_time_s = asked.limit or math.inf, asked.max_time_s
         self._is_deduped = asked.dedupe
         self._running: dict[str, Entry] = {}

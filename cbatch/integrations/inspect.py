@@ -18,8 +18,8 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolCall, ToolFunction
 
+from cbatch.chat.openai_format import chat_logprobs
 from cbatch.errors import ConfigError, PromptTooLongError
-from cbatch.openai_format import chat_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

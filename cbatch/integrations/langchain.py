@@ -19,8 +19,8 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import ConfigDict, Field, model_validator
 
+from cbatch.chat.openai_format import chat_logprobs, finish_of
 from cbatch.engine import Engine  # noqa: TC001  # pydantic reads it
-from cbatch.openai_format import chat_logprobs, finish_of
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.host_limits import available_cores
-from cbatch.checks import check_int
 from cbatch.engine_options import DEFAULT_PARALLEL
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, EngineError
@@ -24,6 +23,7 @@ from cbatch.integrations.ray_cluster import (
 )
 from cbatch.loading import load_async
 from cbatch.options import RunOptions, check_runs_through
+from cbatch.support.checks import check_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

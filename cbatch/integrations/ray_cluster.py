@@ -6,9 +6,9 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_float, check_int
 from cbatch.errors import ConfigError
-from cbatch.hub import is_hub_name
+from cbatch.support.checks import check_float, check_int
+from cbatch.support.hub import is_hub_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

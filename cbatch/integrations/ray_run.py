@@ -18,7 +18,7 @@ from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, EngineError, words_of
 from cbatch.files.input.columnar import import_pyarrow
 from cbatch.files.outcome import Interrupted, RunSummary
-from cbatch.files.output.encoders import Layout, columns_asked, dump
+from cbatch.files.output.encoders import AnswerColumns, columns_asked, dump
 from cbatch.files.settings import FileOptions, split_settings
 from cbatch.integrations.ray import MAX_CONCURRENCY, N_ROWS_PER_SLOT, answer
 from cbatch.integrations.ray_cluster import import_ray
@@ -75,7 +75,7 @@ def run_on_ray(
         Interrupted: Ctrl-C; answers that are written stay.
     """
     asked, of_engine = split_settings(settings)
-    job = _Job(source, output, asked, RunOptions.of(options), model, of_engine)
+    job = _RayJob(source, output, asked, RunOptions.of(options), model, of_engine)
     _connect(address)
     ray, start_s = import_ray(), time.perf_counter()
     _quieten()
@@ -136,7 +136,7 @@ class _Answered:
     first_error: str = ""
 
 
-class _Job:
+class _RayJob:
     """The rows of an input, and the folder of their answers."""
 
     def __init__(
@@ -163,7 +163,7 @@ class _Job:
         self._rows = {name: value for name, value in rows.items() if value is not None}
         if asked.keep_columns is not None:
             self._rows["keep_columns"] = [*dict.fromkeys((*asked.keep_columns, _ROW_HASH))]
-        self._layout: Layout | None = None
+        self._layout: AnswerColumns | None = None
 
     # ---- what is there ----
 
@@ -184,7 +184,7 @@ class _Job:
                 raise ConfigError(
                     f"{file.path}: has a column {_ROW_HASH!r}, by which Ray knows rows again: rename it"
                 )
-            self._layout = Layout(
+            self._layout = AnswerColumns(
                 [*names, _ROW_HASH],
                 keep=self._rows.get("keep_columns"),
                 output_column=self._asked.output_column,

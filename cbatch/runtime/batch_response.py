@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from cbatch.checks import check_flag, check_wait
 from cbatch.errors import ConfigError
 from cbatch.response import BatchError, BatchResult
+from cbatch.support.checks import check_flag, check_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

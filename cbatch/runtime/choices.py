@@ -14,8 +14,8 @@ from cbatch.runtime.output import Origin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cbatch.core.request import Request
     from cbatch.options import RunOptions
-    from cbatch.request import Request
     from cbatch.response import Timings, TokenLogprob
     from cbatch.runtime.interface import Target
 

@@ -9,8 +9,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from cbatch.interrupts import HeldBack, Latch
-from cbatch.logs import HeldLogs
+from cbatch.support.interrupts import HeldBack, Latch
+from cbatch.support.logs import HeldLogs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

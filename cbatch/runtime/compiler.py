@@ -30,7 +30,7 @@ _PLAIN, _LONG = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _CompileJob:
     """Something to compile, for as long as it is wanted."""
 
     want: Want
@@ -68,13 +68,13 @@ class Compiler:
             if not found.cancelled():
                 self._post(lambda: then(want, found.result()))
 
-        job = _Job(want, is_wanted)
+        job = _CompileJob(want, is_wanted)
         job.found.add_done_callback(post)
         self._begin(job)
 
     def ask(self, want: Want) -> Future[object]:
         """Compile something; return a future of the result, cancelled where the compiler is closed."""
-        job = _Job(want, lambda: True)
+        job = _CompileJob(want, lambda: True)
         self._begin(job)
         return job.found
 
@@ -84,7 +84,7 @@ class Compiler:
         self._short.close()  # it gives work to the other
         self._long.close()
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: _CompileJob) -> None:
         want = job.want
         takes_long = isinstance(want, Grammar) and self._backend.grammars.takes_long(want)
         if self._is_closed:
@@ -92,7 +92,7 @@ class Compiler:
         else:
             self._short.do(partial(self._do_shortly, job), _LONG if takes_long else _PLAIN)
 
-    def _do_shortly(self, job: _Job) -> None:
+    def _do_shortly(self, job: _CompileJob) -> None:
         """Compile something, or have the other thread do so if it takes long."""
         if not self._has_ended(job):
             found = self._compiled(job.want, self._quickly)
@@ -101,11 +101,11 @@ class Compiler:
             else:
                 job.found.set_result(found)
 
-    def _do_long(self, job: _Job) -> None:
+    def _do_long(self, job: _CompileJob) -> None:
         if not self._has_ended(job):
             job.found.set_result(self._compiled(job.want, self._with_patience))
 
-    def _has_ended(self, job: _Job) -> bool:
+    def _has_ended(self, job: _CompileJob) -> bool:
         """End a job whose result is known, or that nobody waits for; return whether it was one."""
         if self._is_closed:
             job.found.cancel()

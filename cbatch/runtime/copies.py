@@ -8,8 +8,8 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cbatch.interrupts import HeldBack
 from cbatch.options import RunOptions
+from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cbatch.errors import RequestFailedError, words_of
-from cbatch.logs import Log
 from cbatch.runtime.choices import Members
 from cbatch.runtime.mailbox import Parcel, refused
 from cbatch.runtime.output import result_of, take_chunk
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
-from cbatch.interrupts import HeldBack
 from cbatch.runtime.choices import Choices, Labels, Members, request_id
 from cbatch.runtime.ids import check_own, is_meant
+from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Batch, Target
+    from cbatch.runtime.interface import BatchTarget, Target
     from cbatch.runtime.loop import Loop
     from cbatch.runtime.row_comparison import RowComparison
 
@@ -381,7 +381,7 @@ class InFlight:
 
         return self._loop.call(compare)
 
-    def watch(self, target: Batch) -> None:
+    def watch(self, target: BatchTarget) -> None:
         """Deliver what paused requests have, after the current step; other deliveries look whether it `is_streamed`."""
 
         def deliver() -> None:
@@ -393,18 +393,18 @@ class InFlight:
         with suppress(EngineClosedError):
             self._loop.post(deliver)
 
-    def cancel_batch(self, target: Batch) -> int:
+    def cancel_batch(self, target: BatchTarget) -> int:
         """End a batch's requests in flight; else as `cancel`."""
         return self._loop.call(
             lambda: self._cancel(self._of(target)), lambda: self._n_open(self._of(target))
         )
 
-    def cancel_batch_soon(self, target: Batch) -> None:
+    def cancel_batch_soon(self, target: BatchTarget) -> None:
         """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
         with suppress(EngineClosedError):
             self._loop.post(lambda: self._cancel(self._of(target)))
 
-    def cancel_waiting_soon(self, target: Batch) -> None:
+    def cancel_waiting_soon(self, target: BatchTarget) -> None:
         """End a batch's requests that never had a slot. Does not wait, nor does a run in flight end for it."""
 
         def cancel() -> None:
@@ -436,7 +436,7 @@ class InFlight:
         self._enter([d for m in members if (d := self._outside.get(m))])
         return members
 
-    def _of(self, target: Batch) -> list[Route]:
+    def _of(self, target: BatchTarget) -> list[Route]:
         """Return the routes of a batch's requests in flight."""
         return [route for id in [*target.ids.values()] if (route := self.find(id))]
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Protocol, TypeAlias
 
 from msgspec import Meta
 
-from cbatch.checks import MAX_INT
 from cbatch.messages import BatchPrompt
-from cbatch.model_facts import ModelFacts
 from cbatch.options import RunOptions
 from cbatch.runtime.crossings import ElsewhereError, crosses
 from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.step_record import SlotState
 from cbatch.stats import EngineStats
+from cbatch.support.checks import MAX_INT
+from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
@@ -65,7 +65,7 @@ class Target(Protocol):
         """Have one request end `n` times: once for each choice."""
 
 
-class Batch(Target, Protocol):
+class BatchTarget(Target, Protocol):
     """A target that knows its requests."""
 
     @property
@@ -119,16 +119,16 @@ class BatchOrders(Protocol):
     def check_wait(self) -> None:
         """Raise an `InsideStepError` if the caller's thread would wait for itself."""
 
-    def watch(self, target: Batch, /) -> None:
+    def watch(self, target: BatchTarget, /) -> None:
         """Deliver a batch's chunks as they come: its `is_streamed` has become true. Does not wait."""
 
-    def cancel_batch(self, target: Batch, /) -> int:
+    def cancel_batch(self, target: BatchTarget, /) -> int:
         """End a batch's requests in flight; return how many there were. Waits for the current step."""
 
-    def cancel_batch_soon(self, target: Batch, /) -> None:
+    def cancel_batch_soon(self, target: BatchTarget, /) -> None:
         """End a batch's requests in flight before the next plan. Does not wait; a closed engine has ended them."""
 
-    def cancel_waiting_soon(self, target: Batch, /) -> None:
+    def cancel_waiting_soon(self, target: BatchTarget, /) -> None:
         """End a batch's requests that never had a slot. Does not wait."""
 
 

@@ -16,7 +16,6 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, GrammarError
-from cbatch.interrupts import note
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight
 from cbatch.runtime.loop import Loop
@@ -27,6 +26,7 @@ from cbatch.runtime.step_record import slot_states
 from cbatch.runtime.validation import check_adapters, check_extension, origin_of
 from cbatch.runtime.waking import is_in_event_loop
 from cbatch.stats import EngineStats
+from cbatch.support.interrupts import note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.request import Request
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
-    from cbatch.model_facts import ModelFacts
     from cbatch.options import DryBreakers, Grammar, RunOptions
-    from cbatch.request import Request
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.interface import Submission, Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import SlotState, StepRecord
+    from cbatch.support.model_facts import ModelFacts
 
 _N_AHEAD = 16
 """Fewest prompts that are tokenized ahead, so that a free slot does not wait for tokens."""

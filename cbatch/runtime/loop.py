@@ -13,8 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.errors import EngineClosedError, InsideStepError, words_of
-from cbatch.interrupts import Latch, Postponed, Sleepers, is_locked_here
-from cbatch.logs import HeldLogs, Log, is_handling
 from cbatch.options import DryBreakers, Grammar
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.commands import Command, Commands, FairLock
@@ -23,6 +21,8 @@ from cbatch.runtime.delivery import deliver
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.row_comparison import check_comparable, check_room, compare_rows
 from cbatch.runtime.step_record import record_of
+from cbatch.support.interrupts import Latch, Postponed, Sleepers, is_locked_here
+from cbatch.support.logs import HeldLogs, Log, is_handling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

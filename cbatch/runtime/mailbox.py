@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from cbatch.interrupts import HeldBack, note
 from cbatch.progress import Counts
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, Usage
 from cbatch.runtime.waking import Readers
+from cbatch.support.interrupts import HeldBack, note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def refused(id: str, place: int, error: CBatchError) -> Parcel:
     return [BatchOutputChunk(id, "", (), finish_reason="error", error=error)], [(place, result)]
 
 
-class Items:
+class ItemCounts:
     """Counts the items of a batch, and says whether one more may be read. From any thread."""
 
     def __init__(self, n_items: int, n_ahead: int | None) -> None:
@@ -161,7 +161,7 @@ class Mailbox:
         """Whether its items are asked again where their worker process dies."""
         self.copies: Copies | None = None
         """Items that equal others, where those are computed once."""
-        self.items = items = Items(n_items, n_ahead)
+        self.items = items = ItemCounts(n_items, n_ahead)
         self.ids: dict[int, str] = {}
         """The items' ids by place; of a fed batch, ids of items that `take_result` has not given out."""
         self.given: dict[str, Any] = {}

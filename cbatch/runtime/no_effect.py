@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions, Sampling
 
 
-class Asked(NamedTuple):
+class MergedRequest(NamedTuple):
     """A request: its merged options, and the sampling values that they become."""
 
     prompt: BatchPrompt
@@ -30,31 +30,31 @@ class Loaded(NamedTuple):
     """Whether there is a device other than the CPU that can compute."""
 
 
-_Without: TypeAlias = "Callable[[Asked], bool]"
+_Without: TypeAlias = "Callable[[MergedRequest], bool]"
 
 
-def _has_no_dry(asked: Asked) -> bool:
+def _has_no_dry(asked: MergedRequest) -> bool:
     return not asked.sampling.dry_multiplier
 
 
-def _has_no_penalty(asked: Asked) -> bool:
+def _has_no_penalty(asked: MergedRequest) -> bool:
     s = asked.sampling
     return s.repeat_penalty == 1 and not s.presence_penalty and not s.frequency_penalty
 
 
-def _looks_at_nothing(asked: Asked) -> bool:
+def _looks_at_nothing(asked: MergedRequest) -> bool:
     return not asked.sampling.repeat_last_n
 
 
-def _is_no_chat(asked: Asked) -> bool:
+def _is_no_chat(asked: MergedRequest) -> bool:
     return asked.prompt.messages is None
 
 
-def _offers_no_tools(asked: Asked) -> bool:
+def _offers_no_tools(asked: MergedRequest) -> bool:
     return not asked.options.offered_tools
 
 
-def _samples_nothing(asked: Asked) -> bool:
+def _samples_nothing(asked: MergedRequest) -> bool:
     return bool(asked.options.prefill_only) or asked.options.max_tokens == 0
 
 
@@ -130,7 +130,7 @@ _OF_A_LOAD: tuple[tuple[tuple[str, ...], Callable[[Loaded], bool], str], ...] = 
 
 def idle_options(prompt: BatchPrompt, options: RunOptions, sampling: Sampling) -> Iterator[str]:
     """Yield a warning for each option of a request that has no effect."""
-    asked = Asked(prompt, options, sampling)
+    asked = MergedRequest(prompt, options, sampling)
     for names, is_idle, why in _OF_A_REQUEST:
         given = [
             name

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.parts import RequestClock
     from cbatch.core.plan import TokenLogprobs
-    from cbatch.request import Request
+    from cbatch.core.request import Request
     from cbatch.response import FinishReason
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from cbatch.backend import Vocab
     from cbatch.chat.chat_format import ChatFormat
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.request import Request
     from cbatch.options import Grammar, RunOptions
-    from cbatch.request import Request
 
     class PostPrompts(Protocol):
         """Has a command done by the owner thread between two runs."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 from uuid import uuid4
 
-from cbatch.checks import check_flag, reading, shown, token_ids
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError, PromptError
 from cbatch.messages import BatchPrompt, Prompt, as_prompt
-from cbatch.plain import int_of, list_of, text_of
 from cbatch.response import Score
+from cbatch.support.checks import check_flag, reading, shown, token_ids
+from cbatch.support.plain import int_of, list_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ OPTIONS = {"max_tokens": 0, "prompt_logprobs": 1, "n": 1, "echo": False}
 """Of a request that scores: nothing is sampled; the likeliest token tells what greedy decoding would take."""
 
 
-class Window(NamedTuple):
+class ScoredTokens(NamedTuple):
     """The tokens of one request; those from `start` on are scored."""
 
     tokens: Sequence[int]
@@ -67,7 +67,7 @@ class Continuations(NamedTuple):
                 listed = [listed]
             return cls(context, tuple(map(_continuation, listed)))
 
-    def requests(self, tokenizer: Tokenizer) -> list[list[Window]]:
+    def requests(self, tokenizer: Tokenizer) -> list[list[ScoredTokens]]:
         """Return one request for each continuation.
 
         A context and its continuation are made tokens together, for tokens may not part where the texts do: scored are
@@ -90,7 +90,7 @@ class WholeText(NamedTuple):
 
     text: BatchPrompt
 
-    def requests(self, tokenizer: Tokenizer) -> list[list[Window]]:
+    def requests(self, tokenizer: Tokenizer) -> list[list[ScoredTokens]]:
         """Return windows that are no longer than a slot's; each but the first begins with the last token before it."""
         prompt = self.text
         tokens = prompt.tokens or tokenizer.tokens_of(
@@ -102,7 +102,7 @@ class WholeText(NamedTuple):
         if step < 1:
             raise PromptError("a slot's window of one token has no room to score another")
         starts = range(0, max(1, len(tokens) - 1), step)
-        return [[Window(tokens[i : i + step + 1], 1) for i in starts]]
+        return [[ScoredTokens(tokens[i : i + step + 1], 1) for i in starts]]
 
 
 def _continuation(value: Any) -> Continuation:
@@ -113,7 +113,9 @@ def _continuation(value: Any) -> Continuation:
     return found
 
 
-def _joined(tokenizer: Tokenizer, before: Sequence[int], continuation: Continuation) -> Window:
+def _joined(
+    tokenizer: Tokenizer, before: Sequence[int], continuation: Continuation
+) -> ScoredTokens:
     if isinstance(continuation, str):
         raise PromptError(
             "a context of tokens needs continuations of tokens, for texts are made tokens together"
@@ -122,17 +124,17 @@ def _joined(tokenizer: Tokenizer, before: Sequence[int], continuation: Continuat
     if not before and first >= 0:
         before = (first,)
         continuation = continuation[1:] if continuation[0] == first else continuation
-    return Window((*before, *continuation), _start(len(before)))
+    return ScoredTokens((*before, *continuation), _start(len(before)))
 
 
 def _continued(
     tokenizer: Tokenizer, text: str, before: Sequence[int], continuation: Continuation
-) -> Window:
+) -> ScoredTokens:
     if not isinstance(continuation, str):
         return _joined(tokenizer, before, continuation)
     tokens = tokenizer.tokens_of(BatchPrompt(prompt=text + continuation))
     if text:
-        return Window(tokens, _start(n_joined(before, tokens)))
+        return ScoredTokens(tokens, _start(n_joined(before, tokens)))
     return _joined(tokenizer, (), tokens)
 
 

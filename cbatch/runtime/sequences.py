@@ -8,18 +8,18 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cbatch.checks import check_seconds
 from cbatch.core.driver import SequenceDriver
+from cbatch.core.request import Request
 from cbatch.errors import (
     ConfigError,
     PromptError,
     UnsupportedOptionError,
 )
 from cbatch.options import MAX_SEED, NO_OPTIONS, RunOptions
-from cbatch.request import Request
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.no_effect import idle_options
 from cbatch.runtime.validation import check_chat, check_fits, check_labels
+from cbatch.support.checks import check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,13 +10,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import CBatchError, EngineClosedError, RequestFailedError, words_of
-from cbatch.interrupts import HeldBack
 from cbatch.messages import as_prompt
 from cbatch.runtime.async_source import AsyncSource
 from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.interface import Submission
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.waking import is_in_event_loop
+from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

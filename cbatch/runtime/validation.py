@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from cbatch.checks import MAX_INT, shown
 from cbatch.core.plan import N_TARGETS_MAX
 from cbatch.errors import ConfigError, UnsupportedOptionError
-from cbatch.plain import int_of, is_a
 from cbatch.response import BatchResult, TokenLogprob
 from cbatch.runtime.output import Origin
+from cbatch.support.checks import MAX_INT, shown
+from cbatch.support.plain import int_of, is_a
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ import anyio
 from anyio.lowlevel import RunVar, checkpoint, current_token
 
 from cbatch.errors import EngineClosedError, EngineError
-from cbatch.interrupts import Sleepers
+from cbatch.support.interrupts import Sleepers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

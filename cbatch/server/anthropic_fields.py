@@ -6,12 +6,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_flag, shown
 from cbatch.messages import BatchPrompt
-from cbatch.plain import int_of
 from cbatch.server.dialect_fields import DialectFields, mapping
 from cbatch.server.http_errors import bad_request
 from cbatch.server.request_fields import field_errors
+from cbatch.support.checks import check_flag, shown
+from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

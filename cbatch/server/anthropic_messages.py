@@ -20,11 +20,11 @@ from cbatch.server.sse import named_frame
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.model_facts import ModelFacts
     from cbatch.response import BatchResult, ToolCall
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
     from cbatch.server.http_errors import HttpProblemError
+    from cbatch.support.model_facts import ModelFacts
 
 _DELTA = "content_block_delta"
 

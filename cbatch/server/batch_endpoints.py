@@ -7,8 +7,6 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote
 
-from cbatch.checks import shown
-from cbatch.plain import int_of
 from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_questions import CALLS
 from cbatch.server.batch_store import Page, disk_problems
@@ -23,6 +21,8 @@ from cbatch.server.http_errors import (
 from cbatch.server.multipart_upload import FILE, Upload
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of
+from cbatch.support.checks import shown
+from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

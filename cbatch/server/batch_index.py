@@ -42,7 +42,7 @@ _SCHEMA = """
         place INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT UNIQUE NOT NULL,
         is_ended INTEGER NOT NULL,
-        fields TEXT NOT NULL,                     -- of `Batch`, as JSON
+        fields TEXT NOT NULL,                     -- of `StoredBatch`, as JSON
         owner TEXT NOT NULL DEFAULT ''
     );
     CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
@@ -122,7 +122,7 @@ class StoredFile:
 
 
 @dataclass(slots=True)
-class Batch:
+class StoredBatch:
     """A batch, with the field names of OpenAI's API; fields that begin with `kept_` are the server's own."""
 
     id: str
@@ -191,11 +191,11 @@ def file_of(row: tuple[Any, ...]) -> StoredFile:
     return file
 
 
-def batch_of(row: tuple[Any, ...]) -> Batch:
+def batch_of(row: tuple[Any, ...]) -> StoredBatch:
     """Return the batch of a row: id, `is_ended` and fields. Raises a `ValueError` if the row is none."""
     id, is_ended, text = row
     try:
-        batch = Batch(**json.loads(text))
+        batch = StoredBatch(**json.loads(text))
         json.dumps(asdict(batch), allow_nan=False)
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
@@ -213,7 +213,7 @@ def batch_of(row: tuple[Any, ...]) -> Batch:
     return batch
 
 
-def _check_kinds(value: StoredFile | Batch) -> None:
+def _check_kinds(value: StoredFile | StoredBatch) -> None:
     for each in fields(value):
         found = getattr(value, each.name)
         is_kind = isinstance(found, _KINDS[str(each.type)]) and not isinstance(found, bool)

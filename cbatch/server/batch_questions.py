@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import CBatchError
-from cbatch.files.served_batch import Reply
+from cbatch.files.served_batch import ServedReply
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.batch_index import MESSAGES
 from cbatch.server.call import fingerprint_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cbatch.files.served_batch import Ask
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
-    from cbatch.server.batch_index import Batch
+    from cbatch.server.batch_index import StoredBatch
     from cbatch.server.call import Call
     from cbatch.server.server_settings import ServerSettings
 
@@ -54,16 +54,16 @@ class LineQuestion:
         """The prompt, with its options."""
         return self._prompt
 
-    def reply(self, result: BatchResult) -> Reply:
+    def reply(self, result: BatchResult) -> ServedReply:
         """Return the answer that the endpoint would give."""
         if result.error is None:
-            return Reply(200, self._call.body([result], self._model))
+            return ServedReply(200, self._call.body([result], self._model))
         call = self._call
         error = with_param(result.error, call.asked, call.prompt_field)
         return _refusal(problem_of(error, call.prompt_field), self._endpoint)
 
 
-def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
+def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
     """Return the function that reads the bodies of a batch.
 
     Args:
@@ -75,7 +75,7 @@ def asker(batch: Batch, settings: ServerSettings, model: str, engine: Engine) ->
     endpoint, facts, fingerprint = batch.endpoint, engine.model_facts, fingerprint_of(engine)
     call_of = _OF_ALL[endpoint]
 
-    def ask(body: dict[str, Any]) -> LineQuestion | Reply:
+    def ask(body: dict[str, Any]) -> LineQuestion | ServedReply:
         try:
             _check_numbers(body)
             call = call_of(body, is_strict=settings.strict_fields)
@@ -143,5 +143,5 @@ def n_never_ran_in(errors: Path) -> int:
         return sum(json.loads(line)["response"] is None for line in lines)
 
 
-def _refusal(problem: HttpProblemError, endpoint: str) -> Reply:
-    return Reply(*told(problem, {"path": endpoint}))
+def _refusal(problem: HttpProblemError, endpoint: str) -> ServedReply:
+    return ServedReply(*told(problem, {"path": endpoint}))

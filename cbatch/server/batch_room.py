@@ -18,7 +18,7 @@ _AGAIN_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
-class _Item:
+class _RunningItem:
     """An item in the engine."""
 
     n_sequences: int
@@ -41,7 +41,7 @@ class BatchRoom:
         self._n_slots = 0
         self._waiting: dict[str, int] = {}
         """Sequences of each item in `enter`, the first that came first."""
-        self._items: dict[str, _Item] = {}
+        self._items: dict[str, _RunningItem] = {}
         """Items in the engine, the oldest first."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -70,7 +70,7 @@ class BatchRoom:
                 self._changed.notify_all()
             if is_stopped():
                 return False
-            self._items[id] = _Item(n_sequences)
+            self._items[id] = _RunningItem(n_sequences)
             if self._thread is None and not self._is_closed:
                 name = "cbatch-batch-room"
                 self._thread = threading.Thread(target=self._keep, name=name, daemon=True)

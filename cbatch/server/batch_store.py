@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import platformdirs
 
 from cbatch.errors import ConfigError, words_of
-from cbatch.folders import sync_folder
-from cbatch.logs import Log
 from cbatch.server.batch_index import (
     BATCH,
     BATCH_OUTPUT,
     MESSAGES,
-    Batch,
+    StoredBatch,
     StoredFile,
     batch_of,
     hide_bad_rows,
@@ -37,6 +35,8 @@ from cbatch.server.batch_index import (
 )
 from cbatch.server.files_folder import FilesFolder, is_full
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError, draining
+from cbatch.support.folders import sync_folder
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -286,13 +286,13 @@ class BatchStore:
 
     # ---- batches ----
 
-    def new_batch(self, file: StoredFile, window_s: int, **fields: Any) -> Batch:
+    def new_batch(self, file: StoredFile, window_s: int, **fields: Any) -> StoredBatch:
         """Enter a batch over a file, whose content stays for it though the file be deleted."""
         return self._entered("batch", self.path_of(file), window_s, input_file_id=file.id, **fields)
 
     def new_message_batch(
         self, requests: Path, n_total: int, window: str, window_s: int, owner: str
-    ) -> Batch:
+    ) -> StoredBatch:
         """Enter a batch of messages whose requests were checked; their file may be removed then."""
         return self._entered(
             "msgbatch",
@@ -307,11 +307,11 @@ class BatchStore:
             kept_owner=owner,
         )
 
-    def _entered(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> Batch:
+    def _entered(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> StoredBatch:
         self._folder.check()
         now = int(self._clock())
         id = _new_id(kind, "_")
-        batch = Batch(id=id, created_at=now, expires_at=now + window_s, **fields)
+        batch = StoredBatch(id=id, created_at=now, expires_at=now + window_s, **fields)
         folder = self.folder_of(batch)
         folder.mkdir(0o700)
         try:
@@ -325,11 +325,11 @@ class BatchStore:
             raise
         return batch
 
-    def folder_of(self, batch: Batch) -> Path:
+    def folder_of(self, batch: StoredBatch) -> Path:
         """Return the place where a batch that has not ended is worked on."""
         return self._folder.work / batch.id
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: StoredBatch) -> None:
         """Write what has changed of a batch; the working folder of one that has ended is removed."""
         query = "UPDATE batches SET is_ended = ?, fields = ? WHERE id = ?"
         self._write(query, batch.has_ended, _as_text(batch), batch.id)
@@ -337,7 +337,7 @@ class BatchStore:
             self._folder.remove_work(batch.id)
             self._folder.take_reserve()
 
-    def batch(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
+    def batch(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """Return a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
         query = f"SELECT {_BATCH} FROM shown_batches WHERE id = ? AND {_IS_SEEN}"
         row = self._row(query, id, viewer, viewer)
@@ -345,7 +345,9 @@ class BatchStore:
             raise not_there("Batch", id)
         return batch_of(row)
 
-    def batches(self, viewer: str, page: Page, kind: Kind = "batch") -> tuple[list[Batch], bool]:
+    def batches(
+        self, viewer: str, page: Page, kind: Kind = "batch"
+    ) -> tuple[list[StoredBatch], bool]:
         """Return a page of the viewer's own batches, and whether there are more."""
         ends = page.after, page.before
         older, newer = (self._place("batches", "Batch", id, viewer) for id in ends)
@@ -359,14 +361,14 @@ class BatchStore:
         found = [batch_of(row) for row in rows[: page.limit]]
         return found if newer is None else found[::-1], len(rows) > page.limit
 
-    def delete_batch(self, batch: Batch) -> None:
+    def delete_batch(self, batch: StoredBatch) -> None:
         """Remove a batch that has ended, and the files of its answers."""
         for id in filter(None, (batch.output_file_id, batch.error_file_id)):
             with suppress(HttpProblemError):  # a client has deleted it
                 self.delete_file(id, None)
         self._drop("batches", batch.id)
 
-    def unfinished(self) -> list[Batch]:
+    def unfinished(self) -> list[StoredBatch]:
         """Return the batches that have not ended, the oldest first."""
         query = f"SELECT {_BATCH} FROM shown_batches WHERE NOT is_ended ORDER BY place"
         return [batch_of(row) for row in self._rows(query)]
@@ -514,7 +516,7 @@ def new_file_id() -> str:
     return _new_id("file")
 
 
-def _as_text(batch: Batch) -> str:
+def _as_text(batch: StoredBatch) -> str:
     return json.dumps(asdict(batch))
 
 

@@ -22,12 +22,12 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
-from cbatch.logs import Log
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
-    from cbatch.server.batch_index import Batch, Kind, StoredFile
+    from cbatch.server.batch_index import Kind, StoredBatch, StoredFile
     from cbatch.server.batch_room import BatchRoom
     from cbatch.server.batch_store import BatchStore, Page
     from cbatch.server.server_settings import ServerSettings
@@ -77,10 +77,10 @@ _NEVER_RAN = {
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _BatchJob:
     """A batch that has not ended."""
 
-    batch: Batch
+    batch: StoredBatch
     gate: ItemGate | None = None
     run: ServedBatch | None = None
     thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class Batches:
         self._engine, self._room, self._settings, self._model = engine, room, settings, model
         self._clock = clock
         self._changed = threading.Condition()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _BatchJob] = {}
         self.is_closed, self._closed = False, draining()
         """Whether all work is left to the next server."""
         for batch in store.unfinished():
@@ -130,7 +130,7 @@ class Batches:
 
     # ---- what clients ask ----
 
-    def create(self, file: StoredFile, window_s: int, **fields: Any) -> Batch:
+    def create(self, file: StoredFile, window_s: int, **fields: Any) -> StoredBatch:
         """Begin a batch over a file.
 
         Raises:
@@ -140,13 +140,13 @@ class Batches:
 
     def create_of_messages(
         self, requests: Path, n: int, window: str, window_s: int, owner: str
-    ) -> Batch:
+    ) -> StoredBatch:
         """Begin a batch of `n` messages, whose requests were checked. Raises as `create`."""
         return self._created(
             lambda: self.store.new_message_batch(requests, n, window, window_s, owner)
         )
 
-    def _created(self, entered: Callable[[], Batch]) -> Batch:
+    def _created(self, entered: Callable[[], StoredBatch]) -> StoredBatch:
         with self._changed:
             if self.is_closed:
                 raise replace(self._closed)
@@ -158,18 +158,20 @@ class Batches:
             self._begin(batch)
         return told
 
-    def get(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
+    def get(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """Return a copy of a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
         with self._changed:
             return self._told(self.store.batch(id, viewer, kind))
 
-    def newest(self, viewer: str, page: Page, kind: Kind = "batch") -> tuple[list[Batch], bool]:
+    def newest(
+        self, viewer: str, page: Page, kind: Kind = "batch"
+    ) -> tuple[list[StoredBatch], bool]:
         """Return copies of batches as `BatchStore.batches` does, and whether there are more."""
         with self._changed:
             found, has_more = self.store.batches(viewer, page, kind)
             return [self._told(batch) for batch in found], has_more
 
-    def cancel(self, id: str, viewer: str, kind: Kind = "batch") -> Batch:
+    def cancel(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """End a batch: its slots are free after the current step, and lines without an answer are left.
 
         Raises:
@@ -204,7 +206,7 @@ class Batches:
                 raise HttpProblemError(409, message, None, headers=NO_RETRY)
             self.store.delete_batch(batch)
 
-    def _told(self, batch: Batch) -> Batch:
+    def _told(self, batch: StoredBatch) -> StoredBatch:
         """Return a copy of a batch as it is now."""
         job = self._jobs.get(batch.id)
         if job is not None:
@@ -240,14 +242,14 @@ class Batches:
 
     # ---- one batch, in its thread ----
 
-    def _begin(self, batch: Batch) -> None:
-        job = _Job(batch, is_checked=batch.in_progress_at is not None)
+    def _begin(self, batch: StoredBatch) -> None:
+        job = _BatchJob(batch, is_checked=batch.in_progress_at is not None)
         self._jobs[batch.id] = job
         name = f"cbatch-{batch.id}"
         job.thread = threading.Thread(target=self._see_through, args=[job], name=name, daemon=True)
         job.thread.start()
 
-    def _see_through(self, job: _Job) -> None:
+    def _see_through(self, job: _BatchJob) -> None:
         """Take a batch to its end, again after what passes; or leave it to the next server."""
         try:
             while not self._is_through(job):
@@ -276,7 +278,7 @@ class Batches:
                     del self._jobs[job.batch.id]
                     self._changed.notify_all()
 
-    def _is_through(self, job: _Job) -> bool:
+    def _is_through(self, job: _BatchJob) -> bool:
         """Take a batch to its end; False where it must be tried again later."""
         try:
             if job.batch.status == "validating":
@@ -297,12 +299,12 @@ class Batches:
         if self.is_closed:
             raise _StoppedError
 
-    def _places(self, batch: Batch) -> BatchPlaces:
+    def _places(self, batch: StoredBatch) -> BatchPlaces:
         folder = self.store.folder_of(batch)
         names = ("requests.jsonl", "answers.jsonl", "errors.jsonl")
         return BatchPlaces(*(folder / name for name in names))
 
-    def _check(self, job: _Job) -> None:
+    def _check(self, job: _BatchJob) -> None:
         """Look through the requests; the batch fails where a line is none."""
         batch = job.batch
         try:
@@ -331,7 +333,7 @@ class Batches:
                     self._move(job, "in_progress", "in_progress_at")
                     job.is_checked = True
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _BatchJob) -> None:
         """Run the requests, unless the batch is cancelled or its time is over before its turn comes."""
         batch = job.batch
         if batch.kept_engine and job.run is None:  # begun by an earlier server
@@ -353,14 +355,14 @@ class Batches:
                 batch.kept_ending = "completed" if self._is_whole(batch) else "expired"
                 self._move(job, "finalizing", "finalizing_at")
 
-    def _has_turn(self, job: _Job) -> bool:
+    def _has_turn(self, job: _BatchJob) -> bool:
         ready = [other for other in self._jobs.values() if other.is_checked]
         return job in ready[:_N_AT_ONCE]
 
-    def _is_whole(self, batch: Batch) -> bool:
+    def _is_whole(self, batch: StoredBatch) -> bool:
         return batch.n_completed + batch.n_failed >= batch.n_total
 
-    def _is_our_engine(self, job: _Job) -> bool:
+    def _is_our_engine(self, job: _BatchJob) -> bool:
         """Whether the engine is the one that gave the answers so far; else wait until the batch's time is over."""
         batch = job.batch
         options = self._engine.options
@@ -388,7 +390,7 @@ class Batches:
         self._check_open()
         return False
 
-    def _served(self, batch: Batch, gate: ItemGate) -> ServedBatch:
+    def _served(self, batch: StoredBatch, gate: ItemGate) -> ServedBatch:
         return ServedBatch(
             self._engine,
             self._places(batch),
@@ -400,7 +402,7 @@ class Batches:
             has_one_model=not batch.is_of_messages,
         )
 
-    def _run_for(self, job: _Job, seconds: float) -> None:
+    def _run_for(self, job: _BatchJob, seconds: float) -> None:
         gate = ItemGate(self._room)
         run = self._served(job.batch, gate)
         with self._changed:
@@ -421,7 +423,7 @@ class Batches:
             is_answer = result is not None and result.error is None
             self.n_items["completed" if is_answer else "failed"] += 1
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: _BatchJob) -> None:
         """Make the files of a batch that runs no more, and end it; done again after a kill, it changes nothing."""
         batch = job.batch
         ending = "cancelled" if batch.status == "cancelling" else batch.kept_ending
@@ -435,7 +437,7 @@ class Batches:
         with self._changed:
             self._move(job, ending, f"{ending}_at")
 
-    def _publish(self, batch: Batch) -> None:
+    def _publish(self, batch: StoredBatch) -> None:
         """Make files of the answers and the errors that are there."""
         places = self._places(batch)
         made = [
@@ -454,12 +456,12 @@ class Batches:
                 name, id = f"{batch.id}_{kind}.jsonl", getattr(batch, f"{kind}_file_id")
                 self.store.adopt_file(path, name, batch.kept_seconds, id, batch.kept_owner)
 
-    def _fail(self, job: _Job, errors: list[dict[str, Any]]) -> None:
+    def _fail(self, job: _BatchJob, errors: list[dict[str, Any]]) -> None:
         with self._changed:
             job.batch.errors = errors
             self._move(job, "failed", "failed_at")
 
-    def _move(self, job: _Job, status: str, stamp: str) -> None:
+    def _move(self, job: _BatchJob, status: str, stamp: str) -> None:
         """Give a batch another status, on disk too; within the lock."""
         batch = job.batch
         before = batch.status, getattr(batch, stamp)
@@ -485,7 +487,7 @@ class Batches:
             )
 
 
-def _cancel_all(jobs: Sequence[_Job]) -> None:
+def _cancel_all(jobs: Sequence[_BatchJob]) -> None:
     for job in jobs:
         if job.run is not None:
             job.run.cancel()

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import anyio
 
 import cbatch
-from cbatch.checks import MAX_KEY_LENGTH, shown
 from cbatch.engine import checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError
-from cbatch.logs import Log
 from cbatch.options import NO_OPTIONS, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, dumps
@@ -26,21 +24,23 @@ from cbatch.server.prompt_size import check_prompts
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 from cbatch.server.sse import COMMENT, EventStream
 from cbatch.server.telemetry import add_answers
+from cbatch.support.checks import MAX_KEY_LENGTH, shown
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
-    from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.server.answer_events import Event
     from cbatch.server.desk import Desk, Visit
     from cbatch.server.exchange import Exchange
-    from cbatch.server.request_fields import Asked
+    from cbatch.server.request_fields import RequestFields
     from cbatch.server.server_settings import ServerSettings
+    from cbatch.support.model_facts import ModelFacts
 
 _log = Log("cbatch.server")
 
@@ -79,7 +79,7 @@ class Call(ABC):
     prompt_field: ClassVar[str]
     """The field that has the prompt."""
 
-    def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt]) -> None:
+    def __init__(self, asked: RequestFields, prompts: Sequence[BatchPrompt]) -> None:
         self.asked, self.prompts = asked, [*prompts]
         self.n_prompt_tokens = 0
         """Tokens of all prompts, where they were counted."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from cbatch.logs import Log
 from cbatch.server.exchange import JSON, dumps
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     import socket

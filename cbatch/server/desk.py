@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 
-from cbatch.checks import shown
 from cbatch.errors import near
-from cbatch.logs import Log
 from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import CLOSE_S, Batches
@@ -29,21 +27,23 @@ from cbatch.server.http_errors import (
     whole_seconds,
 )
 from cbatch.server.meters import Meters
-from cbatch.server.pulse import Pulse, Question
+from cbatch.server.pulse import EngineQuestion, Pulse
 from cbatch.server.server_settings import MIB
 from cbatch.server.work_threads import Threads
+from cbatch.support.checks import shown
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.engine import Engine
-    from cbatch.model_facts import ModelFacts
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.exchange import Exchange
     from cbatch.server.front import Front
-    from cbatch.server.request_fields import Asked
+    from cbatch.server.request_fields import RequestFields
     from cbatch.server.server_settings import ServerSettings
+    from cbatch.support.model_facts import ModelFacts
 
     T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class EngineSizes:
     """What the engine is."""
 
     n_slots: int
@@ -126,11 +126,11 @@ class Desk:
         self._n_in_flight = 0
         self._n_questions = 0
         """Number of clients' questions that the engine has not answered."""
-        self._sizes: Sizes | None = None
+        self._sizes: EngineSizes | None = None
         self._unknown: set[str] = set()
         """Unknown fields that the log has named."""
         self.pulse = Pulse(engine, clock, lambda: self.n_open)
-        self.slots: Question[list[SlotState]] = Question(engine.slots, clock)
+        self.slots: EngineQuestion[list[SlotState]] = EngineQuestion(engine.slots, clock)
         self.meters = Meters()
         self.room = BatchRoom(engine)
         self.batches = self._opened_batches()
@@ -156,7 +156,7 @@ class Desk:
         if self.batches is not None:
             self.batches.close(within_s, problem)
 
-    def warn_of_unknown(self, asked: Asked) -> None:
+    def warn_of_unknown(self, asked: RequestFields) -> None:
         """Log a warning for each unknown field of a call, once for each name."""
         for name in asked.unknown:
             if len(self._unknown) >= _N_UNKNOWN:
@@ -228,16 +228,16 @@ class Desk:
             return await self.in_thread(work, *args, **named)
         return await exchange.in_turn(_LARGE_QUESTIONS, work, *args, **named)
 
-    async def sizes(self) -> Sizes:
+    async def sizes(self) -> EngineSizes:
         """Return what the engine is, asked once."""
         if self._sizes is None:
             self._sizes = await self.ask(self._ask_sizes)
         return self._sizes
 
-    def _ask_sizes(self) -> Sizes:
+    def _ask_sizes(self) -> EngineSizes:
         engine = self.engine
         facts = engine.model_facts
-        return Sizes(engine.parallel, engine.n_window, facts, fingerprint_of(engine))
+        return EngineSizes(engine.parallel, engine.n_window, facts, fingerprint_of(engine))
 
     # ---- who is in ----
 

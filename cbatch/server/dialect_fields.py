@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cbatch.checks import shown
 from cbatch.server.http_errors import bad_request, refused, unknown_field
 from cbatch.server.request_fields import OF_OPENAI, OPTION_NAMES, READ_BY_ALL, RENAMED, asked_under
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from cbatch.server.request_fields import Asked
+    from cbatch.server.request_fields import RequestFields
 
 
 class DialectFields:
@@ -51,7 +51,7 @@ class DialectFields:
             self.ignored.append(name)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> RequestFields:
         """The fields of the call. Raises a `HttpProblemError`."""
         ignored = [*dict.fromkeys(self.ignored)]
         strict, own = self._is_strict, self.OWN

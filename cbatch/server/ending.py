@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from cbatch.interrupts import Sleepers
+from cbatch.support.interrupts import Sleepers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from cbatch.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
-from cbatch.garbage import uncollected
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
 from cbatch.server.work_threads import Threads
+from cbatch.support.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
+from cbatch.support.garbage import uncollected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping

@@ -31,7 +31,7 @@ Values = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EngineFigure:
     """A figure of the engine: its names, and its value, or values by a label."""
 
     names: tuple[str, ...]
@@ -64,64 +64,64 @@ _REASONS = {
 }
 
 ROWS = (
-    Row(
+    EngineFigure(
         ("cbatch:requests_running", "vllm:num_requests_running", "llamacpp:requests_processing"),
         "Sequences with a slot that are computed.",
         lambda stats: stats.n_running,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:requests_waiting", "vllm:num_requests_waiting", "llamacpp:requests_deferred"),
         "Sequences that wait for a slot.",
         lambda stats: stats.n_waiting,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:requests_paused",),
         "Sequences that are paused, or wait for something else than a slot.",
         lambda stats: stats.n_paused + stats.n_held,
     ),
-    Row(("cbatch:cells",), "Cells that all slots can hold.", lambda stats: stats.n_pool),
-    Row(
+    EngineFigure(("cbatch:cells",), "Cells that all slots can hold.", lambda stats: stats.n_pool),
+    EngineFigure(
         ("cbatch:cells_used",),
         "Cells that hold something, prefixes that are kept included.",
         lambda stats: stats.n_cells,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:cells_used_ratio", "vllm:kv_cache_usage_perc"),
         "The part of all cells that hold something; 1 is all.",
         lambda stats: stats.n_cells / stats.n_pool if stats.n_pool else 0.0,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:checkpoints",),
         "Beginnings in host memory that sequences go on from where memory cannot be cut.",
         lambda stats: stats.n_checkpoints,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:checkpoint_bytes",),
         "Bytes of host memory that checkpoints take.",
         lambda stats: stats.n_checkpoint_bytes,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:prompt_tokens_total",),
         "Tokens of prompts: computed, or taken over from what was computed before.",
         lambda stats: {"computed": stats.n_prompt_tokens, "cached": stats.n_cached_tokens},
         "source",
     ),
-    Row(
+    EngineFigure(
         ("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
         "Tokens of prompts, cached ones included.",
         _n_prompt,
     ),
-    Row(
+    EngineFigure(
         ("vllm:prefix_cache_hits_total", "llamacpp:prompt_tokens_cached_total"),
         "Tokens of prompts that were taken over.",
         lambda stats: stats.n_cached_tokens,
     ),
-    Row(
+    EngineFigure(
         ("llamacpp:prompt_tokens_total",),
         "Tokens of prompts that were computed.",
         lambda stats: stats.n_prompt_tokens,
     ),
-    Row(
+    EngineFigure(
         (
             "cbatch:output_tokens_total",
             "vllm:generation_tokens_total",
@@ -130,50 +130,50 @@ ROWS = (
         "Tokens that were sampled.",
         lambda stats: stats.n_output_tokens,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:recomputed_tokens_total",),
         "Tokens that were computed again after their cells were lost.",
         lambda stats: stats.n_recomputed_tokens,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:pad_rows_total",),
         "Rows of no sequence that were computed to give steps their shape.",
         lambda stats: stats.n_pad_rows,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:step_cost_seconds",),
         "Seconds of a step that only decodes, by its rows, as measured lately.",
         lambda stats: stats.cost_rows_s,
         "rows",
     ),
-    Row(
+    EngineFigure(
         ("cbatch:prompt_token_cost_seconds",),
         "Seconds of one more prompt token in a step, as measured lately.",
         lambda stats: stats.cost_token_s,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:requests_finished_total",),
         "Sequences that ended, by finish reason.",
         lambda stats: stats.n_finished,
         "reason",
     ),
-    Row(
+    EngineFigure(
         ("vllm:request_success_total",),
         "Sequences that ended, by vLLM's reasons.",
         _successes,
         "finished_reason",
     ),
-    Row(
+    EngineFigure(
         ("cbatch:preemptions_total", "vllm:num_preemptions_total"),
         "Preemptions for want of cells.",
         lambda stats: stats.n_preempted,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:steps_total", "llamacpp:n_decode_total"),
         "Steps, each one call of llama.cpp.",
         lambda stats: stats.n_steps,
     ),
-    Row(
+    EngineFigure(
         ("cbatch:step_seconds_total",),
         "Seconds of steps by phase.",
         lambda stats: {
@@ -184,7 +184,7 @@ ROWS = (
         },
         "phase",
     ),
-    Row(
+    EngineFigure(
         ("llamacpp:n_busy_slots_per_decode",),
         "Sequences in a step, the mean of all steps.",
         lambda stats: stats.avg_concurrent_seq(),

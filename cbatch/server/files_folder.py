@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError, OutputError
-from cbatch.folders import sync_folder
-from cbatch.logs import Log
+from cbatch.support.folders import sync_folder
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

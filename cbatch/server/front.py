@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from cbatch.errors import words_of
-from cbatch.logs import Log
 from cbatch.server.desk import ASK_S
 from cbatch.server.gate import OPEN_PATHS
 from cbatch.server.http_errors import draining, reloading
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ class Renewal:
 
 
 @dataclass(eq=False)
-class _Served:
+class _RunningApp:
     """An application, and the calls that it answers."""
 
     app: Starlette
@@ -80,7 +80,7 @@ class Front:
         self, app: Starlette, renewal: Renewal | None = None, grace_s: float = 0.0
     ) -> None:
         """Make one; without a `renewal` the model cannot be reloaded."""
-        self._served: list[_Served] = []
+        self._served: list[_RunningApp] = []
         """The newest last."""
         self._renewal, self._grace_s = renewal, grace_s
         self._is_asked = self._is_draining = False
@@ -90,7 +90,7 @@ class Front:
         self._state: State = "none"
         self._own: list[Engine] = []
         """Engines that were loaded here, and are to be closed here."""
-        self._serve(_Served(app))
+        self._serve(_RunningApp(app))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a call on."""
@@ -179,7 +179,7 @@ class Front:
         await self._close(old.desk.engine)
         self._state = "none"
 
-    async def _replaced(self, renewal: Renewal) -> _Served:
+    async def _replaced(self, renewal: Renewal) -> _RunningApp:
         """Load the model, have new calls go to it, and return the application that was there before."""
         engine = renewal.load(await anyio.to_thread.run_sync(renewal.find))
         await engine.__aenter__()  # cancelling this ends the load
@@ -190,7 +190,7 @@ class Front:
         self._change = change
         try:
             await anyio.to_thread.run_sync(old.desk.leave_batches, _LEAVE_S, reloading())
-            self._serve(_Served(await anyio.to_thread.run_sync(renewal.create, engine)))
+            self._serve(_RunningApp(await anyio.to_thread.run_sync(renewal.create, engine)))
         except Exception:
             await self._close(engine)
             raise
@@ -204,7 +204,7 @@ class Front:
         await anyio.to_thread.run_sync(engine.close)
         self._own = [own for own in self._own if own is not engine]
 
-    def _serve(self, new: _Served) -> None:
+    def _serve(self, new: _RunningApp) -> None:
         """Have new calls go to an application."""
         new.desk.front = self
         self._served.append(new)

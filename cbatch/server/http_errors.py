@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import shown
 from cbatch.errors import (
     BannedTokensError,
     CacheError,
@@ -29,7 +28,8 @@ from cbatch.errors import (
     WorkerDiedError,
     near,
 )
-from cbatch.logs import Log
+from cbatch.support.checks import shown
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

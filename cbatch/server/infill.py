@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import shown
 from cbatch.messages import BatchPrompt
 from cbatch.server.http_errors import absent, bad_request
 from cbatch.server.llama_completions import DEFAULTS, LlamaCall
 from cbatch.server.openai_completions import moot_in
 from cbatch.server.request_fields import asked_of
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.engine import Engine
-    from cbatch.model_facts import ModelFacts
-    from cbatch.server.request_fields import Asked
+    from cbatch.server.request_fields import RequestFields
+    from cbatch.support.model_facts import ModelFacts
 
     Tokens = Callable[[str], list[int]]
 
@@ -47,7 +47,7 @@ class InfillCall(LlamaCall):
     prompt_field = "input_prefix"
 
     def __init__(
-        self, asked: Asked, texts: Sequence[str], extra: Sequence[tuple[str, str]]
+        self, asked: RequestFields, texts: Sequence[str], extra: Sequence[tuple[str, str]]
     ) -> None:
         """Make one.
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import shown, strings_of, token_ids
+from cbatch.chat.openai_format import chat_logprobs
 from cbatch.messages import BatchPrompt
-from cbatch.openai_format import chat_logprobs
 from cbatch.server.answer_events import Ended, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
@@ -18,17 +17,18 @@ from cbatch.server.openai_completions import begun, is_token, moot_in, prompt_of
 from cbatch.server.request_fields import asked_of, field_errors
 from cbatch.server.small_endpoints import settings_of
 from cbatch.server.sse import COMMENT, frame
+from cbatch.support.checks import shown, strings_of, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.engine import Engine
-    from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
     from cbatch.server.answer_events import Event
     from cbatch.server.http_errors import HttpProblemError
-    from cbatch.server.request_fields import Asked
+    from cbatch.server.request_fields import RequestFields
+    from cbatch.support.model_facts import ModelFacts
 
 OWN = ("prompt", "response_fields")
 DEFAULTS: Mapping[str, Any] = MappingProxyType({"chat_template_kwargs": {}})
@@ -43,7 +43,9 @@ class LlamaCall(Call):
 
     prompt_field = "prompt"
 
-    def __init__(self, asked: Asked, prompts: Sequence[BatchPrompt], said: Sequence[Any]) -> None:
+    def __init__(
+        self, asked: RequestFields, prompts: Sequence[BatchPrompt], said: Sequence[Any]
+    ) -> None:
         """Make one; `said` are the prompts as the client sent them."""
         super().__init__(asked, prompts)
         self._said = said

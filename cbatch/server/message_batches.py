@@ -10,7 +10,6 @@ import re
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from cbatch.checks import shown
 from cbatch.server.batch_endpoints import Query, batches_of, id_in
 from cbatch.server.batch_index import MESSAGES
 from cbatch.server.batch_store import Page, disk_problems
@@ -25,11 +24,12 @@ from cbatch.server.http_errors import (
 )
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of, rfc3339
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.server.batch_index import Batch, Kind
+    from cbatch.server.batch_index import Kind, StoredBatch
     from cbatch.server.batches import Batches
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
@@ -67,7 +67,7 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
 
 
-def _created(batches: Batches, requests: Any, limit: SizeLimit, owner: str) -> Batch:
+def _created(batches: Batches, requests: Any, limit: SizeLimit, owner: str) -> StoredBatch:
     """Begin a batch of checked requests, each line of at most `limit`."""
     lines = _lines_of(requests, limit)
     with disk_problems(), batches.store.arriving() as arriving:
@@ -151,7 +151,7 @@ async def delete_batch(desk: Desk, exchange: Exchange) -> None:
     await exchange.respond_json({"id": id, "type": "message_batch_deleted"})
 
 
-def _as_json(batch: Batch) -> dict[str, Any]:
+def _as_json(batch: StoredBatch) -> dict[str, Any]:
     """Return a batch as Anthropic's clients read it: nothing is counted as ended before the batch has ended."""
     counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
     if batch.has_ended:
@@ -201,7 +201,7 @@ async def batch_results(desk: Desk, exchange: Exchange) -> None:
         await exchange.finish()
 
 
-def _opened(opened: ExitStack, batches: Batches, batch: Batch) -> list[BinaryIO]:
+def _opened(opened: ExitStack, batches: Batches, batch: StoredBatch) -> list[BinaryIO]:
     """Return the files of a batch's answers and errors, open until the stack ends."""
     store, found = batches.store, list[BinaryIO]()
     for id in filter(None, (batch.output_file_id, batch.error_file_id)):

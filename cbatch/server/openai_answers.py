@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cbatch.openai_format import NEAREST_FINISH, finish_of, tokens_as_json
+from cbatch.chat.openai_format import NEAREST_FINISH, finish_of, tokens_as_json
 from cbatch.server.answer_events import Ended, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps

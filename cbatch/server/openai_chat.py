@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import shown
+from cbatch.chat.openai_format import chat_logprobs, chat_message
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.openai_format import chat_logprobs, chat_message
 from cbatch.server.answer_events import Called, Reasoning
 from cbatch.server.http_errors import bad_request
 from cbatch.server.openai_answers import Head, OpenAICall, OpenAIStream
 from cbatch.server.request_fields import asked_of, check_continued
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,22 +6,22 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import shown
+from cbatch.chat.openai_format import TextPlace, completion_logprobs
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.openai_format import TextPlace, completion_logprobs
-from cbatch.plain import int_of
 from cbatch.server.http_errors import bad_request
 from cbatch.server.openai_answers import Head, OpenAICall, OpenAIStream
 from cbatch.server.request_fields import asked_of
+from cbatch.support.checks import shown
+from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.model_facts import ModelFacts
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
     from cbatch.server.answer_events import Event, Reasoning, Text
+    from cbatch.support.model_facts import ModelFacts
 
 OWN = ("prompt",)
 

@@ -25,7 +25,7 @@ _GAP_S = 15.0
 """Seconds without a question after which the time before the next question does not count. Our choice."""
 
 
-class Question(Generic[T]):
+class EngineQuestion(Generic[T]):
     """A question of the engine, asked once at a time; its last answer stands until the next one."""
 
     def __init__(self, ask: Callable[[], T], clock: Callable[[], float]) -> None:
@@ -72,7 +72,7 @@ class Question(Generic[T]):
         """See a new answer while `answer` is still the one before."""
 
 
-class Pulse(Question["EngineStats"]):
+class Pulse(EngineQuestion["EngineStats"]):
     """The engine's figures, asked for when somebody wants to know, and how long it has not got on by them."""
 
     def __init__(

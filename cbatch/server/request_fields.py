@@ -13,10 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import MAX_KEY_LENGTH, check_flag, check_float, check_text, reading, shown
 from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
 from cbatch.options import MAX_BIASES, MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
-from cbatch.plain import int_of
 from cbatch.server.http_errors import (
     HttpProblemError,
     bad_request,
@@ -25,6 +23,15 @@ from cbatch.server.http_errors import (
     unknown_field,
 )
 from cbatch.server.sampler_order import left_out
+from cbatch.support.checks import (
+    MAX_KEY_LENGTH,
+    check_flag,
+    check_float,
+    check_text,
+    reading,
+    shown,
+)
+from cbatch.support.plain import int_of
 from cbatch.tools import check_tool_choice, read_choice
 
 if TYPE_CHECKING:
@@ -116,7 +123,7 @@ OPTION_NAMES = frozenset(f.name for f in fields(RunOptions))
 
 
 @dataclass
-class Asked:
+class RequestFields:
     """The fields of a call, sorted by what becomes of them."""
 
     model: str | None = None
@@ -156,7 +163,7 @@ def asked_of(
     *,
     defaults: Mapping[str, Any],
     is_strict: bool = False,
-) -> Asked:
+) -> RequestFields:
     """Return the fields of a body; null means that a field is not said.
 
     Args:
@@ -173,7 +180,7 @@ def asked_of(
         for name, value in body.items()
         if value is not None and not (name in _UNSAID_IF_EMPTY and value == "")
     }
-    asked = Asked(own={name: given[name] for name in own if name in given}, known=own)
+    asked = RequestFields(own={name: given[name] for name in own if name in given}, known=own)
     options: dict[str, tuple[str, Any]] = {}
     for name, value in given.items():
         if name in own or name in READ_BY_ALL:
@@ -222,7 +229,7 @@ def _is_same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-def _read_common(asked: Asked, given: Mapping[str, Any]) -> None:
+def _read_common(asked: RequestFields, given: Mapping[str, Any]) -> None:
     """Read what is said in every dialect and is no option."""
     with field_errors("model"):
         if "model" in given:
@@ -310,7 +317,7 @@ def _structure(said: Any) -> tuple[str, Any]:
     return _STRUCTURES[key], value
 
 
-def _read_biases(asked: Asked, options: dict[str, tuple[str, Any]]) -> None:
+def _read_biases(asked: RequestFields, options: dict[str, tuple[str, Any]]) -> None:
     """Read biases: of tokens by their ids, or of the tokens of a text; false bans, and several of a token add up.
 
     Source: llama.cpp tools/server, `logit_bias`.
@@ -345,7 +352,7 @@ def _bias(name: str, value: Any) -> float:
     return -math.inf if value is False else float(check_float(name, value, -1e4, 1e4))
 
 
-def check_continued(asked: Asked, prompt: BatchPrompt) -> None:
+def check_continued(asked: RequestFields, prompt: BatchPrompt) -> None:
     """Refuse a wish about a chat's last message that is not what is done: one of the assistant is continued.
 
     Source: vLLM's chat completions; transformers, `apply_chat_template`.
@@ -462,7 +469,7 @@ _GIVEN_BY = {
 """The options that give a grammar of a kind, where they are not called as the kind."""
 
 
-def with_param(error: Exception, asked: Asked, prompt_field: str) -> Exception:
+def with_param(error: Exception, asked: RequestFields, prompt_field: str) -> Exception:
     """Return a refusal of the engine as a problem that names the field; another error as it is."""
     if not isinstance(error, ConfigError | GrammarError):
         return error
@@ -481,7 +488,7 @@ def asked_under(
     *,
     own: Collection[str] = (),
     is_strict: bool,
-) -> Asked:
+) -> RequestFields:
     """Return the fields of a call in which some options have names of another format.
 
     Args:

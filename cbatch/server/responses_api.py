@@ -6,7 +6,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
-from cbatch.openai_format import chat_logprobs
+from cbatch.chat.openai_format import chat_logprobs
 from cbatch.server.answer_events import Reasoning, Text
 from cbatch.server.block_stream import BlockStream
 from cbatch.server.call import Call
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
     from cbatch.server.http_errors import HttpProblemError
-    from cbatch.server.request_fields import Asked
+    from cbatch.server.request_fields import RequestFields
 
 _CUT = ("length", "window", "timeout", "cancelled")
 """Finish reasons of answers that are not complete."""
@@ -40,7 +40,7 @@ class ResponsesCall(Call):
     prompt_field = "input"
 
     def __init__(
-        self, asked: Asked, prompts: Sequence[BatchPrompt], said: Mapping[str, Any]
+        self, asked: RequestFields, prompts: Sequence[BatchPrompt], said: Mapping[str, Any]
     ) -> None:
         super().__init__(asked, prompts)
         self.said = said

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import shown
 from cbatch.messages import BatchPrompt
 from cbatch.server.anthropic_fields import joined
 from cbatch.server.dialect_fields import DialectFields, mapping
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.request_fields import MAX_TOKENS, field_errors
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import shown
 from cbatch.server.http_errors import bad_request, refused
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cbatch.checks import (
+from cbatch.errors import ConfigError
+from cbatch.support.checks import (
     MAX_INT,
     MAX_KEY_LENGTH,
     MAX_TIME_S,
@@ -21,8 +22,7 @@ from cbatch.checks import (
     checked,
     strings_of,
 )
-from cbatch.errors import ConfigError
-from cbatch.plain import list_of, text_of
+from cbatch.support.plain import list_of, text_of
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cbatch
-from cbatch.checks import check_flag, shown, token_ids
 from cbatch.errors import CBatchError, PromptError
 from cbatch.options import RunOptions, Sampling
 from cbatch.server.exchange import dumps
@@ -26,13 +25,14 @@ from cbatch.server.http_errors import (
 from cbatch.server.openai_chat import ChatCall
 from cbatch.server.prompt_size import check_prompts, check_text, check_tokens
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
+from cbatch.support.checks import check_flag, shown, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.engine import Engine
     from cbatch.server.call import Call
-    from cbatch.server.desk import Desk, Sizes
+    from cbatch.server.desk import Desk, EngineSizes
     from cbatch.server.exchange import Exchange
 
 
@@ -114,7 +114,7 @@ def rfc3339(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
 
 
-def _model_of_anthropic(desk: Desk, sizes: Sizes, name: str) -> dict[str, Any]:
+def _model_of_anthropic(desk: Desk, sizes: EngineSizes, name: str) -> dict[str, Any]:
     return {
         "type": "model",
         "id": name,
@@ -125,7 +125,7 @@ def _model_of_anthropic(desk: Desk, sizes: Sizes, name: str) -> dict[str, Any]:
     }
 
 
-def _model(desk: Desk, sizes: Sizes, name: str) -> dict[str, Any]:
+def _model(desk: Desk, sizes: EngineSizes, name: str) -> dict[str, Any]:
     facts = sizes.facts
     return {
         "id": name,

@@ -8,7 +8,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-from cbatch.processes import run_apart
+from cbatch.support.processes import run_apart
 from cbatch.verify.findings import Finding
 
 if TYPE_CHECKING:

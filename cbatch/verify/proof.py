@@ -54,7 +54,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ProbeAnswers:
     """What an engine answered, the number of each prompt being its seed."""
 
     results: Sequence[BatchResult]
@@ -164,7 +164,7 @@ def prove(
     tell("each prompt alone")
     engine, rows = _recording(path, proof, share_prefixes=False)
     with engine:
-        alone = Answers([engine.submit(item).result() for item in items], rows)
+        alone = ProbeAnswers([engine.submit(item).result() for item in items], rows)
     for name, settings in _CHECKS:
         tell(name)
         proof.checks.append(compare(name, *_recording(path, proof, **settings), items, alone))
@@ -204,11 +204,11 @@ def _items(n_prompts: int, n_window: int, n_vocab: int) -> list[BatchPrompt]:
 
 
 def compare(
-    name: str, made: Engine, rows: RowDigests, items: Sequence[BatchPrompt], alone: Answers
+    name: str, made: Engine, rows: RowDigests, items: Sequence[BatchPrompt], alone: ProbeAnswers
 ) -> Check:
     """Return how the answers of an engine, which is closed then, are beside those that were computed alone."""
     with made as engine:
-        found = Answers(engine.run(items).results(), rows)
+        found = ProbeAnswers(engine.run(items).results(), rows)
         n_pad_rows = engine.stats().n_pad_rows
     expected = alone.sampled()
     pairs = list(zip(expected, found.sampled(), strict=True))

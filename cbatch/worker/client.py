@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Raw
 
 from cbatch.errors import EngineClosedError, InsideStepError, WorkerDiedError
-from cbatch.interrupts import Postponed, is_locked_here
 from cbatch.options import NO_OPTIONS, RunOptions
 from cbatch.runtime.ids import is_meant, own_id
 from cbatch.runtime.interface import Orders, Questions
 from cbatch.runtime.validation import check_extension, origin_of
+from cbatch.support.interrupts import Postponed, is_locked_here
 from cbatch.worker.connection import FrameThread
 from cbatch.worker.pool import Pool, by_worker, read_texts
 from cbatch.worker.protocol_commands import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.crossings import Crossing
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Batch, Outage, Submission, Target
+    from cbatch.runtime.interface import BatchTarget, Outage, Submission, Target
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
@@ -176,7 +176,7 @@ class Workers(Questions):
         self.check_open()
         return self._cancel([*self.pool.requests.values()])
 
-    def cancel_batch(self, target: Batch) -> int:
+    def cancel_batch(self, target: BatchTarget) -> int:
         """End a batch's requests in flight; return how many there were."""
         self.check_open()
         return self._cancel(self._of(target))
@@ -185,11 +185,11 @@ class Workers(Questions):
         """End requests before the next plan. Does not wait."""
         self._cancel_soon(partial(self._meant, [*ids]), waiting=is_for_waiting)
 
-    def cancel_batch_soon(self, target: Batch) -> None:
+    def cancel_batch_soon(self, target: BatchTarget) -> None:
         """End a batch's requests in flight before the next plan. Does not wait."""
         self._cancel_soon(partial(self._of, target))
 
-    def cancel_waiting_soon(self, target: Batch) -> None:
+    def cancel_waiting_soon(self, target: BatchTarget) -> None:
         """End a batch's requests that never had a slot. Does not wait."""
         self._cancel_soon(partial(self._of, target), waiting=True)
 
@@ -212,7 +212,7 @@ class Workers(Questions):
         moved = [asked for asked in self._left(some) if asked.worker is not was_at[asked]]
         return back + self._take_back(moved) if moved else back
 
-    def watch(self, target: Batch) -> None:
+    def watch(self, target: BatchTarget) -> None:
         """Have a batch's chunks sent as they come."""
         with self.pool.lock():
             for connection, ids in by_worker(self._of(target)).items():
@@ -281,7 +281,7 @@ class Workers(Questions):
         """Return those of some requests that have not ended."""
         return [asked for asked in some if self.pool.requests.get(asked.id) is asked]
 
-    def _of(self, target: Batch) -> list[Asked]:
+    def _of(self, target: BatchTarget) -> list[Asked]:
         """Return the requests of a batch that are in flight."""
         return self._meant([*target.ids.values()])
 

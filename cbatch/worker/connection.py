@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
 
-from cbatch.checks import MAX_INT, check_int
 from cbatch.errors import CBatchError, ConfigError, EngineError, WorkerDiedError, words_of
-from cbatch.interrupts import HeldBack, Latch
+from cbatch.support.checks import MAX_INT, check_int
+from cbatch.support.interrupts import HeldBack, Latch
 from cbatch.worker.framing import N_LINE_MAX, framed
 from cbatch.worker.wire import VERSION, Frame, Ready, decode, encode_call
 

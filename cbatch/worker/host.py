@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
-from cbatch.checks import MAX_INT, check_int, shown
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -24,8 +23,6 @@ from cbatch.errors import (
     RequestFailedError,
     words_of,
 )
-from cbatch.interrupts import Sleepers
-from cbatch.logs import FIELDS
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Timings
@@ -33,6 +30,9 @@ from cbatch.runtime.choices import request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
 from cbatch.runtime.output import Origin
+from cbatch.support.checks import MAX_INT, check_int, shown
+from cbatch.support.interrupts import Sleepers
+from cbatch.support.logs import FIELDS
 from cbatch.worker.framing import N_LINE_MAX
 from cbatch.worker.protocol_commands import (
     ANY_COMMAND,

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.checks import shown
 from cbatch.errors import ConfigError
+from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

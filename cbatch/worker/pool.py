@@ -21,14 +21,14 @@ from cbatch.errors import (
     WorkerDiedError,
     words_of,
 )
-from cbatch.interrupts import Sleepers
-from cbatch.logs import FIELDS, Log
 from cbatch.runtime.ids import check_own
 from cbatch.runtime.interface import Outage
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.submit import as_failure
 from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
+from cbatch.support.interrupts import Sleepers
+from cbatch.support.logs import FIELDS, Log
 from cbatch.worker.protocol_commands import Cancel, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin, in_messages

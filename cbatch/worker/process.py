@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from cbatch.errors import ConfigError, words_of
-from cbatch.processes import command_of, environment
+from cbatch.support.processes import command_of, environment
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
 from cbatch.worker.protocol_commands import first_line

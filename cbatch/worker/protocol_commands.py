@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 from msgspec import Meta, Struct, defstruct
 
-from cbatch.checks import MAX_INT, MAX_TIME_S
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import FinishReason, TokenLogprob, Usage
 from cbatch.runtime.crossings import Crossing, crossings_of
 from cbatch.runtime.interface import Count, Id, Orders, Questions, TokenId
+from cbatch.support.checks import MAX_INT, MAX_TIME_S
 from cbatch.worker.wire import Frames, Item, encode_call, told_options
 
 if TYPE_CHECKING:

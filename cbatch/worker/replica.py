@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import CBatchError, EngineError, words_of
-from cbatch.logs import Log
+from cbatch.support.logs import Log
 from cbatch.worker.connection import Connection, FrameThread
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw, structs
 
+from cbatch.core.request import Request
 from cbatch.errors import ConfigError, RequestCancelledError
 from cbatch.options import RunOptions
-from cbatch.request import Request
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
 from cbatch.worker.protocol_commands import Extend, HeardResult, Run

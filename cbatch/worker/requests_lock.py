@@ -7,7 +7,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.interrupts import HeldBack
+from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 import cbatch
-from cbatch.checks import check_path, shown
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import LookAhead
+from cbatch.support.checks import check_path, shown
 from cbatch.worker.framing import (
     N_LINE_MAX,
     FrameSink,

@@ -9,11 +9,11 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import check_path, reading, shown
 from cbatch.engine import Engine
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, EngineError, words_of
 from cbatch.runtime.interface import Questions
+from cbatch.support.checks import check_path, reading, shown
 from cbatch.worker.client import Workers
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender

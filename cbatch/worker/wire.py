@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 from cbatch import errors
-from cbatch.checks import MAX_TIME_S, shown
 from cbatch.errors import CBatchError, ConfigError, RequestFailedError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -20,6 +19,7 @@ from cbatch.response import BatchOutputChunk, BatchResult
 from cbatch.runtime.interface import TokenId
 from cbatch.runtime.output import Origin
 from cbatch.runtime.step_record import StepRecord
+from cbatch.support.checks import MAX_TIME_S, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.bench.comparison import Comparison, Load, Plan
+from cbatch.bench.comparison import Comparison, ComparisonPlan, Load
 from cbatch.bench.exact_text import ExactText
-from cbatch.bench.measured import Answer
+from cbatch.bench.measured import MeasuredAnswer
 from cbatch.bench.sides import SideError
 from cbatch.bench.summary import Middle, Summary, markdown, text_table
 from cbatch.bench.workloads import workload_of
@@ -53,7 +53,7 @@ class Acted:
 
     def run(
         self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[MeasuredAnswer], float]:
         i, self.n_runs = self.n_runs, self.n_runs + 1
         self._log.append(self.name)
         if i in self.fails_in:
@@ -62,7 +62,7 @@ class Acted:
             raise KeyboardInterrupt
         requests = [request for chain in chains for request in chain]
         made = [
-            Answer(r.id, 0.0, 0.1, 0.5, r.n_output, r.n_prompt, (0.01,), 9, "length")
+            MeasuredAnswer(r.id, 0.0, 0.1, 0.5, r.n_output, r.n_prompt, (0.01,), 9, "length")
             for r in requests
         ]
         is_measured = i > 0  # the first run warms up
@@ -72,7 +72,7 @@ class Acted:
 
 def comparison(sides: Sequence[Acted], *loads: Load, **more: Any) -> Comparison:
     more = {"n_rounds": 2, "n_requests": 4, **more}
-    plan = Plan([workload_of("burst")], loads or (Load(at_once=1),), **more)
+    plan = ComparisonPlan([workload_of("burst")], loads or (Load(at_once=1),), **more)
     return Comparison(plan, sides, 4, ExactText(tokenize), tokenize)
 
 
@@ -194,12 +194,12 @@ class Continues(Acted):
         super().__init__(name, [])
         self._junk, self._in_text = junk, in_text
 
-    def run(self, chains: Chains, *args: Any, **more: Any) -> tuple[list[Answer], float]:
+    def run(self, chains: Chains, *args: Any, **more: Any) -> tuple[list[MeasuredAnswer], float]:
         prompts = {r.id: tokenize(r.prompt)[-1] for chain in chains for r in chain}
         answers, seconds = super().run(chains, *args, **more)
         return [self._told(a, prompts[a.id]) for a in answers], seconds
 
-    def _told(self, answer: Answer, last: int) -> Answer:
+    def _told(self, answer: MeasuredAnswer, last: int) -> MeasuredAnswer:
         tokens = [
             last + i + (self._junk * i if i > 1 else 0) for i in range(1, answer.n_output + 1)
         ]

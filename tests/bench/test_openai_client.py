@@ -18,7 +18,7 @@ from cbatch.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from cbatch.bench.measured import Answer
+    from cbatch.bench.measured import MeasuredAnswer
 
 REQUEST = WorkRequest("a", "one two", 3, 4, {"temperature": 0.5, "top_k": 40, "seed": 1})
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
@@ -81,12 +81,12 @@ class Server:
         return asyncio.run(run())
 
 
-def one(completions: bytes, *, is_streamed: bool = True, **more: Any) -> Answer:
-    async def use(client: OpenAIClient) -> Answer:
+def one(completions: bytes, *, is_streamed: bool = True, **more: Any) -> MeasuredAnswer:
+    async def use(client: OpenAIClient) -> MeasuredAnswer:
         answer = await client.ask(REQUEST, 0.0, iter(range(100)).__next__, is_streamed=is_streamed)
         return client.counted(answer)
 
-    answer: Answer = Server(completions).ask(use, **more)
+    answer: MeasuredAnswer = Server(completions).ask(use, **more)
     return answer
 
 
@@ -154,7 +154,7 @@ def test_broken_server_is_named(given: bytes, words: str) -> None:
 
 
 def test_answer_that_never_ends_is_given_up() -> None:
-    async def use(client: OpenAIClient) -> Answer:
+    async def use(client: OpenAIClient) -> MeasuredAnswer:
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()
             writer.close()

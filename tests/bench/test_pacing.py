@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.bench.measured import Answer, WorkRequest
+from cbatch.bench.measured import MeasuredAnswer, WorkRequest
 from cbatch.bench.pacing import Pace, drive
 from cbatch.errors import ConfigError
 
@@ -26,14 +26,14 @@ class Counted:
         self.n_now = self.n_most = 0
         self.ids: list[str] = []
 
-    async def ask(self, request: WorkRequest, sent_s: float, now: Now) -> Answer:
+    async def ask(self, request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
         self.n_now += 1
         self.n_most = max(self.n_most, self.n_now)
         self.ids.append(request.id)
         for _ in range(5):
             await asyncio.sleep(0)
         self.n_now -= 1
-        return Answer(request.id, sent_s, sent_s, now(), 1)
+        return MeasuredAnswer(request.id, sent_s, sent_s, now(), 1)
 
 
 @pytest.mark.parametrize("n_clients", [1, 3, 20])

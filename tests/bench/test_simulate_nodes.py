@@ -10,7 +10,7 @@ import pytest
 
 from cbatch.backend.fake import StepCost
 from cbatch.bench import simulate_nodes as script
-from cbatch.bench.simulate_nodes import Fleet, NodesReport, _Simulation, simulate_nodes
+from cbatch.bench.simulate_nodes import Fleet, NodesReport, _NodesSimulation, simulate_nodes
 from cbatch.errors import ConfigError
 
 A_SECOND = StepCost(base_s=1.0)
@@ -47,7 +47,7 @@ def test_same_seed_gives_the_same_figures() -> None:
 @pytest.mark.parametrize("rate", [float("inf"), 0.3])
 def test_deaths_lose_no_row_and_those_begun_are_computed_again(rate: float) -> None:
     fleet = replace(JOB, n_nodes=3, n_rows=800, rate=rate, deaths_per_hour=20, start_s=10)
-    simulation = _Simulation(fleet)
+    simulation = _NodesSimulation(fleet)
     simulation.run()
     assert simulation.n_deaths > 3
     assert simulation.n_again > 0
@@ -56,7 +56,7 @@ def test_deaths_lose_no_row_and_those_begun_are_computed_again(rate: float) -> N
 
 
 def test_slow_node_gets_less_of_a_job() -> None:
-    simulation = _Simulation(replace(JOB, n_nodes=2, slow_share=0.5, slow_factor=3.0))
+    simulation = _NodesSimulation(replace(JOB, n_nodes=2, slow_share=0.5, slow_factor=3.0))
     simulation.run()
     slow, fast = simulation.nodes
     assert slow.n_taken == pytest.approx(fast.n_taken / 3, rel=0.15)

@@ -14,7 +14,7 @@ import cbatch
 from cbatch.backend.llama.gguf import read_header
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic import SHAPES, Shape, write_model
-from cbatch.bench.synthetic_tokenizer import CHATML, Tokenizer, make_tokenizer, take_tokenizer
+from cbatch.bench.synthetic_tokenizer import CHATML, TokenizerData, make_tokenizer, take_tokenizer
 from cbatch.errors import ConfigError
 from tests.backend.damage import damaged
 from tests.profiles import examples
@@ -100,7 +100,7 @@ def told(path: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def model_with(path: Path, tokenizer: Tokenizer) -> Path:
+def model_with(path: Path, tokenizer: TokenizerData) -> Path:
     shape = Shape(1, 32, 1, 1, 32, tokenizer.n_tokens, "f32")
     return write_model(path, shape, tokenizer=tokenizer)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cbatch.bench.measured import Answer, WorkRequest
+from cbatch.bench.measured import MeasuredAnswer, WorkRequest
 from cbatch.bench.verdict import (
     degenerate,
     differences,
@@ -21,12 +21,14 @@ from cbatch.bench.verdict import (
 N = 20
 REQUESTS = [WorkRequest(str(i), "a", 10, 16) for i in range(N)]
 ANSWERS = [
-    Answer(str(i), 0.0, 0.1, 1.0, 16, n_prompt=10, n_distinct=9, finish="length", tokens=(i, 2, 3))
+    MeasuredAnswer(
+        str(i), 0.0, 0.1, 1.0, 16, n_prompt=10, n_distinct=9, finish="length", tokens=(i, 2, 3)
+    )
     for i in range(N)
 ]
 
 
-def with_first(n: int, **changes: object) -> list[Answer]:
+def with_first(n: int, **changes: object) -> list[MeasuredAnswer]:
     return [replace(a, **changes) if i < n else a for i, a in enumerate(ANSWERS)]  # type: ignore[arg-type]
 
 
@@ -49,7 +51,7 @@ def test_whole_answers_have_no_problem() -> None:
         (with_first(1, n_prompt=40), "1 of 20 requests have other prompts: 40 tokens of 10"),
     ],
 )
-def test_broken_answers_are_named(answers: list[Answer], words: str) -> None:
+def test_broken_answers_are_named(answers: list[MeasuredAnswer], words: str) -> None:
     [found] = problems(REQUESTS, answers)
     assert re.search(words, found)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.chat.answers import Answer, AnswerReader
-from cbatch.chat.call_parser import Call
+from cbatch.chat.call_parser import ParsedCall
 from cbatch.chat.formats import THINKING, AnswerFormat, answer_format
 from cbatch.tools import Tools
 from tests.chat.answer_runs import CONTROLS, make_reader, parts_of
@@ -136,7 +136,7 @@ def test_one_call_of_several_is_kept_and_the_others_are_no_text(
     template: str, text: str, said: str
 ) -> None:
     answer = read(text, template, TOOLS, n_calls_max=1)
-    assert answer == Answer(said, "", (Call("get_time", "{}"),), LEFT_OUT)
+    assert answer == Answer(said, "", (ParsedCall("get_time", "{}"),), LEFT_OUT)
 
 
 def test_text_of_a_call_that_cannot_be_read_is_kept_with_a_warning() -> None:
@@ -149,7 +149,7 @@ def test_text_of_a_call_that_cannot_be_read_is_kept_with_a_warning() -> None:
 def test_call_of_an_unknown_tool_is_given_out_with_a_warning() -> None:
     text = CALL.replace("get_time", "get_rich")
     answer = read(text, HERMES, TOOLS)
-    assert answer.calls == (Call("get_rich", "{}"),)
+    assert answer.calls == (ParsedCall("get_rich", "{}"),)
     assert "'get_rich'" in answer.warnings[0]
 
 
@@ -161,7 +161,7 @@ def test_control_tokens_mark_calls_and_are_no_text() -> None:
     body = b'{"name": "get_time", "arguments": {}}'
     tokens = [*b"So ", 1002, *b"now: ", 1000, *body, 1001, 1002]
     answer = read_tokens(tokens, HERMES)
-    assert answer == Answer("So now:", "", (Call("get_time", "{}"),))
+    assert answer == Answer("So now:", "", (ParsedCall("get_time", "{}"),))
 
 
 def test_control_tokens_of_a_broken_call_are_no_text_either() -> None:
@@ -193,12 +193,12 @@ def test_channels_are_thinking_calls_and_text() -> None:
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
         "<|start|>assistant<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}"
     )
-    assert answer == Answer("Wait.", "hm", (Call("get_time", "{}"),))
+    assert answer == Answer("Wait.", "hm", (ParsedCall("get_time", "{}"),))
 
 
 def test_recipient_may_stand_before_the_channel() -> None:
     text = ' to=functions.get_time<|channel|>commentary json<|message|>{"zone": 1}<|call|>'
-    assert harmony(text) == Answer("", "", (Call("get_time", '{"zone": 1}'),))
+    assert harmony(text) == Answer("", "", (ParsedCall("get_time", '{"zone": 1}'),))
 
 
 @pytest.mark.parametrize(

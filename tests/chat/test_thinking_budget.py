@@ -14,8 +14,8 @@ from cbatch.chat.tool_grammar import call_grammar
 from cbatch.errors import UnsupportedOptionError
 from cbatch.messages import BatchPrompt
 from cbatch.options import Grammar, RunOptions
+from tests.chat.test_tool_calls import CONTROLS, TEMPLATE, Speaker
 from tests.chat.test_tool_grammar import CALL, HERMES, MARKS, WEATHERS
-from tests.test_tool_calls import CONTROLS, TEMPLATE, Speaker
 
 OPEN, CLOSE = MARKS["<think>"], MARKS["</think>"]
 TOKENIZER = LLTokenizer("byte")

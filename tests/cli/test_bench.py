@@ -13,7 +13,7 @@ import pytest
 
 from cbatch.bench import comparison
 from cbatch.bench.cases import CASES
-from cbatch.bench.http_load import served
+from cbatch.bench.experiments.http_load import served
 from cbatch.bench.sides import KINDS
 from cbatch.bench.verdict import differences
 from cbatch.bench.workloads import WORKLOADS
@@ -22,7 +22,7 @@ from tests.cli.conftest import invoke, start
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cbatch.bench.measured import Answer
+    from cbatch.bench.measured import MeasuredAnswer
     from tests.conftest import SynthFactory
 
 SHORT = ("--workload", "burst", "--rounds", 1, "--count", 4)
@@ -150,7 +150,9 @@ def test_exact_answers_are_compared_with_those_alone(
 ) -> None:
     compared: list[int] = []
 
-    def seen(alone: dict[str, tuple[int, ...]], answers: list[Answer], **more: Any) -> list[str]:
+    def seen(
+        alone: dict[str, tuple[int, ...]], answers: list[MeasuredAnswer], **more: Any
+    ) -> list[str]:
         here = {answer.id: answer.tokens for answer in answers}
         compared.extend(len(tokens) for id, tokens in alone.items() if tokens == here[id])
         if is_wrong:

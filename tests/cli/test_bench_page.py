@@ -14,7 +14,7 @@ import pytest
 
 from cbatch.bench.comparison import COLD, Load
 from cbatch.bench.rates import Rates
-from cbatch.bench.summary import Middle, Row, Table, Width
+from cbatch.bench.summary import Middle, SideRow, TextTable, Width
 from cbatch.cli.bench_page import bench_page, bench_picture
 from cbatch.files.report.page import report_page
 from cbatch.files.report.recorder import RunRecorder
@@ -32,11 +32,11 @@ FACTS = re.compile(r'<section class="pair facts">.*</main>', re.S)
 def summary_of(*sides: str, n_loads: int = 2, text: str = "a note") -> Any:
     """Rows of one workload, a side after another, each half as fast as the one before."""
     rows = [
-        Row("burst", Load(n), COLD, side, 3, 3, Middle(n * f, n * f - 1, n * f + 1), 9.0, 1.0)
+        SideRow("burst", Load(n), COLD, side, 3, 3, Middle(n * f, n * f - 1, n * f + 1), 9.0, 1.0)
         for side, f in zip(sides, (100.0, 50.0, 25.0), strict=False)
         for n in range(1, n_loads + 1)
     ]
-    table = Table("burst: short", ("side", "tokens a second"), [(side, "9") for side in sides])
+    table = TextTable("burst: short", ("side", "tokens a second"), [(side, "9") for side in sides])
     tables = [table] if sides else []
     return SimpleNamespace(
         rows=rows, widths=[], tables=lambda: tables, remarks=lambda: [text], problems=lambda: [text]

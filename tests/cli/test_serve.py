@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench import http_load
+from cbatch.bench.experiments import http_load
 from cbatch.cli import app
 from cbatch.cli.serve import ShortLines, _with_files
 from cbatch.errors import ConfigError
-from cbatch.logs import FIELDS
 from cbatch.server import create_app
+from cbatch.support.logs import FIELDS
 from tests.server.clients import call, certificate_files, wait_until
 
 if TYPE_CHECKING:

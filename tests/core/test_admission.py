@@ -23,7 +23,7 @@ from tests.helpers import (
 
 if TYPE_CHECKING:
     from cbatch.core.plan import KvCapabilities
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 
 def shared(n_pool: int, n_slots: int = 4, n_window: int | None = None, **options: Any) -> Rig:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.plan import StepPlan
+    from cbatch.core.request import Request
     from cbatch.options import RunOptions
-    from cbatch.request import Request
 
 COMMON = range(100)
 Kind = Literal["partitioned", "unified", "recurrent"]

@@ -26,7 +26,7 @@ from tests.profiles import examples
 
 if TYPE_CHECKING:
     from cbatch.core.plan import KvCapabilities
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 POLICIES: tuple[str, ...] = get_args(Policy)
 A_TEXT = range(40)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cbatch.core.plan import Chunk, KvCapabilities
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 CODES = (1, -1, 2, -2, -3)
 GUILTY = 99

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.core.plan import Chunk
-    from cbatch.request import Request
+    from cbatch.core.request import Request
     from cbatch.response import FinishReason, TokenLogprob
 
 CODES = (1, -1, 2, -2, -3)

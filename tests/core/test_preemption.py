@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cbatch.core.plan import StepPlan
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 WAYS: dict[str, dict[str, Any]] = {
     "saved": {"can_save": True},

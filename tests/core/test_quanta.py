@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.plan import KvCapabilities
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 MEMORIES = [None, partitioned(192), shared_pool(80, can_copy=True), shared_pool(64, can_save=True)]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cbatch.core.plan import KvCapabilities
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 COMMON = range(50)
 

@@ -23,7 +23,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 REASONS = (Wait.COMPILE, Wait.CACHE)
 CALLS = ("pause", "cancel")

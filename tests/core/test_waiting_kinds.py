@@ -29,7 +29,7 @@ from tests.helpers import (
 )
 
 if TYPE_CHECKING:
-    from cbatch.request import Request
+    from cbatch.core.request import Request
 
 FETCH = CacheRef("k")
 FILE = CacheEntry(range(100), 100)

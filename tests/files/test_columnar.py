@@ -14,7 +14,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.input.source import open_source
 from cbatch.files.output.columnar_answers import ColumnarEncoder
-from cbatch.files.output.encoders import Layout
+from cbatch.files.output.encoders import AnswerColumns
 from cbatch.files.output.target import encoder
 from tests.files.runs import make_engine
 from tests.files.samples import ANSWER, error_of, read, records, write
@@ -158,7 +158,7 @@ def test_text_becomes_columns_of_text(tmp_path: Path) -> None:
 def test_row_with_a_flaw_in_a_text_becomes_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", '{"text": "a"}\n{"text": "b\\ud800"}')
     with open_source(path) as source:
-        encode = ColumnarEncoder("parquet", source, Layout(source.columns))
+        encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
         wrong = [encode.error(item, item.error) for item in source if item.error]
     (tmp_path / "records").write_bytes(b"".join(wrong))
     encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
@@ -174,7 +174,7 @@ def test_requests_become_rows_by_id(tmp_path: Path) -> None:
 def test_requests_with_one_number_are_all_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", '{"id": "a", "prompt": "x"}')
     with open_source(path) as source:
-        encode = ColumnarEncoder("parquet", source, Layout(source.columns))
+        encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
     values = '"Hi!", "stop", null, 1, 2, null]\n'
     write(tmp_path / "records", f'1\t["a", {values}1\t["b", {values}2\t["c", {values}')
     encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
@@ -205,7 +205,7 @@ def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = save(tmp_path / "in.parquet")
     (tmp_path / "records").write_bytes(b'1\t["too", "few"]\n')
     with open_source(path, template="{review}") as source:
-        encode = ColumnarEncoder("parquet", source, Layout(source.columns))
+        encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
     with pytest.raises(ConfigError, match="row 1 is not the one"):
         encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.parquet", "records"]

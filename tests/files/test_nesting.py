@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.checks import MAX_DEPTH, is_text_too_deep, is_too_deep
 from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.preview import check_file, estimate_file
 from cbatch.options import RunOptions
+from cbatch.support.checks import MAX_DEPTH, is_text_too_deep, is_too_deep
 from tests.files.runs import SHORT, records
 from tests.profiles import some
 

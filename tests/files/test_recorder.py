@@ -27,10 +27,10 @@ from cbatch.files.report.recorder import (
 )
 from cbatch.files.report.spans import GAP_S, SlotSpans, Span, SpanStore
 from cbatch.runtime.step_record import StepRecord, StepRow
+from tests.face.test_stats import submit
 from tests.files.steps import decode, prefill, result_of, run_of
 from tests.helpers import Rig, make_scheduler, make_sequences
 from tests.runtime.backends import loop_over
-from tests.test_stats import submit
 
 if TYPE_CHECKING:
     from cbatch.runtime.loop import Loop

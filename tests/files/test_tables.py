@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cbatch.errors import ConfigError, RequestFailedError
 from cbatch.files.input.source import open_source
-from cbatch.files.output.encoders import CsvEncoder, Layout, ObjectEncoder
+from cbatch.files.output.encoders import AnswerColumns, CsvEncoder, ObjectEncoder
 from cbatch.response import TokenLogprob, ToolCall, Usage
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
 
@@ -319,13 +319,13 @@ def test_log_probability_of_an_answer_is_the_sum_of_its_tokens(tmp_path: Path) -
     echoed = replace(ANSWER, logprobs=(first, *tokens, *tokens), usage=Usage(4, 3))
     with open_source(path) as source:
         [item] = source
-        layout = Layout(source.columns, extra={"logprob"})
+        layout = AnswerColumns(source.columns, extra={"logprob"})
         encode = CsvEncoder(layout, ",")
     row = encoded(encode, item, scored)
     assert (row["logprob"], row["warnings"]) == ("-1.5", "one; two")
     assert encoded(encode, item, echoed)["logprob"] == "-1.5"
     assert encoded(encode, item, ANSWER)["logprob"] == ""
-    unasked = CsvEncoder(Layout(source.columns), ",")
+    unasked = CsvEncoder(AnswerColumns(source.columns), ",")
     assert "logprob" not in encoded(unasked, item, scored)
     objects = ObjectEncoder(layout)
     line = objects.result(item, scored, digest=bytes(16), created=1, model="m")
@@ -338,13 +338,15 @@ def test_output_has_the_columns_that_are_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "in.csv", "id,text,label,response\n7,x,y,z\n")
     with open_source(path) as source:
         [item] = source
-    encode = CsvEncoder(Layout(source.columns, keep=["label", "id"], output_column="class"), ",")
+    encode = CsvEncoder(
+        AnswerColumns(source.columns, keep=["label", "id"], output_column="class"), ","
+    )
     row = encoded(encode, item, ANSWER)
     assert list(row)[:4] == ["label", "id", "class", "finish_reason"]
     assert (row["label"], row["id"], row["class"]) == ("y", "7", "Hi!")
-    bare = CsvEncoder(Layout(source.columns, keep=[]), ",")
+    bare = CsvEncoder(AnswerColumns(source.columns, keep=[]), ",")
     assert next(iter(encoded(bare, item, ANSWER))) == "response"
-    line = ObjectEncoder(Layout(source.columns, keep=["id"])).result(
+    line = ObjectEncoder(AnswerColumns(source.columns, keep=["id"])).result(
         item, ANSWER, digest=bytes(16), created=1, model="m"
     )
     assert list(json.loads(line))[:2] == ["id", "response"]
@@ -360,4 +362,4 @@ def test_output_has_the_columns_that_are_asked_for(tmp_path: Path) -> None:
 )
 def test_columns_that_do_not_fit_are_refused(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Layout(["id", "text"], **said)
+        AnswerColumns(["id", "text"], **said)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.files.input.item import Item
-from cbatch.files.window import Entry, Window, beginning, length
+from cbatch.files.window import Entry, ItemWindow, beginning, length
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 
@@ -23,14 +23,14 @@ def entry(i: int, text: str = "", n_chars: int = 1) -> Entry:
     return Entry(Item(i, "", str(i), prompt), prompt, b"", n_chars)
 
 
-def filled(entries: Iterable[Entry], n_max: int = 100) -> Window:
-    window = Window(n_max)
+def filled(entries: Iterable[Entry], n_max: int = 100) -> ItemWindow:
+    window = ItemWindow(n_max)
     for e in entries:
         window.add(e)
     return window
 
 
-def taken(window: Window) -> list[int]:
+def taken(window: ItemWindow) -> list[int]:
     return [window.take().item.number for _ in range(len(window))]
 
 
@@ -59,7 +59,7 @@ def test_nobody_is_passed_by_more_than_twice_the_window() -> None:
 
 
 def test_empty_window_has_room_whatever_its_bounds() -> None:
-    window = Window(1, max_chars=1)
+    window = ItemWindow(1, max_chars=1)
     assert window.has_room
     window.add(entry(0, n_chars=100))
     assert not window.has_room
@@ -73,7 +73,7 @@ def test_empty_window_has_room_whatever_its_bounds() -> None:
     st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 9), st.booleans()), max_size=200),
 )
 def test_every_item_comes_out_once(n_max: int, items: list[tuple[str, int, bool]]) -> None:
-    window, out = Window(n_max), list[int]()
+    window, out = ItemWindow(n_max), list[int]()
     for i, (text, n_chars, takes) in enumerate(items):
         while not window.has_room or (takes and len(window)):
             out.append(window.take().item.number)
@@ -87,7 +87,7 @@ def test_every_item_comes_out_once(n_max: int, items: list[tuple[str, int, bool]
 
 @pytest.mark.usefixtures("new_objects_only")
 def test_window_keeps_nothing_of_what_it_gave_out() -> None:
-    window = Window(4)
+    window = ItemWindow(4)
     for i in range(40):  # the first of a full window is the shortest: it goes late, out of turn
         window.add(entry(i, "a", n_chars=i))
         if not window.has_room:

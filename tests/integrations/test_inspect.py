@@ -12,8 +12,8 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, UnsupportedOptionError
+from tests.chat.test_tool_calls import SAID, Speaker
 from tests.kinds import engine_on
-from tests.test_tool_calls import SAID, Speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

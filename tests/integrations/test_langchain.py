@@ -12,9 +12,9 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError, PromptTooLongError, UnsupportedOptionError
+from tests.chat.test_tool_calls import SAID, Speaker
+from tests.face.test_tools import TIME
 from tests.kinds import engine_on
-from tests.test_tool_calls import SAID, Speaker
-from tests.test_tools import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

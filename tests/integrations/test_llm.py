@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError
+from tests.chat.test_tool_calls import SAID, Speaker
 from tests.integrations.test_page import register_llm_plugin
 from tests.kinds import engine_on
-from tests.test_tool_calls import SAID, Speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

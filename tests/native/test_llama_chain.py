@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.load.open_model import open_model
-from cbatch.bench.sampler_bench import LlamaChain
+from cbatch.bench.experiments.sampler_bench import LlamaChain
 from cbatch.core.plan import Binding, Slot
 from cbatch.options import DRY_SEQUENCE_BREAKERS, Sampling
 from tests.oracle import native_row

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
-from cbatch.logs import Log
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
+from cbatch.support.logs import Log
 from cbatch.worker.client import Workers
 from tests.worker.started import RUNTIMES
 

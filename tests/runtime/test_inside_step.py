@@ -25,8 +25,8 @@ from cbatch.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from cbatch.interrupts import HeldBack, note
 from cbatch.messages import BatchPrompt
+from cbatch.support.interrupts import HeldBack, note
 from tests.core.drivers import make_running
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.places import wait_until

@@ -12,8 +12,8 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import EngineOptions
 from cbatch.runtime.no_effect import idle_settings
+from tests.face.test_tools import TIME
 from tests.kinds import each_kind, engine_on
-from tests.test_tools import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from cbatch.errors import PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.local import LocalRuntime
+from tests.chat.test_tool_calls import THINK_END, Speaker
 from tests.runtime.backends import PATIENCE_S, in_thread
-from tests.test_tool_calls import THINK_END, Speaker
 from tests.worker.links import workers_over
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import pytest
 
 from cbatch import Engine
 from cbatch.server import create_app
+from tests.chat.test_tool_calls import SAID, Speaker
 from tests.server.clients import Running, running
 from tests.server.test_anthropic_messages import TOOL
-from tests.test_tool_calls import SAID, Speaker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

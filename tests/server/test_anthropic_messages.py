@@ -17,9 +17,7 @@ from cbatch.server.answer_events import Reasoning, Text
 from cbatch.server.anthropic_fields import Fields, joined
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.http_errors import problem_of
-from tests.profiles import examples
-from tests.server.clients import MESSAGES, USER, call, fake_app, message_of
-from tests.test_tool_calls import (
+from tests.chat.test_tool_calls import (
     CALL,
     CALL_END,
     CONTROLS,
@@ -29,6 +27,8 @@ from tests.test_tool_calls import (
     THINK_END,
     Speaker,
 )
+from tests.profiles import examples
+from tests.server.clients import MESSAGES, USER, call, fake_app, message_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -38,7 +38,7 @@ from tests.worker.links import Launches, MortalBackend
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cbatch.server.batch_index import Batch
+    from cbatch.server.batch_index import StoredBatch
 
 RESPONSES = "/v1/responses"
 
@@ -454,7 +454,7 @@ def test_full_disk_of_the_index_holds_a_batch_up_too(
 ) -> None:
     save, n_saved = BatchStore.save, [0]
 
-    def refuse(store: BatchStore, batch: Batch) -> None:
+    def refuse(store: BatchStore, batch: StoredBatch) -> None:
         n_saved[0] += 1
         if n_saved[0] == i_full + 1:
             raise sqlite3.OperationalError("database or disk is full")

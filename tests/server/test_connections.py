@@ -18,8 +18,8 @@ from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cbatch import Engine
-from cbatch.bench.http_faults import MOMENTS, vanish_all
-from cbatch.bench.http_load import heard, n_open_files, request
+from cbatch.bench.experiments.http_faults import MOMENTS, vanish_all
+from cbatch.bench.experiments.http_load import heard, n_open_files, request
 from cbatch.errors import ConfigError
 from cbatch.server import connections, create_app, serving
 from cbatch.server.serving import limits_for
@@ -27,7 +27,7 @@ from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, USER, Running, call, fake_app, running, wait_until
 
 if TYPE_CHECKING:
-    from cbatch.bench.http_load import Heard
+    from cbatch.bench.experiments.http_load import Heard
 
 ASKED = {"messages": USER, "max_tokens": 2, "seed": 1}
 LONG = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_logprobs": 5}

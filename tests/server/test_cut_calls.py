@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cbatch import Engine
+from tests.chat.test_tool_calls import BODY, CALL, SAID, Speaker
+from tests.face.test_tools import TIME, USER
 from tests.server.clients import call, fake_app
-from tests.test_tool_calls import BODY, CALL, SAID, Speaker
-from tests.test_tools import TIME, USER
 
 FUNCTION = TIME["function"]
 TOOLS: dict[str, list[dict[str, Any]]] = {

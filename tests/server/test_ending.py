@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cbatch.bench import http_load
+from cbatch.bench.experiments import http_load
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from cbatch.server import create_app, ending

@@ -27,7 +27,7 @@ from cbatch.server.answer_events import (
 from cbatch.server.call import fingerprint_of
 from cbatch.server.openai_answers import Head
 from cbatch.server.openai_chat import ChatCall, ChatStream
-from cbatch.server.pulse import Question
+from cbatch.server.pulse import EngineQuestion
 from cbatch.server.responses_api import ResponsesCall
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, events_of, fake_app
@@ -413,7 +413,7 @@ def test_stream_tells_how_far_its_prompt_is_until_the_answer_begins(path: str, n
                 return [*others]
             return [*others, SlotState(2, "running", 4, id, 7, min(7, n_looks[0]), 0, 1)]
 
-        desk.slots = Question(look, desk.clock)
+        desk.slots = EngineQuestion(look, desk.clock)
         events = events_of(call(app, path, asked))
     told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
     assert [(each["total"], each["cache"]) for each in told] == [(7, 1)] * len(told)

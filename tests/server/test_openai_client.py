@@ -12,9 +12,9 @@ import pytest
 
 from cbatch import Engine
 from cbatch.server import create_app
+from tests.chat.test_tool_calls import SAID, THINK_END, Speaker
+from tests.face.test_tools import TIME
 from tests.server.clients import Running, running
-from tests.test_tool_calls import SAID, THINK_END, Speaker
-from tests.test_tools import TIME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,10 +19,10 @@ from cbatch.server.answer_events import Text
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import problem_of
 from cbatch.server.responses_api import ResponsesCall
+from tests.chat.test_tool_calls import SAID, Speaker
 from tests.profiles import examples
 from tests.server.clients import call, error_of, fake_app, running
 from tests.server.test_anthropic_messages import PIECES, speaking
-from tests.test_tool_calls import SAID, Speaker
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cbatch.bench.http_load import request
+from cbatch.bench.experiments.http_load import request
 from cbatch.server.serving import DrainingServer, Tls
 from tests.server.clients import (
     CHAT,

@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.logs import FIELDS
 from cbatch.runtime.step_record import SlotState
 from cbatch.server import pulse
 from cbatch.server.meters import Histogram
-from cbatch.server.pulse import Pulse, Question
+from cbatch.server.pulse import EngineQuestion, Pulse
 from cbatch.stats import EngineStats, Percentiles
+from cbatch.support.logs import FIELDS
 from tests.runtime.backends import PATIENCE_S, GatedBackend, n_commands
 from tests.server.clients import (
     CHAT,
@@ -328,7 +328,9 @@ def test_scrape_in_a_long_run_tells_the_last_figures(monkeypatch: pytest.MonkeyP
 def test_slot_may_be_demanded() -> None:
     with fake_app(1, 64) as app:
         assert call(app, "/slots?fail_on_no_slot=1").status_code == 200
-        app.state.desk.slots = Question(lambda: [SlotState(0, "paused", 3, "a", 3, 3)], lambda: 0)
+        app.state.desk.slots = EngineQuestion(
+            lambda: [SlotState(0, "paused", 3, "a", 3, 3)], lambda: 0
+        )
         assert call(app, "/slots?fail_on_no_slot=1").status_code == 503
         assert call(app, "/slots?fail_on_no_slot=0").status_code == 200
         (slot,) = call(app, "/slots").json()
@@ -443,7 +445,7 @@ def test_health_tells_an_engine_that_has_ended() -> None:
 def test_question_keeps_its_answer_until_the_next() -> None:
     answers = iter((1, 2))
     now = [0.0]
-    question = Question(lambda: next(answers), lambda: now[0])
+    question = EngineQuestion(lambda: next(answers), lambda: now[0])
     assert anyio.run(question.ask) == 1
     now[0] = 5.0
     assert (question.answer, question.age_s) == (1, 5.0)

@@ -16,8 +16,8 @@ from starlette.routing import Mount
 import cbatch
 from cbatch import Engine, RunOptions
 from cbatch.backend.fake import FakeBackend
-from cbatch.checks import MAX_TIME_S
 from cbatch.server.web_page import page_files
+from cbatch.support.checks import MAX_TIME_S
 from tests.server.clients import call, error_of, fake_app
 
 if TYPE_CHECKING:

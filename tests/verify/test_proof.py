@@ -14,7 +14,7 @@ from cbatch.backend.load.loader import find_widths
 from cbatch.cli.verify_page import lines_of, proof_page, ranges
 from cbatch.engine_options import EngineOptions
 from cbatch.verify import proof as proof_module
-from cbatch.verify.proof import Answers, Check, Price, Proof, Tie
+from cbatch.verify.proof import Check, Price, ProbeAnswers, Proof, Tie
 from tests.cli.conftest import invoke
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_answer_that_differs_is_found(
 ) -> None:
     real = proof_module.compare
 
-    def compare(name: str, made: Any, rows: Any, items: Any, alone: Answers) -> Check:
+    def compare(name: str, made: Any, rows: Any, items: Any, alone: ProbeAnswers) -> Check:
         first = next(iter(alone.rows))
         other = replace(alone, rows={**alone.rows, first: b"another row"})
         return real(name, made, rows, items, other)

@@ -105,7 +105,7 @@ def test_process_that_ends_by_a_signal_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", "import os; os.abort()"]
-    monkeypatch.setattr("cbatch.processes.command_of", lambda *_: command)
+    monkeypatch.setattr("cbatch.support.processes.command_of", lambda *_: command)
     found = verify_apart(folder / "llama.gguf", 4, 60)
     assert found.end.startswith("ended by SIGABRT")
     assert found.is_wrong

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_tool_calls import SAID, Speaker
-from tests.test_tools import TIME, USER
+from tests.chat.test_tool_calls import SAID, Speaker
+from tests.face.test_tools import TIME, USER
 from tests.worker.links import engine_over
 
 

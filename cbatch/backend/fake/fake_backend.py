@@ -40,7 +40,7 @@ from cbatch.core.plan import (
     TokenLogprobs,
 )
 from cbatch.errors import ConfigError, PlanError, RequestFailedError
-from cbatch.model_facts import ModelFacts
+from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

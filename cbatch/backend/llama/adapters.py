@@ -17,7 +17,7 @@ from cbatch.backend.llama.gguf import (
     STRING,
     DamagedError,
     Header,
-    Tensor,
+    StoredTensor,
     read_header,
 )
 from cbatch.backend.llama.log import llama_log
@@ -164,7 +164,7 @@ _TYPES = {0: "f32", 1: "f16", 8: "q8_0", 30: "bf16"}
 _EMBEDDING = "token_embd.weight"
 
 
-def _pairs(header: Header) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs(header: Header) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
     """Yield (name of the weight, a, b); llama.cpp itself refuses a tensor without its other half."""
     for name, tensor in header.tensors.items():
         base = name.removesuffix(".lora_a")

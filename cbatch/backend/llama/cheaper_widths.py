@@ -60,7 +60,7 @@ class _Series:
 
 
 @dataclass(eq=False, slots=True)
-class _Trial:
+class _PairTrial:
     """A pair of series, and how many pairs before it have shown a gain."""
 
     n_pairs: int = 0
@@ -84,7 +84,7 @@ class CheaperWidths:
         self._n_most = min(n_slots, n_most)
         self._is_cheaper: dict[tuple[int, int], bool] = {}
         """What is settled, for the context's life: by the rows of a step, and the class of their longest history."""
-        self._key, self._trial = (0, 0), _Trial()
+        self._key, self._trial = (0, 0), _PairTrial()
         """What is tried now; steps of other kinds in between begin it anew."""
         self._n_steps = 0
         self._n_lost = 0.0
@@ -114,7 +114,7 @@ class CheaperWidths:
             self._n_steps += result.n_steps
             return result
         if key != self._key:
-            self._key, self._trial = key, _Trial()
+            self._key, self._trial = key, _PairTrial()
         trial = self._trial
         is_padded = trial.natural.is_whole
         series = trial.padded if is_padded else trial.natural
@@ -135,12 +135,12 @@ class CheaperWidths:
         is_padded = key == self._key and self._trial.padded.n_steps > 0
         return is_padded or self._n_lost + N_LOST <= MOST_LOST * self._n_steps
 
-    def _judge(self, trial: _Trial) -> None:
+    def _judge(self, trial: _PairTrial) -> None:
         """Note what a whole pair shows: one without a gain ends a trial for good."""
         share = trial.padded.step_s / trial.natural.step_s
         self._n_lost += max(0.0, share - 1) * trial.padded.n_steps - N_LOST
         has_gain = share <= MOST_OF_NATURAL
-        self._trial = _Trial(trial.n_pairs + 1)
+        self._trial = _PairTrial(trial.n_pairs + 1)
         if not has_gain or self._trial.n_pairs == N_PAIRS:
             self._is_cheaper[self._key] = has_gain
             self._key = (0, 0)

@@ -42,7 +42,7 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class StoredTensor:
     """One tensor of a file."""
 
     type: int
@@ -67,7 +67,7 @@ class Header:
     """Of each array: its items' type, and their number."""
     tokens: list[bytes] = field(default_factory=list)
     integers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     n_header: int = 0
 
     @property
@@ -104,14 +104,14 @@ def read_header(path: Path, way_out: str) -> Header | None:
             if os.fstat(file.fileno()).st_size == 0:
                 raise DamagedError(f"is empty; {AGAIN}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(_Cursor(data), way_out)
+                return _read(_FileCursor(data), way_out)
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
         hint = f"; {NO_DOWNLOAD}" if isinstance(error, FileNotFoundError) else ""
         raise DamagedError(f"cannot be read: {words}{hint}") from error
 
 
-def _read(cursor: _Cursor, way_out: str) -> Header | None:
+def _read(cursor: _FileCursor, way_out: str) -> Header | None:
     if cursor.data[:4] != _MAGIC:
         raise DamagedError(
             f"is not a GGUF file (it begins with {bytes(cursor.data[:4]).hex(' ')}, not with GGUF); {way_out}"
@@ -140,7 +140,7 @@ def _is_readable_version(version: int) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class _Cursor:
+class _FileCursor:
     """Reads forward through a mapped file; everything it returns lies inside the file."""
 
     data: mmap.mmap
@@ -166,7 +166,7 @@ class _Cursor:
         return self.data[start : start + n]
 
 
-def _read_name(cursor: _Cursor, taken: Mapping[str, object]) -> str:
+def _read_name(cursor: _FileCursor, taken: Mapping[str, object]) -> str:
     """Return a name up to its first NUL, where llama.cpp's comparisons end."""
     name = cursor.string().partition(b"\0")[0].decode(errors="replace")
     if name in taken:
@@ -174,7 +174,7 @@ def _read_name(cursor: _Cursor, taken: Mapping[str, object]) -> str:
     return name
 
 
-def _read_value(cursor: _Cursor, header: Header, key: str) -> None:
+def _read_value(cursor: _FileCursor, header: Header, key: str) -> None:
     """Read one value of the metadata into `header`, or past it."""
     kind = header.kinds[key] = cursor.number(_U32)
     start = cursor.at
@@ -188,7 +188,7 @@ def _read_value(cursor: _Cursor, header: Header, key: str) -> None:
     header.spans[key] = (start, cursor.at)
 
 
-def _read_array(cursor: _Cursor, header: Header, key: str) -> None:
+def _read_array(cursor: _FileCursor, header: Header, key: str) -> None:
     kind, n = header.lengths[key] = cursor.number(_U32), cursor.number(_U64)
     if kind == STRING:
         _read_strings(cursor, n, header.tokens if key == "tokenizer.ggml.tokens" else None)
@@ -198,7 +198,7 @@ def _read_array(cursor: _Cursor, header: Header, key: str) -> None:
         header.integers[key] = struct.unpack_from(f"<{n}{INTEGERS[kind]}", cursor.data, start)
 
 
-def _read_strings(cursor: _Cursor, n: int, into: list[bytes] | None) -> None:
+def _read_strings(cursor: _FileCursor, n: int, into: list[bytes] | None) -> None:
     """Read past `n` strings in one loop: a vocabulary has hundreds of thousands."""
     data, at, end = cursor.data, cursor.at, min(len(cursor.data), _MAX_HEADER)
     to_int = int.from_bytes
@@ -218,9 +218,9 @@ def _scalar(kind: int) -> struct.Struct:
     return SCALARS[kind]
 
 
-def _read_tensor(cursor: _Cursor) -> Tensor:
+def _read_tensor(cursor: _FileCursor) -> StoredTensor:
     n_dims = cursor.number(_U32)
     if n_dims > _MAX_DIMS:
         raise DamagedError(f"is damaged: a tensor with {n_dims} dimensions; {AGAIN}")
     sizes = [cursor.number(_U64) for _ in range(n_dims)] + [1] * (_MAX_DIMS - n_dims)
-    return Tensor(cursor.number(_U32), tuple(sizes), cursor.number(_U64))
+    return StoredTensor(cursor.number(_U32), tuple(sizes), cursor.number(_U64))

@@ -41,7 +41,7 @@ class Constraint:
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class _SlotMatcher:
     """The matcher of one slot."""
 
     matcher: Any
@@ -73,7 +73,7 @@ class GrammarMatchers:
 
     def __init__(self, n_slots: int, n_threads: int) -> None:
         self._n_slots, self._n_threads = n_slots, n_threads
-        self._rows: dict[Slot, _Row] = {}
+        self._rows: dict[Slot, _SlotMatcher] = {}
         self._masks = np.zeros((n_slots, 0), np.uint32)
         self._executor: Any = None
         self._filler = ThreadPoolExecutor(1, "cbatch-masks")
@@ -87,7 +87,9 @@ class GrammarMatchers:
         if self._masks.shape[1] != constraint.n_words:
             self._masks = np.zeros((self._n_slots, constraint.n_words), np.uint32)
         forces = binding.n_logprobs is None
-        row = _Row(constraint.matcher.deep_copy(), _banned(constraint, binding), forces=forces)
+        row = _SlotMatcher(
+            constraint.matcher.deep_copy(), _banned(constraint, binding), forces=forces
+        )
         if binding.output and not row.matcher.consume_tokens(list(binding.output)):
             row.problem = problem_of(row.matcher)
         self._rows[binding.slot] = row
@@ -140,13 +142,13 @@ class GrammarMatchers:
         self._executor = None
         self._filler.shutdown()
 
-    def _constrained(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _Row]]:
+    def _constrained(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _SlotMatcher]]:
         if not self._rows:
             return []
         slots = (c.slot for c in chunks if c.has_output)
         return [(slot, self._rows[slot]) for slot in slots if slot in self._rows]
 
-    def _compute(self, rows: Sequence[tuple[Slot, _Row]]) -> None:
+    def _compute(self, rows: Sequence[tuple[Slot, _SlotMatcher]]) -> None:
         masks = self._masks
         n_bytes = masks.strides[0]
         if len(rows) > 1 and self._n_threads >= _N_TEAM_MIN:
@@ -175,7 +177,7 @@ def _banned(constraint: Constraint, binding: Binding) -> NDArray[np.uint32] | No
     return bits
 
 
-def _after(row: _Row, token: int) -> GrammarStep:
+def _after(row: _SlotMatcher, token: int) -> GrammarStep:
     """Advance by a sampled token; return the tokens that must follow, and whether the output is complete."""
     if not row.problem and token >= 0 and not row.matcher.consume_token(token):
         row.problem = problem_of(row.matcher)

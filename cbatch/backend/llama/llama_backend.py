@@ -31,7 +31,6 @@ from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
 from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
-from cbatch.checks import readable
 from cbatch.core.plan import (
     ANYWHERE,
     BROKEN_ROW,
@@ -43,8 +42,9 @@ from cbatch.core.plan import (
 )
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
-from cbatch.logs import Log
-from cbatch.model_facts import ModelFacts
+from cbatch.support.checks import readable
+from cbatch.support.logs import Log
+from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

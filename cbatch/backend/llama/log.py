@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import library
 from cbatch.backend.threads import once
-from cbatch.interrupts import note
-from cbatch.logs import Log
+from cbatch.support.interrupts import note
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

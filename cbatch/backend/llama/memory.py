@@ -152,7 +152,7 @@ def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMem
         IncompatibleLlamaError: a token cannot be decoded, or the memory counts positions otherwise than llama.cpp's
             header says.
     """
-    with closing(_Trial(ctx, model, options.n_slots)) as trial:
+    with closing(_MemoryTrial(ctx, model, options.n_slots)) as trial:
         trial.run()
     kind: Literal["partitioned", "unified", "recurrent"]
     kind = "recurrent" if model.has_states or not trial.is_cut else "partitioned"
@@ -189,7 +189,7 @@ def _is_finite(format: SavedFormat, state: SavedState) -> bool:
     return True
 
 
-class _Trial:
+class _MemoryTrial:
     """Tries the memory of an empty context by one-token decodes, with the first slot and the last."""
 
     def __init__(self, ctx: Any, model: LlamaModel, n_slots: int) -> None:

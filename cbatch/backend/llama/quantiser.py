@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from cbatch.backend.llama.gguf import read_header
 from cbatch.errors import ConfigError
-from cbatch.processes import command_of, environment
+from cbatch.support.processes import command_of, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

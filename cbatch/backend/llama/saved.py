@@ -61,7 +61,7 @@ _OTHER_LAYOUT = "are laid out in another way than those of this model here"
 class SavedFormat:
     """How one context writes the state of a sequence."""
 
-    def __init__(self, magic: bytes, parts: tuple[_Part, ...]) -> None:
+    def __init__(self, magic: bytes, parts: tuple[_MemoryPart, ...]) -> None:
         """Keep what `read_format` found out."""
         self._magic, self._parts = magic, parts
 
@@ -84,7 +84,7 @@ class SavedFormat:
         Raises:
             ValueError: the layout is another, or numbers are not finite; the text ends a sentence about the cells.
         """
-        cursor = _Cursor(data)
+        cursor = _StateCursor(data)
         cursor.expect(self._magic)
         pieces, is_same = [data[:4], cursor.take(4)], True  # which slot it was does not matter
         for part in self._parts:
@@ -116,7 +116,7 @@ class SavedFormat:
         Raises:
             ValueError: the layout is another, or cells lack elsewhere.
         """
-        cursor = _Cursor(data)
+        cursor = _StateCursor(data)
         cursor.expect(self._magic)
         pieces, is_same = [data[:4], cursor.take(4)], True
         for part in self._parts:
@@ -145,7 +145,7 @@ class SavedFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _LayerRows:
     """What a layer keeps: `n_rows` rows in which each cell has `n_bytes`; many rows where values lie across."""
 
     head: bytes
@@ -153,7 +153,7 @@ class _Rows:
     n_rows: int
     n_bytes: int
 
-    def read(self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_checked: bool) -> Bytes:
+    def read(self, cursor: _StateCursor, kept: NDArray[np.bool_], *, is_checked: bool) -> Bytes:
         """Return the data of the kept cells."""
         cursor.expect(self.head)
         data = cursor.take(self.n_rows * len(kept) * self.n_bytes)
@@ -163,7 +163,7 @@ class _Rows:
             raise ValueError("hold NaN or infinite numbers")
         return data
 
-    def read_behind(self, cursor: _Cursor, n_zeros: int, n: int) -> Bytes:
+    def read_behind(self, cursor: _StateCursor, n_zeros: int, n: int) -> Bytes:
         """Return the data of `n` cells after so many cells of zeros."""
         cursor.expect(self.head)
         data = cursor.take(self.n_rows * n * self.n_bytes).reshape(self.n_rows, n, self.n_bytes)
@@ -174,7 +174,7 @@ class _Rows:
         """Whether values lie across."""
         return self.n_rows > 1
 
-    def turned(self) -> _Rows | None:
+    def turned(self) -> _LayerRows | None:
         """Return what the layer keeps where values lie across and these do not, or the other way; None for blocks."""
         block = CELL_TYPES[self.type]
         if block.n_block > 1:
@@ -183,9 +183,11 @@ class _Rows:
         n_numbers = self.n_rows * self.n_bytes // n_bytes
         sizes = _words(n_numbers * n_bytes, 0) if self.is_across else _words(n_bytes, n_numbers)
         turned = (1, n_numbers * n_bytes) if self.is_across else (n_numbers, n_bytes)
-        return _Rows(self.head[:4] + sizes.tobytes(), self.type, *turned)
+        return _LayerRows(self.head[:4] + sizes.tobytes(), self.type, *turned)
 
-    def read_turned(self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_checked: bool) -> Bytes:
+    def read_turned(
+        self, cursor: _StateCursor, kept: NDArray[np.bool_], *, is_checked: bool
+    ) -> Bytes:
         """Return the data of the kept cells, which lie across where these do not, and the other way round."""
         turned = self.turned()
         if turned is None:
@@ -197,17 +199,17 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _MemoryPart:
     """What one memory of a context writes; `n_slots` is 0 for states, which say no number of slots."""
 
     n_slots: int
     n_words: int
     form: bytes
-    rows: tuple[_Rows, ...]
+    rows: tuple[_LayerRows, ...]
     n_keys: int = 0
     """How many of the rows are no values."""
 
-    def is_turned(self, cursor: _Cursor) -> bool:
+    def is_turned(self, cursor: _StateCursor) -> bool:
         """Read the form of a memory; return whether its values lie across where these do not, or the other way."""
         form = cursor.take(len(self.form)).tobytes()
         if form == self.form:
@@ -216,7 +218,7 @@ class _Part:
             raise ValueError(_OTHER_LAYOUT)
         return True
 
-    def in_pool(self) -> _Part | None:
+    def in_pool(self) -> _MemoryPart | None:
         """Return what a pool with flash attention writes; None for states, and where values cannot be turned."""
         keys, values = self.rows[: self.n_keys], self.rows[self.n_keys :]
         upright = [rows.turned() if rows.is_across else rows for rows in values]
@@ -227,7 +229,7 @@ class _Part:
         return replace(self, n_slots=1, form=form, rows=rows)
 
     def read(
-        self, cursor: _Cursor, kept: NDArray[np.bool_], *, is_turned: bool, is_checked: bool
+        self, cursor: _StateCursor, kept: NDArray[np.bool_], *, is_turned: bool, is_checked: bool
     ) -> Sequence[Bytes]:
         """Return the data of the kept cells, a layer after the other, as this memory has them."""
         n_upright = self.n_keys if is_turned else len(self.rows)
@@ -245,7 +247,7 @@ class _Part:
         yield _words(*[0] * (self.n_slots - 1))
 
 
-class _Cursor:
+class _StateCursor:
     """Reads data from its beginning, and never past its end."""
 
     def __init__(self, data: Bytes) -> None:
@@ -319,13 +321,13 @@ def _flat(data: Bytes) -> Bytes:
 
 def read_format(sample: Bytes) -> SavedFormat | None:
     """Find out how a context writes states, from that of its first slot with one cell; None for an unknown layout."""
-    cursor = _Cursor(sample)
+    cursor = _StateCursor(sample)
     magic = cursor.take(8).tobytes()[:4]
     parts = _parts(cursor)
     return SavedFormat(magic, parts) if parts else None
 
 
-def _parts(cursor: _Cursor) -> tuple[_Part, ...] | None:
+def _parts(cursor: _StateCursor) -> tuple[_MemoryPart, ...] | None:
     """Return the first way to read the rest of a sample; None where there is no way."""
     if not cursor.n_left:
         return ()
@@ -338,7 +340,7 @@ def _parts(cursor: _Cursor) -> tuple[_Part, ...] | None:
     return None
 
 
-def _cells(cursor: _Cursor, *, n_words: int, has_values: bool) -> _Part:
+def _cells(cursor: _StateCursor, *, n_words: int, has_values: bool) -> _MemoryPart:
     """Read a part of cells; where keys hold the values too, there are none."""
     n_slots = cursor.word()
     if not 0 < n_slots <= _N_SLOTS_MAX or cursor.words(3).tolist() != [1, 0, 1]:
@@ -350,23 +352,23 @@ def _cells(cursor: _Cursor, *, n_words: int, has_values: bool) -> _Part:
     values = [_rows(cursor, is_across=is_across) for _ in range(n_values)]
     if cursor.words(n_slots - 1).any():
         raise ValueError("are those of several sequences")
-    return _Part(n_slots, n_words, form, (*keys, *values), n_layers)
+    return _MemoryPart(n_slots, n_words, form, (*keys, *values), n_layers)
 
 
-def _state(cursor: _Cursor) -> _Part:
+def _state(cursor: _StateCursor) -> _MemoryPart:
     """Read a state, which is the last part."""
     if cursor.words(3).tolist() != [1, 0, 0]:
         raise ValueError("are none")
     form, is_across, _ = _form(cursor)
     if is_across:
         raise ValueError("are laid out across")
-    rows = list[_Rows]()
+    rows = list[_LayerRows]()
     while cursor.n_left:
         rows.append(_rows(cursor))
-    return _Part(0, _STATE_WORDS, form, tuple(rows))
+    return _MemoryPart(0, _STATE_WORDS, form, tuple(rows))
 
 
-def _form(cursor: _Cursor) -> tuple[bytes, bool, int]:
+def _form(cursor: _StateCursor) -> tuple[bytes, bool, int]:
     form = cursor.take(8)
     is_across, n_layers = form.view("<u4").tolist()
     if is_across > 1 or n_layers > _N_LAYERS_MAX:
@@ -374,7 +376,7 @@ def _form(cursor: _Cursor) -> tuple[bytes, bool, int]:
     return form.tobytes(), bool(is_across), n_layers
 
 
-def _rows(cursor: _Cursor, *, is_across: bool = False) -> _Rows:
+def _rows(cursor: _StateCursor, *, is_across: bool = False) -> _LayerRows:
     """Read a layer's type and the sizes of its rows, and go past its data."""
     head = cursor.take(12)
     type = _NAMES.get(int(head[:4].view("<i4")[0]), "")
@@ -387,10 +389,10 @@ def _rows(cursor: _Cursor, *, is_across: bool = False) -> _Rows:
     if is_across and (n_bytes, 1) != (block.n_bytes, block.n_block):
         raise ValueError("are no whole numbers")
     cursor.take(n_rows * n_bytes)
-    return _Rows(head.tobytes(), type, n_rows, n_bytes)
+    return _LayerRows(head.tobytes(), type, n_rows, n_bytes)
 
 
-_READERS: tuple[Callable[[_Cursor], _Part], ...] = (
+_READERS: tuple[Callable[[_StateCursor], _MemoryPart], ...] = (
     *(
         partial(_cells, n_words=n_words, has_values=has_values)
         for n_words in (_CELL_WORDS, _PLACED_CELL_WORDS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import notes
 from cbatch.errors import ConfigError
-from cbatch.processes import has_crashed, run_apart
+from cbatch.support.processes import has_crashed, run_apart
 
 if TYPE_CHECKING:
     from pathlib import Path

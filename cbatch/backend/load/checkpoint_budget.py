@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load.free_memory import host_free
 from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB
-from cbatch.logs import Log
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from cbatch.backend.llama.llama_backend import LlamaBackend

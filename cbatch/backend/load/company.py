@@ -147,7 +147,7 @@ def find_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -
     if options.exact and backend.n_slots > 1:
         return Company(BY_EXACT, options)
     for seed in range(_N_TRIALS):
-        problem, is_wrong_alone = _Trial(backend, is_stopped, seed).find_problem()
+        problem, is_wrong_alone = _CompanyTrial(backend, is_stopped, seed).find_problem()
         if not problem:
             break
     else:
@@ -169,7 +169,7 @@ def _has_experts(model: LlamaModel) -> bool:
     return int(model.metadata.get(f"{model.architecture}.expert_count", 0)) > 0
 
 
-class _Trial:
+class _CompanyTrial:
     """Computes one of three texts in each slot: each text alone, token by token, then all slots together."""
 
     def __init__(self, backend: LlamaBackend, is_stopped: Callable[[], bool], seed: int) -> None:

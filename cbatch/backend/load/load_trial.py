@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.errors import ConfigError, ModelLoadError
-from cbatch.processes import has_crashed, run_apart
+from cbatch.support.processes import has_crashed, run_apart
 
 if TYPE_CHECKING:
     import subprocess

@@ -29,12 +29,12 @@ from cbatch.backend.load.row_shapes import width_classes
 from cbatch.backend.load.sizing import check_fits, find_room, settle
 from cbatch.backend.load.weight_kernels import has_plain_weights
 from cbatch.backend.threads import run_in_fresh_thread
-from cbatch.checks import check_path, readable, reading
 from cbatch.engine_options import BITWISE
 from cbatch.errors import ConfigError
-from cbatch.interrupts import Postponed
-from cbatch.logs import Log
 from cbatch.messages import LookAhead
+from cbatch.support.checks import check_path, readable, reading
+from cbatch.support.interrupts import Postponed
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ import platformdirs
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load.devices import device_names
-from cbatch.folders import part_beside
+from cbatch.support.folders import part_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _N_NAME = 16
 
 _HARMLESS = ("GGML_NO_BACKTRACE",)
-"""Environment variables that change no finding. Worker processes have this one; see `cbatch.processes`."""
+"""Environment variables that change no finding. Worker processes have this one; see `cbatch.support.processes`."""
 
 
 def read(name: str, *parts: str) -> str | None:

@@ -21,8 +21,8 @@ from cbatch.backend.load.load_trial import check_load
 from cbatch.backend.threads import once
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
-from cbatch.interrupts import Postponed
-from cbatch.logs import Log
+from cbatch.support.interrupts import Postponed
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

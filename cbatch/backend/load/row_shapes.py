@@ -102,7 +102,7 @@ def width_classes(
     n_probed = min(options.n_slots, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
     with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
-        return _Rows(backend, is_stopped).classes(n_probed)
+        return _WidthTrial(backend, is_stopped).classes(n_probed)
 
 
 def _find(
@@ -121,7 +121,7 @@ def _find(
     try:
         with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
             tried = [s for s in possible if s.least <= backend.n_slots and backend.can_pad]
-            found = _Rows(backend, is_stopped).find(
+            found = _WidthTrial(backend, is_stopped).find(
                 tried or [ANY_SHAPE], n_probed, is_free=may_cut_anywhere(model, options)
             )
             can_trim = backend.memory.can_trim
@@ -145,7 +145,7 @@ def _are_alike(a: _Computed, b: _Computed) -> bool:
     return not difference(logits, others) and np.array_equal(cells, other_cells)
 
 
-class _Rows(Probe):
+class _WidthTrial(Probe):
     """Decodes sequences, one a slot, in steps of many widths, and compares the logits of each with those of the widest.
 
     The first sequence is long, the others have one token.

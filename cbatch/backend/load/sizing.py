@@ -24,7 +24,7 @@ from cbatch.backend.load.attention import settle_attention
 from cbatch.backend.load.free_memory import free_for_cells, host_most, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
-from cbatch.logs import Log
+from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SlotSizes:
     """How many slots, and the tokens that each holds."""
 
     n_slots: int
@@ -134,7 +134,7 @@ def _with_sizes(
     if options.n_ctx is not None:
         return replace(options, parallel=options.n_slots, kv=kv)
     n_window = options.ctx_per_seq or wanted_window(demand, trained_window(model, options))
-    wanted = Sizes(options.n_slots, n_window)
+    wanted = SlotSizes(options.n_slots, n_window)
     sizes = choose_sizes(options.parallel, n_window, room, is_fixed=bool(options.ctx_per_seq))
     _tell(sizes, wanted, room)
     if kv == "unified" and options.ctx_per_seq is None:  # a request may take more than its share
@@ -193,7 +193,7 @@ def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
 
 def choose_sizes(
     parallel: int | None, n_window: int, room: Room, *, is_fixed: bool = False
-) -> Sizes:
+) -> SlotSizes:
     """Return the slots and the window of a context: the window becomes smaller only for slots that an option sets.
 
     A window that an option sets, `is_fixed`, stays as it is, and is tried even where it does not fit.
@@ -205,7 +205,7 @@ def choose_sizes(
     n_fitting = n_window if is_fixed else room.most_window(n_slots, n_window)
     if not n_fitting:
         raise ModelLoadError(_refusal(n_slots, room))
-    return Sizes(n_slots, n_fitting)
+    return SlotSizes(n_slots, n_fitting)
 
 
 def wanted_window(demand: WorkloadProfile, n_trained: int) -> int:
@@ -288,7 +288,7 @@ def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[
         return ()
 
 
-def _tell(sizes: Sizes, wanted: Sizes, room: Room) -> None:
+def _tell(sizes: SlotSizes, wanted: SlotSizes, room: Room) -> None:
     """Log sizes that are smaller than they would be with more memory."""
     if sizes != wanted:
         n_bytes = room.n_bytes(wanted.n_slots, wanted.n_window)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import readable
 from cbatch.errors import ConfigError
-from cbatch.files.input.tables import Table, check_unique
+from cbatch.files.input.tables import InputTable, check_unique
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,11 +61,11 @@ def _arrow_batches(reader: Any, *, is_file: bool) -> Iterator[Any]:
 @contextmanager
 def columnar_table(
     file: InputFile, lines: object, known: object, *, format: str
-) -> Iterator[Table]:
+) -> Iterator[InputTable]:
     """Open the table of an input file."""
     with open_table(file.path, format) as (schema, n_rows, batches):
         check_unique(schema.names, file.name)
-        yield Table(types_of(schema), _rows(file, n_rows, batches))
+        yield InputTable(types_of(schema), _rows(file, n_rows, batches))
 
 
 def _rows(file: InputFile, n_rows: int | None, batches: Iterator[Any]) -> Rows:

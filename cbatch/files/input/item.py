@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from cbatch.checks import MAX_DEPTH
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.files.units import cut
+from cbatch.support.checks import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -62,7 +62,7 @@ class Item:
     is_labelled: bool = False
 
 
-class LineError(Exception):
+class InputLineError(Exception):
     """A line that gives no prompt; caught where the item is made."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
@@ -71,12 +71,16 @@ class LineError(Exception):
         super().__init__(message)
 
 
-WRONG = (LineError, ConfigError, RecursionError)  # errors of a line or a row that gives no prompt
+WRONG = (
+    InputLineError,
+    ConfigError,
+    RecursionError,
+)  # errors of a line or a row that gives no prompt
 
 
 def what_is_wrong(error: Exception, names: Collection[str] = ()) -> ItemError:
     """Return one of `WRONG` as an `ItemError`; its `param` is the first word of the message if that is in `names`."""
-    if isinstance(error, LineError):
+    if isinstance(error, InputLineError):
         return error.error
     if isinstance(error, RecursionError):
         return ItemError("invalid_json_line", f"its values are nested more than {MAX_DEPTH} deep")

@@ -48,7 +48,7 @@ PATIENCE_S = 1.0
 """Our choice: for a thread that reads from an object without a file descriptor, which cannot be stopped."""
 
 
-class Arrivals:
+class PipeItems:
     """Items of a pipe, read by a thread of its own, so that a reader knows whether the next item has arrived."""
 
     def __init__(self, items: Iterator[Item]) -> None:
@@ -131,7 +131,7 @@ class ItemStream:
         )
         self.source = self._open_source()
         self._spool: Spool | None = None
-        self._arrivals: Arrivals | None = None
+        self._arrivals: PipeItems | None = None
         self._looked: deque[Item] = deque()  # items that were looked at, and not yet given
         self._has_looked_at_all = False
         try:
@@ -151,7 +151,7 @@ class ItemStream:
             return self._spool
         if self.source.n_bytes is not None:
             return self.source
-        self._arrivals = Arrivals(iter(self.source))
+        self._arrivals = PipeItems(iter(self.source))
         return self._arrivals
 
     def __iter__(self) -> Iterator[Item]:

@@ -10,13 +10,13 @@ import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cbatch.checks import is_text_too_deep, json_reader, why_unread
 from cbatch.errors import ConfigError, near
-from cbatch.files.input.item import WRONG, Item, LineError, unlabelled, what_is_wrong
+from cbatch.files.input.item import WRONG, InputLineError, Item, unlabelled, what_is_wrong
 from cbatch.files.input.text_files import LongLine, not_utf8, numbered
 from cbatch.files.units import cut
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
+from cbatch.support.checks import is_text_too_deep, json_reader, why_unread
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,14 +42,14 @@ def load(line: bytes | LongLine) -> dict[str, Any]:
 
 def loaded(
     line: bytes | LongLine,
-) -> tuple[dict[str, Any], LineError | RecursionError | None]:
+) -> tuple[dict[str, Any], InputLineError | RecursionError | None]:
     """Return the object of a line, and an error of its values, with which its keys can still be read.
 
     LineError where it is no object; RecursionError where it is nested so deeply that it cannot be decoded.
     """
     if isinstance(line, LongLine):
         raise line.error
-    wrong: LineError | None = None
+    wrong: InputLineError | None = None
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -58,15 +58,15 @@ def loaded(
         value = _decode(text)
     except ValueError as error:
         message = f"{why_unread(error, text)}: {shown(text)}"
-        raise (wrong or LineError("invalid_json_line", message)) from None
+        raise (wrong or InputLineError("invalid_json_line", message)) from None
     if not isinstance(value, dict):
-        raise wrong or LineError("invalid_json_line", f"not a JSON object: {shown(text)}")
+        raise wrong or InputLineError("invalid_json_line", f"not a JSON object: {shown(text)}")
     if is_text_too_deep(text):
         return value, RecursionError()
     may_have_half = wrong is None and (b"\\ud" in line or b"\\uD" in line)
     if may_have_half and not is_text(json.dumps(value, ensure_ascii=False)):
         message = "a string in it holds half of a surrogate pair, which is no text"
-        wrong = LineError("invalid_json_line", message)
+        wrong = InputLineError("invalid_json_line", message)
     return value, wrong
 
 
@@ -137,7 +137,7 @@ def _check_keys(request: Collection[str], known: Sequence[str], hint: str = "") 
         if key not in known:
             others = near(key, known) or f"known: {', '.join(known)}"
             message = f"unknown key {key!r}; {others}{hint}"
-            raise LineError("invalid_request", message, key)
+            raise InputLineError("invalid_request", message, key)
 
 
 class CbatchReader(RequestReader):
@@ -156,7 +156,7 @@ class CbatchReader(RequestReader):
             if given is not None and (wrong is None or is_text(given)):
                 if not isinstance(given, str) or not given:
                     message = f"an id must be a non-empty string, not {given!r}"
-                    raise LineError("invalid_request", message, "id")
+                    raise InputLineError("invalid_request", message, "id")
                 id, is_labelled = given, True
             if wrong is not None:
                 raise wrong
@@ -169,7 +169,7 @@ class CbatchReader(RequestReader):
         _check_keys(request, KEYS, " (for objects of your own give a template)")
         options = request.pop("options", None)
         if options is not None and not isinstance(options, dict):
-            raise LineError("invalid_request", "options must be an object of names", "options")
+            raise InputLineError("invalid_request", "options must be an object of names", "options")
         prompt = request.get("prompt")
         if self._as_chats and isinstance(prompt, str) and prompt and len(request) == 1:
             request = {"messages": [{"role": "user", "content": prompt}]}
@@ -190,7 +190,7 @@ _HARMLESS = {"stream": (False,), "modalities": (["text"],), "suffix": ("",)}
 _KEYS = ("custom_id", "method", "url", "body")
 
 
-class Call(NamedTuple):
+class RequestEcho(NamedTuple):
     """The parts of a request that its answer repeats: the url, and the body's model or ""."""
 
     url: str
@@ -229,43 +229,47 @@ class OpenAIReader(RequestReader):
         except WRONG as error:
             return Item(number, place, id, None, what_is_wrong(error, names), call, is_labelled)
 
-    def _call(self, request: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+    def _call(self, request: dict[str, Any]) -> tuple[RequestEcho, dict[str, Any]]:
         _check_keys(request, _KEYS)
         method, url, body = request.get("method"), request.get("url"), request.get("body")
         if method != "POST":
-            raise LineError("invalid_method", f"method must be POST, not {method!r}", "method")
+            raise InputLineError("invalid_method", f"method must be POST, not {method!r}", "method")
         self._check_url(url)
         if not isinstance(body, dict):
-            raise LineError("invalid_request", f"body must be an object, not {body!r}", "body")
-        return Call(str(url), self._model_of(body)), body
+            raise InputLineError("invalid_request", f"body must be an object, not {body!r}", "body")
+        return RequestEcho(str(url), self._model_of(body)), body
 
     def _check_url(self, url: object) -> None:
         if url not in self.urls:
             message = f"url {url!r} is not served; served: {', '.join(self.urls)}"
-            raise LineError("invalid_url", message, "url")
+            raise InputLineError("invalid_url", message, "url")
         if self._url is not None and url != self._url:
             message = f"url {url!r} is not that of the batch: {self._url}"
-            raise LineError("url_mismatch", message, "url")
+            raise InputLineError("url_mismatch", message, "url")
 
     def _model_of(self, body: dict[str, Any]) -> str:
         model = body.pop("model", None)
         if model is None or model == "":
             return ""
         if not isinstance(model, str):
-            raise LineError("invalid_request", f"model must be a string, not {model!r}", "model")
+            raise InputLineError(
+                "invalid_request", f"model must be a string, not {model!r}", "model"
+            )
         if self._model is None:
             self._model = model
         if model != self._model:
             message = f"model {model!r} is not that of the lines before: {self._model!r}"
-            raise LineError("model_mismatch", message, "model")
+            raise InputLineError("model_mismatch", message, "model")
         return model
 
-    def _prompt(self, call: Call, body: dict[str, Any]) -> BatchPrompt:
+    def _prompt(self, call: RequestEcho, body: dict[str, Any]) -> BatchPrompt:
         """Return the prompt of a body, which has neither nulls nor the model's name. Raises one of `WRONG`."""
         asked = "messages" if call.url == CHAT else "prompt"
         content = body.pop(asked, None)
         if content is None:
-            raise LineError("invalid_request", f"{asked} is missing: {call.url} needs it", asked)
+            raise InputLineError(
+                "invalid_request", f"{asked} is missing: {call.url} needs it", asked
+            )
         options = self._options_of(
             {name: value for name, value in body.items() if not _is_ignored(name, value)}
         )
@@ -280,10 +284,10 @@ class OpenAIReader(RequestReader):
 def _custom_id(request: dict[str, Any]) -> str:
     id = request.get("custom_id")
     if id is None:
-        raise LineError("missing_custom_id", "custom_id is missing", "custom_id")
+        raise InputLineError("missing_custom_id", "custom_id is missing", "custom_id")
     if not isinstance(id, str) or not id:
         message = f"custom_id must be a non-empty string, not {id!r}"
-        raise LineError("invalid_custom_id", message, "custom_id")
+        raise InputLineError("invalid_custom_id", message, "custom_id")
     return id
 
 
@@ -302,7 +306,7 @@ def _is_ignored(name: str, value: object) -> bool:
         return False
     if value not in _HARMLESS[name]:
         can = " or ".join(map(repr, _HARMLESS[name]))
-        raise LineError(
+        raise InputLineError(
             "invalid_request", f"{name} must be {can} in a batch file, not {value!r}", name
         )
     return True
@@ -313,7 +317,7 @@ def _only_prompt(prompt: object) -> Any:
     if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
         return prompt
     if len(prompt) > 1:
-        raise LineError(
+        raise InputLineError(
             "invalid_request",
             f"prompt is a list of {len(prompt)} prompts: give each a line of its own",
             "prompt",

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.checks import check_string, why_unread
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import LineError
+from cbatch.files.input.item import InputLineError
 from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
+from cbatch.support.checks import check_string, why_unread
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -148,14 +148,14 @@ class RowPrompts:
             return prompt if self._options is None else _with_options(prompt, row[self._options])
         except KeyError as error:
             message = f"there is no {error.args[0]!r}; the keys are: {', '.join(row)}"
-            raise LineError("missing_field", message, error.args[0]) from None
+            raise InputLineError("missing_field", message, error.args[0]) from None
 
     def _prompt(self, row: Row) -> BatchPrompt:
         if self._has_chats:
             return BatchPrompt(messages=_chat(row["messages"]))
         text = self._user.fill(row)
         if not text.strip():
-            raise LineError("invalid_request", "the prompt is empty")
+            raise InputLineError("invalid_request", "the prompt is empty")
         if self._is_raw:
             return BatchPrompt(prompt=text)
         user = {"role": "user", "content": text}
@@ -184,11 +184,11 @@ def _with_options(prompt: BatchPrompt, value: object) -> BatchPrompt:
             value = decoded(text)
         except ValueError as error:
             message = f"options: {why_unread(error, text)}"
-            raise LineError("invalid_request", message, "options") from None
+            raise InputLineError("invalid_request", message, "options") from None
     if value is None:
         return prompt
     if not isinstance(value, dict):
-        raise LineError("invalid_request", "options must be a mapping of options", "options")
+        raise InputLineError("invalid_request", "options must be a mapping of options", "options")
     options = check_runs_through(RunOptions.of(without_nulls(value)))
     return replace(prompt, options=options)
 
@@ -201,7 +201,7 @@ def _chat(value: object) -> Sequence[Message]:
             value = decoded(text)
         except ValueError as error:
             message = f"messages: {why_unread(error, text)}"
-            raise LineError("invalid_request", message, "messages") from None
+            raise InputLineError("invalid_request", message, "messages") from None
     if not isinstance(value, list):
-        raise LineError("invalid_request", "messages must be a list of messages", "messages")
+        raise InputLineError("invalid_request", "messages must be a list of messages", "messages")
     return [without_nulls(message) for message in value]

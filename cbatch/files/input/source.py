@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.checks import check_flag, check_path, reading, shown
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import COLUMNAR, check_format, format_of
 from cbatch.files.input.json_requests import CbatchReader, OpenAIReader
 from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.tables import RowReader, csv_table, object_table, text_table
 from cbatch.files.input.text_files import MAX_LINE_BYTES, InputFile, find_files
-from cbatch.plain import is_table, text_of
+from cbatch.support.checks import check_flag, check_path, reading, shown
+from cbatch.support.plain import is_table, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     """The place of each row, its values, and its error; None for no values, and for no error."""
 
     OpenTable: TypeAlias = (
-        "Callable[[InputFile, Lines, Sequence[str]], AbstractContextManager[Table]]"
+        "Callable[[InputFile, Lines, Sequence[str]], AbstractContextManager[InputTable]]"
     )
     """Opens a file, of which the lines may be read already, and whose columns may be known by files before it."""
 
 
-class Table(NamedTuple):
+class InputTable(NamedTuple):
     """An open table; the type of a column of text is empty."""
 
     columns: Mapping[str, str]
@@ -108,14 +108,14 @@ def item_of_row(
 @contextmanager
 def csv_table(
     file: InputFile, lines: Lines, known: Sequence[str], *, delimiter: str
-) -> Iterator[Table]:
+) -> Iterator[InputTable]:
     """Open CSV with a header; quoted fields may hold line ends."""
     # it holds for the whole process, so it is never lowered
     csv.field_size_limit(max(csv.field_size_limit(), file.max_line_bytes))
     table = _CsvTable(file, lines, delimiter)
     header = table.header()
     check_unique(header, file.name)
-    yield Table(dict.fromkeys(header, ""), table.rows(header))
+    yield InputTable(dict.fromkeys(header, ""), table.rows(header))
 
 
 class _CsvTable:
@@ -187,13 +187,13 @@ def _from_closing_quote(line: bytes) -> bytes:
 
 
 @contextmanager
-def object_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterator[Table]:
+def object_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterator[InputTable]:
     """Open JSON objects, one a line; the template may have the keys of the first of all."""
     first = known or first_object(file)
     if first is None:
         raise ConfigError(f"{file.name}: its first lines hold no JSON object")
     rows = ((place, *_object(line)) for place, line in numbered(file, lines))
-    yield Table(dict.fromkeys(first, ""), rows)
+    yield InputTable(dict.fromkeys(first, ""), rows)
 
 
 def _object(line: bytes | LongLine) -> tuple[Row | None, ItemError | None]:
@@ -207,9 +207,9 @@ def _object(line: bytes | LongLine) -> tuple[Row | None, ItemError | None]:
 
 
 @contextmanager
-def text_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterator[Table]:
+def text_table(file: InputFile, lines: Lines, known: Sequence[str]) -> Iterator[InputTable]:
     """Open plain text: a table of one column, `line`."""
-    yield Table({"line": ""}, ((place, *_text(line)) for place, line in numbered(file, lines)))
+    yield InputTable({"line": ""}, ((place, *_text(line)) for place, line in numbered(file, lines)))
 
 
 def _text(line: bytes | LongLine) -> tuple[Row | None, ItemError | None]:

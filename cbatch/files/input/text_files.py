@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.checks import readable
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import LineError
+from cbatch.files.input.item import InputLineError
 from cbatch.files.input.raw_streams import BUFFER_BYTES, Pipe, decompressed, open_raw, read_errors
 from cbatch.files.places import is_dash, status_of
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     import io
@@ -40,9 +40,9 @@ class LongLine:
     n_most: int
 
     @property
-    def error(self) -> LineError:
+    def error(self) -> InputLineError:
         """The error of the line."""
-        return LineError(
+        return InputLineError(
             "line_too_long",
             f"the line has {self.n_bytes} bytes, the most is {self.n_most}: shorten it, or raise max_line_bytes",
         )
@@ -226,9 +226,11 @@ class InputFile:
         return f"{self.name}: its compressed data is damaged: {error}; {read}"
 
 
-def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> LineError:
+def not_utf8(error: UnicodeDecodeError, n_before: int = 0) -> InputLineError:
     """Return the error of bytes that are no UTF-8; `n_before` bytes of the item are before them."""
-    return LineError("invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}")
+    return InputLineError(
+        "invalid_utf8", f"not UTF-8: {error.reason} at byte {n_before + error.start}"
+    )
 
 
 def numbered(

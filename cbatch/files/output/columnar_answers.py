@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.item import Item
     from cbatch.files.input.source import Source
-    from cbatch.files.output.encoders import Layout
+    from cbatch.files.output.encoders import AnswerColumns
 
 
 _Record: TypeAlias = "tuple[int, list[Any]]"
@@ -37,7 +37,7 @@ class ColumnarEncoder(RowEncoder):
     ones.
     """
 
-    def __init__(self, format: str, source: Source, layout: Layout) -> None:
+    def __init__(self, format: str, source: Source, layout: AnswerColumns) -> None:
         """Take the columns of a source, and those to write.
 
         Raises:

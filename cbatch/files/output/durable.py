@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch import folders
-from cbatch.folders import ANYBODY as ANYBODY
-from cbatch.folders import part_beside
-from cbatch.folders import sync_folder as sync_folder
+from cbatch.support import folders
+from cbatch.support.folders import ANYBODY as ANYBODY
+from cbatch.support.folders import part_beside
+from cbatch.support.folders import sync_folder as sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -137,7 +137,7 @@ def columns_asked(options: RunOptions) -> frozenset[str]:
     return frozenset(name for name in WHERE_ASKED if asked[name])
 
 
-class Layout:
+class AnswerColumns:
     """The columns of a table of answers: those of the input, then those of the answer.
 
     Attributes:
@@ -236,7 +236,7 @@ def _response(result: BatchResult) -> str:
 class RowEncoder(Encoder, ABC):
     """Writes an item's own columns, then its answer."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: AnswerColumns) -> None:
         """Take the columns."""
         self.layout = layout
 
@@ -284,7 +284,7 @@ class ObjectEncoder(RowEncoder):
 class CsvEncoder(RowEncoder):
     """Writes CSV; a missing value is an empty field, a nested one is JSON."""
 
-    def __init__(self, layout: Layout, delimiter: str) -> None:
+    def __init__(self, layout: AnswerColumns, delimiter: str) -> None:
         """Take the columns; other values of a row are left out."""
         super().__init__(layout)
         self._columns, self._delimiter = (*layout.own, *layout.added), delimiter

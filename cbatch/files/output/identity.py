@@ -17,12 +17,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.checks import readable
 from cbatch.files.input.item import bytes_of
 from cbatch.files.output.manifest import NUMBERED, record_key
 from cbatch.files.places import is_dash, real
 from cbatch.files.units import cut
 from cbatch.options import STRUCTURE, RunOptions
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,7 +128,7 @@ _ANSWER = "SELECT digest FROM records WHERE key = ? AND NOT is_error"
 _ANY = "SELECT 1 FROM records WHERE key > ? AND key < ? AND NOT is_error LIMIT 1"
 
 
-class Origin:
+class InputIdentity:
     """The input of a run, to be compared with the input of an output."""
 
     def __init__(

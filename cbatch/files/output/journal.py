@@ -46,7 +46,7 @@ class _Found(NamedTuple):
     is_error: bool
 
 
-class _Marks:
+class _ClaimBits:
     """A bit for each record: whether an item of this run has claimed it."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Journal:
         self.first = 0
         self._recount()
         self._last_record = self._manifest.last_record()
-        self._marks = _Marks()
+        self._marks = _ClaimBits()
         self._claims: dict[int, tuple[bytes, bytes, _Found | None]] = {}
         self._claimed_keys: dict[bytes, int] = {}
         self._added: list[_Row] = []

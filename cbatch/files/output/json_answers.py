@@ -10,6 +10,14 @@ from dataclasses import fields
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from cbatch.chat.openai_format import (
+    NEAREST_FINISH,
+    chat_logprobs,
+    chat_message,
+    completion_logprobs,
+    finish_of,
+    tokens_as_json,
+)
 from cbatch.errors import (
     BannedTokensError,
     CBatchError,
@@ -22,17 +30,9 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from cbatch.files.input.item import ItemError, LineError, bytes_of
-from cbatch.files.input.json_requests import CHAT, COMPLETIONS, Call
+from cbatch.files.input.item import InputLineError, ItemError, bytes_of
+from cbatch.files.input.json_requests import CHAT, COMPLETIONS, RequestEcho
 from cbatch.files.output.encoders import Known, TraceableEncoder, dump
-from cbatch.openai_format import (
-    NEAREST_FINISH,
-    chat_logprobs,
-    chat_message,
-    completion_logprobs,
-    finish_of,
-    tokens_as_json,
-)
 from cbatch.response import Timings, Usage
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CbatchEncoder(TraceableEncoder):
         id, error = record.get("id"), record.get("error")
         digest = _digest_in(record.get("digest"))
         if not isinstance(id, str) or not (digest or (error and "digest" not in record)):
-            raise LineError("no_record", "is no answer of cbatch")
+            raise InputLineError("no_record", "is no answer of cbatch")
         return self._known(id, digest, is_error=error is not None)
 
 
@@ -145,18 +145,18 @@ class OpenAIEncoder(TraceableEncoder):
         """Return the item of a record; see `TraceableEncoder.known`."""
         id, response = record.get("custom_id"), record.get("response")
         if not isinstance(id, str) or record.get("id") != f"batch_req_{_key(id)}":
-            raise LineError("no_record", "is no answer of cbatch in OpenAI's format")
+            raise InputLineError("no_record", "is no answer of cbatch in OpenAI's format")
         if not isinstance(response, dict):
             return None
         digest = _digest_in(str(response.get("request_id")).removeprefix("req_"))
         return self._known(id, digest, is_error=response.get("status_code") != 200)
 
 
-def _call_of(item: Item) -> Call:
-    if isinstance(item.extra, Call):
+def _call_of(item: Item) -> RequestEcho:
+    if isinstance(item.extra, RequestEcho):
         return item.extra
     is_chat = item.prompt is not None and item.prompt.messages is not None
-    return Call(CHAT if is_chat else COMPLETIONS, "")
+    return RequestEcho(CHAT if is_chat else COMPLETIONS, "")
 
 
 def _key(id: str) -> str:

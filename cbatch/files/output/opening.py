@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from cbatch.files.output.identity import Origin
+    from cbatch.files.output.identity import InputIdentity
 
 OUTPUT_FORMAT = "output format"
 """The setting that must be the same even by force: a file has one format."""
@@ -51,7 +51,7 @@ class OutputSpec:
     output: Path
     settings: Mapping[str, str]
     errors: Path | None = None
-    origin: Origin | None = None
+    origin: InputIdentity | None = None
     header: bytes = b""
     force: bool = False
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.checks import check_flag
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import check_name, is_columnar
 from cbatch.files.input.item import bytes_of, scratch
@@ -19,6 +18,7 @@ from cbatch.files.output.opening import OUTPUT_FORMAT, reopened
 from cbatch.files.output.record_file import check_file, write_all
 from cbatch.files.output.run_paths import manifest_at, records_at
 from cbatch.files.places import check_apart, check_new, file_of, real
+from cbatch.support.checks import check_flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

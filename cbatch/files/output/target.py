@@ -13,8 +13,8 @@ from cbatch.files.input.item import Seen
 from cbatch.files.output.durable import create, take_access, told
 from cbatch.files.output.encoders import (
     WHERE_ASKED,
+    AnswerColumns,
     CsvEncoder,
-    Layout,
     ObjectEncoder,
     TraceableEncoder,
 )
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.source import Source
     from cbatch.files.output.encoders import Encoder
-    from cbatch.files.output.identity import Origin
+    from cbatch.files.output.identity import InputIdentity
     from cbatch.files.output.journal import Claim
     from cbatch.files.settings import FileOptions
 
 
-class Target:
+class RunOutputs:
     """The outputs of a run.
 
     Attributes:
@@ -107,7 +107,7 @@ class Target:
 
     @contextmanager
     def opened(
-        self, settings: Mapping[str, str], origin: Origin
+        self, settings: Mapping[str, str], origin: InputIdentity
     ) -> Iterator[Journal | PipedOutput]:
         """Open the outputs for the length of the block.
 
@@ -127,7 +127,7 @@ class Target:
         with self._journal(settings, origin) as journal:
             yield journal
 
-    def _journal(self, settings: Mapping[str, str], origin: Origin) -> Journal:
+    def _journal(self, settings: Mapping[str, str], origin: InputIdentity) -> Journal:
         options, header = self._options, self.encoder.header()
         spec = OutputSpec(self._records, settings, options.errors, origin, header, options.force)
         try:
@@ -161,7 +161,7 @@ class Target:
 
 def layout_of(
     format: str, source: Source, options: FileOptions, *, extra: Collection[str] = ()
-) -> Layout | None:
+) -> AnswerColumns | None:
     """Return the columns of a format's rows; None for a format without.
 
     Raises:
@@ -177,17 +177,17 @@ def layout_of(
         return None
     if format == "jsonl" or source.columns is None:
         extra = WHERE_ASKED
-    return Layout(source.columns, keep=keep, output_column=name, extra=extra)
+    return AnswerColumns(source.columns, keep=keep, output_column=name, extra=extra)
 
 
-def encoder(format: str, source: Source, layout: Layout | None = None) -> Encoder:
+def encoder(format: str, source: Source, layout: AnswerColumns | None = None) -> Encoder:
     """Return the encoder of a format for the items of a source; `layout` is that of a format of rows."""
     has_rows = source.columns is not None
     if format == "openai":
         return OpenAIEncoder(has_rows=has_rows)
     if format == "cbatch":
         return CbatchEncoder(has_rows=has_rows)
-    layout = layout or Layout(source.columns)
+    layout = layout or AnswerColumns(source.columns)
     if format == "jsonl":
         return ObjectEncoder(layout)
     if format in COLUMNAR:

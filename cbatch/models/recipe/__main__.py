@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.load.open_model import open_model
 from cbatch.errors import CBatchError, ConfigError
-from cbatch.folders import part_beside
 from cbatch.models import CHAT_MODEL, DEMO_CHATS, DRAFT_MODEL
 from cbatch.models.recipe.export import (
     CHAT,
@@ -29,6 +28,7 @@ from cbatch.models.recipe.measure import measure
 from cbatch.models.recipe.pieces import learn_pieces
 from cbatch.models.recipe.rows import RowMaker, batches
 from cbatch.models.recipe.tasks import demo_lines, training_chats
+from cbatch.support.folders import part_beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,9 +120,9 @@ def _check(files: Sequence[Path], args: argparse.Namespace) -> None:
 
 def _train(pieces: Sequence[str], args: argparse.Namespace) -> tuple[Weights, Weights]:
     """Return the weights of the chat model and of its draft."""
-    from cbatch.models.recipe.train import Plan, distil, train
+    from cbatch.models.recipe.train import TrainingPlan, distil, train
 
-    plan = Plan(args.tokens, n_threads=args.threads)
+    plan = TrainingPlan(args.tokens, n_threads=args.threads)
     draft_plan = replace(plan, n_tokens=args.draft_tokens)
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = Path(folder) / "vocabulary.gguf"

@@ -18,7 +18,7 @@ class Animal:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Stage:
     """A stage: how one is there, which plot happens there, with whom, what is found, and what one sees."""
 
     where: str
@@ -90,7 +90,7 @@ STRANGERS = split(
 """Some kinds that have no story of their own, so that others are taken as they come."""
 
 PLACES = {
-    place: Place(*cells)
+    place: Stage(*cells)
     for place, cells in _table("""
 desert | in the desert | thirst | a tired traveller | a hidden well | The sand was hot and the sky was wide.
 forest | in the forest | lost | a lost child | the old path | The trees were tall and the light was green.

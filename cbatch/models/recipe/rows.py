@@ -24,14 +24,14 @@ _N_LONG = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChatRow:
     """One chat: its tokens, and at each place the next token where it is to be learned, else `IGNORED`."""
 
     tokens: list[int]
     targets: list[int]
 
 
-Batch = list[Row]
+Batch = list[ChatRow]
 
 
 class RowMaker:
@@ -41,11 +41,11 @@ class RowMaker:
         self._vocab = vocab
         self._opening = [TURN_START, *vocab.tokenize("assistant\n")]
 
-    def row(self, chat: Sequence[Example]) -> Row:
+    def row(self, chat: Sequence[Example]) -> ChatRow:
         """Return one row of a chat that may be several, one after the other."""
         messages = [message for example in chat for message in example.messages]
         tokens = [*self._vocab.render(messages), TURN_END]
-        return Row(tokens, self._targets(tokens))
+        return ChatRow(tokens, self._targets(tokens))
 
     def _targets(self, tokens: list[int]) -> list[int]:
         """Return every answer's tokens and its end, each one place earlier."""
@@ -109,7 +109,7 @@ def _stands_alone(example: Example) -> bool:
     return [message["role"] for message in example.messages] == ["user", "assistant"]
 
 
-def _cut(rows: list[Row], n_batch: int) -> Iterator[Batch]:
+def _cut(rows: list[ChatRow], n_batch: int) -> Iterator[Batch]:
     """Yield batches that hold at most `n_batch` tokens with their padding; the longest rows come first."""
     while rows:
         n = max(1, n_batch // padded(len(rows[0].tokens)))

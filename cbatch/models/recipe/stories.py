@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cbatch.models.recipe import words
-from cbatch.models.recipe.cast import ANIMALS, PLACES, STRANGER, STRANGERS, Animal, Place
+from cbatch.models.recipe.cast import ANIMALS, PLACES, STRANGER, STRANGERS, Animal, Stage
 from cbatch.models.recipe.turns import Turn, ask_in_any_case, combination
 from cbatch.models.recipe.words import lines
 
@@ -163,7 +163,7 @@ class Wish:
         return replace(usual, name=self.name or usual.name)
 
     @property
-    def stage(self) -> Place:
+    def stage(self) -> Stage:
         """The place; every town is like the city."""
         town = replace(PLACES["city"], where=f"in {self.place}")
         return PLACES.get(self.place, town)

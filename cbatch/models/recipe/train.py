@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """How long and how fast to learn; fixed before the start, so that a seed gives the same data.
 
     Args:
@@ -57,7 +57,7 @@ def _tensors(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.tensor(tokens), torch.tensor(targets)
 
 
-def train(shape: Shape, data: Iterator[Batch], plan: Plan, seed: int, say: Say) -> Weights:
+def train(shape: Shape, data: Iterator[Batch], plan: TrainingPlan, seed: int, say: Say) -> Weights:
     """Return a model that has learned the answers by heart and rule."""
 
     def loss(weights: Weights, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def train(shape: Shape, data: Iterator[Batch], plan: Plan, seed: int, say: Say) 
 def distil(
     shape: Shape,
     data: Iterator[Batch],
-    plan: Plan,
+    plan: TrainingPlan,
     seed: int,
     say: Say,
     teacher: tuple[Shape, Weights],
@@ -89,7 +89,9 @@ def distil(
     return _fit(new_weights(shape, seed), data, plan, loss, say)
 
 
-def _fit(weights: Weights, data: Iterator[Batch], plan: Plan, loss_of: LossOf, say: Say) -> Weights:
+def _fit(
+    weights: Weights, data: Iterator[Batch], plan: TrainingPlan, loss_of: LossOf, say: Say
+) -> Weights:
     """Learn `plan.n_tokens` of `data`; mutates and returns `weights`."""
     optimizers = _optimizers(weights, plan.rate)
     watch = Watch(plan.n_tokens, say)
@@ -135,7 +137,7 @@ def _optimizers(weights: Weights, rate: float) -> list[torch.optim.Optimizer]:
     ]
 
 
-def _rate_share(plan: Plan, i_step: int, n_seen: int) -> float:
+def _rate_share(plan: TrainingPlan, i_step: int, n_seen: int) -> float:
     return min((i_step + 1) / plan.n_warm_up, 1 - n_seen / plan.n_tokens)
 
 

@@ -14,10 +14,10 @@ from cbatch.backend.llama.grammar import LlamaGrammars, find_problem, grammar_sa
 from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
 from cbatch.backend.load.open_model import open_model
 from cbatch.chat.thinking_budget import budget_grammar
-from cbatch.checks import MAX_INT
 from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
 from cbatch.errors import EngineClosedError, GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
+from cbatch.support.checks import MAX_INT
 from tests import schema_fuzz
 
 if TYPE_CHECKING:

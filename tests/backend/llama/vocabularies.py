@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.bench.synthetic import Shape, write_model
-from cbatch.bench.synthetic_tokenizer import Tokenizer, Value
+from cbatch.bench.synthetic_tokenizer import TokenizerData, Value
 from tests.bench.test_synthetic_tokenizer import BPE, UGM, WPM, Pairs, kind, types
 
 if TYPE_CHECKING:
@@ -59,6 +59,6 @@ def write_model_of(path: Path, vocabulary: Pairs, metadata: Mapping[str, object]
             assert isinstance(old.value, list)
             values[f"tokenizer.ggml.{name}"] = Value([*old.value, *items], old.type, old.item_type)
     n = len(tokens) + len(new)
-    tokenizer = Tokenizer(n, values, np.ones(n, np.float32))
+    tokenizer = TokenizerData(n, values, np.ones(n, np.float32))
     shape = Shape(1, 32, 1, 1, 32, n, "f32")
     return write_model(path, shape, tokenizer=tokenizer, metadata=metadata)

@@ -27,7 +27,7 @@ def processes(
             asked.append(json.loads(said))
             return [sys.executable, "-c", code]
 
-        monkeypatch.setattr("cbatch.processes.command_of", command_of)
+        monkeypatch.setattr("cbatch.support.processes.command_of", command_of)
         return asked
 
     return prepare

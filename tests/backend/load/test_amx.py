@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch import processes
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import amx
 from cbatch.backend.load.open_model import open_model
 from cbatch.errors import ModelLoadError
+from cbatch.support import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

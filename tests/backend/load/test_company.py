@@ -239,7 +239,7 @@ def test_company_is_tried_once_for_a_machine(
         for _ in range(2):
             with cbatch.load(zoo(name), parallel=3) as engine:
                 said.append((engine.company, engine.parallel))
-            monkeypatch.setattr("cbatch.backend.load.company._Trial", None)
+            monkeypatch.setattr("cbatch.backend.load.company._CompanyTrial", None)
             monkeypatch.setattr("cbatch.backend.load.load_trial.run_apart", None)
         assert said[0] == said[1]
         monkeypatch.undo()

@@ -19,7 +19,7 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.probe import COULD_NOT_RUN
 from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.engine_options import BITWISE, EngineOptions
-from cbatch.logs import FIELDS
+from cbatch.support.logs import FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ import pytest
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import notes
-from cbatch.processes import environment
+from cbatch.support.processes import environment
 
 if TYPE_CHECKING:
     from pathlib import Path

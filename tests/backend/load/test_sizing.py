@@ -22,7 +22,7 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.sizing import (
     COMMON_FOR_UNIFIED,
     Room,
-    Sizes,
+    SlotSizes,
     WorkloadProfile,
     check_fits,
     choose_kv,
@@ -85,20 +85,20 @@ def tokens(n: int, first: int = 300, **options: Any) -> BatchPrompt:
 @pytest.mark.parametrize(
     ("parallel", "n_cells", "chosen"),
     [
-        (None, 16 * 2048, Sizes(16, 2048)),
-        (None, 10**9, Sizes(16, 2048)),
-        (None, 16 * 2048 - 1, Sizes(15, 2048)),
-        (None, 2 * 2048 - 1, Sizes(1, 2048)),
-        (None, 2048 - 1, Sizes(1, 1792)),
-        (None, 256, Sizes(1, 256)),
-        (8, 8 * 2048, Sizes(8, 2048)),
-        (8, 8 * 2048 - 1, Sizes(8, 1792)),
-        (64, 64 * 256, Sizes(64, 256)),
-        (100, 100 * 2048, Sizes(100, 2048)),
+        (None, 16 * 2048, SlotSizes(16, 2048)),
+        (None, 10**9, SlotSizes(16, 2048)),
+        (None, 16 * 2048 - 1, SlotSizes(15, 2048)),
+        (None, 2 * 2048 - 1, SlotSizes(1, 2048)),
+        (None, 2048 - 1, SlotSizes(1, 1792)),
+        (None, 256, SlotSizes(1, 256)),
+        (8, 8 * 2048, SlotSizes(8, 2048)),
+        (8, 8 * 2048 - 1, SlotSizes(8, 1792)),
+        (64, 64 * 256, SlotSizes(64, 256)),
+        (100, 100 * 2048, SlotSizes(100, 2048)),
     ],
 )
 def test_slots_give_way_unless_they_were_said_and_then_the_window(
-    parallel: int | None, n_cells: int, chosen: Sizes
+    parallel: int | None, n_cells: int, chosen: SlotSizes
 ) -> None:
     assert choose_sizes(parallel, 2048, room(n_cells)) == chosen
 
@@ -123,15 +123,15 @@ def test_nothing_that_fits_is_an_error_with_numbers_and_ways_out(
 
 @pytest.mark.parametrize("unknown", [room(None), Room(None, 5), Room(None, None)])
 def test_what_nobody_knows_is_no_limit(unknown: Room) -> None:
-    assert choose_sizes(None, 4096, unknown) == Sizes(16, 4096)
-    assert choose_sizes(256, 4096, unknown) == Sizes(256, 4096)
+    assert choose_sizes(None, 4096, unknown) == SlotSizes(16, 4096)
+    assert choose_sizes(256, 4096, unknown) == SlotSizes(256, 4096)
 
 
 def test_states_count_for_each_slot() -> None:
     few = room(8 * 2048 + 8, n_state_bytes=KIB_A_CELL)
-    assert choose_sizes(None, 2048, few) == Sizes(8, 2048)
+    assert choose_sizes(None, 2048, few) == SlotSizes(8, 2048)
     states_alone = Room(Footprint(0, 100), 1000)
-    assert choose_sizes(None, 2048, states_alone) == Sizes(10, 2048)
+    assert choose_sizes(None, 2048, states_alone) == SlotSizes(10, 2048)
 
 
 def test_window_counts_as_llama_rounds_it_up() -> None:

@@ -16,7 +16,7 @@ from cbatch.backend.load import survival
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.survival import endure, find_surviving, survives
 from cbatch.engine_options import EngineOptions
-from cbatch.processes import run_apart
+from cbatch.support.processes import run_apart
 from tests.zoo import ZOO
 
 if TYPE_CHECKING:

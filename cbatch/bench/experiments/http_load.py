@@ -1,0 +1,246 @@
+"""Many streaming clients of a server: `python -m cbatch.bench.experiments.http_load MODEL`.
+
+The same requests come from a few clients, each of which sends its next one when it has its answer, and from many at
+once. The server is a process of its own, `cbatch serve`, as are its workers; the clients are tasks of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+CHAT = "/v1/chat/completions"
+
+N_BYTES_A_READ = 2**16
+
+_STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
+_CODE = re.compile(rb'"code":\s*"(\w+)"')
+
+
+# ---- the server ----
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+    words: deque[str]
+    """The last lines of its stderr."""
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self.process.pid
+
+    @property
+    def workers(self) -> list[int]:
+        """The ids of its worker processes."""
+        children: list[int] = []
+        for file in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            with suppress(OSError):  # the thread has ended
+                children += map(int, file.read_text().split())
+        return [pid for pid in children if _is_worker(pid)]
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return b"cbatch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def n_open_files(pid: int) -> int:
+    """Return how many files a process has open."""
+    return len([*Path(f"/proc/{pid}/fd").iterdir()])
+
+
+def rss_mib(pid: int) -> float:
+    """Return the memory that a process has of its own, in MiB: without files that it has mapped, such as weights."""
+    said = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", said)
+    return round(int(found[1]) / 1024, 1) if found else 0.0
+
+
+@contextmanager
+def served(model: str | None, *arguments: str) -> Iterator[Server]:
+    """Run `cbatch serve` for the block, with the model that ships inside for None."""
+    own = [] if model is None else ["-m", model]
+    with serving(*own, "--port", "0", *arguments) as (process, place):
+        last: deque[str] = deque(maxlen=100)
+        threading.Thread(target=last.extend, args=(process.stderr,), daemon=True).start()
+        yield Server(process, int(place.rpartition(":")[2]), last)
+
+
+@contextmanager
+def serving(
+    *arguments: str, has_folder: bool = True, program: Sequence[str] = ("-m", "cbatch.cli")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `cbatch serve` for the block; gives the place that the server names.
+
+    Files are in a folder of its own, or else where the server has them by default. `program` is what Python runs.
+    """
+    command = [sys.executable, *program, "serve", *arguments]
+    with (
+        TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [*command, *(["--files-dir", folder] if has_folder else [])],
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stderr is not None
+        try:
+            said = process.stderr.readline()
+            found = re.search(r"serving .* at (\S+), ", said)
+            if found is None:
+                process.terminate()
+                raise SystemExit(f"the server did not start: {said}{process.stderr.read()}")
+            yield process, found[1]
+        finally:
+            process.terminate()
+            process.wait()
+
+
+# ---- a client ----
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a client has got."""
+
+    status: int | None
+    """None where the connection ended without an answer."""
+    data: bytes
+    """All of it, header and framing included."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is an answer to its end."""
+        return self.data.endswith((b"0\r\n\r\n", b"}")) and self.error is None
+
+    @property
+    def error(self) -> str | None:
+        """The code of the error that it tells."""
+        if b'"error":' not in self.data:
+            return None
+        found = _CODE.search(self.data, self.data.rindex(b'"error":'))
+        return found[1].decode() if found else "error"
+
+
+def request(path: str, body: Any, *headers: str) -> bytes:
+    """Return the bytes of a request after whose answer the connection is closed."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        "connection: close",
+        f"content-length: {len(data)}",
+        *headers,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+async def ask(port: int, sent: bytes) -> Heard:
+    """Send bytes, and read until the server closes the connection."""
+    data = bytearray()
+    with suppress(ConnectionError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(sent)
+            while part := await reader.read(N_BYTES_A_READ):
+                data += part
+        finally:
+            writer.close()
+    return heard(bytes(data))
+
+
+def heard(data: bytes) -> Heard:
+    """Return what an answer's bytes say."""
+    found = _STATUS.match(data)
+    return Heard(int(found[1]) if found else None, data)
+
+
+async def get(port: int, path: str) -> str:
+    """Return the body of an answer."""
+    sent = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+    return (await ask(port, sent)).data.partition(b"\r\n\r\n")[2].decode()
+
+
+# ---- the measurement ----
+
+
+def stream_of(i: int, n_tokens: int) -> bytes:
+    """Return a streaming request for so many tokens; no two have the same words."""
+    said = [{"role": "user", "content": f"Tell me of number {i}."}]
+    options = {"max_tokens": n_tokens, "ignore_eos": True, "temperature": 0.8, "seed": i}
+    return request(CHAT, {"messages": said, "stream": True, **options})
+
+
+async def _answered(port: int, requests: Sequence[bytes], n_clients: int, n_tokens: int) -> float:
+    """Have clients send all requests; return generated tokens a second."""
+    waiting = [*reversed(requests)]
+
+    async def client() -> None:
+        while waiting:
+            got = await ask(port, waiting.pop())
+            if not got.is_whole:
+                raise SystemExit(f"a stream has broken: {got.data[-300:]!r}")
+
+    start = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(n_clients)))
+    return len(requests) * n_tokens / (time.perf_counter() - start)
+
+
+def compare(
+    server: Server, n_few: int, n_many: int, n_tokens: int, n_rounds: int
+) -> dict[str, float]:
+    """Have few and many clients send the same requests in turn; return medians of tokens a second."""
+    requests = [stream_of(i, n_tokens) for i in range(n_many)]
+
+    def rate(n_clients: int) -> float:
+        return asyncio.run(_answered(server.port, requests, n_clients, n_tokens))
+
+    ways = (partial(rate, n_clients) for n_clients in (n_many, n_few))
+    rounds: list[tuple[float, float]] = [(m, f) for m, f in take_turns(n_rounds, *ways)]
+    return {
+        "many_tps": median((m for m, _ in rounds), 1),
+        "few_tps": median((f for _, f in rounds), 1),
+        **ratios(rounds),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print one JSON line."""
+    asked = parser(__doc__, model="the one that ships inside", n_rounds=5)
+    asked.add_argument("--parallel", type=int, default=16, help="slots of the server")
+    asked.add_argument("--few", type=int, default=16, help="clients that take turns")
+    asked.add_argument("--many", type=int, default=200, help="clients at once")
+    asked.add_argument("--tokens", type=int, default=64, help="tokens of each of --many answers")
+    a = asked.parse_args(words)
+    with served(a.model, "--parallel", str(a.parallel)) as server:
+        found = compare(server, a.few, a.many, a.tokens, a.rounds)
+    emit(few=a.few, many=a.many, parallel=a.parallel, **found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What log-probabilities of prompts cost: `python -m cbatch.bench.experiments.prompt_scores MODEL`.
+
+The same prompts are computed without and with `prompt_logprobs`, in turn on one engine, and nothing is generated.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.loading import load
+from cbatch.messages import BatchPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cbatch.engine import Engine
+
+PLAIN: Mapping[str, Any] = {"prefill_only": True}
+
+
+def prompts_of(n: int, n_tokens: int, n_vocab: int, seed: int = 1) -> list[BatchPrompt]:
+    """Return prompts of random tokens, the same for the same seed."""
+    ids, chance = range(FIRST_TOKEN, n_vocab), random.Random(seed)
+    return [BatchPrompt(tokens=chance.choices(ids, k=n_tokens)) for _ in range(n)]
+
+
+def tokens_per_second(
+    engine: Engine, prompts: Sequence[BatchPrompt], options: Mapping[str, Any]
+) -> float:
+    """Compute all prompts; return their tokens a second."""
+    start = time.perf_counter()
+    results = engine.run(prompts, options=options).results()
+    return sum(r.usage.prompt_tokens for r in results) / (time.perf_counter() - start)
+
+
+def compare(
+    engine: Engine, prompts: Sequence[BatchPrompt], n_top: int, n_rounds: int
+) -> dict[str, float]:
+    """Compute the prompts in both ways in turn; return medians."""
+    scored = {"prompt_logprobs": n_top, "max_tokens": 0}
+    ways = (partial(tokens_per_second, engine, prompts, options) for options in (PLAIN, scored))
+    rounds = [(plain, with_scores) for plain, with_scores in take_turns(n_rounds, *ways)]
+    return {
+        "plain_tps": median((plain for plain, _ in rounds), 1),
+        "scored_tps": median((with_scores for _, with_scores in rounds), 1),
+        **ratios((with_scores, plain) for plain, with_scores in rounds),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print one JSON line for each number of likeliest tokens."""
+    asked = parser(__doc__, n_rounds=5)
+    asked.add_argument("--requests", type=int, default=16)
+    asked.add_argument("--prompt", type=int, default=400, help="tokens of each prompt")
+    asked.add_argument("--top", type=int, nargs="+", default=[0, 5, 20], help="likeliest tokens")
+    asked.add_argument("--slots", type=int, default=16, help="requests at once")
+    a = asked.parse_args(words)
+    n_vocab = in_model(a.model, lambda model: model.vocab.n_vocab)
+    prompts = prompts_of(a.requests, a.prompt, n_vocab)
+    with load(a.model, parallel=a.slots, ctx_per_seq=a.prompt + 8, share_prefixes=False) as engine:
+        for n_top in a.top:
+            emit(top=n_top, requests=a.requests, **compare(engine, prompts, n_top, a.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Short sequences in one pool against a part for each slot: `python -m cbatch.bench.experiments.short_sequences MODEL`.
+
+A step of rows with histories of one length, and the same with a newcomer's prompt for one of the rows, in memory that
+each slot has for itself and in one pool: where a pool takes longer, it is too large for `backend.llama.short_pool`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.engine_options import EngineOptions
+from cbatch.options import GREEDY
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.backend import Backend
+    from cbatch.backend.llama.model import LlamaModel
+
+
+def _step_s(backend: Backend, n_rows: int, n_history: int, n_newcomer: int) -> float:
+    """Return the seconds of a step, the first row's sequence a newcomer of some tokens; the histories stay."""
+    rows = [Chunk(Slot(i), n_history, (FIRST_TOKEN,), has_output=True) for i in range(n_rows)]
+    if n_newcomer:
+        backend.run(StepPlan((), clears=(Slot(0),)))
+        rows[0] = Chunk(Slot(0), 0, (FIRST_TOKEN,) * n_newcomer, has_output=True)
+    start_s = time.perf_counter()
+    backend.run(StepPlan(tuple(rows)))
+    took_s = time.perf_counter() - start_s
+    backend.run(StepPlan((), trims=tuple((r.slot, n_history) for r in rows[n_newcomer > 0 :])))
+    if n_newcomer:
+        history = Chunk(Slot(0), 0, (FIRST_TOKEN,) * n_history, has_output=True)
+        backend.run(StepPlan((history,), clears=(Slot(0),)))
+    return took_s
+
+
+def _measure(
+    model: LlamaModel, n_rows: int, histories: Sequence[int], n_newcomer: int, n_rounds: int
+) -> None:
+    from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+    from cbatch.backend.load.attention import settle_attention
+
+    slots = [Slot(i) for i in range(n_rows)]
+    n_window = max(histories) + n_newcomer + 1
+    apart = settle_attention(model, EngineOptions(parallel=n_rows, ctx_per_seq=n_window))
+    pooled = EngineOptions(parallel=n_rows, n_ctx=n_rows * n_window, kv="unified", flash_attn="on")
+    with (
+        closing(LlamaBackend(model, apart, owns_model=False)) as parts,
+        closing(LlamaBackend(model, pooled, owns_model=False)) as pool,
+    ):
+        for n_history in histories:
+            history = (FIRST_TOKEN,) * n_history
+            for backend in (parts, pool):
+                binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
+                backend.run(StepPlan((), binds=binds, clears=tuple(slots)))
+                for slot in slots:
+                    backend.run(StepPlan((Chunk(slot, 0, history, has_output=True),)))
+            for n in (0, n_newcomer):
+                ways = (partial(_step_s, b, n_rows, n_history, n) for b in (parts, pool))
+                rounds = take_turns(n_rounds, *ways)
+                emit(
+                    rows=n_rows,
+                    cells=n_rows * n_history,
+                    newcomer_tokens=n,
+                    apart_ms=median((1e3 * a for a, _ in rounds), 1),
+                    pool_ms=median((1e3 * b for _, b in rounds), 1),
+                    **ratios((a, b) for a, b in rounds),
+                )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print two JSON lines for each length: steps of rows alone, and with a newcomer."""
+    asked = parser(__doc__, n_rounds=7)
+    asked.add_argument("--rows", type=int, default=16, help="sequences in a step")
+    asked.add_argument("--histories", type=int, nargs="+", default=(16, 32, 64, 128), help="tokens")
+    asked.add_argument("--newcomer", type=int, default=16, help="tokens of a new prompt")
+    a = asked.parse_args(words)
+    measure = partial(
+        _measure,
+        n_rows=a.rows,
+        histories=a.histories,
+        n_newcomer=a.newcomer,
+        n_rounds=a.rounds,
+    )
+    in_model(a.model, measure)
+
+
+if __name__ == "__main__":
+    main()

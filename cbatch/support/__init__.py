@@ -1,0 +1,1 @@
+"""What callers never see: helpers of every room, below all of them but the errors."""

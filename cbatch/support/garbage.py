@@ -1,0 +1,59 @@
+"""The cyclic garbage collector, kept from large values: no other thread runs while it visits their objects."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cbatch.support.interrupts import Postponed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class _Blocks:
+    """The blocks of all threads in which nothing is collected."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: a handler of a signal may begin a block, too
+        self._n = 0
+        self._was_enabled = False
+
+    def begin(self) -> None:
+        if not self._n and gc.isenabled():
+            gc.collect(1)  # young garbage must not become old
+        with self._lock:
+            if not self._n:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._n += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._n -= 1
+            if self._n or not self._was_enabled:
+                return
+            if not gc.get_freeze_count():  # else the program keeps objects frozen, and they stay so
+                gc.freeze()
+                gc.unfreeze()  # to the oldest generation, without a visit
+            gc.enable()
+
+
+_blocks = _Blocks()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage in a block that makes many objects without cycles, nor visit them all soon after it.
+
+    At the end, young objects count as old: the next collection of young ones would visit all of them at once. Blocks
+    of several threads may overlap.
+    """
+    with Postponed():
+        _blocks.begin()
+        try:
+            yield
+        finally:
+            _blocks.end()

@@ -1,0 +1,42 @@
+"""What a loaded model is, as servers tell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cbatch.support.checks import given_only
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A loaded model's sizes, texts and adapters; 0, "" and -1 for what it does not have."""
+
+    n_vocab: int
+    n_ctx_train: int = 0
+    """Tokens that the model was trained for."""
+    n_params: int = 0
+    n_bytes: int = 0
+    """Bytes of all weights."""
+    path: str = ""
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+    bos_id: int = -1
+    """The token that begins a raw prompt, where the model has one."""
+    eos_id: int = -1
+    end_ids: tuple[int, ...] = ()
+    """Every token that ends an answer, such as EOS and the end of a chat's turn."""
+    adds_bos: bool = False
+    """Whether the token `bos_id` is put before raw prompts."""
+    adapters: tuple[str, ...] = ()
+    """The names of the LoRA adapters that requests may ask for."""
+    fim: dict[str, int] = field(default_factory=dict)
+    """The model's fill-in-the-middle tokens by name, as far as it has them: pre, suf, mid, rep, sep."""
+    limits_thinking: bool = True
+    """Whether `thinking_budget` is served, as it is where chats have no thinking."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Sampling values that the model's file recommends, by the names of `RunOptions`."""
+    company: str = "together: not tried"
+    """How several sequences are computed; see `Engine.company`."""
+
+    __repr__ = given_only
