@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SPIN_COUNT = "1000"
-"""Rounds of spinning before a thread sleeps, some microseconds. Source: `python -m cbatch.bench.experiments.neighbours`."""
+"""Rounds of spinning before a thread sleeps: some microseconds. Source: `cbatch.bench.experiments.neighbours`."""
 
 POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables by which a user says how OpenMP's threads wait. Source: the manual of GNU libgomp."""

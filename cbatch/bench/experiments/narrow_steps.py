@@ -1,4 +1,4 @@
-"""Steps filled with pad rows where that is faster, or as they are: `python -m cbatch.bench.experiments.narrow_steps MODEL`.
+"""Steps with pad rows where that is faster, and without: `python -m cbatch.bench.experiments.narrow_steps MODEL`.
 
 Two contexts of one model decode the same requests in turn; one of them learns which numbers of rows to fill, in rounds
 before those that count: `learning_ratio` is of all of them.

@@ -1,4 +1,4 @@
-"""An engine in this process against worker processes: `python -m cbatch.bench.experiments.replicas MODEL REQUESTS.jsonl …`.
+"""One engine against worker processes: `python -m cbatch.bench.experiments.replicas MODEL REQUESTS.jsonl …`.
 
 All are loaded at once and take turns with the same requests, alone and beside endless loops. The files are those of
 `cbatch bench --requests`. `thread` is the engine in this process, `1` one worker process, `2` and more several with

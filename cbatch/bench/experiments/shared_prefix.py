@@ -1,4 +1,4 @@
-"""Prompts that begin alike, against a loop written by hand for them: `python -m cbatch.bench.experiments.shared_prefix MODEL`.
+"""Prompts that begin alike, against a loop made for them: `python -m cbatch.bench.experiments.shared_prefix MODEL`.
 
 Both get the same tokens and settings and run in turn, each with the model loaded anew, so that nothing is computed
 before. The loop knows all prompts and lengths beforehand and does not sample; the engine finds out what is common, and
