@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from cbatch.bench.experiments.http_load import rss_mib, served
 from cbatch.bench.measured import MeasuredAnswer
 from cbatch.bench.openai_client import MOST_BOS, Address, OpenAIClient, ServerProblemError
 from cbatch.bench.pacing import drive
+from cbatch.bench.server_process import rss_mib, served
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.support.processes import command_of, environment

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.experiments.constraints import RECORDS
 from cbatch.bench.measured import WorkRequest
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
@@ -22,6 +21,22 @@ if TYPE_CHECKING:
     from cbatch.bench.measured import Chains
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0}
+
+RECORDS: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    },
+}
+"""A list of records longer than any answer: strings, numbers and names that are forced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pytest
 
 from cbatch.bench import comparison
 from cbatch.bench.cases import CASES
-from cbatch.bench.experiments.http_load import served
+from cbatch.bench.server_process import served
 from cbatch.bench.sides import KINDS
 from cbatch.bench.verdict import differences
 from cbatch.bench.workloads import WORKLOADS

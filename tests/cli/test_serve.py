@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench.experiments import http_load
+from cbatch.bench import server_process
 from cbatch.cli import app
 from cbatch.cli.serve import ShortLines, _with_files
 from cbatch.errors import ConfigError
@@ -305,7 +305,7 @@ def serving(
 ) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """A server of the command line with two slots, and where it says that it is; else it takes the default folder."""
     own = ("--threads", "1", "--parallel", "2", "--replicas", "1", "-m", str(model))
-    return http_load.serving(*own, *arguments, has_folder=has_folder)
+    return server_process.serving(*own, *arguments, has_folder=has_folder)
 
 
 @pytest.mark.real

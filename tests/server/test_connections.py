@@ -19,7 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cbatch import Engine
 from cbatch.bench.experiments.http_faults import MOMENTS, vanish_all
-from cbatch.bench.experiments.http_load import heard, n_open_files, request
+from cbatch.bench.experiments.http_load import heard, request
+from cbatch.bench.server_process import n_open_files
 from cbatch.errors import ConfigError
 from cbatch.server import connections, create_app, serving
 from cbatch.server.serving import limits_for

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from cbatch.bench.experiments import http_load
+from cbatch.bench import server_process
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from cbatch.server import create_app, ending
@@ -277,7 +277,7 @@ main()
 
 def serving(model: Path, *arguments: str) -> Any:
     own = ("--threads", "1", "--parallel", "2", "--replicas", "1", "--port", "0")
-    return http_load.serving(*own, "-m", str(model), *arguments, program=("-c", PATIENT))
+    return server_process.serving(*own, "-m", str(model), *arguments, program=("-c", PATIENT))
 
 
 @pytest.mark.real

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+from cbatch.bench.workloads import RECORDS
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
@@ -19,22 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.engine import Engine
-
-RECORDS: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1000,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 40},
-            "age": {"type": "integer", "minimum": 0, "maximum": 120},
-            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
-        },
-        "required": ["name", "age", "tags"],
-        "additionalProperties": False,
-    },
-}
-"""A list of records longer than any answer: strings, numbers and names that are forced."""
 
 CONSTRAINTS: dict[str, Mapping[str, Any]] = {
     "records": {"json_schema": RECORDS},

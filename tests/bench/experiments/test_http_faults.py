@@ -10,7 +10,8 @@ import signal
 import pytest
 
 from cbatch.bench.experiments.http_faults import FaultTally, chat, holding, holding_again, storm
-from cbatch.bench.experiments.http_load import CHAT, Server, ask, heard, request, served
+from cbatch.bench.experiments.http_load import CHAT, ask, heard, request
+from cbatch.bench.server_process import Server, served
 
 N_GOOD = 90
 KILLS = (20, 40, 60)
