@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported
     _share_cores()
     GUARD.install()
-    _add_recipe()
+    _add_what_the_wheel_leaves_out()
     if not config.getoption("--hypothesis-profile", None):
         profiles.load("fast" if "not real" in config.option.markexpr else "full")
 
@@ -64,11 +64,13 @@ def _share_cores() -> None:
     os.sched_setaffinity(0, own or cores)
 
 
-def _add_recipe() -> None:
-    """Let an installed package have the recipe of its models, which the wheel leaves out, from this checkout."""
+def _add_what_the_wheel_leaves_out() -> None:
+    """Let an installed package have the recipe of its models, and the experiments, from this checkout."""
+    import cbatch.bench
     import cbatch.models
 
     cbatch.models.__path__.append(str(ROOT / "cbatch" / "models"))
+    cbatch.bench.__path__.append(str(ROOT / "cbatch" / "bench"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 from argparse import ArgumentParser
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -56,7 +57,7 @@ def measurements(page: Path) -> Iterator[list[str]]:
     lines = [*re.findall(r"`([^`\n]+)`", text)]
     lines += "\n".join([*blocks(page, "bash"), *blocks(page, "sh")]).splitlines()
     for line in lines:
-        if re.match(r"(python -m cbatch\.bench\.\w+|cbatch bench)( |$)", line):
+        if re.match(r"(python -m cbatch\.bench\.[\w.]+|cbatch bench)( |$)", line):
             said = re.sub(r"[\[\]…]|>.*", "", line)
             yield shlex.split(re.sub(r"(?<=-rows) N\b", " 1", said))
 
@@ -86,6 +87,7 @@ def parse_measurement(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         raise ParsedError
 
     monkeypatch.setattr(ArgumentParser, "parse_args", parse_only)
+    assert find_spec(words[2])
     with pytest.raises(ParsedError):
         run_case(words[2].rpartition(".")[2], words[3:])
     monkeypatch.undo()
@@ -300,6 +302,6 @@ def test_every_table_of_figures_has_its_command() -> None:
     sections = re.split(r"\n(?=##+ )", text_of("docs/performance.md"))
     with_tables = [section for section in sections if re.search(r"^\|", section, re.MULTILINE)]
     assert len(with_tables) > 10
-    command = re.compile(r"`(python -m cbatch\.bench\.\w+|cbatch bench) ")
+    command = re.compile(r"`(python -m cbatch\.bench\.[\w.]+|cbatch bench) ")
     assert [s.splitlines()[0] for s in with_tables if not command.search(s)] == []
     assert command.search(text_of("README.md").split("## Measurements")[1].split("\n|")[0])

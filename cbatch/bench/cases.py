@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
-CASES = (
+_EXPERIMENTS = (
     *("static_batches", "staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
     *("short_sequences", "narrow_steps", "exact_price", "prompt_lengths"),
     *(
@@ -20,19 +22,33 @@ CASES = (
         "prompt_scores",
         "continuations",
         "equal_rows",
+        "first_tokens",
         "replicas",
         "neighbours",
         "http_load",
         "http_faults",
     ),
-    *("batch_files", "queues", "calls", "step_costs", "simulate", "simulate_nodes"),
+    *("batch_files", "queues", "calls", "ray_bench"),
 )
-"""Modules of `cbatch.bench`, each of which runs as `python -m cbatch.bench.NAME`, too."""
+_FOLDER = "cbatch.bench.experiments"
+_TOOLS = ("step_costs", "simulate", "simulate_nodes")
+
+CASES = (*_EXPERIMENTS, *_TOOLS)
+"""Modules, each of which runs as `python -m cbatch.bench.experiments.NAME`, too; tools as `cbatch.bench.NAME`."""
+
+
+def present() -> tuple[str, ...]:
+    """Return the cases that can run: without a checkout or a source distribution, the tools alone."""
+    return _TOOLS if find_spec(_FOLDER) is None else CASES
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"{'cbatch.bench' if name in _TOOLS else _FOLDER}.{name}")
 
 
 def told(name: str) -> str:
     """Return one line on a case: the first sentence of its module, without the command."""
-    doc = importlib.import_module(f"cbatch.bench.{name}").__doc__ or ""
+    doc = _module(name).__doc__ or ""
     return doc.partition("\n")[0].partition(": `python")[0].rstrip(".")
 
 
@@ -40,8 +56,12 @@ def run_case(name: str, words: Sequence[str]) -> None:
     """Run a case with the arguments of its command line; it prints what it finds, as JSON lines or a table.
 
     Raises:
-        ConfigError: there is no such case.
+        ConfigError: there is no such case, or only a checkout has it.
     """
     if name not in CASES:
         raise ConfigError(f"unknown case {name!r}; known are {', '.join(CASES)}")
-    importlib.import_module(f"cbatch.bench.{name}").main(list(words))
+    if name not in present():
+        raise ConfigError(
+            f"case {name}: not in the installed package; run it in a checkout of cbatch"
+        )
+    _module(name).main(list(words))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from contextlib import closing
@@ -98,6 +99,15 @@ def in_model(path: str, use: Callable[[LlamaModel], T]) -> T:
         return run_in_fresh_thread(opened)
     finally:
         llama_log().remove()
+
+
+def command_again(script: str, *words: str) -> list[str]:
+    """Return the command that runs a script, a file, in a process of its own with the modules of this process."""
+    path = [os.path.abspath(p) for p in sys.path]
+    code = (
+        f"import runpy, sys; sys.path[:] = {path}; runpy.run_path({script!r}, run_name='__main__')"
+    )
+    return [sys.executable, "-c", code, *words]
 
 
 def emit(**values: Any) -> None:

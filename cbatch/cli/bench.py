@@ -45,9 +45,9 @@ _FLAGS = {"n_threads": "threads", "n_gpu_layers": "gpu-layers"}
 
 
 def _cases(incomplete: str) -> list[str]:
-    from cbatch.bench.cases import CASES
+    from cbatch.bench.cases import present
 
-    return among(CASES)(incomplete)
+    return among(present())(incomplete)
 
 
 def _named_workloads(incomplete: str) -> list[str]:
@@ -508,7 +508,7 @@ class _Beside:
 
 
 def _listed() -> Iterator[str]:
-    from cbatch.bench.cases import CASES, told
+    from cbatch.bench.cases import present, told
     from cbatch.bench.sides import KINDS
     from cbatch.bench.workloads import WORKLOADS
 
@@ -516,8 +516,8 @@ def _listed() -> Iterator[str]:
     yield from (f"  {w.name:<22}{w.told} ({w.sizes})" for w in WORKLOADS.values())
     yield "sides (--sides; --llama-server PATH and --against URL add servers):"
     yield from (f"  {name:<22}{words}" for name, words in KINDS.items())
-    yield "cases (--case NAME MODEL -- WORDS, or python -m cbatch.bench.NAME):"
-    yield from (f"  {name:<22}{told(name)}" for name in CASES)
+    yield "cases (--case NAME MODEL -- WORDS):"
+    yield from (f"  {name:<22}{told(name)}" for name in present())
 
 
 def _show(summary: "Summary", facts: Mapping[str, Any]) -> None:

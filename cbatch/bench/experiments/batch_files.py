@@ -9,7 +9,6 @@ import argparse
 import json
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import closing
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.bench.harness import parser, show
+from cbatch.bench.harness import command_again, parser, show
 from cbatch.engine import Engine
 from cbatch.files.file_run import run_file
 from cbatch.files.input.item import item_key
@@ -96,15 +95,7 @@ def measure(way: str, n: int, folder: Path) -> tuple[float, float]:
     if not source.exists():
         write_requests(source, n)
     output = folder / f"{n}.{way}.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "cbatch.bench.experiments.batch_files",
-        "--child",
-        way,
-        str(source),
-        str(output),
-    ]
+    command = command_again(__file__, "--child", way, str(source), str(output))
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds, n_kib = map(float, printed.split())
     return n / seconds, n_kib / 1024

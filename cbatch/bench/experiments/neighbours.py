@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import POLICIES
-from cbatch.bench.harness import CHAIN, emit, median, parser, show
+from cbatch.bench.harness import CHAIN, command_again, emit, median, parser, show
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
@@ -64,14 +64,7 @@ def rate_beside(arguments: argparse.Namespace, setting: str, n_loops: int) -> fl
         sizes.append(f"--threads={arguments.threads}")
     with busy_loops(n_loops):
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "cbatch.bench.experiments.neighbours",
-                arguments.model,
-                "--alone",
-                *sizes,
-            ],
+            command_again(__file__, arguments.model, "--alone", *sizes),
             env={**environment, **SETTINGS[setting]},
             stdout=subprocess.PIPE,
             check=True,

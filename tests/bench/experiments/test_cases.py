@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import cbatch.bench
-from cbatch.bench.cases import CASES, run_case, told
+from cbatch.bench import cases, experiments
+from cbatch.bench.cases import CASES, present, run_case, told
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ OF_A_MODEL = {
     "continuations": "--tasks 2 --common 0 --slots 2 --rounds 1",
     "equal_rows": "--rows 8 --tokens 4 --slots 2 --rounds 1",
     "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
+    "first_tokens": "--rounds 1 --sizes 2 --streams 1 --prompts 40",
     "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
     "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
     "step_costs": "--widths 1 2 --chunks 16 --rounds 1",
@@ -81,12 +83,19 @@ def test_output_without_figures_is_found(shown: str) -> None:
 
 
 def test_cases_are_those_that_run() -> None:
-    folder = Path(str(cbatch.bench.__file__)).parent
-    scripts = {p.stem for p in folder.glob("*.py") if "def main(words" in p.read_text("utf-8")}
-    assert set(CASES) == scripts
-    assert (
-        scripts - {"replicas"} == OF_A_MODEL.keys() | WITHOUT.keys()
-    )  # which has a test of its own
+    folders = [Path(str(package.__file__)).parent for package in (cbatch.bench, experiments)]
+    files = [path for folder in folders for path in folder.glob("*.py")]
+    scripts = {path.stem for path in files if "def main(words" in path.read_text("utf-8")}
+    assert set(CASES) == set(present()) == scripts
+    elsewhere = {"replicas", "ray_bench"}  # one has a test of its own, the other takes a cluster
+    assert scripts - elsewhere == OF_A_MODEL.keys() | WITHOUT.keys()
+
+
+def test_package_without_experiments_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "find_spec", lambda _: None)
+    assert present() == ("step_costs", "simulate", "simulate_nodes")
+    with pytest.raises(ConfigError, match="case steps: not in the installed package; run it in a"):
+        run_case("steps", [])
 
 
 @pytest.mark.parametrize("name", CASES)
