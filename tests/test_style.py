@@ -7,8 +7,13 @@ import re
 from pathlib import Path
 
 from tests.private_parts import private_parts
+from tests.test_imports import FOLDERS, room
 
 TESTS = Path(__file__).parent
+HOUSE = {"test_docs.py", "test_imports.py", "test_style.py"}
+"""Tests of all rooms together."""
+BESIDE_ROOMS = {"data", "face", "native", "oracle", "zoo"}
+"""Folders of tests that are no room of the package: `face` has the tests of the modules at its top."""
 N_NAME_MAX = 70
 N_PRIVATE_MAX = 37
 """Most accesses of private parts in all tests. This number only shrinks."""
@@ -30,6 +35,15 @@ def test_names_of_tests_are_short() -> None:
     names = names_of_tests()
     assert "test_style.py::test_names_of_tests_are_short" in names
     assert not [name for name in names if len(name.partition("::")[2]) > N_NAME_MAX]
+
+
+def test_tests_stand_in_the_rooms_of_the_package() -> None:
+    folders = {path.name for path in TESTS.glob("[a-z]*/")}
+    rooms = {room(name) for name in FOLDERS}
+    assert {path.name for path in TESTS.glob("test_*.py")} == HOUSE
+    assert folders - rooms == BESIDE_ROOMS
+    packages = {path.parent.name for path in TESTS.glob("*/__init__.py")}
+    assert folders - packages == {"data"}, "modules of one name in two folders would be one"
 
 
 def test_few_tests_reach_for_private_parts() -> None:

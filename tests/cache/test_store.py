@@ -282,7 +282,7 @@ def test_named_folder_in_a_home_that_is_not_there_is_refused(
 
 def test_store_and_its_files_depend_on_few_modules_of_the_face() -> None:
     assert (inside("cache.store"), inside("cache.cell_file")) == (
-        {"errors", "cache.cell_file", "folders", "logs"},
+        {"errors", "cache.cell_file", "support.folders", "support.logs"},
         {"errors"},
     )
 
