@@ -1,14 +1,13 @@
 """The page of a measurement, tables and plots that need nothing but a browser; and its rates as one picture."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbatch.bench.comparison import COLD
+from cbatch.files.report.charts import LoadChart, Point
 from cbatch.files.report.page import templates
-from cbatch.files.units import short, tick_step, ticks
 
 if TYPE_CHECKING:
     from cbatch.bench.rates import Rates
@@ -17,47 +16,6 @@ if TYPE_CHECKING:
 _BARE = "bare loop"
 _COLORS = ("blue", "rose", "teal", "amber", "violet")
 """Of the sides, in their order; what comes behind them begins again."""
-
-
-class Point(NamedTuple):
-    """One value under one load."""
-
-    load: float
-    value: float
-    least: float
-    most: float
-
-
-class LoadChart:
-    """Values over loads, a line for each side; loads are on a logarithmic axis."""
-
-    left, top, right, bottom = 52.0, 8.0, 488.0, 196.0
-    width, height = 500.0, 222.0
-
-    def __init__(self, title: str, series: Mapping[str, Sequence[Point]]) -> None:
-        """Compute the scales of at least one value."""
-        self.title, self.series = title, series
-        points = [point for line in series.values() for point in line]
-        self.loads = sorted({point.load for point in points})
-        self._first, self._last = math.log(self.loads[0]), math.log(self.loads[-1])
-        step = tick_step(max(point.most for point in points) or 1.0, 4)
-        self._ceiling = step * math.ceil(max(point.most for point in points) / step - 1e-9) or step
-        self.levels = [(self.y(v), short(v)) for v in ticks(0.0, self._ceiling, step)]
-
-    def x(self, load: float) -> float:
-        """Return the place of a load."""
-        if self._last == self._first:
-            return (self.left + self.right) / 2
-        share = (math.log(load) - self._first) / (self._last - self._first)
-        return self.left + 10 + share * (self.right - self.left - 20)
-
-    def y(self, value: float) -> float:
-        """Return the place of a value."""
-        return self.bottom - (self.bottom - self.top) * value / self._ceiling
-
-    def path(self, line: Iterable[Point]) -> str:
-        """Return the line through points."""
-        return "L".join(f"{self.x(p.load):.1f} {self.y(p.value):.1f}" for p in line)
 
 
 def load_of(row: "SideRow") -> float:

@@ -1,4 +1,7 @@
-"""Charts of a report: slots, a curve over time, a distribution. Scales are computed here; `charts.html` draws."""
+"""All charts of pages: slots, curves over time, distributions, values over loads.
+
+Scales are computed here; `charts.html` draws.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cbatch.files.units import clock, count, duration, short, tick_step, ticks, time_step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from cbatch.files.report.spans import Part, Span
     from cbatch.stats import Percentiles
@@ -206,3 +209,44 @@ def _joined_buckets(times: Percentiles) -> list[TimeBar]:
     edges = starts[0] * np.exp(width * n_join * np.arange(n_pieces + 1))
     joined, _ = np.histogram(np.sqrt(starts * ends), edges, weights=counts)
     return [TimeBar(*bar) for bar in zip(edges, edges[1:], map(round, joined), strict=False)]
+
+
+class Point(NamedTuple):
+    """One value under one load."""
+
+    load: float
+    value: float
+    least: float
+    most: float
+
+
+class LoadChart:
+    """Values over loads, a line for each side; loads are on a logarithmic axis."""
+
+    left, top, right, bottom = 52.0, 8.0, 488.0, 196.0
+    width, height = 500.0, 222.0
+
+    def __init__(self, title: str, series: Mapping[str, Sequence[Point]]) -> None:
+        """Compute the scales of at least one value."""
+        self.title, self.series = title, series
+        points = [point for line in series.values() for point in line]
+        self.loads = sorted({point.load for point in points})
+        self._first, self._last = math.log(self.loads[0]), math.log(self.loads[-1])
+        step = tick_step(max(point.most for point in points) or 1.0, 4)
+        self._ceiling = step * math.ceil(max(point.most for point in points) / step - 1e-9) or step
+        self.levels = [(self.y(v), short(v)) for v in ticks(0.0, self._ceiling, step)]
+
+    def x(self, load: float) -> float:
+        """Return the place of a load."""
+        if self._last == self._first:
+            return (self.left + self.right) / 2
+        share = (math.log(load) - self._first) / (self._last - self._first)
+        return self.left + 10 + share * (self.right - self.left - 20)
+
+    def y(self, value: float) -> float:
+        """Return the place of a value."""
+        return self.bottom - (self.bottom - self.top) * value / self._ceiling
+
+    def path(self, line: Iterable[Point]) -> str:
+        """Return the line through points."""
+        return "L".join(f"{self.x(p.load):.1f} {self.y(p.value):.1f}" for p in line)
