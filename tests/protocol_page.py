@@ -10,12 +10,12 @@ from typing import Any
 from msgspec import NODEFAULT, json, structs
 from msgspec import inspect as types
 
-from cbatch.worker.protocol_commands import COMMANDS, CROSSINGS, Command, Crossed
+from cbatch.worker.protocol_commands import COMMANDS, CROSSINGS, Crossed, ProtocolCommand
 
 PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
 SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)
 
-NAMES = {"Item": "prompt", "HeardResult": "result"}
+NAMES = {"WireItem": "prompt", "HeardResult": "result"}
 """What types are called."""
 
 
@@ -26,7 +26,7 @@ def section() -> str:
     return "\n".join((*head, *rows))
 
 
-def _fields(kind: type[Command]) -> str:
+def _fields(kind: type[ProtocolCommand]) -> str:
     own = {f.name: f for f in structs.fields(kind) if f.name != "n"}
     found: Any = types.type_info(kind)
     return "; ".join(_field(own[f.name], f.type) for f in found.fields if f.name in own)
@@ -69,7 +69,7 @@ def name_of(kind: types.Type) -> str:
     return plain[type(kind)]
 
 
-def _reply(kind: type[Command]) -> str:
+def _reply(kind: type[ProtocolCommand]) -> str:
     crossing = CROSSINGS.get(kind) if issubclass(kind, Crossed) else None
     words = inspect.cleandoc(kind.__doc__ or "").removesuffix(".")
     return words if crossing is None else f"{name_of(types.type_info(crossing.result))}: {words}"

@@ -64,10 +64,6 @@ LEFT_OUT = ("models.recipe", "bench.experiments")
 """Rooms that the wheel does not have."""
 
 SAME_CLASSES: dict[str, set[str]] = {
-    "Batch": {"worker.host", "worker.line_commands"},
-    "Kept": {"core.checkpoints", "worker.service"},
-    "Request": {"core.request", "worker.slot_table"},
-    "Source": {"core.prefix", "files.input.source"},
     # their libraries show these names to users
     "Cbatch": {"integrations.llm", "integrations.outlines"},
     "AsyncCbatch": {"integrations.llm", "integrations.outlines"},

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cbatch.response import TokenLogprob
 
 
-class Reader(Protocol):
+class OutputReader(Protocol):
     """Where output goes."""
 
     @property
@@ -34,7 +34,7 @@ class ReplyText:
     """Tokens that end the output and add nothing to the text."""
     is_watched: bool = False
     """Whether somebody reads the output as it comes, or may: before the first delivery that is not known."""
-    reader: Reader | None = None
+    reader: OutputReader | None = None
     """Where the output goes."""
     delivered: tuple[int, int] | None = None
     """Parts of the text and tokens that were given out; None before the first chunk."""

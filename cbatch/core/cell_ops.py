@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.plan import Binding, Chunk, KvCapabilities, Slot
-    from cbatch.core.prefix import PrefixCache, Source
+    from cbatch.core.prefix import PrefixCache, PrefixSource
     from cbatch.options import AdapterSet
 
 
@@ -144,7 +144,7 @@ class SlotCells:
 
     # ---- in a view ----
 
-    def can_load(self, driver: SequenceDriver, source: Source | None) -> bool:
+    def can_load(self, driver: SequenceDriver, source: PrefixSource | None) -> bool:
         """Whether there is room for what a driver loads, its own or a checkpoint, once free slots are emptied."""
         ledger, n_cells = self.ledger, 0
         if driver.saved_key is not None:
@@ -155,7 +155,7 @@ class SlotCells:
             return True
         return ledger.n_in_use(self.prefixes.copied) + n_cells <= ledger.n_pool
 
-    def fill(self, driver: SequenceDriver, slot: Slot, source: Source | None) -> int:
+    def fill(self, driver: SequenceDriver, slot: Slot, source: PrefixSource | None) -> int:
         """Fill a driver's new slot with its saved cells, or with cells that others computed; return how many."""
         n_kept = source.n_cells if source is not None and source.slot == slot else 0
         key = driver.saved_key
@@ -213,7 +213,7 @@ class SlotCells:
         if self.ledger.n_cells[slot]:
             self.clear(slot)
 
-    def _checkpoint_of(self, driver: SequenceDriver, source: Source) -> int | None:
+    def _checkpoint_of(self, driver: SequenceDriver, source: PrefixSource) -> int | None:
         """Return the key of what a driver goes on from: a checkpoint, or a slot of which one is taken."""
         if source.slot is not None:
             return self.keep(driver, source.slot, source.n_cells)

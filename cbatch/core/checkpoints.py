@@ -23,7 +23,7 @@ class Checkpoint:
     n_bytes: int
 
 
-class Kept(NamedTuple):
+class KeptCheckpoint(NamedTuple):
     """A checkpoint that a plan takes, or finds taken."""
 
     key: int
@@ -74,7 +74,7 @@ class Checkpoints:
         """Return how many cells a checkpoint has."""
         return self.kept[key].n_cells
 
-    def add(self, n_cells: int) -> Kept | None:
+    def add(self, n_cells: int) -> KeptCheckpoint | None:
         """Count one more, in place of the least useful; None where there is no room."""
         n_bytes, n_freed, gone = self._memory.n_saved_bytes(n_cells), 0, list[int]()
         for key, kept in self.kept.items():
@@ -92,7 +92,7 @@ class Checkpoints:
         self.kept[-self._n_made] = Checkpoint(n_cells, n_bytes)
         self._in_plan.add(-self._n_made)
         self.n_bytes += n_bytes
-        return Kept(-self._n_made, True, gone)
+        return KeptCheckpoint(-self._n_made, True, gone)
 
     def use(self, key: int) -> None:
         """Mark a checkpoint as recently used: the plan loads it, or would take it again."""

@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cbatch.core.checkpoints import Checkpoints, Kept
+from cbatch.core.checkpoints import Checkpoints, KeptCheckpoint
 from cbatch.core.driver import Status
 from cbatch.core.plan import ANYWHERE, Slot
 
@@ -32,7 +32,7 @@ _N_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PrefixSource:
     """`n_cells` cells of a slot, or those of a checkpoint, that are the beginning of a prompt."""
 
     slot: Slot | None
@@ -45,7 +45,7 @@ class Source:
 class PrefixMatch:
     """What is in memory of a prompt's beginning: cells to take over, and a sequence that will soon have many more."""
 
-    source: Source | None = None
+    source: PrefixSource | None = None
     leader: SequenceDriver | None = None
     n_leader_cells: int = 0
     """Cells that the leader will have to give."""
@@ -165,20 +165,20 @@ class PrefixCache:
 
     # ---- checkpoints ----
 
-    def keep(self, driver: SequenceDriver, n_cells: int) -> Kept | None:
+    def keep(self, driver: SequenceDriver, n_cells: int) -> KeptCheckpoint | None:
         """Count a checkpoint of the first `n_cells` of a driver's text; None where there is no room."""
         text = _text(driver, n_cells)
         for place, n in self._alike_places(text).items():
             if place < 0 and n == len(text) and self.checkpoints.n_cells(place) == n_cells:
                 self.checkpoints.use(place)
-                return Kept(place)
+                return KeptCheckpoint(place)
         kept = self.checkpoints.add(n_cells)
         if kept is not None:
             self._changed[kept.key] = text
             self._changed.update((key, []) for key in kept.gone)
         return kept
 
-    def adopt(self, driver: SequenceDriver, n_cells: int) -> Kept | None:
+    def adopt(self, driver: SequenceDriver, n_cells: int) -> KeptCheckpoint | None:
         """Count a checkpoint of a driver's first tokens that comes from elsewhere, outside of a plan; None: no room."""
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return None
@@ -278,7 +278,9 @@ class PrefixCache:
         found.update((p, n_common(text, other)) for p, other in self._changed.items())
         return {place: n for place, n in found.items() if n}
 
-    def _best(self, driver: SequenceDriver, alike: Sequence[tuple[int, int]]) -> Source | None:
+    def _best(
+        self, driver: SequenceDriver, alike: Sequence[tuple[int, int]]
+    ) -> PrefixSource | None:
         """Return the source of most cells, a free slot before one in use.
 
         Among free slots the most recently used comes first: waiting requests may continue the rest.
@@ -289,7 +291,7 @@ class PrefixCache:
                 n_cells = self.checkpoints.n_cells(place)
                 rank = (n_cells, 0, n_alike, 0)
                 if n_cells <= n_alike and rank > best_rank:
-                    best, best_rank = Source(None, n_cells, place), rank
+                    best, best_rank = PrefixSource(None, n_cells, place), rank
                 continue
             slot = Slot(place)
             n_cells = self._n_common_cells(driver, slot, n_alike)
@@ -298,7 +300,7 @@ class PrefixCache:
             can_take = is_free and chosen in (None, slot)
             can_use = self._can_take if can_take else self._can_copy_from
             if n_cells and rank > best_rank and can_use(slot, n_cells):
-                best, best_rank = Source(slot, n_cells), rank
+                best, best_rank = PrefixSource(slot, n_cells), rank
         return best
 
     def _n_common_cells(self, driver: SequenceDriver, slot: Slot, n_alike: int) -> int:
@@ -382,7 +384,7 @@ class PrefixCache:
 
     def choose_slot(
         self,
-        source: Source | None,
+        source: PrefixSource | None,
         *,
         has_room: bool,
         reserved: Collection[Slot] = (),
@@ -412,7 +414,7 @@ class PrefixCache:
         is_older = self._used_at[best] < self._used_at[source.slot]
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
-    def can_reach(self, source: Source, slot: Slot) -> bool:
+    def can_reach(self, source: PrefixSource, slot: Slot) -> bool:
         """Whether cells are in a slot, or can be copied there."""
         if source.slot is None:
             return True

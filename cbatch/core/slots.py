@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.kv import KvLedger
     from cbatch.core.preemption import KvDemandEstimator
-    from cbatch.core.prefix import PrefixMatch, Source
+    from cbatch.core.prefix import PrefixMatch, PrefixSource
     from cbatch.core.queue import AdmissionQueue
     from cbatch.core.waiting import CacheReads, PrefixWaiters
 
@@ -385,7 +385,7 @@ class SlotPlan:
         return True
 
     def _slot_for(
-        self, driver: SequenceDriver, source: Source | None, reserved: Collection[Slot]
+        self, driver: SequenceDriver, source: PrefixSource | None, reserved: Collection[Slot]
     ) -> Slot | None:
         """Return the free slot that a sequence gets; None where it has to wait for one."""
         prefixes, slot = self.cells.prefixes, driver.chosen_slot

@@ -47,7 +47,7 @@ class Continue:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class LineCancel:
     """End a request."""
 
     id: int
@@ -99,7 +99,7 @@ BatchKind: TypeAlias = Literal["peek", "probe", "tail", "step", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LineBatch:
     """Show, compare or do steps that up to `n_most` requests share; None for as many as there are slots."""
 
     kind: BatchKind
@@ -116,13 +116,13 @@ class ListRequests:
     """Tell what each active request has done."""
 
 
-Scheduled: TypeAlias = Step | Drain | Batch
+Scheduled: TypeAlias = Step | Drain | LineBatch
 """Commands for all requests together."""
 
 Oldest: TypeAlias = Generate | Snapshot | FreeSnapshot | ListSnapshots
 """Commands that are done one after the other."""
 
-Command: TypeAlias = Start | Continue | Cancel | Oldest | Scheduled | ListSlots | ListRequests
+Command: TypeAlias = Start | Continue | LineCancel | Oldest | Scheduled | ListSlots | ListRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class _Prefix:
         is_of_all = isinstance(command, Scheduled | ListSlots | ListRequests | ListSnapshots)
         if is_of_all and not self.is_empty:
             raise _WrongError("REQ and SLOT stand before commands for one request alone")
-        if isinstance(command, Cancel) and self.slot is not None:
+        if isinstance(command, LineCancel) and self.slot is not None:
             raise _WrongError("CANCEL takes the id of a request, no SLOT")
         if isinstance(command, Start) and not self.id:
             raise _WrongError(f"START needs REQ with an id of 1 … {MAX_ID}")
@@ -269,13 +269,13 @@ def _continue(name: str, rest: str) -> Continue:
     return Continue(_number("the number of tokens", rest, 1, MAX_INT))
 
 
-def _cancel(rest: str, prefix: _Prefix) -> Cancel:
+def _cancel(rest: str, prefix: _Prefix) -> LineCancel:
     if not rest and prefix.id is None:
         raise _WrongError("CANCEL needs the id of a request")
     id = prefix.id if not rest else _number("CANCEL", rest, 0, MAX_ID)
     if prefix.id is not None and id != prefix.id:
         raise _WrongError(f"REQ {prefix.id} and CANCEL {id} name two requests")
-    return Cancel(id or 0)
+    return LineCancel(id or 0)
 
 
 def _restore(name: str, rest: str) -> Generate:
@@ -306,7 +306,7 @@ def _alone(command: Command) -> Callable[[str, str], Command]:
 
 def _batch(kind: BatchKind) -> Callable[[str, str], Command]:
     def read(name: str, rest: str) -> Command:
-        return Batch(kind, _number(f"max of {name}", rest, 1, MAX_INT) if rest else None)
+        return LineBatch(kind, _number(f"max of {name}", rest, 1, MAX_INT) if rest else None)
 
     return read
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cbatch.daemon.line_commands import (
-    Batch,
-    Cancel,
     Continue,
     Drain,
     FreeSnapshot,
     Generate,
+    LineBatch,
+    LineCancel,
     LineError,
     ListRequests,
     ListSlots,
@@ -24,7 +24,7 @@ from cbatch.daemon.line_commands import (
     read_line,
 )
 from cbatch.daemon.prompt_file import read_prompt
-from cbatch.daemon.slot_table import Request, SlotTable
+from cbatch.daemon.slot_table import SlotRequest, SlotTable
 from cbatch.errors import CBatchError, EngineClosedError, PromptError, words_of
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Lines:
     ) -> None:
         """Take new tokens of requests, and results of requests that ended."""
         requests = {request.key: request for request in self._slots.active}
-        over: list[Request] = []
+        over: list[SlotRequest] = []
         for chunk in chunks:
             request = requests.get(chunk.id)
             if request is not None:
@@ -195,7 +195,7 @@ class Lines:
             self._start(line.id or 0, line.slot, command)
         elif isinstance(command, Continue):
             self._continue(line.id or 0, line.slot, command.n_tokens)
-        elif isinstance(command, Cancel):
+        elif isinstance(command, LineCancel):
             self._cancel_id(command.id)
         elif isinstance(command, Oldest):
             self._put(self._prompts, (line.id or 0, line.slot or 0, command))
@@ -204,7 +204,7 @@ class Lines:
         elif isinstance(command, ListRequests):
             self._out.say(f"LIST_REQUESTS {self._slots.requests_said()}".rstrip())
         else:
-            if isinstance(command, Batch) and not self._is_tagged:
+            if isinstance(command, LineBatch) and not self._is_tagged:
                 raise LineError(None, "requests share steps with --stream-tagged alone")
             self._put(self._scheduled, command)
 
@@ -237,7 +237,7 @@ class Lines:
         self._check_window(id, len(tokens), n_total)
         key = f"{id}.{slot}.{self._slots.epoch(slot)}"
         self._machine.start(key, tokens, n_total, quantum, slot)
-        request = Request(id, slot, self._slots.epoch(slot), key, len(tokens), n_total, quantum)
+        request = SlotRequest(id, slot, self._slots.epoch(slot), key, len(tokens), n_total, quantum)
         request.n_due = min(quantum or n_total, n_total)
         request.tokens.extend(tokens)
         self._slots.enter(request)
@@ -274,7 +274,7 @@ class Lines:
         elif request is not None:
             self._grant(request, n_tokens)
 
-    def _grant(self, request: Request, n_tokens: int) -> None:
+    def _grant(self, request: SlotRequest, n_tokens: int) -> None:
         """Give a request a turn, now or after the one that runs."""
         if sum(request.later) + request.n_due + request.n_more >= request.n_left:
             what = f"request {request.id} has turns for all of its {request.n_left} tokens"
@@ -284,7 +284,7 @@ class Lines:
         else:
             self._run([request], n_tokens)
 
-    def _take_up(self, old: Request, result: BatchResult, n_tokens: int) -> None:
+    def _take_up(self, old: SlotRequest, result: BatchResult, n_tokens: int) -> None:
         """Begin a request again that has ended by its number of tokens."""
         self._check_free(old.id, old.slot)
         self._check_window(old.id, old.position, n_tokens)
@@ -319,7 +319,7 @@ class Lines:
         elif not waiting:
             self._out.say("cancelled already, or never active", id)
 
-    def _cancel(self, requests: Sequence[Request]) -> None:
+    def _cancel(self, requests: Sequence[SlotRequest]) -> None:
         if requests:
             with suppress(EngineClosedError):
                 self._machine.cancel([request.key for request in requests])
@@ -338,7 +338,7 @@ class Lines:
         else:
             self._out.mark(request.id, MORE)
 
-    def _mark(self, request: Request, value: int) -> None:
+    def _mark(self, request: SlotRequest, value: int) -> None:
         """Write the frame after a turn, and those of lines that were refused meanwhile."""
         # a stream has one end, but where no id tells streams apart each line has its own
         is_stream = value == END and self._is_tagged and request.id
@@ -348,7 +348,7 @@ class Lines:
 
     # ---- turns ----
 
-    def _advance(self, over: Sequence[Request] = ()) -> None:
+    def _advance(self, over: Sequence[SlotRequest] = ()) -> None:
         """Begin what may begin now, where the turns of some requests are over."""
         try:
             for request in over:
@@ -411,14 +411,14 @@ class Lines:
         A long prompt holds up nobody: it is waited for only where too few others can take a turn.
         """
         running = [request for request in self._slots.active if request.quantum and request.n_due]
-        n_wanted = 2 if isinstance(command, Batch) else 1
+        n_wanted = 2 if isinstance(command, LineBatch) else 1
         has_enough = len(self._slots.in_turn()) >= n_wanted
         return not running or (has_enough and all(request.is_in_prompt for request in running))
 
     def _go(self, command: Scheduled) -> bool:
         """Do a scheduling command, or one round of it; return whether all of it is done."""
         requests = self._slots.in_turn()
-        if isinstance(command, Batch):
+        if isinstance(command, LineBatch):
             return self._share(command, requests[: command.n_most])
         name = "SCHED_STEP" if isinstance(command, Step) else "SCHED_DRAIN"
         # the last drain came with the end of the input: nobody has asked for it
@@ -434,7 +434,7 @@ class Lines:
         self._slots.pass_on(requests[0])
         return True
 
-    def _share(self, command: Batch, requests: list[Request]) -> bool:
+    def _share(self, command: LineBatch, requests: list[SlotRequest]) -> bool:
         """Do a command of steps that requests share, or one round of it; return whether all of it is done."""
         if command.kind == "tail":
             requests = [request for request in self._slots.in_turn() if request.n_left == 1]
@@ -454,7 +454,7 @@ class Lines:
         self._slots.pass_on(requests[-1])
         return command.kind != "drain"
 
-    def _compare(self, requests: Sequence[Request]) -> None:
+    def _compare(self, requests: Sequence[SlotRequest]) -> None:
         try:
             rows = self._machine.compare([request.key for request in requests])
         except EngineClosedError:
@@ -469,7 +469,7 @@ class Lines:
             f"SCHED_BATCH_PROBE compared={len(rows)} differences={len(wrong)} {said}".rstrip()
         )
 
-    def _run(self, requests: Sequence[Request], n_tokens: int | None = None) -> None:
+    def _run(self, requests: Sequence[SlotRequest], n_tokens: int | None = None) -> None:
         """Give paused requests a turn together: of `n_tokens`, or each its quantum."""
         for request in requests:
             request.n_due = min(n_tokens or request.quantum or request.n_left, request.n_left)
@@ -477,7 +477,7 @@ class Lines:
 
     # ---- output ----
 
-    def _take_tokens(self, request: Request, tokens: Sequence[int]) -> None:
+    def _take_tokens(self, request: SlotRequest, tokens: Sequence[int]) -> None:
         if request.n_skip:
             tokens, request.n_skip = tokens[request.n_skip :], max(0, request.n_skip - len(tokens))
         if tokens:
@@ -487,7 +487,7 @@ class Lines:
             request.n_due = max(0, request.n_due - len(tokens))
             request.is_in_prompt = False
 
-    def _end_turn(self, request: Request) -> None:
+    def _end_turn(self, request: SlotRequest) -> None:
         """Go on with a long turn, or tell that it is over."""
         if request.n_more:
             n_more, request.n_more = request.n_more, 0
@@ -497,7 +497,7 @@ class Lines:
         if request.later:
             self._run([request], request.later.popleft())
 
-    def _take_end(self, request: Request, result: BatchResult) -> None:
+    def _take_end(self, request: SlotRequest, result: BatchResult) -> None:
         if result.error is not None:
             self._end(request, f"failed: {words_of(result.error)}")
             return
@@ -505,7 +505,7 @@ class Lines:
         if result.finish_reason == "length":
             self._slots.keep(request, result)
 
-    def _end(self, request: Request, words: str) -> None:
+    def _end(self, request: SlotRequest, words: str) -> None:
         """Take a request out of its slot; whatever comes of it later finds nobody."""
         self._slots.leave(request)
         request.n_due = request.n_more = 0

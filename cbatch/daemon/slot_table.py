@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class SlotRequest:
     """One request from its START to its end. It is paused while no token is due."""
 
     id: int
@@ -57,11 +57,11 @@ class SlotTable:
 
     def __init__(self, n_slots: int) -> None:
         """Make one without requests."""
-        self._owners: list[Request | None] = [None] * n_slots
+        self._owners: list[SlotRequest | None] = [None] * n_slots
         self._epochs = [0] * n_slots
         self._cursor = 0
         """The slot that the next turn is looked for from."""
-        self._kept: dict[int, tuple[Request, BatchResult]] = {}
+        self._kept: dict[int, tuple[SlotRequest, BatchResult]] = {}
         """By id: requests that ended by their total, and whose slots have had no other since."""
         self._tokens: list[array[int] | None] = [None] * n_slots
         """Of the last request in each slot."""
@@ -72,15 +72,15 @@ class SlotTable:
         return len(self._owners)
 
     @property
-    def active(self) -> list[Request]:
+    def active(self) -> list[SlotRequest]:
         """The active requests, by slot."""
         return [request for request in self._owners if request is not None]
 
-    def find(self, id: int) -> Request | None:
+    def find(self, id: int) -> SlotRequest | None:
         """Return the active request with this id."""
         return next((request for request in self.active if request.id == id), None)
 
-    def owner(self, slot: int) -> Request | None:
+    def owner(self, slot: int) -> SlotRequest | None:
         """Return a slot's active request."""
         return self._owners[slot]
 
@@ -92,7 +92,7 @@ class SlotTable:
         """Return the lowest slot that is free."""
         return next((i for i, owner in enumerate(self._owners) if owner is None), None)
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: SlotRequest) -> None:
         """Give a request its slot."""
         self._owners[request.slot] = request
         self._tokens[request.slot] = request.tokens
@@ -102,7 +102,7 @@ class SlotTable:
             if id != request.id and found[0].slot != request.slot
         }
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: SlotRequest) -> None:
         """Free a request's slot."""
         self._owners[request.slot] = None
         self._epochs[request.slot] += 1
@@ -115,11 +115,11 @@ class SlotTable:
         self.snapshots[number] = tokens[:]
         return len(tokens)
 
-    def keep(self, request: Request, result: BatchResult) -> None:
+    def keep(self, request: SlotRequest, result: BatchResult) -> None:
         """Remember a request that has left its slot, to go on from there."""
         self._kept[request.id] = request, result
 
-    def kept(self, id: int) -> tuple[Request, BatchResult] | None:
+    def kept(self, id: int) -> tuple[SlotRequest, BatchResult] | None:
         """Return a request to go on from, with its result."""
         return self._kept.get(id)
 
@@ -129,12 +129,12 @@ class SlotTable:
 
     # ---- turns ----
 
-    def in_turn(self) -> list[Request]:
+    def in_turn(self) -> list[SlotRequest]:
         """Return the paused requests from the cursor on."""
         owners = self._owners[self._cursor :] + self._owners[: self._cursor]
         return [r for r in owners if r is not None and r.quantum and not r.n_due]
 
-    def pass_on(self, last: Request) -> None:
+    def pass_on(self, last: SlotRequest) -> None:
         """Let the next turn be that of a slot after this request's."""
         self._cursor = (last.slot + 1) % len(self._owners)
 

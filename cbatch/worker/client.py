@@ -22,8 +22,8 @@ from cbatch.worker.connection import FrameThread
 from cbatch.worker.pool import Pool, by_worker, read_texts
 from cbatch.worker.protocol_commands import (
     COMMAND_OF,
-    Cancel,
-    Command,
+    CancelCommand,
+    ProtocolCommand,
     Stream,
     TakeBack,
     command_of,
@@ -255,7 +255,7 @@ class Workers(Questions):
             yield from (replace(slot, slot=slot.slot + first) for slot in slots)
 
     def _order(
-        self, command: Callable[[str], Command], id: str, note: Callable[[Asked], bool]
+        self, command: Callable[[str], ProtocolCommand], id: str, note: Callable[[Asked], bool]
     ) -> bool:
         self.check_open()
         for asked in self._meant([id]):
@@ -293,7 +293,7 @@ class Workers(Questions):
             held = [asked for asked in some if self.pool.drop_held(asked)]
             sent = self._left(some)
             calls = [
-                (connection.ask(Cancel(ids=ids, waiting=is_for_waiting), _READ_COUNT), ids)
+                (connection.ask(CancelCommand(ids=ids, waiting=is_for_waiting), _READ_COUNT), ids)
                 for connection, ids in by_worker(sent).items()
             ]
         _tell_cancelled(held)
@@ -316,7 +316,7 @@ class Workers(Questions):
                 asked.give_up(is_for_waiting=waiting)
             held = [asked for asked in some if self.pool.drop_held(asked)]
             for connection, ids in by_worker(some).items():
-                connection.post(Cancel(ids=ids, waiting=waiting))
+                connection.post(CancelCommand(ids=ids, waiting=waiting))
             return partial(_tell_cancelled, held)
 
         self.pool.do_soon(cancel)

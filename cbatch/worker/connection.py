@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from cbatch.stats import EngineStats
-    from cbatch.worker.protocol_commands import Command
+    from cbatch.worker.protocol_commands import ProtocolCommand
     from cbatch.worker.requests import Asked
-    from cbatch.worker.wire import Answer
+    from cbatch.worker.wire import WireAnswer
 
 
 class Link(Protocol):
@@ -168,24 +168,24 @@ class Connection:
 
     # ---- to the worker ----
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: ProtocolCommand) -> None:
         """Send a command that has no answer; one to a worker that is gone is lost."""
         self.post(command)
         self.flush()
 
-    def call(self, command: Command, read: Callable[[Raw], Any] | None = None) -> Reply:
+    def call(self, command: ProtocolCommand, read: Callable[[Raw], Any] | None = None) -> Reply:
         """Send a command and return its answer to come; see `ask` and `Reply`."""
         reply = self.ask(command, read)
         self.flush()
         return reply
 
-    def post(self, command: Command) -> None:
+    def post(self, command: ProtocolCommand) -> None:
         """Have `flush` send a command that has no answer."""
         self._outgoing.append(framed(encode_call(command), "msgpack"))
 
     def ask(
         self,
-        command: Command,
+        command: ProtocolCommand,
         read: Callable[[Raw], Any] | None = None,
         then: Callable[[Reply], object] | None = None,
     ) -> Reply:
@@ -287,7 +287,7 @@ class Connection:
             self._has_ended = True
         return self.link.end()
 
-    def settle(self, answer: Answer) -> None:
+    def settle(self, answer: WireAnswer) -> None:
         """Give a call its answer; one that cannot be read raises, and the call stays open. In the thread of frames."""
         reply = self._replies.get(answer.n)
         if reply is not None:
@@ -305,7 +305,7 @@ class Connection:
             reply.settle(None, WorkerDiedError(cause))
 
 
-def _message_of(command: Command) -> bytes:
+def _message_of(command: ProtocolCommand) -> bytes:
     """Return a command as it is sent. Raises a ConfigError where it is too long, or has a value that cannot be sent."""
     data = encode_call(command)
     if len(data) > N_LINE_MAX:

@@ -41,13 +41,13 @@ from cbatch.worker.protocol_commands import (
     CROSSINGS,
     ORDERS,
     Abort,
-    Cancel,
+    CancelCommand,
     Close,
-    Command,
     Credit,
     Extend,
+    ProtocolCommand,
     RecordSteps,
-    Run,
+    RunCommand,
     Stream,
     TakeBack,
     made_tokens,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.crossings import Crossing
     from cbatch.runtime.local import LocalRuntime
     from cbatch.worker.outbox import Outbox
-    from cbatch.worker.wire import Frames, Item
+    from cbatch.worker.wire import Frames, WireItem
 
 DEBUG = "CBATCH_DEBUG"
 """The environment variable that is 1 where the command `abort` is known, for tests."""
@@ -84,7 +84,7 @@ class SessionEnd(Enum):
     FAILED = "the engine has stopped"
 
 
-class _Batch:
+class _HostBatch:
     """The `Target` of the requests of one command."""
 
     def __init__(self, host: Host, *, is_streamed: bool, wants_tokens: bool) -> None:
@@ -123,7 +123,7 @@ class Host:
         self._runtime, self._outbox, self._frames = runtime, outbox, frames
         can_abort = os.environ.get(DEBUG) == "1"
         self._read = reader(ANY_COMMAND if can_abort else COMMAND, frames)
-        self._batches: dict[str, _Batch] = {}
+        self._batches: dict[str, _HostBatch] = {}
         """The target of each request in flight, by id."""
         self._ids, self._options = Ids(), _LastOptions(options or RunOptions())
         self._later: dict[threading.Thread, int] = {}
@@ -246,7 +246,7 @@ class Host:
     def _answer_to_wrong(self, message: bytes, error: Exception) -> tuple[Any, None, Exception]:
         """Return the number of a message that cannot be read, as far as it has one, and what is wrong with it."""
         try:
-            said = decode(message, _Head, self._frames)
+            said = decode(message, _WrongCommand, self._frames)
         except ConfigError:
             return None, None, error
         words = f"{said.op}: {error}"
@@ -254,7 +254,7 @@ class Host:
             words = f"op must be one of {', '.join(COMMANDS)}; not {shown(said.op)}"
         return said.n, None, ConfigError(words)
 
-    def _answer(self, crossing: Crossing, command: Command) -> object:
+    def _answer(self, crossing: Crossing, command: ProtocolCommand) -> object:
         """Call a method that is declared in `runtime/interface.py`."""
         arguments = {
             name: self._settled(kind, getattr(command, name))
@@ -317,7 +317,7 @@ class Host:
 
     # ---- requests ----
 
-    def _run(self, command: Run) -> object:
+    def _run(self, command: RunCommand) -> object:
         """Queue requests: all or none. Return their ids."""
         if self._runtime.has_limit:
             self._check_later()
@@ -354,8 +354,8 @@ class Host:
             return finish()
         return _Later(finish, partial(self._runtime.orders.take_back, ids))
 
-    def _batch(self, command: Run | Extend) -> _Batch:
-        return _Batch(self, is_streamed=command.stream, wants_tokens=command.by_token)
+    def _batch(self, command: RunCommand | Extend) -> _HostBatch:
+        return _HostBatch(self, is_streamed=command.stream, wants_tokens=command.by_token)
 
     def _check_free(self, ids: Sequence[str]) -> None:
         """Refuse an id whose last result is not written yet: the new request's output might come before it."""
@@ -424,7 +424,7 @@ class Host:
                 self._runtime.orders.watch(batch)
         return None
 
-    def _cancel(self, command: Cancel) -> object:
+    def _cancel(self, command: CancelCommand) -> object:
         """End requests; with `waiting`, only those that never had a slot. Return how many were in flight."""
         orders = self._runtime.orders
         if command.n is not None:
@@ -456,11 +456,11 @@ class Host:
         trip_assertion()
         return None
 
-    _commands: Mapping[type[Command], Callable[[Host, Any], object]] = {
-        Run: _run,
+    _commands: Mapping[type[ProtocolCommand], Callable[[Host, Any], object]] = {
+        RunCommand: _run,
         Extend: _extend,
         Stream: _stream,
-        Cancel: _cancel,
+        CancelCommand: _cancel,
         TakeBack: _take_back,
         RecordSteps: _record_steps,
         Credit: _credit,
@@ -468,7 +468,7 @@ class Host:
     }
 
 
-class _Head(Struct):
+class _WrongCommand(Struct):
     """What is read of a command that is wrong."""
 
     op: Any = None
@@ -509,7 +509,7 @@ class _LastOptions:
         return self._options
 
 
-def _at(i: int, item: Item) -> BatchPrompt:
+def _at(i: int, item: WireItem) -> BatchPrompt:
     try:
         return item.made()
     except ConfigError as error:

@@ -29,7 +29,7 @@ from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
 from cbatch.support.interrupts import Sleepers
 from cbatch.support.logs import FIELDS, Log
-from cbatch.worker.protocol_commands import Cancel, Close, RecordSteps, TakeBack, resume_of
+from cbatch.worker.protocol_commands import CancelCommand, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin, in_messages
 from cbatch.worker.requests_lock import RequestsLock
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import StepRecord
     from cbatch.worker.connection import Connection, Link, Reply
-    from cbatch.worker.protocol_commands import Command
+    from cbatch.worker.protocol_commands import ProtocolCommand
     from cbatch.worker.requests import Asked
     from cbatch.worker.requests_lock import Work
     from cbatch.worker.wire import Frame
@@ -206,7 +206,7 @@ class Pool:
         first = sum(other.n_slots for other in self._replicas[: replica.i])
         return range(first, first + replica.n_slots)
 
-    def ask(self, command: Command, read: Callable[[Raw], Any]) -> Any:
+    def ask(self, command: ProtocolCommand, read: Callable[[Raw], Any]) -> Any:
         """Put a question to some worker, and to another where it dies; return the answer, or raise its error.
 
         `read` makes it of what the worker says; see `Reply`.
@@ -226,7 +226,7 @@ class Pool:
         raise AssertionError
 
     def ask_all(
-        self, command: Command, read: Callable[[Raw], Any] | None = None
+        self, command: ProtocolCommand, read: Callable[[Raw], Any] | None = None
     ) -> list[tuple[Connection, Any]]:
         """Put a question to every worker; return the answers of workers that live. See `ask`."""
         calls = [(connection, connection.call(command, read)) for connection in self.ready]
@@ -383,7 +383,7 @@ class Pool:
                 self._drop(asked)
             has = [asked for asked in gone if not asked.is_refused]
             for connection, ids in by_worker(has).items():
-                calls.append(connection.ask(Cancel(ids=ids)))
+                calls.append(connection.ask(CancelCommand(ids=ids)))
         for asked in gone:
             asked.count_ends(1)
         for call in calls:  # their ids may be used again at once

@@ -16,7 +16,7 @@ from cbatch.response import FinishReason, TokenLogprob, Usage
 from cbatch.runtime.crossings import Crossing, crossings_of
 from cbatch.runtime.interface import Count, Id, Orders, Questions, TokenId
 from cbatch.support.checks import MAX_INT, MAX_TIME_S
-from cbatch.worker.wire import Frames, Item, encode_call, told_options
+from cbatch.worker.wire import Frames, WireItem, encode_call, told_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_TIME_S)]
 class LookedAhead(Struct, forbid_unknown_fields=True):
     """Prompts that will come, each with its options; `is_all`: no others will."""
 
-    prompts: list[tuple[Item, dict[str, Any]]]
+    prompts: list[tuple[WireItem, dict[str, Any]]]
     is_all: bool = False
 
 
-class Load(Struct, forbid_unknown_fields=True, kw_only=True):
+class LoadCommand(Struct, forbid_unknown_fields=True, kw_only=True):
     """The model of a worker that has none yet."""
 
     model: str | None = None
@@ -51,19 +51,21 @@ class Hello(Struct, forbid_unknown_fields=True, kw_only=True):
     credit: Count | None = None
     """Bytes that the client takes before it grants more; None for any number."""
     log_level: Annotated[int, Meta(ge=0, le=100)] = logging.WARNING
-    load: Load | None = None
+    load: LoadCommand | None = None
 
 
-class Command(Struct, tag_field="op", forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+class ProtocolCommand(
+    Struct, tag_field="op", forbid_unknown_fields=True, omit_defaults=True, kw_only=True
+):
     """A command; with `n` it is answered by a reply with that number."""
 
     n: int | str | None = None
 
 
-class Run(Command, tag="run"):
+class RunCommand(ProtocolCommand, tag="run"):
     """The ids; all items are queued, or none."""
 
-    items: Annotated[list[Item], Meta(min_length=1, description="prompts")]
+    items: Annotated[list[WireItem], Meta(min_length=1, description="prompts")]
     options: Options = None
     stream: Annotated[bool, Meta(description="chunks as they come")] = False
     by_token: Annotated[
@@ -121,10 +123,10 @@ class HeardResult(Struct):
     origin: Annotated[int, Meta(ge=-1)] | None = None
 
 
-class Extend(Command, tag="extend"):
+class Extend(ProtocolCommand, tag="extend"):
     """The id; a request that continues a result is queued."""
 
-    prompt: Item
+    prompt: WireItem
     result: Annotated[HeardResult, Meta(description="as it came")]
     n_tokens: Count
     options: Options = None
@@ -133,46 +135,46 @@ class Extend(Command, tag="extend"):
     paused: bool = False
 
 
-class Stream(Command, tag="stream"):
+class Stream(ProtocolCommand, tag="stream"):
     """Nothing; chunks of these requests come from now on."""
 
     ids: list[Id]
 
 
-class Cancel(Command, tag="cancel"):
+class CancelCommand(ProtocolCommand, tag="cancel"):
     """How many were in flight."""
 
     ids: list[Id]
     waiting: Annotated[bool, Meta(description="only those that never had a slot")] = False
 
 
-class TakeBack(Command, tag="take_back"):
+class TakeBack(ProtocolCommand, tag="take_back"):
     """The ids that never had a slot; they are as if they had not been asked, and have no result."""
 
     ids: list[Id]
 
 
-class RecordSteps(Command, tag="record_steps"):
+class RecordSteps(ProtocolCommand, tag="record_steps"):
     """Nothing; records come among `steps`."""
 
     on: bool
 
 
-class Credit(Command, tag="credit"):
+class Credit(ProtocolCommand, tag="credit"):
     """Nothing; so many more bytes may be written."""
 
     bytes: Annotated[int, Meta(ge=1, le=MAX_INT)]
 
 
-class Close(Command, tag="close"):
+class Close(ProtocolCommand, tag="close"):
     """Nothing, last: requests are cancelled, their results come before it."""
 
 
-class Abort(Command, tag="abort"):
+class Abort(ProtocolCommand, tag="abort"):
     """Nothing: the process ends, where that is allowed for tests."""
 
 
-class Crossed(Command):
+class Crossed(ProtocolCommand):
     """A call of a method that is declared in `runtime/interface.py`, with its arguments as fields."""
 
     @classmethod
@@ -186,10 +188,10 @@ def _told(value: object) -> object:
     """Return an argument as it is sent."""
     if isinstance(value, RunOptions):
         return told_options(value)
-    return Item.of(value, value.id or "") if isinstance(value, BatchPrompt) else value
+    return WireItem.of(value, value.id or "") if isinstance(value, BatchPrompt) else value
 
 
-_KINDS: dict[Any, Any] = {BatchPrompt: Item, RunOptions: Options}
+_KINDS: dict[Any, Any] = {BatchPrompt: WireItem, RunOptions: Options}
 """The types of prompts and options as they are sent."""
 
 
@@ -214,8 +216,8 @@ ORDERS = frozenset(crossings_of(Orders))
 
 COMMAND_OF = {crossing: kind for kind, crossing in CROSSINGS.items()}
 
-_KINDS_OF_COMMANDS: Sequence[type[Command]] = (
-    *(Run, Extend, Stream, Cancel, TakeBack, RecordSteps),
+_KINDS_OF_COMMANDS: Sequence[type[ProtocolCommand]] = (
+    *(RunCommand, Extend, Stream, CancelCommand, TakeBack, RecordSteps),
     *CROSSINGS,
     *(Credit, Close),
 )
@@ -228,13 +230,13 @@ ANY_COMMAND: Any = COMMAND | Abort
 """The type of a command; and where tests may end the process."""
 
 
-def command_of(method: Any, *arguments: object) -> Command:
+def command_of(method: Any, *arguments: object) -> ProtocolCommand:
     """Return the command for a call of a method of `Orders` or `Questions`."""
     crossing = method.crossing
     return COMMAND_OF[crossing].of(crossing.arguments(*arguments))
 
 
-def resume_of(id: str, n_tokens: int | None) -> Command:
+def resume_of(id: str, n_tokens: int | None) -> ProtocolCommand:
     """Return the command to resume a request."""
     return command_of(Orders.resume, id, n_tokens)
 

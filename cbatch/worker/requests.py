@@ -15,8 +15,8 @@ from cbatch.errors import ConfigError, RequestCancelledError
 from cbatch.options import RunOptions
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
-from cbatch.worker.protocol_commands import Extend, HeardResult, Run
-from cbatch.worker.wire import Item, encode_call, heard_result, told_options
+from cbatch.worker.protocol_commands import Extend, HeardResult, RunCommand
+from cbatch.worker.wire import WireItem, encode_call, heard_result, told_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -170,12 +170,12 @@ class Asked:
         """Whether its prompt's own options ask for the slot."""
         return RunOptions.of(self.prompt.options).slot is not None
 
-    def message(self, now: float) -> Run | Extend:
+    def message(self, now: float) -> RunCommand | Extend:
         """Return the command that submits it; but for an extension, prompts and options are to be added."""
         is_paused = self.is_paused or self.n_resumed is not None
         if self.extended is not None:
             return self._extension(self.extended, is_paused=is_paused)
-        return Run(
+        return RunCommand(
             items=[],
             stream=self.target.is_streamed,
             by_token=self.target.wants_tokens,
@@ -192,7 +192,7 @@ class Asked:
         origin = self._origin()
         request = origin.request
         return Extend(
-            prompt=Item.of(request.prompt, request.id),
+            prompt=WireItem.of(request.prompt, request.id),
             options=told_options(request.options),
             result=HeardResult(
                 origin.finish_reason,
@@ -414,10 +414,12 @@ class Asked:
 _TOO_EARLY = "cancelled before it got a slot"
 
 
-def in_messages(some: Sequence[Asked], now: float) -> Iterator[tuple[list[Asked], Run | Extend]]:
+def in_messages(
+    some: Sequence[Asked], now: float
+) -> Iterator[tuple[list[Asked], RunCommand | Extend]]:
     """Yield requests that can be sent in one message, with that message; one has about a MiB at most."""
     group: list[Asked] = []
-    message: Run | Extend | None = None
+    message: RunCommand | Extend | None = None
     n_bytes = 0
     for asked in some:
         own, n_own = asked.message(now), len(bytes(asked.item))
@@ -431,9 +433,9 @@ def in_messages(some: Sequence[Asked], now: float) -> Iterator[tuple[list[Asked]
         yield group, _filled(message, group)
 
 
-def _filled(message: Run | Extend, group: Sequence[Asked]) -> Run | Extend:
+def _filled(message: RunCommand | Extend, group: Sequence[Asked]) -> RunCommand | Extend:
     """Return a message with the prompts and options of a group."""
-    if isinstance(message, Run):
+    if isinstance(message, RunCommand):
         items: Any = [asked.its_item for asked in group]
         options: Any = group[0].given
         return structs.replace(message, items=items, options=options)
@@ -443,6 +445,6 @@ def _filled(message: Run | Extend, group: Sequence[Asked]) -> Run | Extend:
 def _encoded(prompt: BatchPrompt, id: str, name: str) -> Raw:
     """Return a prompt as a worker takes it. Raises a ConfigError with its name."""
     try:
-        return Raw(encode_call(Item.of(prompt, id, name)))
+        return Raw(encode_call(WireItem.of(prompt, id, name)))
     except ConfigError as error:
         raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None

@@ -27,11 +27,11 @@ from cbatch.worker.framing import (
 from cbatch.worker.host import Host, LogToOutbox, SessionEnd
 from cbatch.worker.outbox import Outbox
 from cbatch.worker.placement import place
-from cbatch.worker.protocol_commands import Hello, Load, LookedAhead
+from cbatch.worker.protocol_commands import Hello, LoadCommand, LookedAhead
 from cbatch.worker.wire import (
     VERSION,
-    Item,
     Ready,
+    WireItem,
     decode,
     encode,
     encode_call,
@@ -64,13 +64,13 @@ def hello_of(
     if look_ahead is not None:
         prompts, n_bytes = LookedAhead([]), 0
         for prompt, run_options in look_ahead.prompts:
-            pair = Item.of(prompt), told_options(run_options)
+            pair = WireItem.of(prompt), told_options(run_options)
             n_bytes += len(encode_call(pair, "lines"))
             if n_bytes > N_LINE_MAX // 2:  # the rest would make the line too long
                 break
             prompts.prompts.append(pair)
         prompts.is_all = look_ahead.is_all and len(prompts.prompts) == len(look_ahead.prompts)
-    load = Load(
+    load = LoadCommand(
         model=model,
         settings=dict(options),
         look_ahead=prompts,
@@ -271,7 +271,7 @@ def _ready(runtime: LocalRuntime) -> Ready:
     )
 
 
-def _load(said: Load | None) -> LocalRuntime:
+def _load(said: LoadCommand | None) -> LocalRuntime:
     """Load the model that a client's first line names."""
     if said is None:
         raise ConfigError("the first line must have load: this process has no model yet")

@@ -185,7 +185,7 @@ def decode(data: bytes | Raw, kind: type[T], frames: Frames = "msgpack") -> T:
 # ---- to the worker ----
 
 
-class Item(Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+class WireItem(Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """A prompt with its id and options."""
 
     id: str | None = None
@@ -197,7 +197,7 @@ class Item(Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=True)
     """What errors call it; "" for its id."""
 
     @classmethod
-    def of(cls, prompt: BatchPrompt, id: str = "", name: str = "") -> Item:
+    def of(cls, prompt: BatchPrompt, id: str = "", name: str = "") -> WireItem:
         """Return a prompt as it is sent. Raises as `told_options`."""
         return cls(
             id=id or None,
@@ -255,7 +255,7 @@ class LogLine(Struct, array_like=True):
     values: dict[str, Any]
 
 
-class Answer(Struct, array_like=True):
+class WireAnswer(Struct, array_like=True):
     """What a command gave: a value, or an error."""
 
     n: int | str
@@ -272,7 +272,7 @@ class Frame(Struct):
     steps: list[StepRecord] = []
     logs: list[LogLine] = []
     errors: list[CBatchError] = []
-    replies: list[Answer] = []
+    replies: list[WireAnswer] = []
     died: list[CBatchError] = []
 
 

@@ -12,7 +12,7 @@ from cbatch.core.driver import SequenceDriver
 from cbatch.core.kv import KvLedger
 from cbatch.core.parts import MovingWindow
 from cbatch.core.plan import KvCapabilities, Slot
-from cbatch.core.prefix import PrefixCache, Source
+from cbatch.core.prefix import PrefixCache, PrefixSource
 from tests.helpers import make_request, partitioned, shared_pool
 
 KIB = 1024
@@ -159,7 +159,7 @@ def test_cells_in_common_stay_where_they_are_or_are_copied(slot: int, ops: objec
     driver = SequenceDriver.of(make_request(), FakeVocab(320).piece, 0.0)
     view = cells.view()
     view.ledger.assign(Slot(slot), driver)
-    assert view.fill(driver, Slot(slot), Source(Slot(0), 4)) == 4
+    assert view.fill(driver, Slot(slot), PrefixSource(Slot(0), 4)) == 4
     assert ops_of(view) == ops
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.core.driver import Status, Wait
 from cbatch.core.plan import PromptCuts, Slot
-from cbatch.core.prefix import MIN_SHARED_TOKENS, Source
+from cbatch.core.prefix import MIN_SHARED_TOKENS, PrefixSource
 from cbatch.options import Grammar
 from tests.helpers import (
     Rig,
@@ -698,9 +698,9 @@ def test_chats_that_come_together_take_the_slots_of_those_that_come_last(
     assert n_found >= 5 * 5  # of 5 × 6: the last two never do, and each drives out another
 
 
-@pytest.mark.parametrize(("n_copied", "found"), [(40, Source(Slot(0), 40)), (41, None)])
+@pytest.mark.parametrize(("n_copied", "found"), [(40, PrefixSource(Slot(0), 40)), (41, None)])
 def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
-    n_copied: int, found: Source | None
+    n_copied: int, found: PrefixSource | None
 ) -> None:
     rig = make_rig()
     rig.submit(make_request("a", COMMON, max_tokens=1))
@@ -715,7 +715,7 @@ def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
     drive(rig)
     rig.submit(replace(make_request("b", [7] * 40), output=(7,) * 30))
-    assert rig.state.cells.prefixes.find(rig.drivers["b"]).source == Source(Slot(0), 32)
+    assert rig.state.cells.prefixes.find(rig.drivers["b"]).source == PrefixSource(Slot(0), 32)
 
 
 def test_slots_promised_to_followers_are_given_to_nobody() -> None:

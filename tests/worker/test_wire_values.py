@@ -178,7 +178,7 @@ def test_prompt_is_the_same_on_the_other_side(kind: dict[str, Any], id: str) -> 
     except ConfigError:
         return
     for frames in get_args(wire.Frames):
-        assert sent(wire.Item.of(prompt, id, "name"), wire.Item, frames).made() == prompt
+        assert sent(wire.WireItem.of(prompt, id, "name"), wire.WireItem, frames).made() == prompt
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_prompt_is_the_same_on_the_other_side(kind: dict[str, Any], id: str) -> 
 )
 def test_malformed_prompt_is_refused_by_name(said: object) -> None:
     with pytest.raises(CBatchError):
-        sent(said, wire.Item).made()
+        sent(said, wire.WireItem).made()
 
 
 @pytest.mark.parametrize("value", [object(), "\ud800", 2**70, {(): 1}.keys()])
