@@ -48,6 +48,7 @@ def deliver(
         chunks += last
         results += ending
         count_end(stats, driver)
+        driver.reply.reader = None  # a thread that has just written its cells may hold it
     for target, (chunks, results) in parcels.items():
         if isinstance(target, Members) and target.ends_with(results):
             routes.pop(target.id, None)  # first: a reader of the answer may use its id again

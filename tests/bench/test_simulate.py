@@ -160,7 +160,9 @@ def test_long_prompts_do_not_hold_up_readers() -> None:
         report = simulate(trace, n_slots=2, cost=cost, is_watched=is_watched)
         return report.itl_s.p99 or 0.0
 
-    assert longest_gap(is_watched=True) < 0.22
+    assert (
+        longest_gap(is_watched=True) < 0.27
+    )  # one waits for the next token, one for its first: five steps
     assert longest_gap(is_watched=False) > 1.0
 
 
