@@ -566,8 +566,8 @@ class MultiRequestBatcher:
         self._commit_waits(slot_plan)
         for leave in slot_plan.leaves:
             self._commit_leave(leave, lost)
-        empty = {slot for slot, key, _ in step.loads if key in lost}
-        if empty:
+        empty: set[Slot] = set()
+        if lost and (empty := {slot for slot, key, _ in step.loads if key in lost}):
             empty |= {slot for _, slot, _ in step.copies}
         for driver, place in slot_plan.placed.items():
             if driver.slot is None:

@@ -240,6 +240,8 @@ class ContinuousBatchScheduler:
     def _bindings(self, slot_plan: SlotPlan) -> tuple[Binding, ...]:
         """Return what the backend must know of the sequences that are new in their slots, or stand otherwise there."""
         holders, placed = slot_plan.ledger.holders, slot_plan.placed
+        if not (placed or slot_plan.cells.rebinds):
+            return ()
         rebound = [(holders[slot], slot) for slot in slot_plan.cells.rebinds]
         binds = [d.binding(slot) for d, slot in rebound if d is not None and d not in placed]
         binds += [driver.binding(slot) for driver, (slot, _) in placed.items()]

@@ -149,8 +149,10 @@ class SlotPlan:
     @property
     def n_following(self) -> int:
         """Sequences that wait for another's prefix; a slot stays free for each."""
-        n_new = sum(reason is Wait.LEADER for reason, _ in self.holds.values())
-        return len(self.state.followers) + n_new
+        n_following = len(self.state.followers)
+        if self.holds:
+            n_following += sum(reason is Wait.LEADER for reason, _ in self.holds.values())
+        return n_following
 
     @property
     def n_held(self) -> int:
