@@ -44,7 +44,7 @@ def test_split_budget_serves_the_first_whole_before_the_next(
         ([100, 20, 500], [100, 20, 500], 120, [100, 20, 0]),
     ],
 )
-def test_prompt_that_would_not_end_with_the_step_waits_once_there_is_enough(
+def test_prompt_that_would_not_end_in_the_step_waits_if_there_is_enough(
     wanted: list[int], left: list[int], n_enough: int, shares: list[int]
 ) -> None:
     assert split_budget(wanted, left, 600, n_enough) == shares

@@ -120,7 +120,7 @@ def test_slots_freed_together_are_refilled_in_one_plan() -> None:
     assert [len(p.binds) for p in plans if p.binds] == [4, 4]
 
 
-def test_prompt_that_waits_is_not_passed_by_one_as_long_in_whichever_slot_it_is() -> None:
+def test_prompt_that_waits_is_not_passed_by_one_as_long_in_any_slot() -> None:
     rig = make_scheduler(2, 64, 17, memory=shared_pool(120))
     rig.submit(make_request("x", max_tokens=1), make_request("old", range(60), max_tokens=1))
     step(rig)

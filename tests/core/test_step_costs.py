@@ -67,7 +67,7 @@ def test_prompt_tokens_cost_what_a_step_takes_beyond_its_rows() -> None:
     assert costs.n_prompt_within(3, 2.01) == 20
 
 
-def test_steps_that_take_too_long_already_take_half_as_long_again_for_prompts() -> None:
+def test_steps_that_take_too_long_take_half_as_long_again_for_prompts() -> None:
     costs = learned((3, 1.0))
     costs.learn_mixed(3, 10, 1.5)
     assert costs.n_prompt_within(3, 0.1) == 10
