@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import shutil
+import subprocess
 from argparse import ArgumentParser
 from dataclasses import fields
 from importlib.util import find_spec
@@ -120,6 +122,20 @@ def test_snippets_run_and_print_what_they_promise(
         printed = capsys.readouterr().out
         for promise in PRINTED.findall(snippet):
             assert promise.strip('"') in printed, promise
+
+
+@pytest.mark.real
+def test_quickstart_makes_a_folder_in_which_examples_run(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "docs", clone / "docs")
+    (clone / "cbatch").mkdir()
+    (clone / "cbatch/models").symlink_to(ROOT / "cbatch/models")
+    [line] = [text for text in blocks(ROOT / "docs/quickstart.md", "sh") if "mkdir" in text]
+    subprocess.run(line, shell=True, check=True, cwd=clone)
+    made = tmp_path / "try"
+    shipped = (ROOT / "cbatch/models/chat.gguf").read_bytes()
+    assert (made / "model.gguf").read_bytes() == shipped
+    assert (made / "docs/examples/tools.jinja").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -138,6 +138,8 @@ def _converse(
 ) -> int:
     """Answer questions until there are no more; return how many failed."""
     n_failed = 0
+    if stdin().isatty():
+        say("cbatch: an empty line ends the conversation")
     question = question or _next_question()
     while question:
         with suppress(KeyboardInterrupt):

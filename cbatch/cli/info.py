@@ -64,6 +64,7 @@ _ATTENTION = {
     "on": "flash attention on",
     "off": "flash attention off",
 }
+_ABSENT = "none in the file"
 
 
 def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
@@ -87,7 +88,7 @@ def _wrapped(name: str, value: str, width: int) -> str:
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     n_window, n_cells = found["n_window"], found["n_cells"]
-    yield "name", found["name"] or "not said"
+    yield "name", found["name"] or _ABSENT
     yield "architecture", found["architecture"]
     yield "file type", found["file_type"]
     yield "file size", f"{found['n_bytes']:,} bytes ({found['n_bytes'] / _MIB:,.1f} MiB)"
@@ -142,7 +143,7 @@ def _room(found: Mapping[str, Any]) -> str:
         return "not known"
     return (
         f"{found['n_slots_fit']} slots of this window, "
-        f"or a window of {found['n_window_fit']:,} in this many slots"
+        f"or {found['parallel']} slots of {found['n_window_fit']:,} tokens"
     )
 
 
@@ -153,7 +154,7 @@ def _size(n_bytes: int | None) -> str:
 
 
 def _listed(words: Iterator[str]) -> str:
-    return ", ".join(words) or "not said"
+    return ", ".join(words) or _ABSENT
 
 
 def _as_json(found: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,16 @@ import typer
 import cbatch
 from cbatch.cli.completion import among
 from cbatch.cli.main import ALWAYS_SHOWN, LogLevel, LogLines, show_log
-from cbatch.cli.option_table import ANSWERS, ENGINE, Given, names_in, number_or_word, option, takes
+from cbatch.cli.option_table import (
+    ANSWERS,
+    ENGINE,
+    Given,
+    name_of,
+    names_in,
+    number_or_word,
+    option,
+    takes,
+)
 from cbatch.cli.terminal import say, tell
 from cbatch.daemon.listening import remove_socket, socket_at
 from cbatch.engine_options import EngineOptions
@@ -276,7 +286,7 @@ def serve(
         ending.on_signals(),
         ExitStack() as stack,
         _opened(uds, partial(_bound, host, port, is_guarded=is_guarded)) as address,
-        _loaded(partial(load, given["model"]), ending) as engine,
+        _loaded(load, given["model"], ending) as engine,
     ):
         app, why_no_files = _with_files(
             partial(create_app, engine, **settings), files_dir, default_folder(port, uds)
@@ -334,9 +344,13 @@ def _bound(host: str, port: int, *, is_guarded: bool) -> socket.socket:
 
 
 @contextmanager
-def _loaded(load: Callable[[], cbatch.Engine], ending: "Ending") -> Iterator[cbatch.Engine]:
-    """Load a model for the block. At its end, workers have the rest of the grace period to end."""
-    with load() as engine:
+def _loaded(
+    load: Callable[[Path | None], cbatch.Engine], model: Path | None, ending: "Ending"
+) -> Iterator[cbatch.Engine]:
+    """Load a model for the block, and say so on a terminal. At its end, workers have the rest of the grace period."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        say(f"cbatch: loading {name_of(model)}")
+    with load(model) as engine:
         yield engine
         if ending.has_begun:
             engine.close(within_s=ending.left_s(_WORKERS_S))

@@ -160,7 +160,7 @@ def prove(
     )
     if proof.exactness != BITWISE:
         return proof
-    items = _items(n_prompts, said["n_window"], said["n_vocab"])
+    items = different_prompts(n_prompts, said["n_window"], said["n_vocab"])
     tell("each prompt alone")
     engine, rows = _recording(path, proof, share_prefixes=False)
     with engine:
@@ -190,14 +190,17 @@ def _recording(path: Path, proof: Proof, **settings: Any) -> tuple[Engine, RowDi
     return Engine(backend, schedule=options), rows
 
 
-def _items(n_prompts: int, n_window: int, n_vocab: int) -> list[BatchPrompt]:
-    """Return different prompts, most of them short, the longest with a common beginning; seeds tell them apart."""
+def different_prompts(n_prompts: int, n_window: int, n_vocab: int) -> list[BatchPrompt]:
+    """Return different prompts, most of them short, two or more of the longest with a common beginning.
+
+    Seeds tell them apart.
+    """
     dice, longest = random.Random(1), max(_SHORTEST, min(_LONGEST, n_window - _N_OUTPUT))
     last = max(1, n_prompts - 1)
     sizes = [_SHORTEST + round((i / last) ** 3 * (longest - _SHORTEST)) for i in range(n_prompts)]
     made = [dice.choices(range(n_vocab), k=n) for n in sizes]
     n_common = min(_N_COMMON, max(0, longest - _N_OWN))
-    for i in range(n_prompts // 6):
+    for i in range(max(2, n_prompts // 6) if n_prompts > 1 else 0):
         made[-1 - i] = [*made[-1][:n_common], *dice.choices(range(n_vocab), k=_N_OWN)]
     options = {"temperature": 0, "max_tokens": _N_OUTPUT, "ignore_eos": True, "logprobs": 2}
     return [BatchPrompt(tokens=t, options={**options, "seed": i}) for i, t in enumerate(made)]

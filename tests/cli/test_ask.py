@@ -264,6 +264,7 @@ def test_reader_who_leaves_ends_ask_quietly_with_0(test_model: Path) -> None:
 def test_conversation_on_a_terminal_prompts_and_ends_at_ctrl_d(test_model: Path) -> None:
     done = on_terminal(b"Hi\n\x04", "ask", "-i", "-m", test_model, *SHORT)
     assert done.exit_code == 0
+    assert done.stderr.startswith("cbatch: an empty line ends the conversation\n> ")
     assert done.stderr.count("> ") == 2
     assert done.stdout
 

@@ -84,9 +84,9 @@ def test_info_of_a_silent_file_says_so(synth: SynthFactory) -> None:
     found = info(model)
     assert (found["name"], found["has_chat_template"]) == ("", False)
     said = invoke("info", model).stdout
-    assert "name           not said\n" in said
+    assert "name           none in the file\n" in said
     assert "chat template  none: give --chat-template" in said
-    assert "sampling       not said\n" in said
+    assert "sampling       none in the file\n" in said
 
 
 def test_info_takes_whatever_run_takes_that_changes_sizes() -> None:

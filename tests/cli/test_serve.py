@@ -354,6 +354,20 @@ def test_signal_lets_a_stream_end_and_then_the_server(
         assert process.stderr.read() == ""
 
 
+@pytest.mark.real
+def test_server_on_a_terminal_says_that_it_loads(test_model: Path) -> None:
+    ours, theirs = os.openpty()
+    arguments = ("-m", str(test_model), "--port", "0", "--threads", "1", "--replicas", "1")
+    command = [sys.executable, "-m", "cbatch.cli", "serve", *arguments]
+    with subprocess.Popen(command, stderr=theirs) as process, open(ours) as said:
+        os.close(theirs)
+        try:
+            assert said.readline() == f"cbatch: loading {test_model}\n"
+            assert "serving" in said.readline()
+        finally:
+            process.kill()
+
+
 def _address_in(process: subprocess.Popen[str]) -> str:
     assert process.stderr is not None
     line = process.stderr.readline()

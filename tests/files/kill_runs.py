@@ -426,7 +426,7 @@ class Trial:
             case = Case(self.folder / f"whole-{format}-{version}", format, False, "nothing")
             case.begin(self.n_items)
             write_input(case.source, rows(self.n_items, version))
-            assert self.run(case, None) == 0
+            assert self.run(case, None) == 0, _text(self.told)
             self._expected[key] = read_output(case.output)
             assert {id: len(there) for id, there in self._expected[key].items()} == {
                 id: 1 for id, _ in rows(self.n_items, version)

@@ -31,11 +31,13 @@ URL = "http://127.0.0.1:8080"
 @pytest.mark.real
 @pytest.mark.filterwarnings("ignore")  # those of clients
 @pytest.mark.parametrize("snippet", RECIPES)
-def test_snippet_runs(snippet: str, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snippet_runs(
+    snippet: str, keeping_server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
     for package in re.findall(r"^(?:import|from) (\w+)", snippet, re.MULTILINE):
         pytest.importorskip(package)
     namespace: dict[str, Any] = {}
-    exec(compile(snippet.replace(URL, server.url), PAGE.name, "exec"), namespace)
+    exec(compile(snippet.replace(URL, keeping_server.url), PAGE.name, "exec"), namespace)
     if close := getattr(namespace.get("client"), "close", None):
         close()
     assert re.search(r"5|'Ada'", capsys.readouterr().out)

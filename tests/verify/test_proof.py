@@ -61,6 +61,14 @@ def test_proof_is_told_in_lines() -> None:
     assert not replace(PROOF, exactness="not guaranteed: so").is_exact
 
 
+@pytest.mark.parametrize("n", [2, 8, 24])
+def test_longest_prompts_have_a_common_beginning(n: int) -> None:
+    prompts = [prompt.tokens for prompt in proof_module.different_prompts(n, 2048, 1000)]
+    beginnings = [tuple(tokens[:500]) for tokens in prompts if tokens and len(tokens) > 520]
+    assert len(prompts) == n
+    assert beginnings.count(beginnings[-1]) == max(2, n // 6)
+
+
 def test_page_shows_each_number_of_rows_and_escapes_texts() -> None:
     page = proof_page(PROOF, {"parallel": 4}, {"cores": "2"})
     assert page.count("<rect") == 4

@@ -558,7 +558,7 @@ function statsOf(stats, n) {
   if (stats.predicted_per_second) words.push(`${rate(stats.predicted_per_second)} tok/s`);
   if (stats.prompt_ms !== undefined) words.push(`first after ${span((stats.queue_ms + stats.prompt_ms) / 1000)}`);
   if (stats.queue_ms > 100) words.push(`${span(stats.queue_ms / 1000)} of it queued`);
-  if (stats.cache_n) words.push(`${whole(stats.cache_n)} of ${whole(stats.cache_n + stats.prompt_n)} prompt tokens taken over`);
+  if (stats.cache_n) words.push(`${whole(stats.cache_n)} of ${whole(stats.cache_n + stats.prompt_n)} prompt tokens from cache`);
   return words.join(" · ");
 }
 

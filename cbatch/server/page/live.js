@@ -423,7 +423,7 @@ function showSums(sample) {
     ["Requests ended", whole(sample.finished)],
     ["Tokens written", whole(sample.output)],
     ["Prompt tokens computed", whole(sample.computed)],
-    ["Prompt tokens taken over", asked ? `${whole(sample.cached)} (${Math.round((100 * sample.cached) / asked)} %)` : "0"],
+    ["Prompt tokens from cache", asked ? `${whole(sample.cached)} (${Math.round((100 * sample.cached) / asked)} %)` : "0"],
     ["Cells in use", sample.cells ? `${whole(sample.used)} of ${whole(sample.cells)}` : "–"],
     ["Preemptions", whole(sample.preemptions)],
   ];
