@@ -168,11 +168,15 @@ def test_listener_ends_while_all_places_are_taken(
     monkeypatch.setattr("cbatch.worker.listening._N_WAITING", 1)
     monkeypatch.setattr("cbatch.worker.listening._LEAVING_S", PATIENCE_S)
     path = tmp_path / "s"
-    with closing(Listener(path, busy)) as listener, connected(path), connected(path):
-        with closing(listener.clients()) as clients:
-            next(clients)
-            listener.close()
-            assert not listener._thread.is_alive()
+    with (
+        closing(Listener(path, busy)) as listener,
+        closing(listener.clients()) as clients,
+        connected(path),
+        connected(path),
+    ):
+        next(clients)
+        listener.close()
+        assert not listener._thread.is_alive()
 
 
 def test_port_that_is_free_is_found_and_named() -> None:
