@@ -11,6 +11,7 @@ import termios
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -43,6 +44,9 @@ _N_FRAMING_PER_BYTE = 8
 
 _N_AHEAD = 2**16
 """Bytes behind an unanswered request from which on a connection is read no further until the answer. Our choice."""
+
+_N_PIECES = 256
+"""Pieces of a request that are read before other connections have their turn. Our choice."""
 
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
 """Ends a header, and a body in chunks; inside a body it ends nothing."""
@@ -119,6 +123,8 @@ class GuardedProtocol(_Parser):
         """Whether the answer is sent already, and what comes is dropped."""
         self._ahead = bytearray()
         """What has come and is not read yet."""
+        self._turn: asyncio.Handle | None = None
+        """Set while more of it is to be read after others have had their turn."""
         self._n_header_bytes = self._n_unsent = 0
         self._n_body_left = 0
         """Bytes to come of a body whose length was told."""
@@ -227,11 +233,18 @@ class GuardedProtocol(_Parser):
         if self._is_unheard:
             return
         self._ahead += data
-        self._read_ahead()
+        if self._turn is None:
+            self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Read what has come, as long as no whole request waits for its answer."""
-        while self._ahead and not self._is_whole and not self.transport.is_closing():
+        self._turn = None
+        for i in count():
+            if not self._ahead or self._is_whole or self.transport.is_closing():
+                break
+            if i == _N_PIECES:
+                self._turn = self.loop.call_soon(self._read_ahead)
+                break
             n_bytes = self._n_readable()
             data = bytes(self._ahead[:n_bytes])
             del self._ahead[:n_bytes]

@@ -270,10 +270,15 @@ def test_many_requests_for_an_upgrade_in_one_packet_are_each_answered() -> None:
 PIPELINED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
+def opened_at(server: Running) -> list[Any]:
+    """The connections of a server, as its own objects."""
+    return list(server.server.server_state.connections)
+
+
 def n_kept_by(server: Running) -> int:
     """The bytes of requests, read or not, that wait in a server behind other requests."""
     kept = 0
-    for one in list(server.server.server_state.connections):
+    for one in opened_at(server):
         kept += len(getattr(one, "_ahead", b"")) + len(PIPELINED) * len(
             getattr(one, "pipeline", ())
         )
@@ -294,16 +299,34 @@ def test_request_behind_another_is_read_when_that_one_is_answered() -> None:
         connected(server, sent) as one,
     ):
         backend.wait_until_held()
-        assert (
-            sum(len(getattr(c, "pipeline", ())) for c in server.server.server_state.connections)
-            == 0
-        )
+        assert not any(getattr(one, "pipeline", ()) for one in opened_at(server))
         assert server.server.server_state.total_requests == 0
         backend.release()
         got = rest_of(one).data
     assert got.count(b"HTTP/1.1 200") == 1 + n_behind + 1
     assert got.index(b"chat.completion") < got.index(b'"status":"ok"') < got.index(b"HTTP/1.1 400")
     assert got.index(b"HTTP/1.1 400") < got.index(b"is_processing")
+
+
+@pytest.mark.usefixtures("parser")
+@pytest.mark.real
+def test_body_of_many_pieces_leaves_others_their_turn() -> None:
+    text = (b"\n\n " * 20_000) + b"{}"
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(text), text)
+    with fake_app() as app, running(app) as server, connected(server, HEAD + b"\r\n") as one:
+        wait_until(lambda: any(c.cycle for c in opened_at(server)))
+        [protocol] = opened_at(server)
+        loop = server.server.servers[0].get_loop()
+        n_left: list[int] = []
+
+        def give() -> None:
+            loop.call_soon(lambda: n_left.append(len(protocol._ahead)))
+            protocol.data_received(body)
+
+        loop.call_soon_threadsafe(give)
+        one.settimeout(PATIENCE_S)
+        assert one.recv(2**16).startswith(b"HTTP/1.1 400")
+    assert n_left[0] > len(body) / 2
 
 
 @pytest.mark.usefixtures("parser")
