@@ -11,20 +11,19 @@ import termios
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from cbatch.logs import Log
+from cbatch.server.chunks import Chunks
 from cbatch.server.exchange import JSON, dumps
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
 
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Iterable
 
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -45,11 +44,8 @@ _N_FRAMING_PER_BYTE = 8
 _N_AHEAD = 2**16
 """Bytes behind an unanswered request from which on a connection is read no further until the answer. Our choice."""
 
-_N_PIECES = 256
-"""Pieces of a request that are read before other connections have their turn. Our choice."""
-
 _EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
-"""Ends a header, and a body in chunks; inside a body it ends nothing."""
+"""Ends a header."""
 
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
@@ -123,11 +119,11 @@ class GuardedProtocol(_Parser):
         """Whether the answer is sent already, and what comes is dropped."""
         self._ahead = bytearray()
         """What has come and is not read yet."""
-        self._turn: asyncio.Handle | None = None
-        """Set while more of it is to be read after others have had their turn."""
         self._n_header_bytes = self._n_unsent = 0
         self._n_body_left = 0
         """Bytes to come of a body whose length was told."""
+        self._chunks: Chunks | None = None
+        """Set from the header to the end of a body in chunks."""
         self._n_framing = 0
         """Framing bytes of the newest request, less those that its body allows."""
         self._header_timer: asyncio.TimerHandle | None = None
@@ -233,18 +229,11 @@ class GuardedProtocol(_Parser):
         if self._is_unheard:
             return
         self._ahead += data
-        if self._turn is None:
-            self._read_ahead()
+        self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Read what has come, as long as no whole request waits for its answer."""
-        self._turn = None
-        for i in count():
-            if not self._ahead or self._is_whole or self.transport.is_closing():
-                break
-            if i == _N_PIECES:
-                self._turn = self.loop.call_soon(self._read_ahead)
-                break
+        while self._ahead and not self._is_whole and not self.transport.is_closing():
             n_bytes = self._n_readable()
             data = bytes(self._ahead[:n_bytes])
             del self._ahead[:n_bytes]
@@ -260,6 +249,11 @@ class GuardedProtocol(_Parser):
         """Return how many bytes hold no beginning of a request behind the end of another."""
         if self._n_body_left:
             return self._n_body_left
+        if self._chunks is not None:
+            n_bytes = self._chunks.end(self._ahead)
+            if self._chunks.has_ended:
+                self._chunks = None
+            return n_bytes
         end = _EMPTY_LINE.search(self._ahead)
         n_bytes = len(self._ahead) if end is None else end.end()
         if self._is_between and not self._is_left_over:
@@ -271,7 +265,11 @@ class GuardedProtocol(_Parser):
         n_body = 0 if before is None else len(before.body)
         super().data_received(data)
         if (cycle := self.cycle) is not before:
-            self._n_framing, self._n_body_left = 0, _length_of(cycle.scope["headers"])
+            told = dict(cycle.scope["headers"])
+            is_chunked = b"transfer-encoding" in told
+            self._chunks = Chunks() if is_chunked else None
+            self._n_body_left = 0 if is_chunked else int(told.get(b"content-length", 0))
+            self._n_framing = 0
         elif cycle is not None:
             self._n_body_left -= min(len(data), self._n_body_left)
             n_new = len(cycle.body) - n_body
@@ -394,12 +392,6 @@ class GuardedProtocol(_Parser):
             (n_queued,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
             n_unsent += n_queued
         return n_unsent
-
-
-def _length_of(headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Return the length of a body that its header tells; 0 where there is none, or it comes in chunks."""
-    told = dict(headers)
-    return 0 if b"transfer-encoding" in told else int(told.get(b"content-length", 0))
 
 
 def _whole(problem: HttpProblemError) -> bytes:

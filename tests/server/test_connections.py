@@ -310,27 +310,6 @@ def test_request_behind_another_is_read_when_that_one_is_answered() -> None:
 
 @pytest.mark.usefixtures("parser")
 @pytest.mark.real
-def test_body_of_many_pieces_leaves_others_their_turn() -> None:
-    text = (b"\n\n " * 20_000) + b"{}"
-    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(text), text)
-    with fake_app() as app, running(app) as server, connected(server, HEAD + b"\r\n") as one:
-        wait_until(lambda: any(c.cycle for c in opened_at(server)))
-        [protocol] = opened_at(server)
-        loop = server.server.servers[0].get_loop()
-        n_left: list[int] = []
-
-        def give() -> None:
-            loop.call_soon(lambda: n_left.append(len(protocol._ahead)))
-            protocol.data_received(body)
-
-        loop.call_soon_threadsafe(give)
-        one.settimeout(PATIENCE_S)
-        assert one.recv(2**16).startswith(b"HTTP/1.1 400")
-    assert n_left[0] > len(body) / 2
-
-
-@pytest.mark.usefixtures("parser")
-@pytest.mark.real
 def test_requests_that_come_faster_than_they_are_answered_are_not_kept() -> None:
     n_most = 2**16 + 2 * 2**18  # the limit, and what one read brings over it, by the parser too
     with fake_app() as app, running(app) as server, connected(server) as one:
