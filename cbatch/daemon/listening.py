@@ -30,6 +30,18 @@ _LONGEST_WAIT_S = 1.0
 _LEAVING_S = 1.0
 """How long a client that comes waits for the one before it, which may be leaving."""
 
+_N_WAITING = 32
+"""Clients that are told to wait at once; more are accepted when one of these is told. Our choice."""
+
+_PASSING = {
+    getattr(errno, name)
+    for name in ("EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ECONNABORTED", "EPROTO", "EINTR")
+}
+"""Errors of one connection, or of a system that is short of something. Source: accept(2)."""
+
+_PAUSE_S = 0.1
+"""Seconds until the next try after such an error. Our choice."""
+
 _SOON_S = 1.0
 """A client that sends no line within this time is taken for one that knows no JSON; one that takes none gets none."""
 
@@ -54,7 +66,8 @@ class Listener:
         self._name = None if isinstance(place, int) else place.lstat()
         self._clients: SimpleQueue[socket.socket | OSError] = SimpleQueue()
         self._is_serving = threading.Lock()
-        self._is_closed = False
+        self._room = threading.Semaphore(_N_WAITING)
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="cbatch-listener", daemon=True)
         self._thread.start()
 
@@ -86,7 +99,8 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening."""
-        self._is_closed = True
+        self._closed.set()
+        self._room.release()  # for the thread that may wait for it
         hang_up(self._socket)
         self._thread.join(_SOON_S)  # where nothing wakes it, it ends with the process
         while not self._clients.empty():
@@ -97,26 +111,37 @@ class Listener:
             remove_socket(self._path, self._name)
 
     def _accept(self) -> None:
-        while True:
+        """Hand over clients until `close`; an error that passes is waited for."""
+        while self._room.acquire() and not self._closed.is_set():
             try:
                 client, _ = self._socket.accept()
             except OSError as error:
-                if not self._is_closed:
+                self._room.release()
+                if error.errno in _PASSING:
+                    self._closed.wait(_PAUSE_S)
+                    continue
+                if not self._closed.is_set():
                     self._clients.put(error)
                 return
             if self._is_serving.acquire(blocking=False):
                 self._clients.put(client)
-            else:
+                self._room.release()
+                continue
+            try:
                 threading.Thread(target=self._wait, args=(client,), daemon=True).start()
+            except RuntimeError:  # the system has no thread left
+                hang_up(client)
+                self._room.release()
 
     def _wait(self, client: socket.socket) -> None:
         """Have a client served if the one before it leaves soon, else refuse it."""
         if not self._is_serving.acquire(timeout=_LEAVING_S):
             self._refuse(client)
-            return
-        self._clients.put(client)
-        if self._is_closed:  # nobody takes it then
-            hang_up(client)
+        else:
+            self._clients.put(client)
+            if self._closed.is_set():  # nobody takes it then
+                hang_up(client)
+        self._room.release()
 
     def _refuse(self, client: socket.socket) -> None:
         first = b""

@@ -12,7 +12,7 @@ from cbatch.files.input.raw_streams import COMPRESSED, UNREAD
 from cbatch.files.input.text_files import LongLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cbatch.files.input.source import Source
     from cbatch.files.input.text_files import InputFile
@@ -37,7 +37,7 @@ COLUMNAR = ("parquet", "arrow")
 JSON_LINES = ("openai", "cbatch", "jsonl")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _N_LOOK, _N_LOOK_BYTES = 100, 2**20
-"""Lines and bytes to search for an object that tells the format: the first line may be blank or broken."""
+"""Lines that are not blank, and bytes, to search for an object that tells the format: the first may be broken."""
 
 
 def check_format(format: str, *more: str) -> None:
@@ -57,7 +57,7 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     if format in COLUMNAR:
         _check_columnar(file)
         return format if file.n_bytes else None
-    start = _first_line(file, lambda line: isinstance(line, LongLine) or line.strip())
+    start = _first_line(file, lambda line: True)
     if start is None or format is not None:
         return None if start is None else format
     return _format_of_lines(file, start, has_template=has_template)
@@ -92,14 +92,23 @@ def _first_line(
     file: InputFile, is_wanted: Callable[[bytes | LongLine], object]
 ) -> bytes | LongLine | None:
     """Return the first line that is wanted among a file's first lines, and rewind the file."""
-    n_bytes, found = 0, None
-    for _, line in zip(range(_N_LOOK), file.ahead(), strict=False):
-        n_bytes += 0 if isinstance(line, LongLine) else len(line)
-        found = line if is_wanted(line) else None
-        if found is not None or n_bytes > _N_LOOK_BYTES:
-            break
+    found = next(filter(is_wanted, _first_lines(file)), None)
     file.rewind()
     return found
+
+
+def _first_lines(file: InputFile) -> Iterator[bytes | LongLine]:
+    """Yield the first lines that are not blank; ConfigError where too many blank ones come before all others."""
+    n_lines = n_bytes = 0
+    for line in file.ahead():
+        n_bytes += 0 if isinstance(line, LongLine) else len(line)
+        if isinstance(line, LongLine) or line.strip():
+            n_lines += 1
+            yield line
+        if n_lines == _N_LOOK or n_bytes > _N_LOOK_BYTES:
+            break
+    if not n_lines and n_bytes > _N_LOOK_BYTES:
+        raise ConfigError(f"{file.name}: begins with {n_bytes:,} bytes of blank lines: remove them")
 
 
 def first_object(file: InputFile) -> dict[str, Any] | None:

@@ -7,9 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError, RequestFailedError
+from cbatch.files.input.columnar import rows_of
 from cbatch.files.input.row_prompts import Asking, RowPrompts
 from cbatch.files.input.tables import check_unique, item_of_row
-from cbatch.files.input.text_files import not_utf8
 from cbatch.files.output.encoders import AnswerColumns, columns_asked
 from cbatch.files.settings import check_engine
 from cbatch.options import RunOptions
@@ -162,22 +162,6 @@ def _named(all: Sequence[str], wanted: Collection[str]) -> list[str]:
     return [name for name in all if name in wanted] or [*all]
 
 
-def _rows_of(batch: Any) -> list[tuple[dict[str, object] | None, ItemError | None]]:
-    """Return the rows of a batch; Arrow's text may be any bytes, which is the error of its row alone."""
-    try:
-        return [(row, None) for row in batch.to_pylist()]
-    except UnicodeDecodeError:
-        return [_row_of(batch.slice(i, 1)) for i in range(batch.num_rows)]
-
-
-def _row_of(row: Any) -> tuple[dict[str, object] | None, ItemError | None]:
-    """Return the values of a batch of one row, or the error of bytes that are no text."""
-    try:
-        return row.to_pylist()[0], None
-    except UnicodeDecodeError as error:
-        return None, not_utf8(error).error
-
-
 class _PandasFrame:
     def __init__(self, table: Any, pandas: Any) -> None:
         self._table, self._pandas = table, pandas
@@ -241,7 +225,7 @@ class _ArrowFrame:
     def rows(self, columns: Collection[str]) -> Rows:
         table = self._table.select(_named(self.columns, columns))
         for batch in table.to_batches(max_chunksize=_N_ROWS):
-            yield from _rows_of(batch)
+            yield from ((row, None) for row in rows_of(batch))
 
     def with_columns(self, layout: AnswerColumns, columns: list[list[object]]) -> Any:
         pyarrow = self._pyarrow

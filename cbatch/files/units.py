@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _STEPS_S = (60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
 _DAY_S = 86400
+
+_N_LISTED = 2000
+"""Characters of a list of names: our choice."""
 
 
 def count(n: float) -> str:
@@ -24,6 +31,11 @@ def short(n: float) -> str:
 def cut(text: str, n_most: int) -> str:
     """Return text of at most `n_most` characters; an ellipsis stands for the rest."""
     return text if len(text) <= n_most else f"{text[: n_most - 1]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as an error shows them: a table may have a million."""
+    return cut(", ".join(names), _N_LISTED)
 
 
 def percent(part: float, whole: float) -> str:

@@ -16,7 +16,7 @@ from cbatch.backend.host_limits import available_cores
 from cbatch.engine_options import DEFAULT_PARALLEL
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError, EngineError, words_of
-from cbatch.files.input.columnar import import_pyarrow
+from cbatch.files.input.columnar import import_pyarrow, rows_of
 from cbatch.files.outcome import Interrupted, RunSummary
 from cbatch.files.output.encoders import AnswerColumns, columns_asked, dump
 from cbatch.files.settings import FileOptions, split_settings
@@ -415,7 +415,7 @@ def _json_lines(path: str, n_rows: int) -> Any:
 
     class JsonLines(BlockBasedFileDatasink):
         def write_block_to_file(self, block: Any, file: Any) -> None:
-            for row in block.to_arrow().to_pylist():
+            for row in rows_of(block.to_arrow()):
                 file.write(dump(row))
 
     return JsonLines(path, min_rows_per_file=n_rows, file_format="jsonl")

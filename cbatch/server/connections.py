@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import re
 import struct
 import sys
 import termios
@@ -13,7 +14,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
 
+from cbatch.server.chunks import Chunks
 from cbatch.server.exchange import JSON, dumps
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
 from cbatch.support.logs import Log
@@ -37,6 +40,12 @@ _SURPLUS_S = 1.0
 
 _N_FRAMING_PER_BYTE = 8
 """Bytes of framing allowed per byte of body, besides those of a header: a chunk of one byte has five."""
+
+_N_AHEAD = 2**16
+"""Bytes behind an unanswered request from which on a connection is read no further until the answer. Our choice."""
+
+_EMPTY_LINE = re.compile(rb"(?<![^\n])(?:\r?\n)+")
+"""Ends a header."""
 
 _WHY = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "its header is too large",
@@ -68,9 +77,23 @@ else:
     _Parser = AutoHTTPProtocol  # httptools' where that is installed
 
 
+class _Flow(FlowControl):
+    """Has the transport read only while less than `_N_AHEAD` bytes wait for an answer before them."""
+
+    def __init__(self, transport: asyncio.Transport, ahead: bytearray) -> None:
+        super().__init__(transport)
+        self._ahead = ahead
+
+    def resume_reading(self) -> None:
+        """Read on, if there is room for it."""
+        if len(self._ahead) < _N_AHEAD:
+            super().resume_reading()
+
+
 class GuardedProtocol(_Parser):
     """A connection that uvicorn reads, within limits; what is no HTTP is told in JSON.
 
+    It reads one request at a time: bytes behind a request wait, unread, until that one is answered.
     It begins TLS itself: where the event loop does, a connection counts only after its handshake.
     """
 
@@ -94,9 +117,15 @@ class GuardedProtocol(_Parser):
         self._header_s = limits.header_timeout_s
         self._is_unheard = False
         """Whether the answer is sent already, and what comes is dropped."""
+        self._ahead = bytearray()
+        """What has come and is not read yet."""
         self._n_header_bytes = self._n_unsent = 0
+        self._n_body_left = 0
+        """Bytes to come of a body whose length was told."""
+        self._chunks: Chunks | None = None
+        """Set from the header to the end of a body in chunks."""
         self._n_framing = 0
-        """Framing bytes of the newest request, less those that its body allows, after the read in which it began."""
+        """Framing bytes of the newest request, less those that its body allows."""
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -106,6 +135,11 @@ class GuardedProtocol(_Parser):
         return self.cycle is None or self.cycle.response_complete
 
     @property
+    def _is_whole(self) -> bool:
+        """Whether all of a request came that is not answered yet."""
+        return not self._is_between and not self.cycle.more_body
+
+    @property
     def _is_left_over(self) -> bool:
         """Whether a request was answered before all of its body came."""
         return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
@@ -113,6 +147,7 @@ class GuardedProtocol(_Parser):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, and with TLS for its handshake; called again after that."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._ahead)
         if self._handshake is not None:
             self._handshake = None
             return
@@ -184,32 +219,59 @@ class GuardedProtocol(_Parser):
         """End all waiting."""
         self._forget_header()
         self._forget_reader()
+        self._ahead.clear()
         super().connection_lost(exc)
 
     # ---- what comes in ----
 
     def data_received(self, data: bytes) -> None:
-        """Read on; a header that is too long or takes too long is refused."""
+        """Read on, up to the end of a request; a header that is too long or takes too long is refused."""
         if self._is_unheard:
             return
-        n_room = self._limits.n_header_bytes - self._n_header_bytes
-        if len(data) > n_room and self._is_between and not self._is_left_over:
-            self._read(data[:n_room])
-            data = data[n_room:]
-            if self._is_between and not self.transport.is_closing():
-                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-                self._refuse(status, _WHY[status])
-        if not self.transport.is_closing():
+        self._ahead += data
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Read what has come, as long as no whole request waits for its answer."""
+        while self._ahead and not self._is_whole and not self.transport.is_closing():
+            n_bytes = self._n_readable()
+            data = bytes(self._ahead[:n_bytes])
+            del self._ahead[:n_bytes]
             self._read(data)
+        if self.transport.is_closing():
+            self._ahead.clear()
+        elif len(self._ahead) >= _N_AHEAD:
+            self.flow.pause_reading()
+        elif self._is_between or self._is_whole:
+            self.flow.resume_reading()  # else nobody would see its client leave
+
+    def _n_readable(self) -> int:
+        """Return how many bytes hold no beginning of a request behind the end of another."""
+        if self._n_body_left:
+            return self._n_body_left
+        if self._chunks is not None:
+            n_bytes = self._chunks.end(self._ahead)
+            if self._chunks.has_ended:
+                self._chunks = None
+            return n_bytes
+        end = _EMPTY_LINE.search(self._ahead)
+        n_bytes = len(self._ahead) if end is None else end.end()
+        if self._is_between and not self._is_left_over:
+            n_bytes = min(n_bytes, self._limits.n_header_bytes - self._n_header_bytes)
+        return n_bytes
 
     def _read(self, data: bytes) -> None:
-        before = self.cycle
+        before, is_left_over = self.cycle, self._is_left_over
         n_body = 0 if before is None else len(before.body)
         super().data_received(data)
         if (cycle := self.cycle) is not before:
-            # these bytes may also end the body of a request that was answered early
+            told = dict(cycle.scope["headers"])
+            is_chunked = b"transfer-encoding" in told
+            self._chunks = Chunks() if is_chunked else None
+            self._n_body_left = 0 if is_chunked else int(told.get(b"content-length", 0))
             self._n_framing = 0
         elif cycle is not None:
+            self._n_body_left -= min(len(data), self._n_body_left)
             n_new = len(cycle.body) - n_body
             self._n_framing += len(data) - n_new - _N_FRAMING_PER_BYTE * n_new
             if self._n_framing > 2 * self._limits.n_header_bytes and not self._is_between:
@@ -219,8 +281,14 @@ class GuardedProtocol(_Parser):
             self._forget_header()
             return
         self._await_header()
-        if not self._is_left_over:
+        if not is_left_over:
             self._n_header_bytes += len(data)
+            if (
+                self._n_header_bytes >= self._limits.n_header_bytes
+                and not self.transport.is_closing()
+            ):
+                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                self._refuse(status, _WHY[status])
 
     def on_headers_complete(self) -> None:
         """Begin a request. Called by httptools, which adds trailers to the headers later: these are dropped."""
@@ -233,6 +301,7 @@ class GuardedProtocol(_Parser):
         """End the body of a request. Called by httptools."""
         if not self.parser.should_upgrade():
             super().on_message_complete()  # type: ignore[misc]
+            self.cycle.more_body = False  # also where it was answered before
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; uvicorn calls this while it handles its parser's error, which may show a key."""
@@ -287,6 +356,7 @@ class GuardedProtocol(_Parser):
     def on_response_complete(self) -> None:
         """Go on to the next request; the last bytes wait for their client as all others."""
         super().on_response_complete()
+        self._read_ahead()
         self._watch_rest()
 
     def _watch_rest(self) -> None:

@@ -42,6 +42,9 @@ _TOLD_S = 0.2
 _N_OTHER_FILES = 256
 """Files that are open beside connections: those of workers, of the log, of answers to surplus connections."""
 
+_N_FILES = 64
+"""Open files without which no server is started: with one replica it has 22, and each client needs one. Our choice."""
+
 _PEER_S = (60, 15, 4)
 """Seconds of silence after which the system asks whether a client is there, seconds between that, and how often."""
 
@@ -120,11 +123,15 @@ def limits_for(n_connections: int | None) -> ConnectionLimits:
         n_connections: None for the default, or as many as the system allows.
 
     Raises:
-        ConfigError: the system does not allow so many.
+        ConfigError: the system does not allow so many, or too few files for any server.
     """
     n_max = ConnectionLimits().n_max if n_connections is None else n_connections
     n_soft, n_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     n_needed = n_max + _N_OTHER_FILES
+    if n_hard != resource.RLIM_INFINITY and n_hard < _N_FILES:
+        raise ConfigError(
+            f"the system allows {n_hard} open files, and a server needs {_N_FILES}: raise the limit (ulimit -n)"
+        )
     if n_hard != resource.RLIM_INFINITY and n_needed > n_hard:
         if n_connections is not None:
             raise ConfigError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from contextlib import closing
+import threading
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -66,6 +68,113 @@ def test_client_is_hung_up_on_when_the_next_one_is_asked_for(tmp_path: Path) -> 
         with closing(listener.clients()) as clients:
             next(clients)
         assert first.recv(9) == b""
+
+
+@pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ECONNABORTED"])
+def test_error_that_passes_ends_no_listener(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, errors = socket.socket.accept, [OSError(getattr(errno, name), "")] * 2
+
+    def accept_later(self: socket.socket) -> object:
+        if errors:
+            raise errors.pop()
+        return accept(self)
+
+    monkeypatch.setattr("cbatch.worker.listening._PAUSE_S", 0.001)
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    path = tmp_path / "s"
+    with closing(Listener(path, busy)) as listener, connected(path) as first:
+        with closing(listener.clients()) as clients:
+            next(clients).sendall(b"hello")
+        assert first.recv(9) == b"hello"
+    assert not errors
+
+
+def test_other_error_ends_the_listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: socket.socket) -> object:
+        raise OSError(errno.EINVAL, "odd")
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    with (
+        closing(Listener(tmp_path / "s", busy)) as listener,
+        closing(listener.clients()) as clients,
+        pytest.raises(OSError, match="odd"),
+    ):
+        next(clients)
+
+
+def test_client_for_which_there_is_no_thread_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    path = tmp_path / "s"
+    with closing(Listener(path, busy)) as listener, closing(listener.clients()) as clients:
+        with connected(path) as first:
+            served = next(clients)
+            with monkeypatch.context() as short:
+                short.setattr(threading.Thread, "start", fail)
+                with connected(path) as second:
+                    assert second.recv(9) == b""
+            served.sendall(b"hello")
+            assert first.recv(9) == b"hello"
+        with connected(path) as last:
+            next(clients).sendall(b"again")
+            assert last.recv(9) == b"again"
+
+
+def test_few_clients_are_told_to_wait_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.worker.listening._N_WAITING", 2)
+    monkeypatch.setattr("cbatch.worker.listening._LEAVING_S", 0.001)
+    lock, two, go = threading.Lock(), threading.Semaphore(0), threading.Event()
+    n_now, most = 0, 0
+
+    def slow(first: bytes) -> bytes:
+        nonlocal n_now, most
+        with lock:
+            n_now += 1
+            most = max(most, n_now)
+        two.release()
+        assert go.wait(PATIENCE_S)
+        with lock:
+            n_now -= 1
+        return b"busy"
+
+    path = tmp_path / "s"
+    with ExitStack() as opened:
+        listener = opened.enter_context(closing(Listener(path, slow)))
+        clients = opened.enter_context(closing(listener.clients()))
+        opened.enter_context(connected(path))
+        next(clients)
+        others = [opened.enter_context(connected(path)) for _ in range(8)]
+        for other in others:
+            other.sendall(b"Ann")
+        assert two.acquire(timeout=PATIENCE_S)
+        assert two.acquire(timeout=PATIENCE_S)
+        go.set()
+        assert [other.recv(9) for other in others] == [b"busy"] * len(others)
+    assert most == 2
+
+
+def test_listener_ends_while_all_places_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.worker.listening._N_WAITING", 1)
+    monkeypatch.setattr("cbatch.worker.listening._LEAVING_S", PATIENCE_S)
+    path = tmp_path / "s"
+    with (
+        closing(Listener(path, busy)) as listener,
+        closing(listener.clients()) as clients,
+        connected(path),
+        connected(path),
+    ):
+        next(clients)
+        listener.close()
+        assert "cbatch-listener" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_port_that_is_free_is_found_and_named() -> None:

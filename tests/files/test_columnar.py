@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
+from cbatch.files.input.columnar import rows_of
 from cbatch.files.input.source import open_source
 from cbatch.files.output.columnar_answers import ColumnarEncoder
 from cbatch.files.output.encoders import AnswerColumns
@@ -121,6 +123,13 @@ def test_output_has_the_input_and_the_answers_in_order(tmp_path: Path, name: str
     assert out["prompt_tokens"].type == pa.int64()
 
 
+def test_rows_before_and_after_one_without_a_record_are_kept(tmp_path: Path) -> None:
+    many = pa.table({"review": [str(i) for i in range(1, 9)]})
+    path = save(tmp_path / "in.arrow", many)
+    out = finished(tmp_path / "out.arrow", path, only={1, 2, 4, 6, 7, 8})
+    assert out["review"].to_pylist() == ["1", "2", "4", "6", "7", "8"]
+
+
 def test_rows_without_a_record_are_left_out(tmp_path: Path) -> None:
     a, b = save(tmp_path / "a.parquet"), save(tmp_path / "b.parquet")
     out = finished(tmp_path / "out.parquet", a, b, only={2, 3, 4})
@@ -199,6 +208,108 @@ def test_files_with_other_types_are_refused(tmp_path: Path) -> None:
 def test_file_that_is_something_else_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read as"):
         read(write(tmp_path / name, "not this at all"))
+
+
+# ---- columns that Python, or pyarrow's own functions, cannot hold ----
+
+TEXTS = pa.array(["a", "b", None])
+NO_TEXT = pa.array([b"a", b"b\xff", None], pa.binary()).view(pa.string())
+ENDS = pa.RunEndEncodedArray.from_arrays([2, 3], ["a", "b"])
+UNREADABLE = {
+    "text": NO_TEXT,
+    "dictionary": pa.DictionaryArray.from_arrays(pa.array([0, 1, None]), NO_TEXT),
+    "seconds": pa.array([1, 2**62, None], pa.timestamp("s")),
+    "microseconds": pa.array([1, 10**18, None], pa.timestamp("us")),
+    "zone": pa.array([1, 2, None], pa.timestamp("s", tz="Mars/Olympus")),
+    "date": pa.array([0, 2**60, None], pa.date64()),
+    "duration": pa.array([1, 2**62, None], pa.duration("s")),
+    "one name twice": pa.StructArray.from_arrays([TEXTS, TEXTS], ["a", "a"]),
+    "text inside": pa.StructArray.from_arrays([NO_TEXT], ["a"]),
+}
+UNTAKEN = {
+    "text view": TEXTS.cast(pa.string_view()),
+    "bytes view": TEXTS.cast(pa.binary()).cast(pa.binary_view()),
+    "list of views": pa.array([["a"], None, ["b"]], pa.list_(pa.string_view())),
+    "runs": ENDS,
+    "runs inside": pa.StructArray.from_arrays([ENDS], ["a"]),
+}
+
+
+@pytest.mark.parametrize("only", [{1, 2, 3}, {1, 3}, {2}])
+@pytest.mark.parametrize("name", [*UNREADABLE, *UNTAKEN])
+def test_column_that_no_prompt_reads_is_kept_as_it_is(
+    tmp_path: Path, name: str, only: set[int]
+) -> None:
+    column = {**UNREADABLE, **UNTAKEN}[name]
+    table = pa.table({"review": ["x", "y", "z"], "odd": column})
+    out = finished(tmp_path / "out.arrow", save(tmp_path / "in.arrow", table), only=only)
+    assert out["response"].to_pylist() == ["Hi!"] * len(only)
+    rows = rows_of(table.select(["odd"]))
+    assert rows_of(out.select(["odd"])) == [rows[number - 1] for number in sorted(only)]
+    assert out["odd"].type == (pa.string() if name == "dictionary" else column.type)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_value_that_cannot_be_read_costs_its_row(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / "in.arrow", pa.table({"odd": UNREADABLE[name], "text": TEXTS}))
+    wrong = read(path, template="{text} {odd}")[1]
+    assert error_of(wrong).message.startswith("column 'odd': ")
+    assert error_of(wrong).param == "odd"
+    assert pickle.loads(pickle.dumps(wrong)) == wrong
+    [item] = [i for i in read(path, template="{text}") if i.number == 2]
+    assert item.error is None
+
+
+def test_column_whose_name_is_no_text_is_told(tmp_path: Path) -> None:
+    table = pa.table([TEXTS], schema=pa.schema([pa.field(b"a\xff", pa.string())]))
+    with pytest.raises(ConfigError, match=r"in.arrow: cannot be read as arrow: 'utf-8' codec"):
+        read(save(tmp_path / "in.arrow", table), template="x")
+
+
+def test_value_that_cannot_be_read_is_text_in_lines(tmp_path: Path) -> None:
+    odd = pa.array([1, 2**62, None], pa.timestamp("s"))
+    path = save(tmp_path / "in.arrow", pa.table({"text": TEXTS, "a": NO_TEXT, "b": odd}))
+    rows = [json.loads(r) for r in records(path, template="{text}.", to="jsonl").splitlines()]
+    assert [(row["a"], row["b"]) for row in rows] == [
+        ("a", "1970-01-01 00:00:01"),
+        ("b\ufffd", f"<value out of range: {2**62}>"),
+        (None, None),
+    ]
+
+
+@pytest.mark.parametrize("column", [ENDS, pa.array([pa.MonthDayNano([1, 2, 3])] * 3)])
+def test_column_that_parquet_cannot_hold_is_refused_before_the_run(
+    tmp_path: Path, column: Any
+) -> None:
+    path = save(tmp_path / "in.arrow", pa.table({"text": TEXTS, "odd": column}))
+    with make_engine() as engine:
+        with pytest.raises(ConfigError, match=r"column 'odd' is .*parquet files cannot hold.*keep"):
+            run_file(path, tmp_path / "out.parquet", engine=engine)
+        said: dict[str, Any] = {"engine": engine, "keep_columns": ["text"]}
+        assert run_file(path, tmp_path / "out.parquet", **said).n_items == 3
+
+
+def test_dictionaries_that_differ_are_written_as_values(tmp_path: Path) -> None:
+    paths = []
+    for texts in (["a", "b"], ["c", "a"]):
+        table = pa.table({"review": pa.array(texts).dictionary_encode()})
+        paths.append(save(tmp_path / f"{texts[0]}.arrow", table))
+    out = finished(tmp_path / "out.arrow", *paths)
+    assert out["review"].to_pylist() == ["a", "b", "c", "a"]
+    assert out["review"].type == pa.string()
+
+
+def test_output_that_cannot_be_written_is_no_change_of_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ColumnarEncoder, *given: object) -> None:
+        raise pa.ArrowInvalid("no kernel")
+
+    monkeypatch.setattr(ColumnarEncoder, "_kept", fail)
+    with pytest.raises(
+        ConfigError, match=r"out.parquet: cannot be written as parquet: no kernel.*No ans"
+    ):
+        finished(tmp_path / "out.parquet", save(tmp_path / "in.parquet"))
 
 
 def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -82,6 +82,22 @@ def test_blank_lines_beyond_where_the_format_is_told_are_an_empty_file_too(tmp_p
         read(write(tmp_path / "a.txt", "\n" * 1000))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", CBATCH), ("a", CBATCH), ("a.jsonl", OPENAI), ("a.csv", "text\nx"), ("a.txt", "x")],
+)
+def test_blank_lines_before_the_first_request_are_passed(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    assert len(read(write(tmp_path / name, "\n" * 1000 + content))) == 1
+
+
+def test_blank_lines_without_end_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "\n" * (2**20 + 10) + CBATCH)
+    with pytest.raises(ConfigError, match=r"a.jsonl: begins with 1,048,577 bytes of blank lines"):
+        read(path)
+
+
 def test_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"format must be one of auto, openai, .*, not 'xml'"):
         read(write(tmp_path / "a.xml", "x"), format="xml")

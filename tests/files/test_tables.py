@@ -111,6 +111,15 @@ def test_table_that_does_not_fit_is_refused_at_once(
         read(write(tmp_path / "in.csv", f"{header}\n1,2\n"), **said)
 
 
+def test_header_of_very_many_columns_is_checked_in_one_pass(tmp_path: Path) -> None:
+    names = ",".join(f"c{i}" for i in range(500_000))
+    with pytest.raises(ConfigError, match="two columns named 'c7'"):
+        read(write(tmp_path / "a.csv", f"{names},c7\n1\n"), template="{c7}")
+    with pytest.raises(ConfigError, match=r"no column prompt.* c0, c1, .*…$") as told:
+        read(write(tmp_path / "b.csv", f"{names}\n1\n"))
+    assert len(str(told.value)) < 5000
+
+
 @pytest.mark.parametrize(
     ("row", "code", "said"),
     [

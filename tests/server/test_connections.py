@@ -268,6 +268,97 @@ def test_many_requests_for_an_upgrade_in_one_packet_are_each_answered() -> None:
     assert got.count(b"HTTP/1.1 200") == 301
 
 
+PIPELINED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def opened_at(server: Running) -> list[Any]:
+    """The connections of a server, as its own objects."""
+    return list(server.server.server_state.connections)
+
+
+def n_kept_by(server: Running) -> int:
+    """The bytes of requests, read or not, that wait in a server behind other requests."""
+    kept = 0
+    for one in opened_at(server):
+        kept += len(getattr(one, "_ahead", b"")) + len(PIPELINED) * len(
+            getattr(one, "pipeline", ())
+        )
+        kept += len(one.conn.trailing_data[0]) if hasattr(one, "conn") else 0
+    return kept
+
+
+@pytest.mark.usefixtures("parser")
+@pytest.mark.real
+def test_request_behind_another_is_read_when_that_one_is_answered() -> None:
+    n_behind, backend = 500, GatedBackend(1, 256, hold_at=0)
+    first = request(CHAT, ASKED).replace(b"connection: close\r\n", b"")
+    chunked = HEAD + b"\r\n5\r\n\r\n\r\n{\r\n1;a=b\r\n}\r\n0\r\nx-a: b\r\n\r\n"
+    sent = first + PIPELINED * n_behind + chunked + INNER
+    with (
+        Engine(backend) as engine,
+        running(create_app(engine)) as server,
+        connected(server, sent) as one,
+    ):
+        backend.wait_until_held()
+        assert not any(getattr(one, "pipeline", ()) for one in opened_at(server))
+        assert server.server.server_state.total_requests == 0
+        backend.release()
+        got = rest_of(one).data
+    assert got.count(b"HTTP/1.1 200") == 1 + n_behind + 1
+    assert got.index(b"chat.completion") < got.index(b'"status":"ok"') < got.index(b"HTTP/1.1 400")
+    assert got.index(b"HTTP/1.1 400") < got.index(b"is_processing")
+
+
+@pytest.mark.usefixtures("parser")
+@pytest.mark.real
+def test_requests_that_come_faster_than_they_are_answered_are_not_kept() -> None:
+    n_most = 2**16 + 2 * 2**18  # the limit, and what one read brings over it, by the parser too
+    with fake_app() as app, running(app) as server, connected(server) as one:
+        one.setblocking(False)
+        data, most, n_answered = memoryview(PIPELINED * 200_000), 0, 0
+        while n_answered < 1000:
+            with suppress(BlockingIOError):
+                data = data[one.send(data[: 2**18]) :]
+            with suppress(BlockingIOError):
+                n_answered += one.recv(2**16).count(b"HTTP/1.1 200")
+            most = max(most, n_kept_by(server))
+    assert 0 < most <= n_most
+
+
+@pytest.mark.usefixtures("parser")
+@pytest.mark.real
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_client_that_leaves_with_requests_behind_each_other_gives_up_all(
+    is_streamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request(CHAT, {**ASKED, "stream": is_streamed}).replace(b"connection: close\r\n", b"")
+    backend = GatedBackend(1, 256, hold_at=0)
+    with Engine(backend) as engine, running(app := create_app(engine)) as server:
+        with connected(server, asked * 2):
+            backend.wait_until_held()
+        wait_until(lambda: not app.state.desk.n_in_flight)
+        backend.release()
+        with server.client() as client:
+            assert client.post(CHAT, json=ASKED).status_code == 200
+        assert engine.stats().n_finished == {"cancelled": 1, "length": 1}
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
+@pytest.mark.real
+def test_header_behind_a_request_that_was_refused_early_has_the_same_limit() -> None:
+    refused = request(CHAT, {"user": "x" * 2**18}).replace(b"connection: close\r\n", b"")
+    with (
+        fake_app(api_keys="k") as app,
+        running(app, n_header_bytes=4096) as server,
+        connected(server, refused) as one,
+    ):
+        got = one.recv(2**16)
+        while not got.endswith(b"}"):
+            got += one.recv(2**16)
+        one.sendall(b"GET /health HTTP/1.1\r\nx-large: " + b"x" * 9999)
+        assert rest_of(one).status == 431
+
+
 @pytest.mark.usefixtures("parser")
 @pytest.mark.real
 def test_tunnel_is_refused_and_nothing_in_it_is_served() -> None:
@@ -403,6 +494,9 @@ def test_limit_of_open_files_is_raised_or_lowers_the_default(
     assert chosen[-1] == (512, 512)
     with pytest.raises(ConfigError, match=r"--max-connections 1000 needs .* allows 512"):
         limits_for(1000)
+    limits.append((16, 20))
+    with pytest.raises(ConfigError, match=r"allows 20 open files, and a server needs 64: .*ulimit"):
+        limits_for(None)
 
 
 def with_small_buffers(server: Running) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.tables import InputTable, check_unique
 from cbatch.support.checks import readable
+from cbatch.files.input.item import ItemError
+from cbatch.files.input.row_prompts import Unread
+from cbatch.files.input.tables import InputTable, check_unique
+from cbatch.files.input.text_files import not_utf8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from cbatch.files.input.text_files import InputFile
 
 N_ROWS = 1024  # rows in memory at once: our choice
+_ALL = 2**31 - 1
+"""Values that pyarrow's text of an array shows at most; without a number it leaves some out."""
 _ARROW_MAGIC = b"ARROW1"  # Source: Arrow's format, IPC file format; a stream has none
 
 
@@ -33,22 +38,44 @@ def import_pyarrow() -> Any:
 def open_table(path: str, format: str) -> Iterator[tuple[Any, int | None, Iterator[Any]]]:
     """Open a file: its schema, its number of rows where the file tells it, and its batches.
 
-    ConfigError where it is of another format, or damaged.
+    ConfigError where it is of another format, or damaged; of batches, too.
     """
+    with ExitStack() as stack:
+        with _readable(path, format):
+            file = stack.enter_context(open(path, "rb"))  # pyarrow opens no name that is no UTF-8
+            schema, n_rows, batches = _opened(stack, file, format)
+            check_unique(schema.names, readable(path))
+        yield schema, n_rows, _told(batches, path, format)
+
+
+def _opened(stack: ExitStack, file: BinaryIO, format: str) -> tuple[Any, int | None, Iterator[Any]]:
     pyarrow = import_pyarrow()
+    if format == "parquet":
+        reader = stack.enter_context(pyarrow.parquet.ParquetFile(file))
+        return reader.schema_arrow, reader.metadata.num_rows, reader.iter_batches(N_ROWS)
+    is_file = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
+    file.seek(0)
+    opener = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+    reader = stack.enter_context(opener(file))
+    return reader.schema, None, _arrow_batches(reader, is_file=is_file)
+
+
+@contextmanager
+def _readable(path: str, format: str) -> Iterator[None]:
+    """Turn the errors of reading a file into a ConfigError."""
     try:
-        if format == "parquet":  # by a file of Python's, for pyarrow opens no name that is no UTF-8
-            with open(path, "rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
-                yield file.schema_arrow, file.metadata.num_rows, file.iter_batches(N_ROWS)
-        else:
-            with open(path, "rb") as file:
-                is_file = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
-                file.seek(0)
-                opener = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
-                with opener(file) as reader:
-                    yield reader.schema, None, _arrow_batches(reader, is_file=is_file)
-    except (pyarrow.ArrowException, OSError) as error:
+        yield
+    except (import_pyarrow().ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{readable(path)}: cannot be read as {format}: {error}") from error
+
+
+def _told(batches: Iterator[Any], path: str, format: str) -> Iterator[Any]:
+    while True:
+        with _readable(path, format):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _arrow_batches(reader: Any, *, is_file: bool) -> Iterator[Any]:
@@ -58,20 +85,50 @@ def _arrow_batches(reader: Any, *, is_file: bool) -> Iterator[Any]:
             yield batch.slice(start, N_ROWS)
 
 
+def rows_of(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch or a table; a cell whose value Python cannot hold is `Unread`."""
+    columns = {name: _values(table.column(i)) for i, name in enumerate(table.schema.names)}
+    return [{name: values[i] for name, values in columns.items()} for i in range(table.num_rows)]
+
+
+def _values(column: Any) -> list[Any]:
+    odd = (import_pyarrow().ArrowException, ValueError, LookupError, ArithmeticError)
+    try:
+        return list(column.to_pylist())
+    except odd:
+        if hasattr(column.type, "value_type") and hasattr(column.type, "index_type"):
+            column = column.cast(column.type.value_type)  # of a dictionary
+        return [_value(column, i, odd) for i in range(len(column))]
+
+
+def _value(column: Any, i: int, odd: tuple[type[Exception], ...]) -> Any:
+    """Return the value of one cell."""
+    cell = column[i]
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError as error:
+        why = not_utf8(error).error
+    except odd as error:
+        why = ItemError("invalid_row", f"its {column.type} cannot be read: {error}")
+    if hasattr(cell, "as_buffer"):
+        return Unread(bytes(cell.as_buffer()).decode(errors="replace"), why)
+    text = column.slice(i, 1).to_string(window=_ALL, container_window=_ALL)
+    return Unread(text.removeprefix("[").removesuffix("]").strip(), why)
+
+
 @contextmanager
 def columnar_table(
     file: InputFile, lines: object, known: object, *, format: str
 ) -> Iterator[InputTable]:
     """Open the table of an input file."""
     with open_table(file.path, format) as (schema, n_rows, batches):
-        check_unique(schema.names, file.name)
         yield InputTable(types_of(schema), _rows(file, n_rows, batches))
 
 
 def _rows(file: InputFile, n_rows: int | None, batches: Iterator[Any]) -> Rows:
     n_done = 0
     for batch in batches:
-        for row in batch.to_pylist():
+        for row in rows_of(batch):
             n_done += 1
             yield f"{file.name}, row {n_done}", row, None
         if n_rows:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import InputLineError
 from cbatch.files.input.json_requests import decoded, without_nulls
+from cbatch.files.units import listed
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.support.checks import check_string, why_unread
@@ -17,9 +18,28 @@ from cbatch.support.checks import check_string, why_unread
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from cbatch.files.input.item import ItemError
     from cbatch.messages import Message
 
 Row: TypeAlias = "Mapping[str, object]"
+
+
+class Unread(str):
+    """The text of a cell whose value Python cannot hold; `error` says why."""
+
+    __slots__ = ("error",)
+    error: ItemError
+
+    def __new__(cls, text: str, error: ItemError) -> Unread:
+        """Make one of what the cell looks like."""
+        made = super().__new__(cls, text)
+        made.error = error
+        return made
+
+    def __getnewargs__(self) -> tuple[str, ItemError]:  # type: ignore[override]
+        """Return what pickle makes another one of."""
+        return str(self), self.error
+
 
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
@@ -78,7 +98,7 @@ class Template:
                 )
             elif field not in columns:
                 raise ConfigError(
-                    f"{name}: there is no column {field!r}; the columns are: {', '.join(columns)} "
+                    f"{name}: there is no column {field!r}; the columns are: {listed(columns)} "
                     "(a brace is {{ or }})"
                 )
             else:
@@ -95,8 +115,17 @@ class Template:
         """Return the text with a row's values; KeyError where the row has no such column."""
         pieces = self._pieces.copy()
         for i in range(1, len(pieces), 2):
-            pieces[i] = as_text(row[pieces[i]])
+            pieces[i] = as_text(_value(row, pieces[i]))
         return "".join(pieces)
+
+
+def _value(row: Row, column: str) -> object:
+    """Return the value of a column; LineError where it could not be read, KeyError where there is none."""
+    value = row[column]
+    if isinstance(value, Unread):
+        error = value.error
+        raise InputLineError(error.code, f"column {column!r}: {error.message}", column)
+    return value
 
 
 def as_text(value: object) -> str:
@@ -130,7 +159,7 @@ class RowPrompts:
         self._options = asking.options_column
         if self._options is not None and self._options not in columns:
             raise ConfigError(
-                f"{name}: there is no column {self._options!r} with options; the columns are: {', '.join(columns)}"
+                f"{name}: there is no column {self._options!r} with options; the columns are: {listed(columns)}"
             )
 
     @property
@@ -145,14 +174,18 @@ class RowPrompts:
         """Return a row's prompt; LineError or ConfigError where a column is missing, or the prompt is none."""
         try:
             prompt = self._prompt(row)
-            return prompt if self._options is None else _with_options(prompt, row[self._options])
+            return (
+                prompt
+                if self._options is None
+                else _with_options(prompt, _value(row, self._options))
+            )
         except KeyError as error:
-            message = f"there is no {error.args[0]!r}; the keys are: {', '.join(row)}"
+            message = f"there is no {error.args[0]!r}; the keys are: {listed(row)}"
             raise InputLineError("missing_field", message, error.args[0]) from None
 
     def _prompt(self, row: Row) -> BatchPrompt:
         if self._has_chats:
-            return BatchPrompt(messages=_chat(row["messages"]))
+            return BatchPrompt(messages=_chat(_value(row, "messages")))
         text = self._user.fill(row)
         if not text.strip():
             raise InputLineError("invalid_request", "the prompt is empty")
@@ -172,7 +205,7 @@ def _default_column(columns: Collection[str], name: str) -> str:
     why = f"columns {' and '.join(found)}" if found else "no column prompt, text or messages"
     raise ConfigError(
         f"{name}: has {why}: give a template such as 'Classify: {{{next(iter(columns), 'column')}}}'; "
-        f"its columns are: {', '.join(columns)}"
+        f"its columns are: {listed(columns)}"
     )
 
 

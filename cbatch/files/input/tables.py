@@ -12,6 +12,7 @@ from cbatch.files.input.item import WRONG, Item, ItemError, what_is_wrong
 from cbatch.files.input.json_requests import loaded, mended
 from cbatch.files.input.row_prompts import RowPrompts
 from cbatch.files.input.text_files import LongLine, not_utf8, numbered
+from cbatch.files.units import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,8 +70,8 @@ class RowReader:
         """Check that a table has the columns of the tables before it."""
         if columns.keys() != self._types.keys():
             raise ConfigError(
-                f"{name}: its columns are {', '.join(columns)}; those of the files before it are "
-                f"{', '.join(self.columns)}"
+                f"{name}: its columns are {listed(columns)}; those of the files before it are "
+                f"{listed(self.columns)}"
             )
         for column, type in columns.items():
             if type != (known := self._types[column]):
@@ -81,9 +82,11 @@ class RowReader:
 
 def check_unique(columns: Sequence[str], name: str) -> None:
     """Raise ConfigError where two columns of a table have one name."""
-    twice = [c for i, c in enumerate(columns) if c in columns[:i]]
-    if twice:
-        raise ConfigError(f"{name}: has two columns named {twice[0]!r}: names must be unique")
+    seen: set[str] = set()
+    for column in columns:
+        if column in seen:
+            raise ConfigError(f"{name}: has two columns named {column!r}: names must be unique")
+        seen.add(column)
 
 
 def item_of_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from contextlib import closing
@@ -10,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, types_of
+from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, rows_of, types_of
 from cbatch.files.input.row_prompts import as_text
 from cbatch.files.output.durable import mode_of, whole
 from cbatch.files.output.encoders import RowEncoder, dump
@@ -41,7 +42,7 @@ class ColumnarEncoder(RowEncoder):
         """Take the columns of a source, and those to write.
 
         Raises:
-            ConfigError: pyarrow is not installed.
+            ConfigError: pyarrow is not installed; a column that the format cannot hold.
         """
         import_pyarrow()
         super().__init__(layout)
@@ -51,6 +52,32 @@ class ColumnarEncoder(RowEncoder):
         if self._input:
             with open_table(self._paths[0], self._input) as (schema, _, _):
                 self._fields = [schema.field(name) for name in layout.own]
+        for field in self._fields:
+            self._check_type(field)
+
+    def _check_type(self, field: Any) -> None:
+        """Refuse a column that cannot be written, before a run has answers for it."""
+        pyarrow = import_pyarrow()
+        try:
+            with self._writer(io.BytesIO(), pyarrow.schema([self._written(field)])):
+                pass
+        except pyarrow.ArrowException as error:
+            raise ConfigError(
+                f"column {field.name!r} is {field.type}, which {self._format} files cannot hold ({error}): "
+                "leave it out (--keep-columns), or write another format (--output-format)"
+            ) from error
+
+    def _writer(self, file: Any, schema: Any) -> Any:
+        pyarrow = import_pyarrow()
+        if self._format == "parquet":
+            return pyarrow.parquet.ParquetWriter(file, schema)
+        return pyarrow.ipc.new_file(file, schema)
+
+    def _written(self, field: Any) -> Any:
+        """Return a column of the input as the output has it: Arrow files hold one dictionary for all their batches."""
+        if self._format == "arrow" and hasattr(field.type, "index_type"):
+            return field.with_type(field.type.value_type)
+        return field
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
         if self._input:
@@ -68,26 +95,27 @@ class ColumnarEncoder(RowEncoder):
             n_items: of the input.
 
         Raises:
-            ConfigError: the input, which is read again, was changed.
+            ConfigError: the input, which is read again, was changed; or pyarrow cannot write the output.
         """
+        kept = f"No answer is lost: they are in {records}"
         try:
             with closing(_read(records)) as found, whole(target, mode=mode_of(records)) as part:
                 self._write(part, found, n_items)
         except ConfigError as error:
             raise ConfigError(
-                f"{', '.join(self._paths)}: was changed while the run read it: {error}. No answer is lost: they are in "
-                f"{records}: run the same command again, with the file as it is or as it was"
+                f"{', '.join(self._paths)}: was changed while the run read it: {error}. {kept}: run the same command "
+                "again, with the file as it is or as it was"
+            ) from error
+        except import_pyarrow().ArrowException as error:
+            raise ConfigError(
+                f"{target}: cannot be written as {self._format}: {error}. {kept}"
             ) from error
 
     def _write(self, part: Path, records: Iterator[_Record], n_items: int) -> None:
         pyarrow, schema = import_pyarrow(), self._schema()
         rows = self._kept_rows(records, n_items) if self._input else self._text_rows(records)
         with part.open("wb") as file:
-            if self._format == "parquet":
-                writer = pyarrow.parquet.ParquetWriter(file, schema)
-            else:
-                writer = pyarrow.ipc.new_file(file, schema)
-            with writer:
+            with self._writer(file, schema) as writer:
                 for columns in rows:
                     writer.write_batch(pyarrow.record_batch(columns, schema=schema))
             file.flush()
@@ -102,7 +130,7 @@ class ColumnarEncoder(RowEncoder):
             pyarrow.field(name, types[type])
             for name, type in zip(layout.added, layout.types.values(), strict=True)
         ]
-        own = self._fields
+        own = [self._written(field) for field in self._fields]
         if not self._input:
             own = [pyarrow.field(name, types[str]) for name in layout.own]
         return pyarrow.schema([*own, *added])
@@ -127,20 +155,37 @@ class ColumnarEncoder(RowEncoder):
             raise ConfigError(f"{n_before:,} rows are there, and {n_items:,} were read")
 
     def _kept(self, batch: Any, n_before: int, found: Sequence[_Record]) -> list[Any]:
-        n_columns = len(self.layout.added)
+        n_columns, rows = len(self.layout.added), rows_of(batch)
         places = [number - n_before - 1 for number, _ in found]
-        kept = batch.take(import_pyarrow().array(places))
-        for row, (number, values) in zip(kept.to_pylist(), found, strict=True):
-            if values[n_columns:] != [_digest(row)]:
+        for place, (number, values) in zip(places, found, strict=True):
+            if values[n_columns:] != [_digest(rows[place])]:
                 raise ConfigError(f"row {number:,} is not the one that was answered")
-        own = [kept.column(name) for name in self.layout.own]
+        own = [self._taken(batch, field, places) for field in self._fields]
         return [*own, *_turned([values for _, values in found], n_columns)]
+
+    def _taken(self, batch: Any, field: Any, places: Sequence[int]) -> Any:
+        """Return a column of some rows, by slices: pyarrow's `take` does not know all types."""
+        column, written = batch.column(field.name), self._written(field)
+        if written.type != field.type:
+            column = column.cast(written.type)
+        if len(places) == batch.num_rows:
+            return column
+        return import_pyarrow().concat_arrays([column.slice(i, n) for i, n in _runs(places)])
 
     def _text_rows(self, records: Iterator[_Record]) -> Iterator[list[Any]]:
         while found := list(islice(records, N_ROWS)):
             yield _turned(
                 [values for _, values in found], len(self.layout.own) + len(self.layout.added)
             )
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the length of each run of successive places."""
+    start = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield places[start], end - start
+            start = end
 
 
 def _digest(row: object) -> str:

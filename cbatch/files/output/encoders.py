@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import key_of_id
 from cbatch.files.input.row_prompts import as_text
+from cbatch.files.units import listed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -171,7 +172,7 @@ class AnswerColumns:
         for name in keep or ():
             if name not in known:
                 raise ConfigError(
-                    f"keep_columns has {name!r}, which is no column; columns are {', '.join(known)}"
+                    f"keep_columns has {name!r}, which is no column; columns are {listed(known)}"
                 )
         self.has_rows, self.keeps_all = columns is not None, keep is None
         self.own = known if keep is None else tuple(dict.fromkeys(keep))
