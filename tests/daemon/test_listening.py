@@ -81,7 +81,7 @@ def test_error_that_passes_ends_no_listener(
             raise errors.pop()
         return accept(self)
 
-    monkeypatch.setattr("cbatch.worker.listening._PAUSE_S", 0.001)
+    monkeypatch.setattr("cbatch.daemon.listening._PAUSE_S", 0.001)
     monkeypatch.setattr(socket.socket, "accept", accept_later)
     path = tmp_path / "s"
     with closing(Listener(path, busy)) as listener, connected(path) as first:
@@ -128,8 +128,8 @@ def test_client_for_which_there_is_no_thread_is_hung_up_on(
 def test_few_clients_are_told_to_wait_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.worker.listening._N_WAITING", 2)
-    monkeypatch.setattr("cbatch.worker.listening._LEAVING_S", 0.001)
+    monkeypatch.setattr("cbatch.daemon.listening._N_WAITING", 2)
+    monkeypatch.setattr("cbatch.daemon.listening._LEAVING_S", 0.001)
     lock, two, go = threading.Lock(), threading.Semaphore(0), threading.Event()
     n_now, most = 0, 0
 
@@ -163,8 +163,8 @@ def test_few_clients_are_told_to_wait_at_once(
 def test_listener_ends_while_all_places_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.worker.listening._N_WAITING", 1)
-    monkeypatch.setattr("cbatch.worker.listening._LEAVING_S", PATIENCE_S)
+    monkeypatch.setattr("cbatch.daemon.listening._N_WAITING", 1)
+    monkeypatch.setattr("cbatch.daemon.listening._LEAVING_S", PATIENCE_S)
     path = tmp_path / "s"
     with (
         closing(Listener(path, busy)) as listener,

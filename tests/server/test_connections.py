@@ -187,8 +187,9 @@ HEAD = (
         HEAD + b"\r\n1;" + b"a" * 2**20,
         HEAD + b"\r\n" + (b"1;" + b"a" * 1000 + b"\r\n \r\n") * 1000,
         HEAD + b"\r\n2\r\n{}\r\n0\r\n" + b"x-a: b\r\n" * 2**17,
+        HEAD + b"\r\n" + b"1\r\n \r\n" * 2**17,
     ],
-    ids=["one extension", "extensions", "trailers"],
+    ids=["one extension", "extensions", "trailers", "chunks of one byte"],
 )
 def test_body_that_is_mostly_framing_is_refused(data: bytes) -> None:
     with fake_app() as app, running(app) as server, connected(server) as connection:

@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cbatch.errors import ConfigError
-from cbatch.support.checks import readable
 from cbatch.files.input.item import ItemError
 from cbatch.files.input.row_prompts import Unread
 from cbatch.files.input.tables import InputTable, check_unique
 from cbatch.files.input.text_files import not_utf8
+from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
