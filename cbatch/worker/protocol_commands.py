@@ -41,6 +41,8 @@ class LoadCommand(Struct, forbid_unknown_fields=True, kw_only=True):
     look_ahead: LookedAhead | None = None
     cores: list[int] | None = None
     n_sharing: Count = 1
+    text: str | None = None
+    """JSON of all others, where names of files are not UTF-8."""
 
 
 class Hello(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -16,7 +16,7 @@ from cbatch.options import RunOptions
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
 from cbatch.worker.protocol_commands import Extend, HeardResult, RunCommand
-from cbatch.worker.wire import WireItem, encode_call, heard_result, told_options
+from cbatch.worker.wire import WireItem, as_text, encode_call, heard_result, told_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -445,6 +445,11 @@ def _filled(message: RunCommand | Extend, group: Sequence[Asked]) -> RunCommand 
 def _encoded(prompt: BatchPrompt, id: str, name: str) -> Raw:
     """Return a prompt as a worker takes it. Raises a ConfigError with its name."""
     try:
-        return Raw(encode_call(WireItem.of(prompt, id, name)))
+        item = WireItem.of(prompt, id, name)
+        try:
+            return Raw(encode_call(item))
+        except ConfigError:
+            text = as_text(structs.replace(item, id=None, name=""))
+            return Raw(encode_call(WireItem(id=item.id, name=name, text=text)))
     except ConfigError as error:
         raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None

@@ -32,10 +32,12 @@ from cbatch.worker.wire import (
     VERSION,
     Ready,
     WireItem,
+    as_text,
     decode,
     encode,
     encode_call,
     heard_options,
+    of_text,
     told_options,
 )
 
@@ -65,7 +67,10 @@ def hello_of(
         prompts, n_bytes = LookedAhead([]), 0
         for prompt, run_options in look_ahead.prompts:
             pair = WireItem.of(prompt), told_options(run_options)
-            n_bytes += len(encode_call(pair, "lines"))
+            try:
+                n_bytes += len(encode_call(pair, "lines"))
+            except ConfigError:
+                break
             if n_bytes > N_LINE_MAX // 2:  # the rest would make the line too long
                 break
             prompts.prompts.append(pair)
@@ -77,6 +82,10 @@ def hello_of(
         cores=cores,
         n_sharing=n_sharing,
     )
+    try:
+        encode_call(load, "lines")
+    except ConfigError:
+        load = LoadCommand(text=as_text(load))
     log_level = logging.getLogger("cbatch").getEffectiveLevel()
     return Hello(cbatch=VERSION, frames="msgpack", log_level=log_level, load=load)
 
@@ -275,6 +284,8 @@ def _load(said: LoadCommand | None) -> LocalRuntime:
     """Load the model that a client's first line names."""
     if said is None:
         raise ConfigError("the first line must have load: this process has no model yet")
+    if said.text is not None:
+        said = of_text(LoadCommand, said.text)
     place(said.cores)
     return open_local(
         None if said.model is None else check_path("model", said.model),

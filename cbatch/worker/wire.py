@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import math
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -12,11 +13,16 @@ import msgspec
 from msgspec import Raw, Struct
 
 from cbatch import errors
-from cbatch.errors import CBatchError, ConfigError, RequestFailedError, UnsupportedOptionError
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    RequestFailedError,
+    UnsupportedOptionError,
+    words_of,
+)
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import BatchOutputChunk, BatchResult
-from cbatch.runtime.interface import TokenId
 from cbatch.runtime.output import Origin
 from cbatch.runtime.step_record import StepRecord
 from cbatch.support.checks import MAX_TIME_S, shown
@@ -52,7 +58,7 @@ class ToldError(Struct, omit_defaults=True):
         """Return what is told of an error."""
         values = {name: value for name, value in vars(error).items() if not name.startswith("_")}
         cause = None if error.__cause__ is None else cls.of(error.__cause__)
-        return cls(type(error).__name__, errors.words_of(error), values, cause)
+        return cls(type(error).__name__, words_of(error), values, cause)
 
     def made(self) -> CBatchError:
         """Return the error; of a type that is not cbatch's a `RequestFailedError`."""
@@ -144,6 +150,24 @@ def encode_call(value: object, frames: Frames = "msgpack") -> bytes:
         raise ConfigError(f"a worker process takes plain values alone: {error}") from None
 
 
+def as_text(value: Struct) -> str:
+    """Return the JSON of a value with text or numbers that msgspec cannot encode. Raises as `encode_call`."""
+    try:
+        return json.dumps(msgspec.to_builtins(value, enc_hook=_refused))
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CBatchError):
+            raise
+        raise ConfigError(f"a worker process takes plain values alone: {error}") from None
+
+
+def of_text(kind: type[T], text: str) -> T:
+    """Return what `as_text` gave. Raises a ConfigError where it is something else."""
+    try:
+        return msgspec.convert(json.loads(text), kind)
+    except (*_WRONG, ValueError) as error:
+        raise ConfigError(f"text: {words_of(error)}") from None
+
+
 def _cleaned(value: object) -> object:
     """Return plain values without half surrogate pairs, and with numbers that are too large as text."""
     if isinstance(value, dict):
@@ -191,10 +215,13 @@ class WireItem(Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=T
     id: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt: str | None = None
-    tokens: list[TokenId] | None = None
+    tokens: list[int] | None = None
     options: dict[str, Any] | None = None
     name: str = ""
     """What errors call it; "" for its id."""
+    text: str | None = None
+    """JSON of the four before the name, where they have what a message cannot: half a surrogate pair, an integer of
+    more than 64 bits."""
 
     @classmethod
     def of(cls, prompt: BatchPrompt, id: str = "", name: str = "") -> WireItem:
@@ -210,6 +237,9 @@ class WireItem(Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=T
 
     def made(self) -> BatchPrompt:
         """Return the prompt. Raises a ConfigError where it is malformed."""
+        if self.text is not None:
+            said = of_text(WireItem, self.text)
+            return replace(said.made(), id=self.id)
         own = None if self.options is None else heard_options(self.options)
         return BatchPrompt(self.messages, self.prompt, self.tokens, self.id, own)
 

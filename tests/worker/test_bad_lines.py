@@ -135,14 +135,21 @@ def changed(draw: st.DrawFn, value: Any) -> Any:
     return draw(values)
 
 
+class Numbered(msgspec.Struct):
+    """What is read of any line; what else is in it need not be readable."""
+
+    n: Any = None
+
+
 def number_of(line: bytes) -> str | None:
     """Return the number that a line is to be answered by, as JSON; None for none."""
 
     try:
-        message = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError):
+        number = msgspec.json.decode(line, type=Numbered).n
+    except (msgspec.MsgspecError, RecursionError):
         return None
-    number = message.get("n") if isinstance(message, dict) else None
+    if type(number) is float and number.is_integer():  # 0.0 is read as 0
+        number = int(number)
     return json.dumps(number) if type(number) in (int, str) else None
 
 
