@@ -34,7 +34,7 @@ def _restored(cls: type[CBatchError], args: tuple[Any, ...], state: dict[str, An
 
 def near(name: str, known: Iterable[str]) -> str:
     """Return the names that a wrong one is like, as a question; empty if there is none."""
-    found = get_close_matches(name.lower(), list(known), n=2, cutoff=0.75)
+    found = get_close_matches(name.lower(), [*dict.fromkeys(known)], n=2, cutoff=0.75)
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
@@ -81,6 +81,7 @@ class PromptTooLongError(RequestError):
         be left out, where others may: with `n_discard`.
         """
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
+        self.is_least = is_least
         slide = "set n_discard to leave out tokens after its beginning"
         if n_keep is not None:
             slide = f"lower n_keep, which is {n_keep}"

@@ -22,7 +22,7 @@ def import_ray() -> Any:
         import ray
     except ImportError:
         raise ConfigError(
-            "Ray is not installed: pip install 'cbatch[ray]', here and on every node"
+            "Ray is not installed: install cbatch with its extra ray, here and on every node"
         ) from None
     return ray
 

@@ -18,7 +18,7 @@ PATIENCE_S = 300.0
 WORDS = ("red", "blue", "green", "one", "two")
 
 with_ray = pytest.mark.skipif(
-    find_spec("ray") is None, reason="Ray is not installed: pip install 'cbatch[ray]'"
+    find_spec("ray") is None, reason="Ray is not installed"
 )
 
 

@@ -43,7 +43,7 @@ def workload(seed: int) -> list[BatchPrompt]:
         own = dice.choices(range(N_VOCAB), k=dice.randint(1, 30))
         tokens = dice.choice([[], *beginnings]) + own
         # answers that end at their caps: a small pool expects them to want less, and takes cells back
-        made.append(BatchPrompt(tokens=tokens, options={"max_tokens": dice.choice([4, 30, 90])}))
+        made.append(BatchPrompt(tokens=tokens, options={"max_tokens": dice.choice([4, 60, 100])}))
     return made
 
 
