@@ -76,8 +76,8 @@ class ScheduleOptions:
         when_full: at `max_queue`, "wait" in `run` until there is room, or "reject" with `QueueFullError`.
         ttft: how prompts that wait together get their first tokens: "first", one after the other, in steps no larger
             than pays; "any", in the fastest shape, many in one step; "auto", the former where output is streamed.
-        prefill_budget: most prompt tokens in a step that also decodes. Default: as many as take twice as long as the
-            rest of the step, while a reader streams output.
+        prefill_budget: most prompt tokens in a step that also decodes. Default: as many as take three times as long as
+            the rest of the step, while a reader streams output.
         prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.

@@ -173,8 +173,10 @@ class StepCosts:
         left_s = seconds - decode_s - cost.run_s
         return self._n_in(left_s if left_s > 0 else (decode_s + cost.run_s) / 2, cost)
 
-    def n_prompt_for(self, n_rows: int, share: float) -> int | None:
+    def n_prompt_for(self, n_rows: int, share: float, least_s: float = 0.0) -> int | None:
         """Return with how many prompt tokens what else a step costs is at most `share` of it; None as above.
+
+        As many as are computed in `least_s` at least.
 
         With more a prompt is ready no sooner than by this share; with fewer, steps go by in which little of it is
         computed.
@@ -183,7 +185,7 @@ class StepCosts:
         if cost is None:
             return None
         rest_s = cost.run_s + (self.seen_s(n_rows) if n_rows else 0.0)
-        return self._n_in((1 / share - 1) * rest_s, cost)
+        return self._n_in(max(least_s, (1 / share - 1) * rest_s), cost)
 
     def _n_in(self, seconds: float, cost: PromptCost) -> int:
         """Return how many prompt tokens are computed in so many seconds, at least one.

@@ -40,9 +40,9 @@ SHORT_RUN_S = 0.02
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
 
-LEAST_OVER_ROWS = 2.0
+LEAST_OVER_ROWS = 3.0
 """How much longer than the rest of a step its prompts may take at least while output is streamed: one newcomer's prompt
-then takes at most one and a half times as long as alone. `SHORT_RUN_S` is always allowed, for output does not come more
+then takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, for output does not come more
 often."""
 
 FAIR_OVER_ROWS = 4.0
@@ -51,6 +51,10 @@ FAIR_OVER_ROWS = 4.0
 MOST_OVER_ROWS = 9.0
 """The same where nobody waits for the next token: a tenth of the step is not spent on prompts, and larger steps are
 hardly any faster."""
+
+LEAST_BURST_S = 0.2
+"""Seconds of prompts that a step of a burst has at least: who waits does not notice less, and each step costs time of
+the interpreter and of readers besides."""
 
 N_FIRST = 64
 """Prompt tokens of a step as long as nobody knows what they cost."""
@@ -387,11 +391,13 @@ class ContinuousBatchScheduler:
             return options.prefill_budget, None
         if n_rows and options.itl_ms is not None:
             return self._n_within(n_rows, options.itl_ms * 1e-3), None
-        if n_rows and is_watched and (n_new or len(prefills) <= n_rows):
+        are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
+        if n_rows and is_watched and are_few:
             n_most = self._n_beside(n_rows, len(prefills), n_new)
         elif n_new and len(prefills) > 1:
-            n_known = self.costs.n_prompt_for(n_rows, 1 / (1 + MOST_OVER_ROWS))
-            n_most = max(wanted[0], N_FIRST) if n_known is None else n_known
+            n_known = self.costs.n_prompt_for(n_rows, 1 / (1 + MOST_OVER_ROWS), LEAST_BURST_S)
+            # the first prompt is not cut: that would make no first token earlier
+            n_most = max(wanted[0], n_known or N_FIRST)
         else:
             return None, None
         return n_most, (n_most + 1) // 2

@@ -238,10 +238,10 @@ def test_nobody_reading_along_leaves_the_whole_step_to_prompts() -> None:
 
 
 @pytest.mark.parametrize("n_decoding", [1, 8, 15])
-def test_long_prompt_makes_no_step_longer_than_about_three_without_it(n_decoding: int) -> None:
+def test_long_prompt_makes_no_step_longer_than_about_four_without_it(n_decoding: int) -> None:
     rig = load_followers(n_decoding, is_watched=True)
     chunks, seconds = load(rig, 2500)
-    assert max(seconds) <= 3.1 * COST(n_decoding + 1, 0)
+    assert max(seconds) <= 4.1 * COST(n_decoding + 1, 0)
     assert len(chunks) <= 15  # two hundred tokens take two seconds
 
 
@@ -268,7 +268,7 @@ def test_newcomers_that_outnumber_those_who_decode_have_the_whole_step() -> None
 def test_one_reader_among_many_is_enough_to_spare_it() -> None:
     rig = load_followers(8)
     rig.drivers["3"].reply.is_watched = True
-    assert max(load(rig, 2500)[1]) <= 3.1 * COST(9, 0)
+    assert max(load(rig, 2500)[1]) <= 4.1 * COST(9, 0)
 
 
 def test_reader_of_a_prompt_that_still_loads_holds_up_nobody() -> None:
@@ -343,7 +343,7 @@ def test_short_prompts_pass_a_long_one_but_not_for_ever() -> None:
 
 LIMITS: dict[str, tuple[dict[str, Any], float]] = {
     "aim": ({"itl_ms": 1500}, 1.5),
-    "reader": ({}, 3 * COST(2, 0)),
+    "reader": ({}, 4 * COST(2, 0)),
     "budget": ({"prefill_budget": 40}, COST(2, 39)),
 }
 

@@ -17,9 +17,7 @@ PATIENCE_S = 300.0
 
 WORDS = ("red", "blue", "green", "one", "two")
 
-with_ray = pytest.mark.skipif(
-    find_spec("ray") is None, reason="Ray is not installed"
-)
+with_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
 def actors() -> list[int]:
