@@ -13,7 +13,7 @@ from cbatch.verify.one_model import difference, rounding_of
 from tests.zoo.metadata import N_VOCAB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from cbatch.response import BatchResult
@@ -33,7 +33,7 @@ SHARING: dict[str, dict[str, Any]] = {
 }
 
 
-def workload(seed: int) -> list[BatchPrompt]:
+def workload(seed: int, caps: Sequence[int]) -> list[BatchPrompt]:
     """Prompts of which many begin alike, with answers of any length; together far more cells than a small pool has."""
     dice = random.Random(seed)
     beginnings = [dice.choices(range(N_VOCAB), k=n) for n in (40, 40, 64, 90)]
@@ -43,7 +43,7 @@ def workload(seed: int) -> list[BatchPrompt]:
         own = dice.choices(range(N_VOCAB), k=dice.randint(1, 30))
         tokens = dice.choice([[], *beginnings]) + own
         # answers that end at their caps: a small pool expects them to want less, and takes cells back
-        made.append(BatchPrompt(tokens=tokens, options={"max_tokens": dice.choice([4, 60, 100])}))
+        made.append(BatchPrompt(tokens=tokens, options={"max_tokens": dice.choice(caps)}))
     return made
 
 
@@ -62,7 +62,8 @@ def test_random_workloads_answer_as_without_sharing(
 ) -> None:
     n_preempted = 0
     for seed in range(3):
-        prompts = workload(seed)
+        # longer answers fill a pool that is small
+        prompts = workload(seed, (4, 60, 100) if memory == "full pool" else (4, 30, 90))
         found = {
             sharing: answers(zoo(name), prompts, **MEMORIES[memory], **given)
             for sharing, given in SHARING.items()
