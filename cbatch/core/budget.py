@@ -154,12 +154,10 @@ class StepCosts:
     @property
     def prompt(self) -> PromptCost | None:
         """What prompts add to a step; None while too little is known."""
-        if self._n_unfitted and self.has_decoded:
-            n_new, self._n_unfitted = self._n_unfitted, 0
-            if n_new >= _N_REFIT or len(self._prompts) < _N_REFIT or self._prompt is None:
-                self._fit()
-            else:
-                self._n_unfitted = n_new
+        is_early = self._prompt is None or len(self._prompts) < _N_REFIT
+        if self.has_decoded and self._n_unfitted >= (1 if is_early else _N_REFIT):
+            self._n_unfitted = 0
+            self._fit()
         return self._prompt
 
     def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:

@@ -367,7 +367,7 @@ class ContinuousBatchScheduler:
         return cuts.n_chunk(start, n_before_row if is_again else driver.n_prompt, room)
 
     def _limit_targets(self, prefills: Sequence[_Prefill], wanted: list[int]) -> None:
-        """Have no more to score than a step can, the oldest first; aligned chunks are whole or not at all."""
+        """Have no more to score than a step can, those whose turn is first; aligned chunks are whole or not at all."""
         n_left = N_TARGETS_MAX
         for i, (driver, _, start) in enumerate(prefills):
             if driver.scores is not None:

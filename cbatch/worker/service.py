@@ -83,7 +83,7 @@ def hello_of(
         n_sharing=n_sharing,
     )
     try:
-        encode_call(load, "lines")
+        encode_call((model, load.settings), "lines")  # prompts were tried above
     except ConfigError:
         load = LoadCommand(text=as_text(load))
     log_level = logging.getLogger("cbatch").getEffectiveLevel()

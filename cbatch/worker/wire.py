@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
@@ -28,7 +29,7 @@ from cbatch.runtime.step_record import StepRecord
 from cbatch.support.checks import MAX_TIME_S, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 VERSION = 2
 """Of the protocol; both sides say theirs first."""
@@ -136,28 +137,31 @@ def encode(value: object, frames: Frames = "msgpack") -> bytes:
         return _ENCODERS[frames](_cleaned(plain))
 
 
+@contextmanager
+def _plain_alone() -> Iterator[None]:
+    """Turn the errors of encoding into a ConfigError."""
+    try:
+        yield
+    except CBatchError:
+        raise
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"a worker process takes plain values alone: {error}") from None
+
+
 def encode_call(value: object, frames: Frames = "msgpack") -> bytes:
     """Return what a client says.
 
     Raises:
         ConfigError: it has a value that cannot be sent as it is.
     """
-    try:
+    with _plain_alone():
         return _STRICT[frames](value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        if isinstance(error, CBatchError):
-            raise
-        raise ConfigError(f"a worker process takes plain values alone: {error}") from None
 
 
 def as_text(value: Struct) -> str:
     """Return the JSON of a value with text or numbers that msgspec cannot encode. Raises as `encode_call`."""
-    try:
+    with _plain_alone():
         return json.dumps(msgspec.to_builtins(value, enc_hook=_refused))
-    except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, CBatchError):
-            raise
-        raise ConfigError(f"a worker process takes plain values alone: {error}") from None
 
 
 def of_text(kind: type[T], text: str) -> T:
