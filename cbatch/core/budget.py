@@ -106,11 +106,15 @@ class StepCosts:
         if times is None:
             times = self._decodes[n_rows] = deque(maxlen=_N_DECODES)
         times.append(seconds)
+        if self._prompts and self._prompt is None:
+            self._fit()
 
     def learn_mixed(self, n_rows: int, n_prompt: int, seconds: float) -> None:
         """Learn from a step of `n_rows` decoding rows and `n_prompt` prompt tokens."""
         self._prompts.append(_Mixed(n_rows, n_prompt, seconds))
         self._n_unfitted += 1
+        if self.has_decoded and (self._n_unfitted >= _N_REFIT or len(self._prompts) < _N_REFIT):
+            self._fit()
 
     def learn_copy(self, n_cells: int, seconds: float) -> None:
         """Learn from copying `n_cells` cells from slot to slot."""
@@ -154,10 +158,6 @@ class StepCosts:
     @property
     def prompt(self) -> PromptCost | None:
         """What prompts add to a step; None while too little is known."""
-        is_early = self._prompt is None or len(self._prompts) < _N_REFIT
-        if self.has_decoded and self._n_unfitted >= (1 if is_early else _N_REFIT):
-            self._n_unfitted = 0
-            self._fit()
         return self._prompt
 
     def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:
@@ -201,6 +201,7 @@ class StepCosts:
 
         Source: H. Theil, P. K. Sen: up to 29 % of the steps may be slow for other reasons.
         """
+        self._n_unfitted = 0
         mixed = [step for step in self._prompts if step.n_rows]
         alone = [step for step in self._prompts if not step.n_rows]
         slopes = _slopes(mixed) + _slopes(alone)

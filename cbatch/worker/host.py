@@ -252,7 +252,7 @@ class Host:
         words = f"{said.op}: {error}"
         if not isinstance(said.op, str) or said.op not in COMMANDS:
             words = f"op must be one of {', '.join(COMMANDS)}; not {shown(said.op)}"
-        return said.n, None, ConfigError(words)
+        return said.number, None, ConfigError(words)
 
     def _answer(self, crossing: Crossing, command: ProtocolCommand) -> object:
         """Call a method that is declared in `runtime/interface.py`."""
@@ -472,7 +472,12 @@ class _WrongCommand(Struct):
     """What is read of a command that is wrong."""
 
     op: Any = None
-    n: int | str | None = None
+    n: Any = None
+
+    @property
+    def number(self) -> int | str | None:
+        """What the answer is told by; None where it is no number of a command."""
+        return self.n if type(self.n) in (int, str) else None
 
 
 @dataclass(frozen=True, slots=True)

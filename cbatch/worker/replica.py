@@ -162,6 +162,7 @@ class Replica:
             self._pool.join(connection)
             for said in connection.messages():
                 self._pool.take(connection, said)
+                del said  # the results in it are kept by nobody else
         except Exception as error:
             connection.cause = f"it sent what cannot be read: {words_of(error)}"
             connection.link.kill()

@@ -499,9 +499,9 @@ def test_cancel_of_the_whole_batch_saves_what_ran_and_nothing_else(any_way: Plac
     assert response.cancel() == 5
     results = any_way.results(response)
     assert [r.finish_reason for r in results] == ["cancelled"] * 5
-    ran = [i for i, r in enumerate(results) if r.error is None]
-    assert ran
-    assert any_way.keys() == [f"k{i}" for i in ran]
+    saved = [i for i, r in enumerate(results) if r.error is None and not r.warnings]
+    assert saved  # the others have a slot, and nothing of their prompts is computed
+    assert any_way.keys() == [f"k{i}" for i in saved]
 
 
 def test_time_that_is_over_in_a_slot_saves_what_there_is(
@@ -622,7 +622,9 @@ def test_close_saves_what_runs_and_nobody_waits_for_ever(any_way: Place) -> None
     engine.close()
     results = any_way.results(response)
     assert [r.finish_reason for r in results] == ["cancelled"] * 4
-    assert any_way.keys() == [f"k{i}" for i, r in enumerate(results) if r.error is None] != []
+    saved = [i for i, r in enumerate(results) if r.error is None and not r.warnings]
+    assert saved  # the others have a slot, and nothing of their prompts is computed
+    assert any_way.keys() == [f"k{i}" for i in saved]
     assert not ids_in_flight(engine)
 
 

@@ -148,6 +148,29 @@ COST = StepCost(base_s=1.0, token_s=0.01)
 """Virtual seconds: a decoding step of 8 rows takes 1.08, a prompt of 100 tokens alone 2."""
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.floats(0.001, 9.0)), max_size=60),
+    st.lists(st.booleans(), min_size=60, max_size=60),
+)
+def test_reading_what_steps_cost_changes_nothing(
+    steps: list[tuple[int, int, float]], are_read: list[bool]
+) -> None:
+    costs, often = StepCosts(), StepCosts()
+
+    def told(of: StepCosts) -> tuple[object, ...]:
+        return of.decode_s(2), of.n_prompt_within(2, 0.1), of.seen_s(3), of.decode_s(2), of.prompt
+
+    for (n_rows, n_prompt, seconds), is_read in zip(steps, are_read, strict=False):
+        for each in (costs, often):
+            if n_prompt:
+                each.learn_mixed(n_rows, n_prompt, seconds)
+            elif n_rows:
+                each.learn_decode(n_rows, seconds)
+        if is_read:
+            assert told(often) == told(often)
+    assert told(costs) == told(often)
+
+
 def load_followers(
     n_decoding: int, *, is_watched: bool = False, cost: StepCost = COST, **options: Any
 ) -> Rig:

@@ -191,6 +191,14 @@ def test_random_lines_are_answered_and_stop_nobody(
     assert bugs == []
 
 
+def test_last_number_of_a_wrong_line_is_answered() -> None:
+    with Program(FakeBackend(1, 64)) as program:
+        program.read()
+        program.raw(b'{"op": "dance", "n": [], "n": 2, "n": 3}')
+        [(number, _, error)] = program.rest()["replies"]
+    assert (number, error["message"][:22]) == (3, "op must be one of run,")
+
+
 @pytest.mark.slow
 def test_line_of_70_mib_is_left_out_by_name() -> None:
     with Program(FakeBackend(1, 64)) as program:
