@@ -367,6 +367,7 @@ def test_ctrl_c_at_the_prompt_of_a_conversation_exits_130(test_model: Path) -> N
     try:
         with start("ask", "-i", "-m", test_model, "--threads", 1, stdin=theirs) as process:
             assert process.stderr is not None
+            assert process.stderr.readline().startswith(b"cbatch: ")  # how it ends
             assert process.stderr.read(2) == b"> "
             process.send_signal(signal.SIGINT)
             assert process.communicate() == (b"", b"\n")
@@ -388,6 +389,7 @@ def test_ctrl_c_ends_the_answer_and_at_the_next_prompt_the_conversation(test_mod
             assert process.stderr is not None
             assert os.read(process.stdout.fileno(), 1)
             process.send_signal(signal.SIGINT)
+            assert process.stderr.readline().startswith(b"cbatch: ")  # how it ends
             assert process.stderr.read(2) == b"> "
             process.send_signal(signal.SIGINT)
             os.write(ours, b"\x04")  # ends it with 0 if that was not heard

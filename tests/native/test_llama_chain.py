@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-EDGE = 1e-4
+EDGE = 1e-3
 """How near to a cut two sums of probabilities may fall on different sides of it."""
 
 N_FLAT_MAX = 1025
