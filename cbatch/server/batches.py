@@ -27,7 +27,7 @@ from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
-from cbatch.server.batch_turns import READING, RUNNING, Lane, Turns
+from cbatch.server.batch_turns import READING, RUNNING, BatchLane, BatchTurns
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 from cbatch.support.logs import Log
@@ -138,7 +138,7 @@ class Batches:
         """Batches that have not ended, the oldest first."""
         self._entering = Counter[str]()
         """Batches that are being made, by owner."""
-        self._turns = Turns()
+        self._turns = BatchTurns()
         self._keeper: threading.Thread | None = None
         """Gives turns; begins with the first batch."""
         self.is_closed, self._closed = False, draining()
@@ -327,7 +327,7 @@ class Batches:
         lives = (job.batch.expires_at - now for job in waiting if self._lane_of(job) is RUNNING)
         return max(0.0, min([_LOOK_S, *rests, *lives]))
 
-    def _lane_of(self, job: _BatchJob) -> Lane:
+    def _lane_of(self, job: _BatchJob) -> BatchLane:
         """Return the kind of work that is next; a batch whose time is over runs no more."""
         batch = job.batch
         may_run = batch.status == "in_progress" and job.is_counted
@@ -348,7 +348,7 @@ class Batches:
 
     # ---- one batch, in its thread ----
 
-    def _work(self, job: _BatchJob, lane: Lane) -> None:
+    def _work(self, job: _BatchJob, lane: BatchLane) -> None:
         """Take a batch a step on; what passes is tried again later, what does not is left to the next server."""
         rest_s = 0.0
         try:
@@ -379,7 +379,7 @@ class Batches:
                     del self._jobs[job.batch.id]
                 self._changed.notify_all()
 
-    def _step(self, job: _BatchJob, lane: Lane) -> None:
+    def _step(self, job: _BatchJob, lane: BatchLane) -> None:
         batch = job.batch
         if self._lane_of(job) is not lane:  # it was cancelled meanwhile, or its time is over
             return

@@ -10,7 +10,7 @@ import pytest
 from cbatch import Engine
 from cbatch.server import batch_turns, batches
 from cbatch.server.batch_store import BatchStore
-from cbatch.server.batch_turns import READING, RUNNING, Turns
+from cbatch.server.batch_turns import READING, RUNNING, BatchTurns
 from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
 from tests.server.clients import CHAT, call, error_of, wait_until
 from tests.server.kept import answers, batch_of, begun, ended, kept_app, line, lines, upload
@@ -131,7 +131,7 @@ def test_batches_of_one_owner_leave_others_room(
 
 
 def test_owner_with_few_batches_at_work_comes_first() -> None:
-    turns = Turns()
+    turns = BatchTurns()
     for owner in "aab":
         assert turns.may_begin(RUNNING, owner)
         turns.begin(RUNNING, owner)
@@ -244,7 +244,7 @@ def test_batch_is_cancelled_though_no_thread_tells_the_engine(
 def test_time_of_a_batch_is_over_while_it_waits_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "RUNNING", batch_turns.Lane(1, 1))
+    monkeypatch.setattr(batches, "RUNNING", batch_turns.BatchLane(1, 1))
     steps = Steps(monkeypatch, "_run_for")
     with kept_app(tmp_path) as app:
         first = begun(app, ONE)
