@@ -61,7 +61,8 @@ def _check_tokens(options: RunOptions, n_vocab: int) -> None:
     for name in ("stop_token_ids", "logit_bias"):
         highest = max(getattr(options, name) or (0,))
         if highest >= n_vocab:
-            raise ConfigError(f"{name} has {highest}, which is not in the vocabulary of {n_vocab}")
+            message = f"{name} has {shown(highest)}, which is not in the vocabulary of {n_vocab}"
+            raise ConfigError(message)
 
 
 def _check_key(options: RunOptions, memory: KvCapabilities) -> None:

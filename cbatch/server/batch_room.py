@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,6 +59,9 @@ class BatchRoom:
         """Wait until an item may go to the engine; False where it is stopped before. See `wake`.
 
         Items go in the order in which they came; one that even a room without items could not take now is passed.
+
+        Raises:
+            OSError: the system has no more threads.
         """
         n_slots = self._engine.parallel
         with self._changed:
@@ -70,12 +74,18 @@ class BatchRoom:
                 self._changed.notify_all()
             if is_stopped():
                 return False
-            self._items[id] = _RunningItem(n_sequences)
             if self._thread is None and not self._is_closed:
-                name = "cbatch-batch-room"
-                self._thread = threading.Thread(target=self._keep, name=name, daemon=True)
-                self._thread.start()
+                self._thread = self._started()
+            self._items[id] = _RunningItem(n_sequences)
             return True
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._keep, name="cbatch-batch-room", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from None
+        return thread
 
     def leave(self, id: str) -> None:
         """Note that an item has ended."""

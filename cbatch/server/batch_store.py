@@ -287,14 +287,14 @@ class BatchStore:
     # ---- batches ----
 
     def new_batch(self, file: StoredFile, window_s: int, **fields: Any) -> StoredBatch:
-        """Enter a batch over a file, whose content stays for it though the file be deleted."""
-        return self._entered("batch", self.path_of(file), window_s, input_file_id=file.id, **fields)
+        """Make a batch over a file, whose content stays for it though the file be deleted; `enter` follows."""
+        return self._made("batch", self.path_of(file), window_s, input_file_id=file.id, **fields)
 
     def new_message_batch(
         self, requests: Path, n_total: int, window: str, window_s: int, owner: str
     ) -> StoredBatch:
-        """Enter a batch of messages whose requests were checked; their file may be removed then."""
-        return self._entered(
+        """Make a batch of messages whose requests were checked; their file may be removed then; `enter` follows."""
+        return self._made(
             "msgbatch",
             requests,
             window_s,
@@ -307,7 +307,7 @@ class BatchStore:
             kept_owner=owner,
         )
 
-    def _entered(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> StoredBatch:
+    def _made(self, kind: Kind, requests: Path, window_s: int, **fields: Any) -> StoredBatch:
         self._folder.check()
         now = int(self._clock())
         id = _new_id(kind, "_")
@@ -318,12 +318,19 @@ class BatchStore:
             _link(requests, folder / "requests.jsonl")
             for place in (folder, self._folder.work):
                 sync_folder(place)
-            query = "INSERT INTO batches (id, is_ended, fields, owner) VALUES (?, 0, ?, ?)"
-            self._write(query, batch.id, _as_text(batch), batch.kept_owner)
         except BaseException:
             self._folder.remove_work(batch.id)
             raise
         return batch
+
+    def enter(self, batch: StoredBatch) -> None:
+        """Have a batch that was made listed; where that fails, nothing of it stays."""
+        query = "INSERT INTO batches (id, is_ended, fields, owner) VALUES (?, 0, ?, ?)"
+        try:
+            self._write(query, batch.id, _as_text(batch), batch.kept_owner)
+        except BaseException:
+            self._folder.remove_work(batch.id)
+            raise
 
     def folder_of(self, batch: StoredBatch) -> Path:
         """Return the place where a batch that has not ended is worked on."""

@@ -1,11 +1,13 @@
 """The batches of a server: each is checked, run beside the calls, and ends with files of its answers.
 
-A batch that has not ended has a thread. How far it is, is on disk: the next server on the same folder goes on with it.
+A batch has a thread only while it is worked on. How far it is, is on disk: the next server on the same folder goes on
+with it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -25,6 +27,7 @@ from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
+from cbatch.server.batch_turns import READING, RUNNING, BatchLane, BatchTurns
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 from cbatch.support.logs import Log
@@ -42,11 +45,11 @@ if TYPE_CHECKING:
 
 _log = Log("cbatch.server")
 
-_N_AT_ONCE = 4
-"""Most batches that run at once, the oldest: our choice; a small one need not wait for a large one before it."""
-
 _N_UNFINISHED = 256
-"""Most batches that have not ended: each has a thread."""
+"""Most batches of an owner that have not ended: our choice."""
+
+_N_UNFINISHED_MAX = 4096
+"""Most batches that have not ended: each takes some kilobytes of memory."""
 
 _N_PROBLEMS = 100
 """Most lines that a batch tells as wrong: our choice."""
@@ -55,7 +58,13 @@ CLOSE_S = 20.0
 """Seconds for lines that run to be given back at the end; a step of a large model may take some of them."""
 
 _AGAIN_S = 15.0
-"""Seconds until a run is tried again that a full disk, or `cancel_all`, has ended."""
+"""Seconds until work is tried again that a full disk, a lack of threads, or `cancel_all` has ended."""
+
+_LOOK_S = 60.0
+"""Most seconds until expiry is looked at again: the system's clock may be set."""
+
+_NEVER = math.inf
+"""A batch rests until then that is left to the next server."""
 
 _FULL = "the server's disk is full: the batch continues when there is room"
 _OTHER_ENGINE = (
@@ -84,8 +93,11 @@ class _BatchJob:
     gate: ItemGate | None = None
     run: ServedBatch | None = None
     thread: threading.Thread | None = None
-    is_checked: bool = False
-    """Whether it may run when its turn comes."""
+    """Works on it now."""
+    is_counted: bool = True
+    """Whether the batch has the counts of what an earlier server wrote."""
+    rest_until: float = 0.0
+    """Monotonic seconds before which it gets no turn."""
     wait: dict[str, Any] | None = None
     """Why the batch waits now, as one of its errors."""
 
@@ -123,10 +135,21 @@ class Batches:
         self._clock = clock
         self._changed = threading.Condition()
         self._jobs: dict[str, _BatchJob] = {}
+        """Batches that have not ended, the oldest first."""
+        self._entering = Counter[str]()
+        """Batches that are being made, by owner."""
+        self._turns = BatchTurns()
+        self._keeper: threading.Thread | None = None
+        """Gives turns; begins with the first batch."""
         self.is_closed, self._closed = False, draining()
         """Whether all work is left to the next server."""
         for batch in store.unfinished():
-            self._begin(batch)
+            self._jobs[batch.id] = _BatchJob(batch, is_counted=not batch.kept_engine)
+        if self._jobs:
+            try:
+                self._start_keeper()
+            except RuntimeError as error:
+                _log.warn("batches wait until the next one is created: %s", error)
 
     # ---- what clients ask ----
 
@@ -134,29 +157,50 @@ class Batches:
         """Begin a batch over a file.
 
         Raises:
-            HttpProblemError: too many have not ended, the disk is full, or the server is being stopped.
+            HttpProblemError: too many have not ended, the disk is full, the system has no more threads, or the server
+                is being stopped.
         """
-        return self._created(lambda: self.store.new_batch(file, window_s, **fields))
+        owner = fields.get("kept_owner", "")
+        return self._created(owner, lambda: self.store.new_batch(file, window_s, **fields))
 
     def create_of_messages(
         self, requests: Path, n: int, window: str, window_s: int, owner: str
     ) -> StoredBatch:
         """Begin a batch of `n` messages, whose requests were checked. Raises as `create`."""
         return self._created(
-            lambda: self.store.new_message_batch(requests, n, window, window_s, owner)
+            owner, lambda: self.store.new_message_batch(requests, n, window, window_s, owner)
         )
 
-    def _created(self, entered: Callable[[], StoredBatch]) -> StoredBatch:
+    def _created(self, owner: str, made: Callable[[], StoredBatch]) -> StoredBatch:
         with self._changed:
             if self.is_closed:
                 raise replace(self._closed)
-            if len(self._jobs) >= _N_UNFINISHED:
-                message = f"{len(self._jobs)} batches have not ended: try again later"
-                raise HttpProblemError(429, message, "rate_limit_exceeded", headers=LATER)
-            batch = entered()
-            told = replace(batch)
-            self._begin(batch)
-        return told
+            self._check_few(owner)
+            try:
+                self._start_keeper()
+            except RuntimeError:
+                message = "the system has no more threads: try again later"
+                raise HttpProblemError(503, message, "no_threads", headers=LATER) from None
+            self._entering[owner] += 1
+        try:
+            batch = made()  # others need not wait for the disk
+            with self._changed:
+                self.store.enter(batch)
+                self._jobs[batch.id] = _BatchJob(batch)
+                return replace(batch)
+        finally:
+            with self._changed:
+                self._entering[owner] -= 1
+                self._changed.notify_all()
+
+    def _check_few(self, owner: str) -> None:
+        """Refuse a batch more of an owner where there are too many."""
+        unfinished = self._entering + Counter(job.batch.kept_owner for job in self._jobs.values())
+        if unfinished[owner] >= _N_UNFINISHED or unfinished.total() >= _N_UNFINISHED_MAX:
+            message = f"{unfinished[owner]} batches have not ended: try again later"
+            if unfinished[owner] < _N_UNFINISHED:
+                message = "too many batches of all keys have not ended: try again later"
+            raise HttpProblemError(429, message, "rate_limit_exceeded", headers=LATER)
 
     def get(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """Return a copy of a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
@@ -187,10 +231,11 @@ class Batches:
                 message = f"Cannot cancel a batch with status '{batch.status}'."
                 raise HttpProblemError(409, message, None, headers=NO_RETRY)
             self._move(job, "cancelling", "cancelling_at")
+            job.rest_until, job.wait = 0.0, None
             job.stop()
             self._changed.notify_all()
             told = self._told(batch)
-        threading.Thread(target=_cancel_all, args=[[job]], daemon=True).start()
+        _cancel_all([job])
         return told
 
     def delete(self, id: str, viewer: str, kind: Kind) -> None:
@@ -230,70 +275,136 @@ class Batches:
             self._changed.notify_all()
         for job in jobs:
             job.stop()
-        canceller = threading.Thread(target=_cancel_all, args=[jobs], daemon=True)
-        canceller.start()
         ends_s = time.monotonic() + within_s
-        threads = [canceller, *(job.thread for job in jobs if job.thread is not None)]
+        found = [self._keeper, _cancel_all(jobs), *(job.thread for job in jobs)]
+        threads = [thread for thread in found if thread is not None]
         for thread in threads:
             thread.join(max(0.0, ends_s - time.monotonic()))
         self._room.close()
-        if not any(thread.is_alive() for thread in threads):
+        with self._changed:
+            is_quiet = self._changed.wait_for(
+                lambda: not self._entering.total(), max(0.0, ends_s - time.monotonic())
+            )
+        if is_quiet and not any(thread.is_alive() for thread in threads):
             self.store.close(problem)
+
+    # ---- turns ----
+
+    def _start_keeper(self) -> None:
+        """Have turns given. Raises a `RuntimeError` where the system has no more threads."""
+        if self._keeper is None:
+            keeper = threading.Thread(target=self._keep, name="cbatch-batches", daemon=True)
+            keeper.start()
+            self._keeper = keeper
+
+    def _keep(self) -> None:
+        """Give turns until the server ends."""
+        with self._changed:
+            while not self.is_closed:
+                job = self._next()
+                if job is None:
+                    self._changed.wait(self._quiet_s())
+                elif not self._begin(job):
+                    self._changed.wait_for(lambda: self.is_closed, _AGAIN_S)
+
+    def _next(self) -> _BatchJob | None:
+        """Return the batch whose turn it is: an owner's oldest, but those to be checked come after all others."""
+        now_s = time.monotonic()
+        found: list[tuple[tuple[int, int], bool, int, _BatchJob]] = []
+        for age, job in enumerate(self._jobs.values()):
+            lane, owner = self._lane_of(job), job.batch.kept_owner
+            is_free = job.thread is None and job.rest_until <= now_s
+            if is_free and self._turns.may_begin(lane, owner):
+                is_new = job.batch.status == "validating"
+                found.append((self._turns.rank(lane, owner), is_new, age, job))
+        return min(found)[-1] if found else None
+
+    def _quiet_s(self) -> float:
+        """Return the seconds until a batch has rested, or has expired as it waits to run."""
+        waiting = [job for job in self._jobs.values() if job.thread is None]
+        now_s, now = time.monotonic(), self._clock()
+        rests = (job.rest_until - now_s for job in waiting if job.rest_until > now_s)
+        lives = (job.batch.expires_at - now for job in waiting if self._lane_of(job) is RUNNING)
+        return max(0.0, min([_LOOK_S, *rests, *lives]))
+
+    def _lane_of(self, job: _BatchJob) -> BatchLane:
+        """Return the kind of work that is next; a batch whose time is over runs no more."""
+        batch = job.batch
+        may_run = batch.status == "in_progress" and job.is_counted
+        return RUNNING if may_run and self._clock() < batch.expires_at else READING
+
+    def _begin(self, job: _BatchJob) -> bool:
+        """Give a batch a turn; False where the system has no more threads."""
+        lane, name = self._lane_of(job), f"cbatch-{job.batch.id}"
+        thread = threading.Thread(target=self._work, args=[job, lane], name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _log.warn("batches are tried again in %d s: %s", int(_AGAIN_S), error)
+            return False
+        job.thread, job.wait = thread, None
+        self._turns.begin(lane, job.batch.kept_owner)
+        return True
 
     # ---- one batch, in its thread ----
 
-    def _begin(self, batch: StoredBatch) -> None:
-        job = _BatchJob(batch, is_checked=batch.in_progress_at is not None)
-        self._jobs[batch.id] = job
-        name = f"cbatch-{batch.id}"
-        job.thread = threading.Thread(target=self._see_through, args=[job], name=name, daemon=True)
-        job.thread.start()
-
-    def _see_through(self, job: _BatchJob) -> None:
-        """Take a batch to its end, again after what passes; or leave it to the next server."""
+    def _work(self, job: _BatchJob, lane: BatchLane) -> None:
+        """Take a batch a step on; what passes is tried again later, what does not is left to the next server."""
+        rest_s = 0.0
         try:
-            while not self._is_through(job):
-                with self._changed:
-                    self._changed.wait_for(lambda: self.is_closed, _AGAIN_S)
-                    job.wait = None
+            self._step(job, lane)
         except _StoppedError:
             pass
+        except _PASSING as error:
+            rest_s = _AGAIN_S
+            if not self.is_closed:
+                words = "batch %s is tried again in %d s: %s"
+                _log.warn(words, job.batch.id, int(_AGAIN_S), error)
+            if is_full(error):
+                job.wait = _problem("insufficient_storage", _FULL)
         except EngineError as error:
+            rest_s = _NEVER
             if not self.is_closed:
                 _log.warn("batch %s waits for the next start: %s", job.batch.id, error)
         except Exception as error:
-            _log.fail(f"batch {job.batch.id} has failed")
-            with suppress(Exception):  # what is there is not lost
-                self._publish(job.batch)
-            problem = _problem("internal_error", "an internal error")
-            if isinstance(error, ConfigError):  # its message names paths of the server
-                problem = _problem(
-                    "storage_changed", "the batch's files were changed or removed on the server"
-                )
-            with suppress(OSError, sqlite3.Error):  # then the next server finds out
-                self._fail(job, [problem])
+            rest_s = _NEVER
+            self._give_up(job, error)
         finally:
-            if job.batch.has_ended:
-                with self._changed:
+            with self._changed:
+                self._turns.end(lane, job.batch.kept_owner)
+                job.thread = None
+                if rest_s:
+                    job.rest_until = time.monotonic() + rest_s
+                if job.batch.has_ended:
                     del self._jobs[job.batch.id]
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
-    def _is_through(self, job: _BatchJob) -> bool:
-        """Take a batch to its end; False where it must be tried again later."""
-        try:
-            if job.batch.status == "validating":
-                self._check(job)
-            if job.batch.status == "in_progress":
-                self._run(job)
-            if not job.batch.has_ended:
-                self._finish(job)
-        except _PASSING as error:
-            self._check_open()
-            _log.warn("batch %s is tried again in %d s: %s", job.batch.id, int(_AGAIN_S), error)
-            if is_full(error):
-                job.wait = _problem("insufficient_storage", _FULL)
-            return False
-        return True
+    def _step(self, job: _BatchJob, lane: BatchLane) -> None:
+        batch = job.batch
+        if self._lane_of(job) is not lane:  # it was cancelled meanwhile, or its time is over
+            return
+        if lane is RUNNING:
+            self._run(job)
+        elif batch.status == "validating":
+            self._check(job)
+        elif batch.status == "in_progress" and not job.is_counted:
+            run = self._served(batch, ItemGate(self._room))
+            run.recount()
+            batch.n_completed, batch.n_failed, job.is_counted = run.n_done, run.n_failed, True
+        else:
+            self._finish(job)
+
+    def _give_up(self, job: _BatchJob, error: Exception) -> None:
+        _log.fail(f"batch {job.batch.id} has failed")
+        with suppress(Exception):  # what is there is not lost
+            self._publish(job.batch)
+        problem = _problem("internal_error", "an internal error")
+        if isinstance(error, ConfigError):  # its message names paths of the server
+            problem = _problem(
+                "storage_changed", "the batch's files were changed or removed on the server"
+            )
+        with suppress(OSError, sqlite3.Error):  # then the next server finds out
+            self._fail(job, [problem])
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -331,39 +442,27 @@ class Batches:
             with self._changed:
                 if batch.status == "validating":
                     self._move(job, "in_progress", "in_progress_at")
-                    job.is_checked = True
 
     def _run(self, job: _BatchJob) -> None:
-        """Run the requests, unless the batch is cancelled or its time is over before its turn comes."""
-        batch = job.batch
-        if batch.kept_engine and job.run is None:  # begun by an earlier server
-            run = self._served(batch, ItemGate(self._room))
-            run.recount()
-            batch.n_completed, batch.n_failed = run.n_done, run.n_failed
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.is_closed or batch.status != "in_progress" or self._has_turn(job),
-                max(0.0, batch.expires_at - self._clock()),
-            )
-            self._check_open()
-            may_run = batch.status == "in_progress" and self._has_turn(job)
-        left_s = batch.expires_at - self._clock()
-        if may_run and left_s > 0 and self._is_our_engine(job):
+        """Run the requests that have no answer yet."""
+        left_s = job.batch.expires_at - self._clock()
+        if left_s > 0 and self._is_our_engine(job):
             self._run_for(job, left_s)
+            self._finalize(job)
+
+    def _finalize(self, job: _BatchJob) -> None:
+        """Note how a batch ends that runs no more, unless it was cancelled."""
+        batch = job.batch
         with self._changed:
             if batch.status == "in_progress":
                 batch.kept_ending = "completed" if self._is_whole(batch) else "expired"
                 self._move(job, "finalizing", "finalizing_at")
 
-    def _has_turn(self, job: _BatchJob) -> bool:
-        ready = [other for other in self._jobs.values() if other.is_checked]
-        return job in ready[:_N_AT_ONCE]
-
     def _is_whole(self, batch: StoredBatch) -> bool:
         return batch.n_completed + batch.n_failed >= batch.n_total
 
     def _is_our_engine(self, job: _BatchJob) -> bool:
-        """Whether the engine is the one that gave the answers so far; else wait until the batch's time is over."""
+        """Whether the engine is the one that gave the answers so far; else the batch rests until its time is over."""
         batch = job.batch
         options = self._engine.options
         said = {
@@ -378,16 +477,10 @@ class Batches:
                 self.store.save(batch)
             if batch.kept_engine == now:
                 return True
-            _log.warn("batch %s waits: %s", batch.id, _OTHER_ENGINE)
-            job.wait = _problem("engine_changed", _OTHER_ENGINE)
-            job.is_checked = False  # others may have its turn
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: self.is_closed or batch.status != "in_progress",
-                max(0.0, batch.expires_at - self._clock()),
-            )
-            job.wait = None
-        self._check_open()
+            if batch.status == "in_progress":
+                _log.warn("batch %s waits: %s", batch.id, _OTHER_ENGINE)
+                job.wait = _problem("engine_changed", _OTHER_ENGINE)
+                job.rest_until = time.monotonic() + batch.expires_at - self._clock()
         return False
 
     def _served(self, batch: StoredBatch, gate: ItemGate) -> ServedBatch:
@@ -425,6 +518,7 @@ class Batches:
 
     def _finish(self, job: _BatchJob) -> None:
         """Make the files of a batch that runs no more, and end it; done again after a kill, it changes nothing."""
+        self._finalize(job)
         batch = job.batch
         ending = "cancelled" if batch.status == "cancelling" else batch.kept_ending
         if batch.in_progress_at is not None and ending != "completed":
@@ -487,10 +581,20 @@ class Batches:
             )
 
 
-def _cancel_all(jobs: Sequence[_BatchJob]) -> None:
-    for job in jobs:
-        if job.run is not None:
-            job.run.cancel()
+def _cancel_all(jobs: Sequence[_BatchJob]) -> threading.Thread | None:
+    """Have the lines of jobs leave an engine that may not answer; None where lines are left to end by themselves."""
+
+    def cancel() -> None:
+        for job in jobs:
+            if job.run is not None:
+                job.run.cancel()
+
+    thread = threading.Thread(target=cancel, name="cbatch-cancel", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no more threads
+        return None
+    return thread
 
 
 def _problem(code: str, message: str) -> dict[str, Any]:

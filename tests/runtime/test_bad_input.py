@@ -218,6 +218,7 @@ WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     ([GOOD], {"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids"),
     ([GOOD], {"stop_token_ids": [7, 1536]}, "has 1536, .*vocabulary of 1536"),
     ([GOOD], {"stop_token_ids": [2**40]}, "has 1099511627776, .*vocabulary of 1536"),
+    ([GOOD], {"stop_token_ids": [10**5000]}, "has this int, .*vocabulary|serialize ints"),
     ([GOOD], {"logit_bias": {1536: 1.0}}, "logit_bias has 1536, .*vocabulary of 1536"),
     ([GOOD], {"logit_bias": {3: math.nan}}, "logit_bias of token 3 .*finite number, not nan"),
     ([GOOD], {"logit_bias": {3: 1e5}}, "logit_bias of token 3 .*-10000 … 10000, not 100000"),

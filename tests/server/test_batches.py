@@ -16,6 +16,7 @@ from cbatch.errors import EngineError, ModelLoadError
 from cbatch.files.output import durable
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
+from cbatch.server.batch_turns import BatchLane
 from cbatch.worker.pool import N_FAILED_MAX
 from tests.runtime.backends import GatedBackend, in_thread
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
@@ -306,7 +307,7 @@ def test_ended_batch_is_not_cancelled(tmp_path: Path) -> None:
 def test_batch_that_waits_for_its_turn_is_cancelled_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_N_AT_ONCE", 1)
+    monkeypatch.setattr(batches, "RUNNING", BatchLane(1, 1))
     backend = GatedBackend(2, 256, hold_at=1)
     with kept_app(tmp_path, Engine(backend)) as app:
         first = begun(app, many(2))

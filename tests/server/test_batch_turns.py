@@ -1,0 +1,256 @@
+"""Whose batch is worked on: few at a time, owners in turn, and nothing is lost where the system lacks threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine
+from cbatch.server import batch_turns, batches
+from cbatch.server.batch_store import BatchStore
+from cbatch.server.batch_turns import READING, RUNNING, BatchTurns
+from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
+from tests.server.clients import CHAT, call, error_of, wait_until
+from tests.server.kept import answers, batch_of, begun, ended, kept_app, line, lines, upload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from starlette.applications import Starlette
+
+KEYS = ["key-of-ada", "key-of-bob", "key-of-eve"]
+ADA, BOB, EVE = ({"x-api-key": key} for key in KEYS)
+ONE = lines(line("a"))
+
+
+def asked(app: Starlette, headers: dict[str, str]) -> Any:
+    file = upload(app, ONE, headers=headers).json()["id"]
+    body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+    return call(app, "/v1/batches", body, headers=headers)
+
+
+def status(app: Starlette, id: str, headers: dict[str, str]) -> str:
+    return str(call(app, f"/v1/batches/{id}", headers=headers).json()["status"])
+
+
+class Steps:
+    """Holds a step of each batch until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.begun: list[str] = []
+        """Ids of batches that have begun the step."""
+        self._go = threading.Semaphore(0)
+        step = getattr(batches.Batches, name)
+
+        def held(found: batches.Batches, job: Any, *args: Any) -> Any:
+            self.begun.append(job.batch.id)
+            assert self._go.acquire(timeout=PATIENCE_S)
+            return step(found, job, *args)
+
+        monkeypatch.setattr(batches.Batches, name, held)
+
+    def release(self, n: int = 1) -> None:
+        self._go.release(n)
+
+    def wait_for(self, *ids: str) -> None:
+        wait_until(lambda: len(self.begun) >= len(ids))
+        assert self.begun == [*ids]
+
+
+def test_files_are_checked_one_after_the_other_and_owners_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, "_check")
+    with kept_app(tmp_path, api_keys=KEYS) as app:
+        ada = [asked(app, ADA).json()["id"] for _ in range(4)]
+        steps.wait_for(ada[0])
+        bob = [asked(app, BOB).json()["id"] for _ in range(2)]
+        steps.wait_for(ada[0], bob[0])
+        eve = asked(app, EVE).json()["id"]
+        steps.wait_for(ada[0], bob[0])
+        n_threads = sum(thread.name.startswith("cbatch-batch_") for thread in threading.enumerate())
+        assert n_threads == 2
+        steps.release()
+        wait_until(lambda: len(steps.begun) == 3)
+        assert steps.begun[2] == eve
+        steps.release(99)
+        for headers, ids in ((ADA, ada), (BOB, bob), (EVE, [eve])):
+            for id in ids:
+                wait_until(lambda: status(app, id, headers) == "completed")  # noqa: B023
+    assert [id for id in steps.begun if id in ada] == ada
+
+
+def test_cancelled_batch_need_not_wait_for_the_checks_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, "_check")
+    with kept_app(tmp_path) as app:
+        first, second, third = (begun(app, ONE) for _ in range(3))
+        steps.wait_for(first)
+        call(app, f"/v1/batches/{third}/cancel", method="POST")
+        steps.release()
+        assert ended(app, third)["status"] == "cancelled"
+        steps.release()
+        assert ended(app, second)["status"] == "completed"
+    assert steps.begun == [first, second]
+
+
+def test_batches_of_one_owner_leave_others_a_turn_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, "_run_for")
+    with kept_app(tmp_path, api_keys=KEYS) as app:
+        ada = [asked(app, ADA).json()["id"] for _ in range(6)]
+        wait_until(lambda: all(status(app, id, ADA) == "in_progress" for id in ada))
+        wait_until(lambda: len(steps.begun) == 4)
+        bob = [asked(app, BOB).json()["id"] for _ in range(2)]
+        wait_until(lambda: all(status(app, id, BOB) == "in_progress" for id in bob))
+        steps.wait_for(*ada[:4], bob[0])
+        steps.release(99)
+        for headers, ids in ((ADA, ada), (BOB, bob)):
+            for id in ids:
+                wait_until(lambda: status(app, id, headers) == "completed")  # noqa: B023
+
+
+def test_batches_of_one_owner_leave_others_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_N_UNFINISHED", 2)
+    steps = Steps(monkeypatch, "_check")
+    with kept_app(tmp_path, api_keys=KEYS) as app:
+        assert [asked(app, ADA).status_code for _ in range(2)] == [200, 200]
+        assert "2 batches" in error_of(asked(app, ADA), 429)["message"]
+        assert asked(app, BOB).status_code == 200
+        monkeypatch.setattr(batches, "_N_UNFINISHED_MAX", 3)
+        assert "all keys" in error_of(asked(app, EVE), 429)["message"]
+        steps.release(99)
+        wait_until(lambda: asked(app, ADA).status_code == 200)
+
+
+def test_owner_with_few_batches_at_work_comes_first() -> None:
+    turns = BatchTurns()
+    for owner in "aab":
+        assert turns.may_begin(RUNNING, owner)
+        turns.begin(RUNNING, owner)
+    assert sorted("abc", key=lambda owner: turns.rank(RUNNING, owner)) == ["c", "b", "a"]
+    turns.end(RUNNING, "a")
+    assert sorted("ab", key=lambda owner: turns.rank(RUNNING, owner)) == ["a", "b"]
+    turns.end(RUNNING, "a")
+    turns.end(RUNNING, "b")
+    for _ in range(RUNNING.n_shared):
+        turns.begin(RUNNING, "a")
+    assert not turns.may_begin(RUNNING, "a")
+    for i in range(RUNNING.n_max - RUNNING.n_shared):
+        assert turns.may_begin(RUNNING, f"{i}")
+        turns.begin(RUNNING, f"{i}")
+    assert not turns.may_begin(RUNNING, "z")
+    assert turns.may_begin(READING, "a")
+
+
+# ---- the disk, and threads ----
+
+
+def test_batch_that_is_made_slowly_keeps_nobody_waiting_and_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, is_making, may_go = BatchStore.new_batch, threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **named: Any) -> Any:
+        is_making.set()
+        assert may_go.wait(PATIENCE_S)
+        return make(*args, **named)
+
+    monkeypatch.setattr(BatchStore, "new_batch", slowly)
+    with kept_app(tmp_path) as app:
+        id = in_thread(lambda: begun(app, ONE))
+        assert is_making.wait(PATIENCE_S)
+        assert call(app, "/v1/batches").json()["data"] == []
+        closing = in_thread(app.state.desk.close)
+        wait_until(lambda: app.state.desk.batches.is_closed)
+        may_go.set()
+        found = id()
+        closing()
+    with kept_app(tmp_path) as app:
+        assert ended(app, found)["status"] == "completed"
+
+
+class NoThreads:
+    """Lets no threads of some names start, as a system does that has no more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+        self.n_refused, self.is_over = 0, False
+        start: Callable[[threading.Thread], None] = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith(prefix) and not self.is_over:
+                self.n_refused += 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.parametrize("prefix", ["cbatch-batch_", "cbatch-batch-room"])
+def test_batch_waits_while_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
+    threads = NoThreads(monkeypatch, prefix)
+    with kept_app(tmp_path) as app:
+        id = begun(app, ONE)
+        wait_until(lambda: threads.n_refused > 2)
+        assert batch_of(app, id)["status"] in ("validating", "in_progress")
+        other = begun(app, ONE)
+        call(app, f"/v1/batches/{other}/cancel", method="POST")
+        threads.is_over = True
+        batch = ended(app, id)
+        assert len(answers(app, batch)) == 1
+        assert ended(app, other)["status"] == "cancelled"
+
+
+def test_batch_is_refused_while_nothing_can_give_it_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = NoThreads(monkeypatch, "cbatch-batch")
+    with kept_app(tmp_path) as app:
+        file = upload(app, ONE).json()["id"]
+        body = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        answer = call(app, "/v1/batches", body)
+        assert error_of(answer, 503)["code"] == "no_threads"
+        assert "retry-after" in answer.headers
+        assert call(app, "/v1/batches").json()["data"] == []
+        assert not [*(tmp_path / "kept" / "work").iterdir()]
+        threads.is_over = True
+        assert ended(app, begun(app, ONE))["status"] == "completed"
+
+
+def test_batch_is_cancelled_though_no_thread_tells_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = GatedBackend(2, 256, hold_at=1)
+    NoThreads(monkeypatch, "cbatch-cancel")
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = begun(app, ONE)
+        backend.wait_until_held()
+        told = call(app, f"/v1/batches/{id}/cancel", method="POST")
+        assert told.json()["status"] == "cancelling"
+        backend.release()
+        assert ended(app, id)["status"] == "cancelled"
+
+
+def test_time_of_a_batch_is_over_while_it_waits_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "RUNNING", batch_turns.BatchLane(1, 1))
+    steps = Steps(monkeypatch, "_run_for")
+    with kept_app(tmp_path) as app:
+        first = begun(app, ONE)
+        steps.wait_for(first)
+        batch = ended(app, begun(app, ONE, completion_window="1s"))
+        assert batch["status"] == "expired"
+        assert len(answers(app, batch)) == 1
+        steps.release()
+        assert ended(app, first)["status"] == "completed"
