@@ -74,24 +74,34 @@ class PromptTooLongError(RequestError):
         *,
         n_keep: int | None = None,
         is_least: bool = False,
+        can_slide: bool = False,
+        can_lower: bool = False,
     ) -> None:
         """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output.
 
         With `is_least`, `n_prompt` is a lower bound: the prompt was not tokenized. `n_keep` are the tokens that may not
-        be left out, where others may: with `n_discard`.
+        be left out, where others may: with `n_discard`. The message names what would admit the prompt: `n_discard` with
+        `can_slide`, a lower `max_tokens` with `can_lower`.
         """
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
         self.is_least = is_least
-        slide = "set n_discard to leave out tokens after its beginning"
+        slide = "set n_discard to leave out tokens after its beginning, " if can_slide else ""
         if n_keep is not None:
-            slide = f"lower n_keep, which is {n_keep}"
-        lower = "lower max_tokens or leave strict_max_tokens out, " if n_output > 1 else ""
+            slide = f"lower n_keep, which is {n_keep}, "
+        lower = "lower max_tokens or leave strict_max_tokens out, " if can_lower else ""
+        least = f"{'more than' if is_least else 'at least'} {n_prompt + n_output}"
         super().__init__(
-            f"the prompt has {'at least ' * is_least}{n_prompt} tokens and asks for {n_output} more, "
-            f"but one slot's window holds {n_limit}: "
-            f"shorten it, {slide}, {lower}raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
-            "or in one pool (kv='unified')"
+            f"{self.size}, but one slot's window holds {n_limit}: "
+            f"shorten it, {slide}{lower}or raise ctx_per_seq to {least} (or n_ctx)"
         )
+
+    @property
+    def size(self) -> str:
+        """The tokens of the prompt in words, and those of the answer where the prompt alone would fit."""
+        words = f"the prompt has {'at least ' * self.is_least}{self.n_prompt} tokens"
+        if self.n_prompt > self.n_limit:
+            return words
+        return f"{words} and its answer needs {self.n_output} more"
 
 
 class DuplicateIdError(RequestError):

@@ -179,8 +179,28 @@ def _end(summary: RunSummary, view: View) -> None:
         _tell(view, f"cbatch: {summary.resume_hint}")
     if summary.n_errors:
         again = "; --retry-errors runs those again" if summary.n_failed_before else ""
-        _tell(view, f"cbatch: {summary.failures}{again}")
+        _tell(view, f"cbatch: {_in_flags(summary.failures)}{again}")
         raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+def _in_flags(failures: str) -> str:
+    """Return a summary in which the error of a prompt that is too long names flags."""
+    if "one slot's window holds" not in failures:
+        return failures
+    for name, flag in _FLAGS.items():
+        failures = re.sub(rf"\b{name}\b", flag, failures)
+    return failures
+
+
+_FLAGS = {
+    "ctx_per_seq": "--ctx-per-seq",
+    "n_ctx": "--n-ctx",
+    "set n_discard": "give --set n_discard=N",
+    "lower n_keep": "lower --set n_keep",
+    "lower max_tokens": "lower --max-tokens",
+    "leave strict_max_tokens out": "leave --set strict_max_tokens out",
+}
+"""What the error of a prompt that is too long names, as flags."""
 
 
 def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:

@@ -81,13 +81,21 @@ class CheckSummary:
 
     def lines(self) -> list[str]:
         """Return it as lines for people."""
-        mean = self.n_tokens / max(self.n_good, 1)
         codes = ", ".join(f"{n:,} {code}" for code, n in self.n_by_code.most_common())
         return [
             *self.first,
             f"items   {self.n_items:,}, {self.n_errors:,} wrong{': ' if codes else ''}{codes}",
+            *self._sizes(),
+        ]
+
+    def _sizes(self) -> list[str]:
+        """Return the lines about prompts; none where no prompt was counted."""
+        if not self.n_good:
+            return []
+        mean = self.n_tokens / self.n_good
+        return [
             f"tokens  {self.n_tokens:,} in all; a prompt {self.n_least:,} … {self.n_most:,}, {mean:,.1f} on average",
-            f"longest {self.longest or 'none'}; a slot holds {self.n_window:,}",
+            f"longest {self.longest}; a slot holds {self.n_window:,}",
         ]
 
 
@@ -144,9 +152,7 @@ def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | 
     except EngineClosedError:  # no error of the item
         raise
     except PromptTooLongError as long:
-        more = f" and may have {long.n_output:,} more" if long.n_output > 1 else ""
-        words = f"the prompt has {long.n_prompt:,} tokens{more}, and a slot holds {long.n_limit:,}"
-        return ItemError("prompt_too_long", words)
+        return ItemError("prompt_too_long", f"{long.size}, and a slot holds {long.n_limit:,}")
     except CBatchError as refusal:
         return ItemError("refused", str(in_own_words(refusal, UNNAMED)))
 

@@ -927,7 +927,7 @@ def test_report_and_trace_name_items_by_number_and_escaped_id(engine: Engine, ou
         ({}, "the prompt has 200 tokens, and a slot holds 128"),
         (
             {"max_tokens": 100, "strict_max_tokens": True},
-            "the prompt has 40 tokens and may have 100 more, and a slot holds",
+            "the prompt has 40 tokens and its answer needs 100 more, and a slot holds",
         ),
         ({"tool_choice": "required"}, "tool_choice='required' needs tools"),
         ({"adapter": "none"}, "none"),

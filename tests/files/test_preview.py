@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.files.preview import Sample, estimate_file, extrapolated
+from cbatch.cli.run import _in_flags
+from cbatch.errors import PromptTooLongError
+from cbatch.files import preview
+from cbatch.files.preview import Sample, check_file, estimate_file, extrapolated
 from cbatch.response import BatchResult, Timings, Usage
 from cbatch.stats import EngineStats
 from tests.files.runs import make_engine, write_requests
@@ -55,3 +58,25 @@ def test_estimate_of_items_that_all_fail_is_of_their_time() -> None:
     results = [result_of(0, 0, "error")] * 5
     found = extrapolated(Sample(results, [0] * 5, 0, 0.5), 50, EngineStats())
     assert found.seconds == (5.0, 5.0)
+
+
+def test_check_gives_no_lower_bound_as_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PromptTooLongError(2087, 128, is_least=True)
+
+    monkeypatch.setattr(preview, "checked_tokens", refuse)
+    source = write_requests(tmp_path / "in.jsonl", 1)
+    with make_engine() as engine:
+        lines = check_file(source, engine=engine).lines()
+    assert "the prompt has at least 2087 tokens, and a slot holds 128" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["items"]  # nothing was counted
+
+
+def test_run_names_flags_to_a_commands_user() -> None:
+    error = PromptTooLongError(9, 8, 2, can_slide=True, can_lower=True)
+    words = _in_flags(f"the first: line 7: {error}")
+    assert "give --set n_discard=N" in words
+    assert "or raise --ctx-per-seq to at least 11 (or --n-ctx)" in words
+    assert _in_flags("unknown option 'n_ctx'") == "unknown option 'n_ctx'"
