@@ -132,8 +132,8 @@ class PromptTokenizer:
 
     def _n_first(self, request: Request, tokens: Sequence[int]) -> int:
         prompt, options = request.prompt, request.options
-        if not options.n_discard:
-            return 0
+        if not options.n_discard and len(tokens) < self._n_window:
+            return 0  # nothing is left out, and nothing is refused
         if prompt.messages is None:
             return 1
         try:
