@@ -39,8 +39,45 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def near_or_known(name: str, known: Sequence[str]) -> str:
-    """Return the names that a wrong one is like, as a question; if there is none, all known ones."""
+    """Return what a name of another tool is here, or the names that it is like; if there are none, all known ones."""
+    ours, words = ELSEWHERE.get(name, ""), _NO_OPTIONS.get(name)
+    if ours in known:
+        return f"did you mean {ours}?"
+    if words is not None and "max_tokens" in known:
+        return words
     return near(name, known) or f"known are {', '.join(known)}"
+
+
+ELSEWHERE = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "temp": "temperature",
+    "repetition_penalty": "repeat_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "num_ctx": "ctx_per_seq",
+    "ctx_size": "ctx_per_seq",
+    "n_ctx_size": "ctx_per_seq",
+    "context_length": "ctx_per_seq",
+    "max_model_len": "ctx_per_seq",
+    "max_num_seqs": "parallel",
+    "n_parallel": "parallel",
+    "num_threads": "n_threads",
+    "num_thread": "n_threads",
+    "num_gpu": "n_gpu_layers",
+    "lora_path": "adapters",
+}
+"""Names of other programs, and what the same thing is called here."""
+
+_NO_OPTIONS = {
+    "stream": "no option is needed: read the chunks of a response as they come",
+    "system": 'give a first message {"role": "system", "content": …}',
+    "system_prompt": 'give a first message {"role": "system", "content": …}',
+    "options": "give each option by its name, such as max_tokens=64",
+}
+"""What requests of other programs have as options, and what to do here."""
 
 
 def words_of(error: BaseException) -> str:

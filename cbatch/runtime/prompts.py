@@ -85,8 +85,9 @@ class PromptTokenizer:
                 return self._with_ending(request)
             prompt, grammar = self._settled(request)
             tokens = self._tokenize(prompt, request.options)
-            request.cap(len(tokens), self._n_window)
-            return FoundPrompt(tokens, self._n_first(request, tokens), grammar)
+            n_first = self._n_first(request, tokens)
+            request.cap(len(tokens), self._n_window, n_first)
+            return FoundPrompt(tokens, n_first, grammar)
         except CBatchError as error:
             return error
         except Exception as error:

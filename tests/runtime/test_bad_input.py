@@ -373,7 +373,7 @@ def test_item_over_the_window_gets_the_numbers(
     assert ("answer needs" in str(error)) == (n_prompt <= 256)
 
 
-def test_prompt_over_the_window_is_told_of_n_discard_only_where_it_would_help() -> None:
+def test_prompt_too_long_is_told_of_n_discard_where_that_helps() -> None:
     chat = [{"role": "user", "content": "a" * 300}]
     memory = KvCapabilities("partitioned", 512, can_shift=True)
     with Engine(FakeBackend(2, 256, 64, memory=memory), threaded=False) as engine:
