@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.errors import ELSEWHERE, ConfigError, UnsupportedOptionError
+from cbatch.options import RunOptions
 from cbatch.support.checks import (
     MAX_INT,
     MAX_KEY_LENGTH,
@@ -283,9 +285,7 @@ class EngineOptions(ScheduleOptions):
         known = [f.name for f in fields(cls)]
         with reading("settings"):
             given = {name_of(name): value for name, value in settings.items()}
-        for name in given:
-            if name not in known:
-                raise UnsupportedOptionError(name, known)
+        check_settings(given, known)
         return cls(**given)
 
     @property
@@ -393,3 +393,21 @@ class EngineOptions(ScheduleOptions):
 def is_quantised(cell_type: str) -> bool:
     """Return whether a cell type stores blocks of numbers rather than single numbers."""
     return cell_type not in ("f16", "f32", "bf16")
+
+
+def check_settings(given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse unknown names of settings; options of requests and the model's path are told their place.
+
+    Raises:
+        UnsupportedOptionError: an unknown name.
+    """
+    of_requests = [f.name for f in fields(RunOptions) if f.name not in known]
+    for name in given:
+        if name in known:
+            continue
+        reason = ""
+        if name in ("model_path", "model"):
+            reason = "the model's path is the first argument"
+        elif close := get_close_matches(ELSEWHERE.get(name, name), of_requests, 1, 0.8):
+            reason = f"options of requests go into options={{{close[0]!r}: …}}"
+        raise UnsupportedOptionError(name, known, reason=reason)

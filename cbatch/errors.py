@@ -39,8 +39,45 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def near_or_known(name: str, known: Sequence[str]) -> str:
-    """Return the names that a wrong one is like, as a question; if there is none, all known ones."""
+    """Return what a name of another tool is here, or the names that it is like; if there are none, all known ones."""
+    ours, words = ELSEWHERE.get(name, ""), _NO_OPTIONS.get(name)
+    if ours in known:
+        return f"did you mean {ours}?"
+    if words is not None and "max_tokens" in known:
+        return words
     return near(name, known) or f"known are {', '.join(known)}"
+
+
+ELSEWHERE = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "temp": "temperature",
+    "repetition_penalty": "repeat_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "num_ctx": "ctx_per_seq",
+    "ctx_size": "ctx_per_seq",
+    "n_ctx_size": "ctx_per_seq",
+    "context_length": "ctx_per_seq",
+    "max_model_len": "ctx_per_seq",
+    "max_num_seqs": "parallel",
+    "n_parallel": "parallel",
+    "num_threads": "n_threads",
+    "num_thread": "n_threads",
+    "num_gpu": "n_gpu_layers",
+    "lora_path": "adapters",
+}
+"""Names of other programs, and what the same thing is called here."""
+
+_NO_OPTIONS = {
+    "stream": "no option is needed: read the chunks of a response as they come",
+    "system": 'give a first message {"role": "system", "content": …}',
+    "system_prompt": 'give a first message {"role": "system", "content": …}',
+    "options": "give each option by its name, such as max_tokens=64",
+}
+"""What requests of other programs have as options, and what to do here."""
 
 
 def words_of(error: BaseException) -> str:
@@ -74,24 +111,34 @@ class PromptTooLongError(RequestError):
         *,
         n_keep: int | None = None,
         is_least: bool = False,
+        can_slide: bool = False,
+        can_lower: bool = False,
     ) -> None:
         """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output.
 
         With `is_least`, `n_prompt` is a lower bound: the prompt was not tokenized. `n_keep` are the tokens that may not
-        be left out, where others may: with `n_discard`.
+        be left out, where others may: with `n_discard`. The message names what would admit the prompt: `n_discard` with
+        `can_slide`, a lower `max_tokens` with `can_lower`.
         """
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
         self.is_least = is_least
-        slide = "set n_discard to leave out tokens after its beginning"
+        slide = "set n_discard to leave out tokens after its beginning, " if can_slide else ""
         if n_keep is not None:
-            slide = f"lower n_keep, which is {n_keep}"
-        lower = "lower max_tokens or leave strict_max_tokens out, " if n_output > 1 else ""
+            slide = f"lower n_keep, which is {n_keep}, "
+        lower = "lower max_tokens or leave strict_max_tokens out, " if can_lower else ""
+        least = f"{'more than' if is_least else 'at least'} {n_prompt + n_output}"
         super().__init__(
-            f"the prompt has {'at least ' * is_least}{n_prompt} tokens and asks for {n_output} more, "
-            f"but one slot's window holds {n_limit}: "
-            f"shorten it, {slide}, {lower}raise ctx_per_seq or n_ctx, or share n_ctx among fewer slots (parallel) "
-            "or in one pool (kv='unified')"
+            f"{self.size}, but one slot's window holds {n_limit}: "
+            f"shorten it, {slide}{lower}or raise ctx_per_seq to {least} (or n_ctx)"
         )
+
+    @property
+    def size(self) -> str:
+        """The tokens of the prompt in words, and those of the answer where the prompt alone would fit."""
+        words = f"the prompt has {'at least ' * self.is_least}{self.n_prompt} tokens"
+        if self.n_prompt > self.n_limit:
+            return words
+        return f"{words} and its answer needs {self.n_output} more"
 
 
 class DuplicateIdError(RequestError):

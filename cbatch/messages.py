@@ -160,6 +160,8 @@ def as_prompt(item: Any) -> BatchPrompt:
             raise ConfigError(
                 f"a prompt is a string, a list of messages or a BatchPrompt, not {_kind(item)}"
             )
+        if any(isinstance(value, Mapping) and _is_item(value) for value in listed):
+            raise ConfigError(_NO_MESSAGE)
         return BatchPrompt(messages=listed)  # type: ignore[arg-type]  # which looks at each
 
 
@@ -171,6 +173,17 @@ _NO_ROW = (
     "a mapping is no prompt: for one with a prompt's fields give BatchPrompt(**it), for the rows of a table use "
     "run_table of cbatch.files"
 )
+
+_NO_MESSAGE = (
+    "a mapping with messages, prompt or tokens is no message: an item is a text, a list of messages or a BatchPrompt; "
+    "give BatchPrompt(**item) for each"
+)
+
+
+def _is_item(value: Mapping[object, object]) -> bool:
+    """Whether a mapping has the fields of a `BatchPrompt`, as a line of a batch file has."""
+    names = {text_of(key) for key in value}
+    return "role" not in names and not names.isdisjoint(("messages", "prompt", "tokens"))
 
 
 def as_id(value: object) -> str:

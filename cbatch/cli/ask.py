@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 import cbatch
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import Given, name_of, option, takes
-from cbatch.cli.terminal import printable, say
+from cbatch.cli.terminal import busy, say
 from cbatch.files.places import stdin
 from cbatch.support.checks import check_whole
 
@@ -125,11 +123,7 @@ class Conversation:
 def _open(
     model: Path | None, options: cbatch.RunOptions, settings: Mapping[str, Any]
 ) -> cbatch.Engine:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return cbatch.load(model, options=options, **settings)
-    with console.status(escape(printable(f"loading {name_of(model)}"))):
-        console.show_cursor()  # a process that is stopped leaves the terminal with its cursor
+    with busy(f"loading {name_of(model)}"):
         return cbatch.load(model, options=options, **settings)
 
 

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, IntEnum
 from functools import partial
@@ -27,8 +27,9 @@ from cbatch.cli.terminal import (
     settle_stderr,
     tell,
 )
-from cbatch.errors import ConfigError
+from cbatch.errors import ELSEWHERE, ConfigError
 from cbatch.files.places import stdout
+from cbatch.options import RunOptions
 from cbatch.support.logs import FIELDS
 
 _YES = ("1", "true", "t", "yes", "y", "on")
@@ -184,7 +185,8 @@ class CliCommand(_Help, TyperCommand):
 
     def parse_args(self, ctx: Any, args: Any) -> Any:
         """Read the options; a model that is given without its option is named."""
-        model = next((arg for arg in args if arg.endswith(".gguf")), None)
+        given = tuple(args)
+        model = next((arg for arg in given if arg.endswith(".gguf")), None)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -193,7 +195,21 @@ class CliCommand(_Help, TyperCommand):
                 "argument (", "argument(s) ("
             ):
                 error.message = f"{said}: give the model as -m {model}"  # type: ignore[attr-defined]
+            flag = _whole_flag(getattr(error, "option_name", None) or "", given)
+            if hint := self._of_other_tools(flag):
+                error.message = f"No such option: {flag}: use {hint}"  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
             raise
+
+    def _of_other_tools(self, flag: str) -> str:
+        """Return what a flag of another tool is here; empty if this command has no such option."""
+        flags = {name for p in self.params for name in p.opts}
+        name = flag.lstrip("-").replace("-", "_")
+        ours = _FLAGS_ELSEWHERE.get(name) or ELSEWHERE.get(name, "").replace("_", "-")
+        if f"--{ours}" in flags:
+            return f"--{ours}"
+        is_set = "--set" in flags and name in RunOptions.__dataclass_fields__
+        return f"--set {name}=…" if is_set else ""
 
     def _renamed(self, args: Any) -> list[str]:
         """Return arguments with the names that the help tells for options that have others too."""
@@ -209,6 +225,29 @@ class CliCommand(_Help, TyperCommand):
             for variable in _variables_in(str(error), ctx):
                 error.args = (f"{error} (from {variable})",)
             raise
+
+
+def _whole_flag(flag: str, args: Sequence[str]) -> str:
+    """Return a flag as it was given: of -ngl, typer names only -n."""
+    if flag.startswith("--") or not flag:
+        return flag
+    given = next((arg for arg in args if arg.startswith(flag)), flag)
+    return re.match(r"-[a-z]*", given)[0]  # type: ignore[index]  # which begins with a dash
+
+
+_FLAGS_ELSEWHERE = {
+    "c": "ctx-per-seq",
+    "n": "max-tokens",
+    "predict": "max-tokens",
+    "np": "parallel",
+    "t": "threads",
+    "n_threads": "threads",
+    "ngl": "gpu-layers",
+    "n_gpu_layers": "gpu-layers",
+    "fa": "flash-attn",
+    "lora": "adapter",
+}
+"""Flags of other tools whose names are not those of options in Python, and ours."""
 
 
 class Subgroup(_Help, TyperGroup):

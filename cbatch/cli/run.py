@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +13,12 @@ from cbatch.cli.demo import run_demo
 from cbatch.cli.events import EventView
 from cbatch.cli.main import ExitCode, leave_stdout
 from cbatch.cli.option_table import FILES, NAMES, RUN, Given, names_in, option, takes
-from cbatch.cli.terminal import note_at_once, say
+from cbatch.cli.terminal import busy, note_at_once, say
 from cbatch.files.file_run import run_file
 from cbatch.files.outcome import Interrupted, RunSummary, Stopper
 from cbatch.files.places import STDOUT, is_dash
-from cbatch.files.preview import CheckSummary, Estimate, check_file, estimate_file
-from cbatch.progress import View, choose_view, summary_lines
+from cbatch.files.preview import SAMPLE_S, CheckSummary, Estimate, check_file, estimate_file
+from cbatch.progress import LiveView, PlainView, View, choose_view, summary_lines
 
 _FOR_DEMO = ("demo", "json", "quiet", "force")
 _NOT_FOR_DEMO = names_in(RUN, FILES, without=_FOR_DEMO)
@@ -148,10 +148,15 @@ def _ending_with_the_reader(view: View) -> Iterator[None]:
 
 def _look(source: list[str], view: View, *, is_estimate: bool, call: dict[str, Any]) -> None:
     """Report the input's content or a run's expected duration; write no record."""
+    is_shown = isinstance(view, PlainView | LiveView)
     if is_estimate:
-        _say_all(view, "estimate", estimate_file(source, **call))
+        doing = f"loading the model and computing a sample for at most {SAMPLE_S:g} s"
+        with busy(doing) if is_shown else nullcontext():
+            estimate = estimate_file(source, **call)
+        _say_all(view, "estimate", estimate)
         return
-    found = check_file(source, **call)
+    with busy("loading the model and counting tokens") if is_shown else nullcontext():
+        found = check_file(source, **call)
     _say_all(view, "check", found)
     if found.n_errors:
         raise typer.Exit(ExitCode.SOME_FAILED)
@@ -174,8 +179,28 @@ def _end(summary: RunSummary, view: View) -> None:
         _tell(view, f"cbatch: {summary.resume_hint}")
     if summary.n_errors:
         again = "; --retry-errors runs those again" if summary.n_failed_before else ""
-        _tell(view, f"cbatch: {summary.failures}{again}")
+        _tell(view, f"cbatch: {_in_flags(summary.failures)}{again}")
         raise typer.Exit(ExitCode.SOME_FAILED)
+
+
+def _in_flags(failures: str) -> str:
+    """Return a summary in which the error of a prompt that is too long names flags."""
+    if "one slot's window holds" not in failures:
+        return failures
+    for name, flag in _FLAGS.items():
+        failures = re.sub(rf"\b{name}\b", flag, failures)
+    return failures
+
+
+_FLAGS = {
+    "ctx_per_seq": "--ctx-per-seq",
+    "n_ctx": "--n-ctx",
+    "set n_discard": "give --set n_discard=N",
+    "lower n_keep": "lower --set n_keep",
+    "lower max_tokens": "lower --max-tokens",
+    "leave strict_max_tokens out": "leave --set strict_max_tokens out",
+}
+"""What the error of a prompt that is too long names, as flags."""
 
 
 def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:

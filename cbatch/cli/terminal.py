@@ -9,8 +9,8 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, cast
 
 import typer
@@ -36,6 +36,21 @@ def say(line: str) -> None:
     escaped = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in line)
     with suppress(OSError):
         typer.echo("".join(escaped), err=True)
+
+
+@contextmanager
+def busy(text: str) -> Iterator[None]:
+    """Show on stderr, where it is a terminal, what goes on until the end of the block."""
+    from rich.console import Console  # slow to import
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(escape(printable(text))):
+        console.show_cursor()  # a process that is stopped leaves the terminal with its cursor
+        yield
 
 
 class UnheldStderr(io.RawIOBase):

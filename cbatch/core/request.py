@@ -51,6 +51,8 @@ class Request:
     """Text that is put behind the prompt, and scored."""
     dry_breakers: DryBreakers | None = None
     """Strings past which DRY looks for no repetition."""
+    can_shift: bool = False
+    """Whether the engine could serve `n_discard`."""
 
     @property
     def slides(self) -> bool:
@@ -79,12 +81,24 @@ class Request:
         if n_prompt + n_least > n_window:
             n_keep = self.n_keep(n_prompt, n_first) if self.slides else None
             if n_keep is None or n_keep > n_window - 2:
-                raise PromptTooLongError(n_prompt, n_window, n_least, n_keep=n_keep)
+                raise PromptTooLongError(
+                    n_prompt,
+                    n_window,
+                    n_least,
+                    n_keep=n_keep,
+                    can_slide=self._could_slide(self.n_keep(n_prompt, n_first), n_window),
+                    can_lower=bool(self.options.strict_max_tokens) and n_prompt < n_window,
+                )
         n_most = MAX_OUTPUT if self.options.n_discard else n_window - n_prompt
         if cap is None or cap <= n_most:
             return n_most if cap is None else cap, []
         why = f"the prompt has {n_prompt} and the window {n_window}"
         return n_most, [f"max_tokens is {n_most}, not {cap}: {why}"]
+
+    def _could_slide(self, n_keep: int, n_window: int) -> bool:
+        """Return whether the prompt would fit with `n_discard`, which it does not set."""
+        is_whole = self.options.prefill_only or self.n_prompt_logprobs is not None
+        return self.can_shift and not is_whole and n_keep <= n_window - 2
 
     def _n_least(self, cap: int | None) -> int:
         """Return how much output there must be room for: all of a strict cap, or one token more than there is."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.loading import check_replicas, check_structure, load
 from cbatch.options import MAX_SEED, RunOptions
@@ -127,13 +126,6 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, 
     """
     names = {f.name for f in fields(FileOptions)}
     rest = {name: value for name, value in settings.items() if name not in names}
-    of_engine = {f.name for f in fields(EngineOptions)}
-    of_requests = [f.name for f in fields(RunOptions) if f.name not in of_engine]
-    for name in rest:
-        if name not in of_engine and (close := get_close_matches(name, of_requests, 1, 0.8)):
-            raise UnsupportedOptionError(
-                name, reason=f"options of requests go into options={{{close[0]!r}: …}}"
-            )
     EngineOptions.of(rest)
     return FileOptions(**{n: v for n, v in settings.items() if n in names}), rest
 

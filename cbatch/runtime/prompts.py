@@ -85,8 +85,9 @@ class PromptTokenizer:
                 return self._with_ending(request)
             prompt, grammar = self._settled(request)
             tokens = self._tokenize(prompt, request.options)
-            request.cap(len(tokens), self._n_window)
-            return FoundPrompt(tokens, self._n_first(request, tokens), grammar)
+            n_first = self._n_first(request, tokens)
+            request.cap(len(tokens), self._n_window, n_first)
+            return FoundPrompt(tokens, n_first, grammar)
         except CBatchError as error:
             return error
         except Exception as error:
@@ -132,8 +133,8 @@ class PromptTokenizer:
 
     def _n_first(self, request: Request, tokens: Sequence[int]) -> int:
         prompt, options = request.prompt, request.options
-        if not options.n_discard:
-            return 0
+        if not options.n_discard and len(tokens) < self._n_window:
+            return 0  # nothing is left out, and nothing is refused
         if prompt.messages is None:
             return 1
         try:

@@ -154,6 +154,7 @@ class SequenceMaker:
             owner=self.owner,
             grammar=grammar,
             dry_breakers=options.dry_breakers(sampling),
+            can_shift=self._backend.memory.can_shift and not self._backend.cuts,
         )
 
     def _warn(self, driver: SequenceDriver) -> None:

@@ -263,10 +263,7 @@ def _param_of(error: CBatchError) -> str | None:
 
 def _too_long(error: PromptTooLongError, prompt_field: str | None) -> HttpProblemError:
     """Return the problem of a prompt without room; clients search for its first words and for the code."""
-    message = (
-        f"This model's maximum context length is {error.n_limit} tokens. However, the prompt has "
-        f"{'at least ' * error.is_least}{error.n_prompt} tokens and asks for {error.n_output} more: shorten it"
-    )
+    message = f"This model's maximum context length is {error.n_limit} tokens. However, {error.size}: shorten it"
     more = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_limit}
     return HttpProblemError(400, message, "context_length_exceeded", prompt_field, more=more)
 

@@ -414,7 +414,11 @@ def why_unread(error: ValueError, text: str) -> str:
     if isinstance(error, TooManyValuesError):
         return str(error)
     if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error if error.lineno > 1 else f'{error.msg}: column {error.colno}'}"
+        whole = text.rstrip()
+        if "\n" in whole:
+            return f"not JSON: {error}"
+        # a line that breaks off is wrong at its end, not in the line below
+        return f"not JSON: {error.msg} at column {min(error.pos, len(whole)) + 1}"
     try:
         json_reader(json.JSONDecoder(parse_int=_read_integer))(text)
     except _LongIntegerError as long:

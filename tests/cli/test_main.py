@@ -148,6 +148,10 @@ def test_completion_is_not_installed_by_the_environment(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (("run", "--regex", "a"), "No such option: --regex: use --set regex=…"),
+        (("run", "--n-predict=4"), "No such option: --n-predict: use --max-tokens"),
+        (("run", "-c", "512"), "No such option: -c: use --ctx-per-seq"),
+        (("run", "-ngl3"), "No such option: -ngl: use --gpu-layers"),
         (("--bogus",), "No such option: --bogus"),
         (("info", "x.gguf", "--bogus"), "No such option: --bogus"),
         (("run", "-", "--temprature", "1"), "--temperature"),

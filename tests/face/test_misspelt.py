@@ -28,6 +28,15 @@ if TYPE_CHECKING:
         (lambda: EngineOptions.of({"paralel": 1}), "did you mean parallel?"),
         (lambda: EngineOptions(paralel=1), "did you mean parallel?"),  # type: ignore[call-arg]
         (lambda: cbatch.load(ctx_per_sequence=1), "did you mean ctx_per_seq?"),
+        (lambda: cbatch.RunOptions.of({"n_predict": 4}), "did you mean max_tokens?"),
+        (lambda: cbatch.RunOptions.of({"temp": 1}), "did you mean temperature?"),
+        (lambda: cbatch.RunOptions.of({"stream": True}), "read the chunks of a response"),
+        (lambda: cbatch.RunOptions.of({"system": "x"}), '"role": "system"'),
+        (lambda: cbatch.RunOptions.of({"options": {}}), "give each option by its name"),
+        (lambda: cbatch.load(num_ctx=1), "did you mean ctx_per_seq?"),
+        (lambda: cbatch.load(model_path="m.gguf"), "the model's path is the first argument"),
+        (lambda: cbatch.load(max_tokens=4), "go into options={'max_tokens': …}"),
+        (lambda: cbatch.load(n_predict=4), "go into options={'max_tokens': …}"),
         (lambda: ServerSettings(api_key=["a"]), "did you mean api_keys?"),  # type: ignore[call-arg]
         (lambda: check_keys("it", {"colour": 1}, ["color"]), "did you mean color?"),
         (lambda: BatchPrompt([{"role": "usr", "content": "Hi"}]), "did you mean user?"),

@@ -18,7 +18,7 @@ from cbatch.files.input.source import open_source
 from cbatch.files.output.columnar_answers import ColumnarEncoder
 from cbatch.files.output.encoders import AnswerColumns
 from cbatch.files.output.target import encoder
-from tests.files.runs import make_engine
+from tests.files.runs import make_engine, write_requests
 from tests.files.samples import ANSWER, error_of, read, records, write
 
 if TYPE_CHECKING:
@@ -460,3 +460,9 @@ def test_parquet_without_pyarrow_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="pip install pyarrow"):
         read(path, template="{review}")
+
+
+def test_file_of_errors_beside_parquet_is_refused_with_its_reason(tmp_path: Path) -> None:
+    source = write_requests(tmp_path / "in.jsonl", 1)
+    with make_engine() as engine, pytest.raises(ConfigError, match="leave the file of errors out"):
+        run_file(source, tmp_path / "o.parquet", engine=engine, errors=tmp_path / "e.jsonl")

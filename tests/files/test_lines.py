@@ -58,7 +58,18 @@ def test_blank_lines_are_not_counted_but_places_are_those_of_the_file(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [
-        ("nope", "invalid_json_line", "not JSON: Expecting value: column 1: nope"),
+        ("nope", "invalid_json_line", "not JSON: Expecting value at column 1: nope"),
+        # which ends in the middle: not in the line below
+        (
+            '{"prompt": "x"',
+            "invalid_json_line",
+            "not JSON: Expecting ',' delimiter at column 15: {",
+        ),
+        (
+            '{"prompt": "x", "max_tokens": 4}',
+            "invalid_request",
+            'put it in "options": {"options": ',
+        ),
         (
             '{"prompt": "x", "options": {"seed": -%s}}' % ("9" * 5000),
             "invalid_json_line",

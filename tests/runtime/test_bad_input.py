@@ -11,6 +11,9 @@ import pytest
 
 import cbatch
 from cbatch import BatchPrompt
+from cbatch.backend.fake import FakeBackend
+from cbatch.core.plan import KvCapabilities
+from cbatch.engine import Engine
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -360,8 +363,32 @@ def test_item_over_the_window_gets_the_numbers(
     error = error_between_neighbours(watched, item)
     assert isinstance(error, PromptTooLongError)
     assert (error.n_prompt, error.n_limit, error.n_output) == (n_prompt, 256, max_tokens or 1)
-    for words in (str(n_prompt), "256", "ctx_per_seq", "parallel"):
+    for words in (
+        str(n_prompt),
+        "256",
+        f"raise ctx_per_seq to at least {n_prompt + (max_tokens or 1)}",
+    ):
         assert words in str(error)
+    # only ways by which this prompt would run
+    assert ("lower max_tokens" in str(error)) == (n_prompt < 256)
+    assert ("answer needs" in str(error)) == (n_prompt <= 256)
+
+
+def test_prompt_too_long_is_told_of_n_discard_where_that_helps() -> None:
+    chat = [{"role": "user", "content": "a" * 300}]
+    memory = KvCapabilities("partitioned", 512, can_shift=True)
+    with Engine(FakeBackend(2, 256, 64, memory=memory), threaded=False) as engine:
+        text, message, scored = engine.run(
+            [
+                BatchPrompt(tokens=[300] * 300),
+                BatchPrompt(chat),
+                BatchPrompt(tokens=[300] * 300, options={"prefill_only": True}),
+            ]
+        ).results(return_errors=True)
+    assert "set n_discard" in str(text.error)
+    for result in (message, scored):
+        assert isinstance(result.error, PromptTooLongError)
+        assert "n_discard" not in str(result.error)
 
 
 @pytest.mark.parametrize(("n_prompt", "max_tokens"), [(255, None), (255, 1), (10, 246)])

@@ -135,6 +135,9 @@ class RequestReader(ABC):
 def _check_keys(request: Collection[str], known: Sequence[str], hint: str = "") -> None:
     for key in request:
         if key not in known:
+            if "options" in known and key in RunOptions.__dataclass_fields__:
+                others = f'put it in "options": {{"options": {{"{key}": …}}}}'
+                raise InputLineError("invalid_request", f"unknown key {key!r}; {others}", key)
             others = near(key, known) or f"known: {', '.join(known)}"
             message = f"unknown key {key!r}; {others}{hint}"
             raise InputLineError("invalid_request", message, key)

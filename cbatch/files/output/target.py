@@ -69,7 +69,7 @@ class RunOutputs:
         self.path, self._options, self._is_pipe = path, options, not is_file_place(path)
         self.format = output_format(source, asked, path)
         self._is_columnar = self.format in COLUMNAR
-        for file in self._paths:
+        for file in [path] if self._is_columnar else self._paths:  # which has no file of errors
             check_name(file, self.format, is_asked=asked != "auto")
         layout = layout_of(self.format, source, options, extra=extra)
         self.encoder = encoder(self.format, source, layout)
