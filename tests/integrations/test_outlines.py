@@ -104,7 +104,7 @@ def test_failures_are_raised_by_name(engine: Engine) -> None:
 
 
 def test_stream_that_is_left_frees_its_slot(engine: Engine) -> None:
-    stream = Cbatch(engine).stream("a", pause_every=1)
+    stream = Cbatch(engine).stream("a", pause_every=1, **SHORT)
     next(stream)
     stream.close()
     assert engine.cancel_all() == 0
