@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 
 namespace {
 
@@ -9,7 +10,7 @@ namespace {
 constexpr int32_t match_max = 32;
 
 // After so many tries the older ones count half: of all slots, and of one.
-constexpr float n_tries_of_all = 512.0f;
+constexpr float n_tries_of_all = 128.0f;
 constexpr float n_tries_of_one = 32.0f;
 
 // A slot's own tries weigh against as many of all slots.
@@ -17,14 +18,22 @@ constexpr float n_tries_common = 4.0f;
 
 constexpr float most_likely = 0.98f;
 
+// What is known of a class before anything is: how often the next token is seen to be the draft is learned without drafts.
+constexpr float n_hits_before = 0.5f;
+constexpr float n_tries_before = 4.0f;
+
 // Drafts are made where they bring this much more: less is noise.
-constexpr double least_gain = 1.05;
+constexpr double least_gain = 1.1;
 
 // Steps after which what a width took is forgotten, so that it is tried again: the machine may do something else by then.
-constexpr int64_t n_steps_known = 2000;
+constexpr int64_t n_steps_known = 512;
 
-// Times that a width is tried before it is judged: the first ones have other costs too.
-constexpr int32_t n_tried = 3;
+// Times that a width is tried before it is judged: the first one has other costs too.
+constexpr int32_t n_tried = 2;
+
+// Numbers of drafts that are weighed against each other: behind each row, or behind all. Each width has to be tried.
+constexpr int32_t some_each[] = {1, 2, 3, 5, 7};
+constexpr int32_t some_all[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
 
 int32_t match_class(int32_t n_match) {
     return n_match <= 2 ? 0 : n_match == 3 ? 1 : n_match <= 5 ? 2 : n_match <= 9 ? 3 : n_match <= 16 ? 4 : 5;
@@ -155,7 +164,7 @@ float drafts::chance(const hit_rate * rates) const noexcept {
         return 0.0f;
     }
     const hit_rate & all = rates[match_class(n_match)];
-    const float common = (all.n_hits + 1.0f) / (all.n_tries + 2.0f);
+    const float common = (all.n_hits + n_hits_before) / (all.n_tries + n_tries_before);
     const float chance = (own.n_hits + n_tries_common * common) / (own.n_tries + n_tries_common);
     return std::min(chance, most_likely);
 }
@@ -220,7 +229,10 @@ struct choice {
 void choose_even(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
                  choice * best, int32_t * n_drafts) {
     const int32_t n_most = std::min(limits.n_each, limits.n_all / n);
-    for (int32_t k = 1; k <= n_most; k++) {
+    for (const int32_t k : some_each) {
+        if (k > n_most) {
+            break;
+        }
         double n_tokens = n;
         for (int32_t i = 0; i < n; i++) {
             n_tokens += expected_hits(chances[i], k);
@@ -260,6 +272,9 @@ void choose_ragged(const float * chances, int32_t n, const draft_limits & limits
             break;
         }
         n_drafts[i]++;
+        if (std::find(std::begin(some_all), std::end(some_all), m) == std::end(some_all)) {
+            continue;
+        }
         const double rate = n_tokens / costs.cost(n + m);
         if (rate > best->rate) {
             *best = {rate, m};
@@ -274,7 +289,7 @@ void choose_ragged(const float * chances, int32_t n, const draft_limits & limits
 }  // namespace
 
 void choose_drafts(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
-                    int32_t * n_drafts) noexcept {
+                   int32_t * n_drafts) noexcept {
     std::fill(n_drafts, n_drafts + n, 0);
     const double alone_ns = costs.cost(n);
     const bool has_any = std::any_of(chances, chances + n, [](float chance) { return chance > 0.0f; });

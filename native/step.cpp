@@ -117,6 +117,7 @@ struct cbatch_stepper {
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
     hit_rate match_rates[n_match_classes];  // how often drafts were right, by how long they matched
+    int32_t n_drafting;                     // steps that had drafts, or were to have some
     width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
 
     std::atomic<int32_t> i_next_row;
@@ -340,6 +341,10 @@ void make_drafts(cbatch_stepper * s) {
     const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
     const draft_limits limits = {std::min(n_room, drafts_max), n_all, s->is_even};
     choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
+    const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
+    if (has_any && ++s->n_drafting % n_between_plain == 0) {
+        std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
+    }
     for (int32_t i = 0; i < s->n_chunks; i++) {
         const drafts * next = s->bindings[s->chunks[i].slot].next.get();
         int32_t * own = s->draft_tokens.data() + s->n_all_drafts;

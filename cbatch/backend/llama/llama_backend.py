@@ -296,10 +296,7 @@ class LlamaBackend:
             short.is_used = cells.move(short.cells, short.together, is_checked=True)
             if short.is_used:
                 self._runner.use(short.ctx)
-        if not short.is_used:
-            return plan
-        n_most = short.most_steps(plan, cells.n_cells)
-        return plan if plan.n_steps <= n_most else replace(plan, n_steps=n_most)
+        return short.within(plan, cells.n_cells) if short.is_used else plan
 
     def _leave_short(self, short: ShortPool) -> None:
         if not self._cells.move(None, short.apart, is_checked=False):
