@@ -108,6 +108,10 @@ class EngineStats:
     """Tokens that were computed again after their cells were lost."""
     n_pad_rows: int = 0
     """Rows of no sequence that were computed besides, with `exact` or where steps are faster with them; no tokens."""
+    n_draft_tokens: int = 0
+    """Tokens that were drafted and computed: see `speculate` of `ScheduleOptions`."""
+    n_accepted_tokens: int = 0
+    """Those of them that were sampled too."""
     n_preempted: int = 0
     """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0

@@ -1,9 +1,11 @@
 // The stepper: fills llama_batch, decodes, samples all rows, and feeds the sampled tokens to the next step.
 #include "cbatch.h"
+#include "draft.h"
 #include "llama_abi.h"
 #include "row.h"
 #include "sample.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -38,15 +40,20 @@ struct binding {
     row_binding row;
     int64_t cost_ps = 0;  // of one logit under the rule
     std::vector<int32_t> stop;
+    std::unique_ptr<drafts> next;  // NULL where it has no drafts
 };
 
-// One row to sample in the current step.
+// One row to sample in the current step, and those of the drafts behind it.
 struct output_row {
     int32_t i_chunk;
-    int32_t i_mask;   // index among the chunks with an output, in masks and rows
-    int32_t i_token;  // index in the batch
+    int32_t i_mask;     // index among the chunks with an output, in masks and rows
+    int32_t i_token;    // index in the batch
     int32_t i_output;
     float * logits;
+    int32_t n_drafts;
+    int32_t i_draft;    // of the first one in draft_tokens and draft_rows; each is in the batch behind the one before
+    int32_t i_draft_token;  // index of the first draft in the batch
+    int32_t n_sampled;
 };
 
 // One row of the current step whose next token is given.
@@ -88,11 +95,20 @@ struct cbatch_stepper {
     std::vector<int32_t> fed;          // (n_slots) the tokens sampled last
     std::vector<output_row> rows;      // (n_slots)
     std::vector<score_row> scores;     // (n_scores)
+    std::vector<float> chances;        // (n_slots) that a chunk's first draft is right
+    std::vector<int32_t> n_drafts;    // (n_slots) of each chunk
+    std::vector<int32_t> draft_tokens; // (n_scores) of all chunks, one after another
+    std::vector<float *> draft_rows;   // (n_scores)
     int32_t n_chunks;
     int32_t n_rows;
     int32_t n_scores;
-    int32_t * out;                     // the caller's, at the current step
-    cbatch_logprobs * logprobs;        // the caller's, at the current step, or NULL
+    int32_t n_all_drafts;
+    int32_t n_steps;                   // the caller's: also the most tokens of one chunk
+    int32_t n_drafts_most;            // the caller's
+    bool is_even;                      // the caller's
+    int32_t * out;                     // the caller's
+    int32_t * n_out;                   // the caller's
+    cbatch_logprobs * logprobs;        // the caller's, or NULL
     const uint32_t * const * masks;    // the caller's, or NULL
     float ** given_rows;               // the caller's, or NULL
     void (*await_rows)(void);          // the caller's, or NULL
@@ -100,6 +116,10 @@ struct cbatch_stepper {
 
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
+    hit_rate match_rates[n_match_classes];  // how often drafts were right, by how long they matched
+    int32_t n_drafting;                     // steps that had drafts, or were to have some
+    width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
+
     std::atomic<int32_t> i_next_row;
     std::atomic<int32_t> i_next_thread;
     std::atomic<bool> is_interrupted;
@@ -149,6 +169,11 @@ void allocate(cbatch_stepper * s) {
     s->fed.resize(s->sizes.n_slots);
     s->rows.resize(s->sizes.n_slots);
     s->scores.resize(s->sizes.n_scores);
+    s->chances.resize(s->sizes.n_slots);
+    s->n_drafts.resize(s->sizes.n_slots);
+    s->draft_tokens.resize(s->sizes.n_scores);
+    s->draft_rows.resize(s->sizes.n_scores);
+    s->costs.widths.resize(static_cast<size_t>(s->sizes.n_slots) + s->sizes.n_scores + 1);
     allocate_batch(s);
     allocate_scratch(s);
 }
@@ -270,7 +295,78 @@ void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
     if (is_sampled(c)) {
         const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens;
         const int32_t i_output = static_cast<int32_t>(end - s->bindings[c.slot].output_origin);
-        s->rows[s->n_rows++] = {i_chunk, i_mask, s->n_tokens - 1, i_output, nullptr};
+        s->rows[s->n_rows++] = {i_chunk, i_mask, s->n_tokens - 1, i_output, nullptr, 0, 0, 0, 0};
+    }
+}
+
+// Feed the tokens of chunks to what their slots know of themselves.
+void feed_histories(cbatch_stepper * s, const int32_t * tokens) {
+    int32_t offset = 0;
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        const cbatch_chunk & c = s->chunks[i];
+        if (!is_pad(c)) {
+            binding & b = s->bindings[c.slot];
+            edits_feed(&b.row.changes, c, tokens + offset);
+            if (b.next != nullptr) {
+                b.next->feed(c.start, tokens + offset, c.n_tokens, is_sampled(c), s->match_rates);
+            }
+        }
+        offset += c.n_tokens;
+    }
+}
+
+// Whether every chunk is one token that is sampled: what such steps take is learned, and they may have drafts.
+bool is_plain(const cbatch_stepper & s) {
+    for (int32_t i = 0; i < s.n_chunks; i++) {
+        if (s.chunks[i].n_tokens > 1 || !is_sampled(s.chunks[i])) {
+            return false;
+        }
+    }
+    return s.masks == nullptr && s.given_rows == nullptr && s.scoring == nullptr;
+}
+
+// Decide how many drafts stand behind each chunk, and write them down.
+void make_drafts(cbatch_stepper * s) {
+    s->n_all_drafts = 0;
+    std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
+    if (s->n_drafts_most == 0 || !is_plain(*s)) {
+        return;
+    }
+    int32_t n_room = s->n_drafts_most;
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        const binding & b = s->bindings[s->chunks[i].slot];
+        s->chances[i] = b.next != nullptr ? b.next->chance(s->match_rates) : 0.0f;
+        n_room = std::min(n_room, s->n_steps - s->n_out[i] - 1);
+    }
+    const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
+    const draft_limits limits = {std::min(n_room, drafts_max), n_all, s->is_even};
+    choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
+    const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
+    if (has_any && ++s->n_drafting % n_between_plain == 0) {
+        std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
+    }
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        const drafts * next = s->bindings[s->chunks[i].slot].next.get();
+        int32_t * own = s->draft_tokens.data() + s->n_all_drafts;
+        for (int32_t j = 0; j < s->n_drafts[i]; j++) {
+            own[j] = s->chances[i] > 0.0f ? next->draft(j, own) : pad_token;
+        }
+        s->n_all_drafts += s->n_drafts[i];
+    }
+}
+
+// Put the drafts behind a row, each with an output of its own.
+void put_drafts(cbatch_stepper * s, output_row * row, int32_t i_draft) {
+    const cbatch_chunk & c = s->chunks[row->i_chunk];
+    row->n_drafts = s->n_drafts[row->i_chunk];
+    row->i_draft = i_draft;
+    row->i_draft_token = s->n_tokens;
+    for (int32_t j = 0; j < row->n_drafts; j++) {
+        const int32_t i = s->n_tokens++;
+        s->token[i] = s->draft_tokens[i_draft + j];
+        s->pos[i] = c.start + 1 + j;
+        s->slot[i] = c.slot;
+        s->logits[i] = 1;
     }
 }
 
@@ -286,9 +382,6 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
     int32_t i_target = 0;
     for (int32_t i = 0; i < s->n_chunks; i++) {
         const cbatch_chunk & c = s->chunks[i];
-        if (!is_pad(c)) {
-            edits_feed(&s->bindings[c.slot].row.changes, c, tokens + offset);
-        }
         put_token(s, c, tokens[offset], 0);
         put_score(s, i, 0, i_target);
         offset += c.n_tokens;
@@ -314,6 +407,11 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
         }
         i_mask += is_sampled(c);
     }
+    int32_t i_draft = 0;
+    for (int32_t i = 0; i < s->n_rows && s->n_all_drafts > 0; i++) {
+        put_drafts(s, &s->rows[i], i_draft);
+        i_draft += s->rows[i].n_drafts;
+    }
 }
 
 int32_t decode(cbatch_stepper * s) {
@@ -333,7 +431,11 @@ int32_t decode(cbatch_stepper * s) {
 // Fetch all rows on this one thread: the first fetch may reorder them.
 void fetch_rows(cbatch_stepper * s) {
     for (int32_t i = 0; i < s->n_rows; i++) {
-        s->rows[i].logits = s->api.get_logits_ith(s->ctx, s->rows[i].i_token);
+        const output_row & row = s->rows[i];
+        s->rows[i].logits = s->api.get_logits_ith(s->ctx, row.i_token);
+        for (int32_t j = 0; j < row.n_drafts; j++) {
+            s->draft_rows[row.i_draft + j] = s->api.get_logits_ith(s->ctx, row.i_draft_token + j);
+        }
     }
     for (int32_t i = 0; i < s->n_scores; i++) {
         s->scores[i].logits = s->api.get_logits_ith(s->ctx, s->scores[i].i_token);
@@ -345,21 +447,50 @@ void fetch_rows(cbatch_stepper * s) {
     }
 }
 
-void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratch) {
-    const output_row & row = s->rows[i_row];
-    cbatch_logprobs * report = s->logprobs != nullptr ? s->logprobs + row.i_chunk : nullptr;
+// Sample one row of logits of a chunk: its `i_in_step`-th of this step.
+int32_t sample_logits(cbatch_stepper * s, const output_row & row, int32_t i_in_step, float * logits,
+                      const sample_scratch & scratch) {
+    const int64_t i = static_cast<int64_t>(row.i_chunk) * s->n_steps + s->n_out[row.i_chunk] + i_in_step;
+    cbatch_logprobs * report = s->logprobs != nullptr ? s->logprobs + i : nullptr;
     int32_t token = CBATCH_BROKEN_ROW;
-    if (row.logits == nullptr && report != nullptr) {
+    if (logits == nullptr && report != nullptr) {
         *report = {};
         report->logprob = NAN;
     }
-    if (row.logits != nullptr) {
+    if (logits != nullptr) {
         const uint32_t * mask = s->masks != nullptr ? s->masks[row.i_mask] : nullptr;
-        float * given = s->given_rows != nullptr ? s->given_rows[row.i_mask] : row.logits;
-        const row_task task = {row.logits, given, s->sizes.n_vocab, mask, row.i_output, report, nullptr};
+        float * given = s->given_rows != nullptr ? s->given_rows[row.i_mask] : logits;
+        const row_task task = {logits, given, s->sizes.n_vocab, mask, row.i_output + i_in_step, report, nullptr};
         token = row_sample(*s->code, &s->bindings[s->chunks[row.i_chunk].slot].row, task, scratch);
     }
-    s->out[row.i_chunk] = token;
+    s->out[i] = token;
+    return token;
+}
+
+bool is_stop(const binding & b, int32_t token) {
+    for (const int32_t stop : b.stop) {
+        if (token == stop) {
+            return true;
+        }
+    }
+    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
+}
+
+// Sample a row, and those of its drafts as long as they are what was sampled.
+void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratch) {
+    output_row & row = s->rows[i_row];
+    binding & b = s->bindings[s->chunks[row.i_chunk].slot];
+    int32_t token = sample_logits(s, row, 0, row.logits, scratch);
+    row.n_sampled = 1;
+    for (int32_t j = 0; j < row.n_drafts; j++) {
+        if (token != s->draft_tokens[row.i_draft + j] || is_stop(b, token)) {
+            return;
+        }
+        const cbatch_chunk fed = {s->chunks[row.i_chunk].slot, s->chunks[row.i_chunk].start + 1 + j, 1, 1};
+        edits_feed(&b.row.changes, fed, &token);
+        token = sample_logits(s, row, 1 + j, s->draft_rows[row.i_draft + j], scratch);
+        row.n_sampled++;
+    }
 }
 
 void score_one(cbatch_stepper * s, int32_t i_score, const sample_scratch & scratch) {
@@ -393,7 +524,8 @@ bool deserves_team(const cbatch_stepper & s) {
     }
     int64_t work_ps = s.n_scores * score_cost_ps * s.sizes.n_vocab;
     for (int32_t i = 0; i < s.n_rows; i++) {
-        work_ps += s.sizes.n_vocab * s.bindings[s.chunks[s.rows[i].i_chunk].slot].cost_ps;
+        const int64_t row_ps = s.sizes.n_vocab * s.bindings[s.chunks[s.rows[i].i_chunk].slot].cost_ps;
+        work_ps += row_ps * (1 + s.rows[i].n_drafts);
     }
     return work_ps >= team_from_ps;
 }
@@ -411,23 +543,30 @@ void sample_rows(cbatch_stepper * s) {
 
 // ---- from step to step ----
 
-bool is_stop(const binding & b, int32_t token) {
-    for (const int32_t stop : b.stop) {
-        if (token == stop) {
-            return true;
+// Count what was sampled, and take back the cells of drafts that were wrong; return whether a run ends here.
+bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
+    bool is_over = false;
+    for (int32_t i = 0; i < s->n_rows; i++) {
+        const output_row & row = s->rows[i];
+        const cbatch_chunk & c = s->chunks[row.i_chunk];
+        binding & b = s->bindings[c.slot];
+        const int32_t * sampled = s->out + static_cast<int64_t>(row.i_chunk) * s->n_steps + s->n_out[row.i_chunk];
+        const int32_t n_accepted = row.n_sampled - 1;
+        const int32_t end = c.start + c.n_tokens + n_accepted;
+        if (n_accepted < row.n_drafts) {
+            s->api.memory_seq_rm(s->api.get_memory(s->ctx), c.slot, end, -1);
         }
-    }
-    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
-}
-
-bool has_ended_row(const cbatch_stepper & s) {
-    for (int32_t i = 0; i < s.n_rows; i++) {
-        const int32_t i_chunk = s.rows[i].i_chunk;
-        if (is_stop(s.bindings[s.chunks[i_chunk].slot], s.out[i_chunk])) {
-            return true;
+        if (n_accepted > 0) {
+            b.next->feed(end - n_accepted, sampled, n_accepted, true, s->match_rates);
         }
+        if (b.next != nullptr) {
+            report->n_drafts += row.n_drafts;
+        }
+        report->n_accepted += n_accepted;
+        s->n_out[row.i_chunk] += row.n_sampled;
+        is_over |= s->n_out[row.i_chunk] >= s->n_steps || is_stop(b, sampled[n_accepted]);
     }
-    return false;
+    return is_over;
 }
 
 // Turn each chunk into the token that it just sampled, or a pad row's, at the next position.
@@ -436,19 +575,28 @@ void feed(cbatch_stepper * s) {
         cbatch_chunk & c = s->chunks[i];
         c.start += c.n_tokens;
         c.n_tokens = 1;
-        s->fed[i] = is_pad(c) ? pad_token : s->out[i];
+        s->fed[i] = pad_token;
+    }
+    for (int32_t i = 0; i < s->n_rows; i++) {
+        const output_row & row = s->rows[i];
+        s->chunks[row.i_chunk].start += row.n_sampled - 1;
+        s->fed[row.i_chunk] =
+            s->out[static_cast<int64_t>(row.i_chunk) * s->n_steps + s->n_out[row.i_chunk] - 1];
     }
 }
 
 // Do one step and add it to the report; return whether it was done.
 bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     const auto t_decode = steady::now();
+    feed_histories(s, tokens);
+    make_drafts(s);
     fill_batch(s, tokens);
     report->code = decode(s);
     if (report->code == 0) {
         fetch_rows(s);
     }
-    report->decode_ns += elapsed_ns(t_decode);
+    const int64_t decode_ns = elapsed_ns(t_decode);
+    report->decode_ns += decode_ns;
     if (report->code != 0) {
         return false;
     }
@@ -457,7 +605,11 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
         s->await_rows();
     }
     sample_rows(s);
-    report->sample_ns += elapsed_ns(t_sample);
+    const int64_t sample_ns = elapsed_ns(t_sample);
+    report->sample_ns += sample_ns;
+    if (s->n_drafts_most > 0 && is_plain(*s)) {
+        s->costs.learn(s->n_tokens, decode_ns + sample_ns);
+    }
     if (report->n_steps++ == 0) {
         report->first_ns = report->decode_ns + report->sample_ns;
     }
@@ -467,15 +619,14 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
 void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t budget_us, cbatch_report * report) {
     const auto t_start = steady::now();
     while (step(s, tokens, report)) {
+        const bool is_over = take_sampled(s, report);
         const bool is_interrupted = s->is_interrupted.exchange(false);
         const bool is_late = budget_us > 0 && elapsed_ns(t_start) > budget_us * 1000;
-        if (report->n_steps == n_steps || is_interrupted || is_late || has_ended_row(*s)) {
+        if (report->n_steps == n_steps || is_interrupted || is_late || is_over) {
             return;
         }
         feed(s);
         tokens = s->fed.data();
-        s->out += s->n_chunks;
-        s->logprobs += s->logprobs != nullptr ? s->n_chunks : 0;
     }
 }
 
@@ -543,6 +694,12 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
         b.stop.assign(binding->stop, binding->stop + binding->n_stop);
         b.output_origin = binding->output_origin;
         b.cost_ps = sample_cost_ps(b.row.rule);
+        if (binding->has_drafts != 0) {
+            b.next = std::make_unique<drafts>();
+            for (int32_t i = 0; i < binding->n_history; i++) {
+                b.next->push(binding->history[i], nullptr);
+            }
+        }
         b.is_bound = true;
         s->bindings[slot] = std::move(b);
     } catch (const std::exception &) {
@@ -552,13 +709,17 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
 }
 
 int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
-                           int32_t n_steps, int64_t budget_us, const uint32_t * const * masks, float ** rows,
-                           void (*await_rows)(void), int32_t * out, cbatch_logprobs * logprobs,
-                           const cbatch_scoring * scoring, cbatch_report * report) noexcept {
+                           int32_t n_steps, int64_t budget_us, int32_t n_drafts, int32_t is_even,
+                           const uint32_t * const * masks, float ** rows, void (*await_rows)(void), int32_t * out,
+                           int32_t * n_out, cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
+                           cbatch_report * report) noexcept {
     *report = {};
     int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr || rows != nullptr);
     if (code == CBATCH_OK && scoring != nullptr) {
         code = check_scoring(*s, chunks, n_chunks, *scoring, n_steps);
+    }
+    if (n_drafts < 0 || (n_drafts > 0 && (s->api.get_memory == nullptr || s->api.memory_seq_rm == nullptr))) {
+        code = CBATCH_BAD_DRAFTS;
     }
     if (code != CBATCH_OK) {
         return code;
@@ -568,9 +729,14 @@ int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int3
     }
     for (int32_t i = 0; i < n_chunks; i++) {
         s->chunks[i] = chunks[i];
+        n_out[i] = 0;
     }
     s->n_chunks = n_chunks;
+    s->n_steps = n_steps;
+    s->n_drafts_most = n_drafts;
+    s->is_even = is_even != 0;
     s->out = out;
+    s->n_out = n_out;
     s->logprobs = logprobs;
     s->masks = masks;
     s->given_rows = rows;

@@ -23,6 +23,7 @@ _EXPERIMENTS = (
         "continuations",
         "equal_rows",
         "first_tokens",
+        "speculation",
         "replicas",
         "neighbours",
         "http_load",

@@ -315,6 +315,9 @@ OPTIONS = (
     _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
     _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
+    _schedule(
+        "speculate", "Draft tokens that repeat earlier ones, where that is faster: auto, or off."
+    ),
     _schedule("swap_mib", "MiB of host memory for the KV cache of preempted requests."),
     _schedule(
         "checkpoint_mib",

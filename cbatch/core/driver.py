@@ -357,8 +357,8 @@ class SequenceDriver:
         if self.n_prompts_before is None:
             self.n_prompts_before = n_prompts
 
-    def binding(self, slot: Slot) -> Binding:
-        """Return what the backend must know of this sequence in `slot`."""
+    def binding(self, slot: Slot, *, has_drafts: bool = False) -> Binding:
+        """Return what the backend must know of this sequence in `slot`, and whether it may draft tokens."""
         request = self.request
         output_origin = len(self.tokens) - len(self.output)  # tokens that left the window lower it
         constraint = self.compiled.get(request.grammar) if request.grammar else None
@@ -376,6 +376,7 @@ class SequenceDriver:
             constraint=constraint,
             output=() if constraint is None else (*self.output, *held),
             processor=None if process is None else OwnProcessor(process, self.given, self.output),
+            has_drafts=has_drafts and constraint is None and process is None,
         )
 
     @property

@@ -142,6 +142,8 @@ class Binding:
     """With a constraint: the output so far, which it has followed."""
     processor: OwnProcessor | None = None
     """Changes each row of logits before anything else; None: no processor."""
+    has_drafts: bool = False
+    """Whether the backend may draft tokens of it: `StepPlan.n_drafts`."""
 
 
 @dataclass(slots=True)
@@ -196,6 +198,10 @@ class StepPlan:
     n_steps: int = 1
     slice_s: float = 0.0
     """Seconds of the run, from where computing begins; 0 for no limit."""
+    n_drafts: int = 0
+    """Most draft tokens that a step may compute behind a row's own token: only in a run of several steps, and where
+    `KvCapabilities.can_trim`. A draft that equals the token sampled before it is accepted: its own row is sampled in
+    the same step. So a row samples one token a step or more, and a run ends when one has sampled `n_steps`."""
     clears: tuple[Slot, ...] = ()
     """Slots to empty, whatever is in them."""
     binds: tuple[Binding, ...] = ()
@@ -243,7 +249,8 @@ FREE = GrammarStep()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a run did. `tokens[i]` are the tokens sampled for `chunks[i]`: `n_steps` of them, or none without output."""
+    """What a run did. `tokens[i]` are the tokens sampled for `chunks[i]`: one a step, more where drafts were
+    accepted, or none without output."""
 
     tokens: list[list[int]]
     n_steps: int
@@ -271,6 +278,10 @@ class StepResult:
     """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; a constraint with nothing to say is left out."""
+    n_drafts: int = 0
+    """Draft tokens that were computed."""
+    n_accepted: int = 0
+    """Those of them that were accepted."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows in place of tokens."""
 

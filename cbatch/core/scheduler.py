@@ -56,6 +56,9 @@ LEAST_BURST_S = 0.2
 """Seconds of prompts that a step of a burst has at least: who waits does not notice less, and each step costs time of
 the interpreter and of readers besides."""
 
+N_DRAFTS_MAX = 7
+"""Most draft tokens behind a row's own. Our choice: steps of more than eight rows are seldom as short."""
+
 N_FIRST = 64
 """Prompt tokens of a step as long as nobody knows what they cost."""
 
@@ -124,6 +127,8 @@ class ContinuousBatchScheduler:
         self._has_checkpoints = cells.prefixes.checkpoints.is_on
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
+        can_draft = options.speculate != "off" and memory.can_trim and not cuts
+        self._n_drafts = N_DRAFTS_MAX if can_draft else 0
         self._has_adapters = has_adapters
         self._adapter_turns: Mapping[AdapterSet, int] = {}
         self._n_adapter_turns = 0
@@ -158,6 +163,7 @@ class ContinuousBatchScheduler:
             chunks,
             n_steps,
             slice_s,
+            n_drafts=self._n_drafted(n_steps, chunks, slot_plan) if n_steps > 1 else 0,
             binds=self._bindings(slot_plan),
             adapters=group[0].request.adapters if group else (),
         )
@@ -247,9 +253,10 @@ class ContinuousBatchScheduler:
         if not (placed or slot_plan.cells.rebinds):
             return ()
         rebound = [(holders[slot], slot) for slot in slot_plan.cells.rebinds]
-        binds = [d.binding(slot) for d, slot in rebound if d is not None and d not in placed]
-        binds += [driver.binding(slot) for driver, (slot, _) in placed.items()]
-        return tuple(binds)
+        may_draft = self._n_drafts > 0
+        held = [(d, slot) for d, slot in rebound if d is not None and d not in placed]
+        held += [(driver, slot) for driver, (slot, _) in placed.items()]
+        return tuple([driver.binding(slot, has_drafts=may_draft) for driver, slot in held])
 
     # ---- what a step computes ----
 
@@ -481,6 +488,14 @@ class ContinuousBatchScheduler:
         left_s = RUN_S if next_s is None else next_s - now
         return n_steps, max(SHORT_RUN_S, min(RUN_S, left_s))
 
+    def _n_drafted(self, n_steps: int, chunks: Sequence[Chunk], slot_plan: SlotPlan) -> int:
+        """Return how many draft tokens may stand behind a row: none where a pool may not have the cells for them."""
+        if not self._is_overcommitted:
+            return self._n_drafts
+        n_tokens = sum([len(c.tokens) for c in chunks]) + (n_steps - 1) * len(chunks)
+        has_room = slot_plan.ledger.n_free_cells >= n_tokens + N_TARGETS_MAX
+        return self._n_drafts if has_room else 0
+
     def _check_progress(self, slot_plan: SlotPlan) -> None:
         """Refuse to sleep while a sequence could be served.
 
@@ -559,6 +574,8 @@ class ContinuousBatchScheduler:
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
         self._stats.n_pad_rows += result.n_pad_rows
+        self._stats.n_draft_tokens += result.n_drafts
+        self._stats.n_accepted_tokens += result.n_accepted
         self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, result.first_s)
@@ -581,8 +598,8 @@ class ContinuousBatchScheduler:
     ) -> None:
         """Handle a failed step by its code: what becomes of the cells, and which sequence is the culprit."""
         n_past = {
-            d: c.start + len(c.tokens) + result.n_steps
-            for d, c in zip(drivers, step.chunks, strict=True)
+            d: c.start + len(c.tokens) + (len(result.tokens[i]) if result.n_steps else 0)
+            for i, (d, c) in enumerate(zip(drivers, step.chunks, strict=True))
             if d.status is Status.RUNNING
         }
         if result.code not in UNCHANGED:

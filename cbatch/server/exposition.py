@@ -141,6 +141,16 @@ ROWS = (
         lambda stats: stats.n_pad_rows,
     ),
     EngineFigure(
+        ("cbatch:draft_tokens_total",),
+        "Tokens that were drafted and computed.",
+        lambda stats: stats.n_draft_tokens,
+    ),
+    EngineFigure(
+        ("cbatch:accepted_tokens_total",),
+        "Draft tokens that were sampled too.",
+        lambda stats: stats.n_accepted_tokens,
+    ),
+    EngineFigure(
         ("cbatch:step_cost_seconds",),
         "Seconds of a step that only decodes, by its rows, as measured lately.",
         lambda stats: stats.cost_rows_s,

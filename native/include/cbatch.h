@@ -2,6 +2,7 @@
 // llama.cpp is reached through the addresses in `cbatch_api`. No function throws or exits the process.
 #pragma once
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #if defined(_WIN32)
@@ -18,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 8
+#define CBATCH_ABI_VERSION 9
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -44,6 +45,7 @@ extern "C" {
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
 #define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks, rows or a chunk without output; a budget below 0
 #define CBATCH_NOT_BOUND 10     // a chunk with output in a slot that was never bound
+#define CBATCH_BAD_DRAFTS 12   // n_drafts below 0, or above 0 where memory cannot be cut
 #define CBATCH_BAD_SCORES 11    // targets: more than n_scores or than the chunk has tokens to score, a token id outside
                                 // [0, n_vocab), alternatives out of range, or n_steps above 1
 
@@ -66,6 +68,9 @@ typedef struct cbatch_api {
     // llama_synchronize, or NULL. Called after a step without a row to fetch, which a device may still be computing: else
     // the step after it would seem to take the time of both.
     void (*synchronize)(void * ctx);
+    // llama_get_memory and llama_memory_seq_rm, or NULL: then no run may have drafts.
+    void * (*get_memory)(const void * ctx);
+    bool (*memory_seq_rm)(void * memory, int32_t seq, int32_t start, int32_t end);
 } cbatch_api;
 
 // Sizes of a stepper, fixed from init on. All at least 1, except for n_scores.
@@ -75,7 +80,7 @@ typedef struct cbatch_sizes {
     int32_t n_vocab;    // floats in one row of logits
     int32_t n_threads;  // team size for sampling; give the one that decoding uses
     int32_t isa;        // CBATCH_ISA_*
-    int32_t n_scores;   // ≥ 0; most targets in one step: the context must allow n_slots + n_scores outputs
+    int32_t n_scores;   // ≥ 0; most targets, or drafts, in one step: the context must allow n_slots + n_scores outputs
 } cbatch_sizes;
 
 // What is added to the logit of a token.
@@ -126,6 +131,7 @@ typedef struct cbatch_binding {
     int32_t output_origin;
     int32_t has_logprobs;  // not 0: report log-probabilities
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
+    int32_t has_drafts;   // not 0: what followed its newest tokens before may be computed ahead; `history` is all of it
 } cbatch_binding;
 
 // Log-probabilities of one token by the model's own logits: before any changed row, mask, bias, penalty, filter or temperature.
@@ -160,6 +166,8 @@ typedef struct cbatch_report {
     int64_t decode_ns;  // time in llama_decode and in fetching rows, all steps, nanoseconds
     int64_t sample_ns;  // time in sampling and scoring, all steps, nanoseconds
     int64_t first_ns;   // decode_ns and sample_ns of the first step alone; 0 where it failed
+    int32_t n_drafts;  // drafts that were checked
+    int32_t n_accepted;    // drafts that were sampled too
 } cbatch_report;
 
 typedef struct cbatch_stepper cbatch_stepper;    // runs steps in one llama context
@@ -195,8 +203,11 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
                                           const cbatch_binding * binding) CBATCH_NOEXCEPT;
 
 // Do up to n_steps steps: decode the chunks, sample their outputs, feed each sampled token to the next step.
-// Ends early after a step in which a row sampled a stop token of its slot or was broken, after an interrupt, when more
-// than budget_us have passed, and when llama_decode returned anything but 0.
+// With drafts a step computes tokens behind a chunk's as well: those that followed its newest tokens before. As long as
+// what is sampled is the draft, the row of the draft is sampled too, in the same step; the cells of the others are removed.
+// So many drafts are made, or none, as let expect the most tokens in the time, by what steps took and how many were right.
+// Ends early after a step in which a row sampled a stop token of its slot or was broken, or a chunk has n_steps tokens,
+// after an interrupt, when more than budget_us have passed, and when llama_decode returned anything but 0.
 //   chunks: n_chunks, ascending slots.   tokens: the tokens of all chunks, one after another.
 //   budget_us: microseconds, 0 = no limit.
 //   masks: NULL, or one pointer for each chunk with an output, NULL or to (n_vocab + 31) / 32 words: a token is allowed
@@ -206,15 +217,19 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //     n_steps above 1.
 //   await_rows: NULL, or called once after decoding, before masks and rows are read. It returns when they are written, so
 //     that masks can be made while a device decodes.
-//   out: (n_steps, n_chunks) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
-//   logprobs: (n_steps, n_chunks), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
+//   n_drafts: most drafts behind one token; 0 for none. Not above 0 without memory_seq_rm.
+//   is_even: not 0: as many behind each token, or none, where memory is apart for each slot.
+//   out: (n_chunks, n_steps) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
+//   n_out: (n_chunks) how many tokens were sampled of each chunk, broken and empty rows included.
+//   logprobs: (n_chunks, n_steps), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
 //   scoring: NULL, or targets whose log-probabilities are to be reported; written where the step was done. Not with n_steps above 1.
 // Sampling may change a row of logits while it runs; afterwards the row is as before.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
                                          const int32_t * tokens, int32_t n_steps, int64_t budget_us,
-                                         const uint32_t * const * masks, float ** rows, void (*await_rows)(void),
-                                         int32_t * out, cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
+                                         int32_t n_drafts, int32_t is_even, const uint32_t * const * masks,
+                                         float ** rows, void (*await_rows)(void), int32_t * out, int32_t * n_out,
+                                         cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
                                          cbatch_report * report) CBATCH_NOEXCEPT;
 
 // Ask the run in flight, or else the next one, to end after its current step. From any thread.

@@ -139,11 +139,14 @@ class FailingStepper(NativeStepper):
         await_masks: Any = None,
         pads: Any = (),
         changes: Any = None,
+        n_drafts: int = 0,
     ) -> StepResult:
         """Do a run, or part of one."""
         failure = self._failures.pop(0) if self._failures else None
         if failure is None:
-            return super().run(chunks, n_steps, slice_s, masks, await_masks, pads, changes)
+            return super().run(
+                chunks, n_steps, slice_s, masks, await_masks, pads, changes, n_drafts
+            )
         code, n_done = failure
         if n_done:
             return replace(super().run(chunks, n_done, masks=masks, pads=pads), code=code)

@@ -65,6 +65,7 @@ class RecordingStepper(NativeStepper):
         await_masks: Any = None,
         pads: Collection[Chunk] = (),
         changes: Any = None,
+        n_drafts: int = 0,
     ) -> StepResult:
         result = super().run(chunks, masks=masks, pads=pads, changes=changes)
         self.n_pad_rows += len(pads)

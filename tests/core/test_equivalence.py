@@ -194,6 +194,7 @@ def schedules(draw: st.DrawFn, n_batch: int, kind: str) -> dict[str, Any]:
     said: dict[str, Any] = {"policy": policy, "swap_mib": draw(st.sampled_from([0, 1, 1024]))}
     said["checkpoint_mib"] = draw(st.sampled_from([0, 1, 1024]))
     said["share_prefixes"] = draw(st.sampled_from([True, True, True, False]))
+    said["speculate"] = draw(st.sampled_from(["off", "auto"]))
     if policy == "round_robin":
         said["quantum"] = draw(st.integers(1, 12))
     if policy == "priority":

@@ -163,6 +163,7 @@ class FakeBackend:
         self.plans: list[StepPlan] = []
         self._tag = 0
         self._scores: dict[Slot, list[TokenLogprobs]] = {}
+        self._n_drafts = self._n_accepted = 0
         self._bound: dict[Slot, _Bound] = {}
         self._processors = LogitsProcessors()
         self._failures: dict[Slot, RequestFailedError] = {}
@@ -183,6 +184,7 @@ class FakeBackend:
         if any(key in lost for _, key, _ in plan.loads):
             return StepResult(tokens, 0, lost=lost)
         start_s = self.now_s
+        self._n_drafts = self._n_accepted = 0
         n_done, code, first_s = self._steps(plan, tokens)
         n_kept = tuple(self._settle(c) for c in plan.chunks) if code not in (0, 1, -1) else ()
         found = self._logprobs(plan.chunks, tokens)
@@ -197,6 +199,8 @@ class FakeBackend:
             logprobs=found,
             scores=self._scores if n_done else {},
             grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
+            n_drafts=self._n_drafts,
+            n_accepted=self._n_accepted,
             failures=self._failures,
         )
 
@@ -215,24 +219,51 @@ class FakeBackend:
         """Do a plan's steps and add to `tokens`; return how many were done, the code and when the first one ended."""
         chunks, n_done, start_s, first_s = list(plan.chunks), 0, self.now_s, 0.0
         while chunks and n_done < plan.n_steps:
-            code = self._step(chunks)
+            n_room = plan.n_steps - 1 - max(map(len, tokens))
+            n_each = min(plan.n_drafts, n_room, N_TARGETS_MAX // len(chunks))
+            n_drafts = [self._n_made(c, n_each) for c in chunks]
+            code = self._step(chunks, sum(n_drafts))
             if code:
                 return n_done, code, first_s
             n_done += 1
             first_s = first_s or self.now_s - start_s
-            sampled = [self._sample(c) if c.has_output else None for c in chunks]
-            for row, token in zip(tokens, sampled, strict=True):
-                row.extend(() if token is None else (token,))
+            sampled = [
+                self._sample_ahead(c, n) if c.has_output else []
+                for c, n in zip(chunks, n_drafts, strict=True)
+            ]
+            for row, new in zip(tokens, sampled, strict=True):
+                row.extend(new)
             is_interrupted, self._is_interrupted = self._is_interrupted, False
+            pairs = [*zip(chunks, sampled, strict=True)]
             is_over = is_interrupted or 0 < plan.slice_s < self.now_s - start_s
-            if is_over or n_done == plan.n_steps or any(map(self._ends, chunks, sampled)):
+            is_over = is_over or n_done == plan.n_steps or max(map(len, tokens)) >= plan.n_steps
+            if is_over or any(new and self._ends(c, new[-1]) for c, new in pairs):
                 break
             chunks = [
-                Chunk(c.slot, c.start + len(c.tokens), (token,), has_output=True)
-                for c, token in zip(chunks, sampled, strict=True)
-                if token is not None
+                Chunk(c.slot, c.start + len(c.tokens) + len(new) - 1, new[-1:], has_output=True)
+                for c, new in pairs
+                if new
             ]
         return n_done, 0, first_s
+
+    def _n_made(self, chunk: Chunk, n_most: int) -> int:
+        """Return how many draft tokens stand behind a chunk: any number, by its place."""
+        is_asked = chunk.has_output and self._bound[chunk.slot].binding.has_drafts
+        return mix(chunk.start, chunk.slot) % (n_most + 1) if is_asked and n_most > 0 else 0
+
+    def _sample_ahead(self, chunk: Chunk, n_drafts: int) -> list[int]:
+        """Sample a chunk with so many draft tokens behind it, the first of which are accepted: any number of them."""
+        sampled = [self._sample(chunk)]
+        n_accepted = mix(chunk.slot, chunk.start) % (n_drafts + 1)
+        self._n_drafts += n_drafts
+        while len(sampled) <= n_accepted and not self._ends(chunk, sampled[-1]):
+            at = chunk.start + len(chunk.tokens) + len(sampled) - 1
+            row = Chunk(chunk.slot, at, sampled[-1:], has_output=True)
+            self._bound[chunk.slot].history.feed(row)
+            self._compute(row, 1, self._tag)
+            sampled.append(self._sample(row))
+            self._n_accepted += 1
+        return sampled
 
     def interrupt(self) -> None:
         """End the run in flight, or the next one, after one step."""
@@ -297,14 +328,14 @@ class FakeBackend:
             self._kv.put(chunk.slot, [])
         return len(self.cells[chunk.slot])
 
-    def _step(self, chunks: Sequence[Chunk]) -> int:
+    def _step(self, chunks: Sequence[Chunk], n_drafts: int = 0) -> int:
         self._scores = {}
         code = self._faults.code(chunks)
         self.n_steps += 1
         n_tokens = sum(len(c.tokens) for c in chunks)
         self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
         if not code and self.memory.kind == "unified":
-            code = int(self.n_used + n_tokens > self.memory.n_cells)
+            code = int(self.n_used + n_tokens + n_drafts > self.memory.n_cells)
         parts = chunks if code else [part for c in chunks for part in self.cuts.parts(c)]
         for chunk, n_together in zip(parts, self._n_together(parts), strict=True):
             if bound := self._bound.get(chunk.slot):
@@ -401,6 +432,7 @@ class FakeBackend:
             and not all(c.has_output for c in chunks),
             "steps under a constraint or with a processor cannot be repeated": not is_one_step
             and any(c.slot in constrained for c in chunks),
+            "draft tokens in memory that cannot be cut": plan.n_drafts and not self.memory.can_trim,
             "no such adapter": any(name not in self.adapters for name, _ in plan.adapters),
             "a slot was never bound": any(c.has_output and c.slot not in bindings for c in chunks),
         }

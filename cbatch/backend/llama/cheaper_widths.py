@@ -93,13 +93,14 @@ class CheaperWidths:
     def run(
         self,
         plan: StepPlan,
-        compute: Callable[[Sequence[Chunk], Sequence[Chunk], int, float], StepResult],
+        compute: Callable[[Sequence[Chunk], Sequence[Chunk], int, float, int], StepResult],
     ) -> StepResult:
         """Compute a plan's chunks with the pad rows that make it faster, or that show whether they do.
 
         Args:
             plan: its chunks ascend by slot.
-            compute: computes chunks beside pad rows, whose cells it removes, in so many steps within so many seconds.
+            compute: computes chunks beside pad rows, whose cells it removes, in so many steps within so many seconds,
+                with so many draft tokens behind a row where there are no pad rows.
         """
         rows = plan.chunks
         n_longest = max(c.start for c in rows)
@@ -110,7 +111,7 @@ class CheaperWidths:
         if is_cheaper or (is_cheaper is None and self._may_try(key)):
             pads = self._beside(plan, n_longest)
         if is_cheaper or not pads:
-            result = compute(rows, pads, plan.n_steps, plan.slice_s)
+            result = compute(rows, pads, plan.n_steps, plan.slice_s, plan.n_drafts)
             self._n_steps += result.n_steps
             return result
         if key != self._key:
@@ -121,7 +122,7 @@ class CheaperWidths:
         if is_padded and not series.n_steps:
             self._n_lost += N_LOST
         n_steps = min(plan.n_steps, N_STEPS_TRIED - series.n_steps)
-        result = compute(rows, pads if is_padded else (), n_steps, plan.slice_s)
+        result = compute(rows, pads if is_padded else (), n_steps, plan.slice_s, 0)
         self._n_steps += result.n_steps
         if not result.code:
             series.n_steps += result.n_steps

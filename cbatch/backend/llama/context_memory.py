@@ -281,27 +281,27 @@ class ContextMemory:
         if state is not None and not self._load_state(slot, state):
             raise EngineError(f"slot {slot} cannot have back what was put aside for a pad row")
 
-    def add(self, chunks: Sequence[Chunk], n_steps: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Count the cells of `n_steps` steps that were done, at least one; note whose row was broken.
+    def add(self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]) -> None:
+        """Count the cells of at least one step that was done, by what was sampled; note whose row was broken.
 
         A row that is not broken shows that its cells are finite; a recurrent state may still grow.
         """
         self._uncopied.clear()
         self._unshifted.clear()
         for chunk, sampled in zip(chunks, tokens, strict=True):
-            self.n_cells[chunk.slot] += len(chunk.tokens) + n_steps - 1
+            self.n_cells[chunk.slot] += len(chunk.tokens) + max(0, len(sampled) - 1)
             if sampled and sampled[-1] == BROKEN_ROW:  # a run ends with it
                 self._maybe_nonfinite.add(chunk.slot)
             elif sampled and self._found.state is None:
                 self._maybe_nonfinite.discard(chunk.slot)
 
-    def keep(self, chunk: Chunk, n_steps: int) -> int:
-        """Keep the cells that a failed step left of a chunk's slot, after `n_steps` steps that were done.
+    def keep(self, chunk: Chunk, n_sampled: int) -> int:
+        """Keep the cells that a failed step left of a chunk's slot, after steps that sampled `n_sampled` tokens.
 
         Returns:
             How many cells the slot has now.
         """
-        n_most = chunk.start + len(chunk.tokens) + n_steps
+        n_most = chunk.start + len(chunk.tokens) + n_sampled
         n_kept = min(n_most, self._cells.count(chunk.slot)) if self._memory.can_trim else 0
         self._trim(chunk.slot, n_kept)
         return n_kept

@@ -19,7 +19,7 @@ from cbatch.errors import IncompatibleLlamaError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
@@ -38,7 +38,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
     "cbatch_stepper_run": (
         _int,
-        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_pointer] * 7],
+        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, _int, _int, *[_pointer] * 8],
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
     "cbatch_log_init": (_pointer, [_int]),
@@ -51,6 +51,8 @@ _LLAMA_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_decode": (_int, [_pointer, llama_cpp.llama_batch]),
     "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_pointer, _int]),
     "llama_synchronize": (None, [_pointer]),
+    "llama_get_memory": (_pointer, [_pointer]),
+    "llama_memory_seq_rm": (ctypes.c_bool, [_pointer, _int, _int, _int]),
     "llama_log_set": (None, [llama_cpp.llama_log_callback, _pointer]),
 }
 """What cbatch takes llama.cpp's functions to be."""
@@ -147,6 +149,9 @@ class LlamaApi:
     """Address of `GOMP_parallel` in the OpenMP runtime that ggml computes with, if it does."""
     synchronize: Any = None
     """Waits for what a device computes."""
+    get_memory: Any = None
+    memory_seq_rm: Any = None
+    """Removes cells of a sequence: without it there are no drafts."""
 
     @classmethod
     def of_llama_cpp(cls) -> LlamaApi:
@@ -156,6 +161,8 @@ class LlamaApi:
             llama_cpp.llama_get_logits_ith,
             _gomp_parallel(),
             llama_cpp.llama_synchronize,
+            llama_cpp.llama_get_memory,
+            llama_cpp.llama_memory_seq_rm,
         )
 
     def table(self) -> NativeApi:
@@ -163,13 +170,17 @@ class LlamaApi:
         return NativeApi(
             size=ctypes.sizeof(NativeApi),
             abi=ABI_VERSION,
-            decode=ctypes.cast(self.decode, ctypes.c_void_p),
-            get_logits_ith=ctypes.cast(self.get_logits_ith, ctypes.c_void_p),
+            decode=_address(self.decode),
+            get_logits_ith=_address(self.get_logits_ith),
             gomp_parallel=self.gomp_parallel,
-            synchronize=ctypes.cast(self.synchronize, ctypes.c_void_p)
-            if self.synchronize
-            else None,
+            synchronize=_address(self.synchronize),
+            get_memory=_address(self.get_memory),
+            memory_seq_rm=_address(self.memory_seq_rm),
         )
+
+
+def _address(function: Any) -> Any:
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p)
 
 
 def _gomp_parallel() -> int | None:

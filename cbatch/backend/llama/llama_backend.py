@@ -296,10 +296,7 @@ class LlamaBackend:
             short.is_used = cells.move(short.cells, short.together, is_checked=True)
             if short.is_used:
                 self._runner.use(short.ctx)
-        if not short.is_used:
-            return plan
-        n_most = short.most_steps(plan, cells.n_cells)
-        return plan if plan.n_steps <= n_most else replace(plan, n_steps=n_most)
+        return short.within(plan, cells.n_cells) if short.is_used else plan
 
     def _leave_short(self, short: ShortPool) -> None:
         if not self._cells.move(None, short.apart, is_checked=False):
@@ -312,13 +309,16 @@ class LlamaBackend:
             teams().join()
         result = self._run_steps(plan)
         if result.n_steps:
-            self._cells.add(plan.chunks, result.n_steps, result.tokens)
+            self._cells.add(plan.chunks, result.tokens)
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
                 result = self._repeated(plan, result, self.short_pool)
             result = self._runner.follow(plan.chunks, result)
         if result.code in UNCHANGED:
             return result
-        n_kept = tuple(self._cells.keep(c, result.n_steps) for c in plan.chunks)
+        n_kept = tuple(
+            self._cells.keep(c, len(result.tokens[i]) if result.n_steps else 0)
+            for i, c in enumerate(plan.chunks)
+        )
         return replace(result, n_kept=n_kept)
 
     def _run_steps(self, plan: StepPlan) -> StepResult:
@@ -331,6 +331,7 @@ class LlamaBackend:
             self._cells.undo,
             cuts=self.cuts,
             is_apart=self.has_prompts_apart and not is_pooled,
+            are_apart=self.memory.kind != "unified" and not is_pooled,
         )
 
     def _repeated(self, plan: StepPlan, result: StepResult, short: ShortPool) -> StepResult:
@@ -342,7 +343,7 @@ class LlamaBackend:
         found = self._run_steps(StepPlan(again, adapters=plan.adapters))
         if not found.n_steps:
             return result
-        self._cells.add(again, 1, found.tokens)
+        self._cells.add(again, found.tokens)
         return _mended(result, broken, found)
 
     @property

@@ -61,6 +61,7 @@ _MEANINGS = {
     8: "more tokens than n_batch",
     9: "n_steps below 1; or several steps with masks, with changes, or with a chunk without output",
     10: "an output in a slot that was never bound",
+    12: "draft tokens below 0, or in memory that cannot be cut",
     11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
 }
 
@@ -110,6 +111,10 @@ class NativeStepper:
         self._report = NativeReport()
         self._report_at = ctypes.addressof(self._report)
         self._grow_out(0)
+        self._grow_n_out(n_slots)
+        self.are_apart = True
+        """Whether memory is apart for each slot, so that chunks of several lengths are several runs of the graph. Then
+        there are as many draft tokens behind each row, or none."""
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
         self._n_vocab, self._has_silent_rows = n_vocab, has_silent_rows
@@ -126,6 +131,10 @@ class NativeStepper:
     def _grow_out(self, n: int) -> None:
         self._out = (ctypes.c_int32 * n)()
         self._out_at = ctypes.addressof(self._out)
+
+    def _grow_n_out(self, n: int) -> None:
+        self._n_out = (ctypes.c_int32 * n)()
+        self._n_out_at = ctypes.addressof(self._n_out)
 
     def use(self, ctx: Any) -> None:
         """Compute in another `llama_context` of the same sizes from now on; what is bound stays."""
@@ -157,6 +166,7 @@ class NativeStepper:
         await_masks: Callable[[], object] | None = None,
         pads: Collection[Chunk] = (),
         changes: RowChanges | None = None,
+        n_drafts: int = 0,
     ) -> StepResult:
         """Do up to `n_steps` steps, feeding each sampled token to the next.
 
@@ -173,6 +183,7 @@ class NativeStepper:
                 Not called where decoding fails. None where they are written already.
             pads: those of the chunks that are pad rows: nothing is sampled of them, and each step computes one more.
             changes: made to rows after decoding; log-probabilities are those of the unchanged rows.
+            n_drafts: most draft tokens behind a row's own; see `StepPlan`.
 
         Raises:
             PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
@@ -196,17 +207,20 @@ class NativeStepper:
             tokens.buffer_info()[0],
             n_steps,
             math.ceil(slice_s * 1e6),
+            n_drafts,
+            self.are_apart,
             mask_rows,
             None if changes is None else changes.addresses,
             self._before_sampling(await_masks if masks is not None else None, changes),
             self._out_at,
+            self._n_out_at,
             reports,
             None if scoring is None else scoring.at,
             self._report_at,
         )
         if code != 0:
             raise PlanError(f"{_MEANINGS[code]}: {StepPlan(tuple(chunks), n_steps)!r}")
-        return self._result(chunks, reports, scoring)
+        return self._result(chunks, n_steps, reports, scoring)
 
     def _mask_rows(self, masks: Masks, chunks: Sequence[Chunk]) -> Any:
         """Return the addresses of the masks, checked; they are read while `masks` lives."""
@@ -242,33 +256,36 @@ class NativeStepper:
     def _logprobs(
         self, chunks: Sequence[Chunk], n_steps: int, reports: Any
     ) -> list[list[TokenLogprobs]]:
-        n = len(chunks)
+        n_out = self._n_out
         return [
-            [as_logprobs(reports[i + n * j]) for j in range(n_steps)]
+            [as_logprobs(reports[i * n_steps + j]) for j in range(n_out[i])]
             if c.has_output and c.slot in self._reporting
             else []
             for i, c in enumerate(chunks)
         ]
 
     def _result(
-        self, chunks: Sequence[Chunk], reports: Any, scoring: _Scoring | None
+        self, chunks: Sequence[Chunk], n_steps: int, reports: Any, scoring: _Scoring | None
     ) -> StepResult:
-        report, out, n = self._report, self._out, len(chunks)
-        n_steps = report.n_steps
-        if n_steps == 1:  # the usual case, twice as fast as by slices
+        report, out, n_out = self._report, self._out, self._n_out
+        if n_steps == 1 and report.n_steps:  # the usual case, twice as fast as by slices
             tokens = [[out[i]] if c.has_output else [] for i, c in enumerate(chunks)]
         else:
-            end = n * n_steps
-            tokens = [out[i:end:n] if c.has_output else [] for i, c in enumerate(chunks)]
+            tokens = [
+                out[i * n_steps : i * n_steps + n_out[i]] if c.has_output else []
+                for i, c in enumerate(chunks)
+            ]
         return StepResult(
             tokens,
-            n_steps,
+            report.n_steps,
             report.code,
             decode_s=report.decode_ns * 1e-9,
             sample_s=report.sample_ns * 1e-9,
             first_s=report.first_ns * 1e-9,
             logprobs=() if reports is None else self._logprobs(chunks, n_steps, reports),
-            scores={} if scoring is None or not n_steps else scoring.found(),
+            scores={} if scoring is None or not report.n_steps else scoring.found(),
+            n_drafts=report.n_drafts,
+            n_accepted=report.n_accepted,
         )
 
     def interrupt(self) -> None:

@@ -43,6 +43,7 @@ class DigestingStepper(NativeStepper):
         await_masks: Any = None,
         pads: Collection[Chunk] = (),
         changes: RowChanges | None = None,
+        n_drafts: int = 0,
     ) -> StepResult:
         """Do one step; see `NativeStepper.run`."""
         result = super().run(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import context_cells, make_context
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.core.plan import N_TARGETS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,9 +73,15 @@ class ShortPool:
             return False
         return self._n_after(plan, n_cells) <= (self.n_cells if self.is_used else self.n_cells // 2)
 
-    def most_steps(self, plan: StepPlan, n_cells: Sequence[int]) -> int:
-        """Return how many steps of a plan that belongs here its cells have room for, at least one."""
-        return 1 + (self.n_cells - self._n_after(plan, n_cells)) // len(plan.chunks)
+    def within(self, plan: StepPlan, n_cells: Sequence[int]) -> StepPlan:
+        """Return a plan that belongs here with as many steps as there is room for, and with room for draft tokens."""
+        n_rows, n_free = len(plan.chunks), self.n_cells - self._n_after(plan, n_cells)
+        n_steps = min(plan.n_steps, 1 + n_free // n_rows)
+        has_room = n_free - (n_steps - 1) * n_rows >= N_TARGETS_MAX
+        n_drafts = plan.n_drafts if has_room else 0
+        if (n_steps, n_drafts) == (plan.n_steps, plan.n_drafts):
+            return plan
+        return replace(plan, n_steps=n_steps, n_drafts=n_drafts)
 
     @staticmethod
     def _n_after(plan: StepPlan, n_cells: Sequence[int]) -> int:

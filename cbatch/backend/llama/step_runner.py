@@ -71,6 +71,7 @@ class StepRunner:
         *,
         cuts: PromptCuts,
         is_apart: bool = False,
+        are_apart: bool = True,
     ) -> StepResult:
         """Compute and sample a plan's chunks; `follow` tells what grammars make of the result.
 
@@ -79,7 +80,9 @@ class StepRunner:
             undo: takes back the cells of chunks that were computed; False where that is impossible.
             cuts: where prompts are cut; where there are rules, the shape of a computation must not depend on company.
             is_apart: llama.cpp computes prompts of several lengths in several runs of the graph anyway.
+            are_apart: see `NativeStepper`.
         """
+        self._stepper.are_apart = are_apart
         is_exact = bool(cuts)
         if (is_exact or is_apart) and any(len(c.tokens) > 1 for c in plan.chunks):
             groups = _each_alone(plan.chunks, cuts) if is_exact else _prompts_first(plan.chunks)
@@ -88,7 +91,7 @@ class StepRunner:
         if self._cheaper_widths is not None:
             return self._cheaper_widths.run(plan, self._run_padded)
         pads = self._pad_rows.beside(plan.chunks) if is_exact else ()
-        return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s)
+        return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s, plan.n_drafts)
 
     def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
         """Have grammars follow the tokens of at least one step; mark the rows whose processor failed."""
@@ -102,10 +105,11 @@ class StepRunner:
         pads: Sequence[Chunk],
         n_steps: int = 1,
         slice_s: float = 0.0,
+        n_drafts: int = 0,
     ) -> StepResult:
-        """Run the stepper with pad rows besides, whose cells are removed again."""
+        """Run the stepper with pad rows besides, whose cells are removed again; then there are no drafts."""
         if not pads:
-            return self._run(chunks, pads, n_steps, slice_s)
+            return self._run(chunks, pads, n_steps, slice_s, n_drafts)
         rows = sorted([*chunks, *pads], key=lambda c: c.slot)
         try:
             result = self._run(rows, pads, n_steps, slice_s)
@@ -122,13 +126,18 @@ class StepRunner:
         )
 
     def _run(
-        self, rows: Sequence[Chunk], pads: Sequence[Chunk], n_steps: int, slice_s: float
+        self,
+        rows: Sequence[Chunk],
+        pads: Sequence[Chunk],
+        n_steps: int,
+        slice_s: float,
+        n_drafts: int = 0,
     ) -> StepResult:
         """Run the stepper; masks are made while a device computes, but before decoding where that needs the cores."""
         self.last_chunks = rows
         changed = self._processors.of(rows)
         changes = RowChanges(self._processors, changed, rows) if changed else None
-        result = self._run_masked(rows, pads, n_steps, slice_s, changes)
+        result = self._run_masked(rows, pads, n_steps, slice_s, changes, n_drafts)
         return result if changes is None else changes.told(result)
 
     def _run_masked(
@@ -138,10 +147,18 @@ class StepRunner:
         n_steps: int,
         slice_s: float,
         changes: RowChanges | None,
+        n_drafts: int,
     ) -> StepResult:
         masks = self._matchers.masks(rows)
         if masks is None:
-            return self._stepper.run(rows, n_steps, slice_s, pads=pads, changes=changes)
+            return self._stepper.run(
+                rows,
+                n_steps,
+                slice_s,
+                pads=pads,
+                changes=changes,
+                n_drafts=n_drafts,
+            )
         if not self._is_on_device:
             self._matchers.fill(rows)
             return self._stepper.run(rows, n_steps, slice_s, masks, pads=pads, changes=changes)

@@ -24,6 +24,8 @@ class NativeApi(ctypes.Structure):
         ("get_logits_ith", ctypes.c_void_p),
         ("gomp_parallel", ctypes.c_void_p),
         ("synchronize", ctypes.c_void_p),
+        ("get_memory", ctypes.c_void_p),
+        ("memory_seq_rm", ctypes.c_void_p),
     ]
 
 
@@ -85,6 +87,7 @@ class NativeBinding(ctypes.Structure):
         ("output_origin", ctypes.c_int32),
         ("has_logprobs", ctypes.c_int32),
         ("n_top", ctypes.c_int32),
+        ("has_drafts", ctypes.c_int32),
     ]
 
 
@@ -118,6 +121,8 @@ class NativeReport(ctypes.Structure):
         ("decode_ns", ctypes.c_int64),
         ("sample_ns", ctypes.c_int64),
         ("first_ns", ctypes.c_int64),
+        ("n_drafts", ctypes.c_int32),
+        ("n_accepted", ctypes.c_int32),
     ]
 
 
@@ -131,7 +136,7 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
     """Return a binding as the native library takes it, and the arrays that must live as long."""
     s = b.sampling
     breakers = _flat(s.dry_breakers)
-    n_seen = max(s.repeat_last_n, s.dry_penalty_last_n, 0)
+    n_seen = len(b.history) if b.has_drafts else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
     stop = array("i", b.stop_tokens)
     history = array("i", b.history[max(0, len(b.history) - n_seen) :])
     biases = (NativeBias * len(s.logit_bias))(*(NativeBias(*pair) for pair in s.logit_bias))
@@ -152,6 +157,7 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
         output_origin=b.output_origin,
         has_logprobs=b.n_logprobs is not None,
         n_top=b.n_logprobs or 0,
+        has_drafts=b.has_drafts,
     )
     return native, (stop, history, breakers, biases)
 

@@ -79,8 +79,14 @@ class Machine:
         return 10 + slot
 
     def compute(
-        self, rows: Sequence[Chunk], pads: Sequence[Chunk], n_steps: int, slice_s: float
+        self,
+        rows: Sequence[Chunk],
+        pads: Sequence[Chunk],
+        n_steps: int,
+        slice_s: float,
+        n_drafts: int,
     ) -> StepResult:
+        assert not (n_drafts and pads)
         assert all(p.start == 10 + p.slot and p.tokens == (PAD_TOKEN,) for p in pads)
         self.runs.append(Run(len(rows), [p.slot for p in pads], n_steps))
         code = self.codes.pop(0) if self.codes else 0

@@ -37,6 +37,7 @@ OF_A_MODEL = {
     "equal_rows": "--rows 8 --tokens 4 --slots 2 --rounds 1",
     "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
     "first_tokens": "--rounds 1 --sizes 2 --streams 1 --prompts 40",
+    "speculation": "--rounds 1 --texts list,free --running 1,2 --tokens 8",
     "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
     "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
     "step_costs": "--widths 1 2 --chunks 16 --rounds 1",

@@ -1,0 +1,305 @@
+#include "draft.h"
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+
+namespace {
+
+// Longest match that is told from a shorter one.
+constexpr int32_t match_max = 32;
+
+// After so many tries the older ones count half: of all slots, and of one.
+constexpr float n_tries_of_all = 128.0f;
+constexpr float n_tries_of_one = 32.0f;
+
+// A slot's own tries weigh against as many of all slots.
+constexpr float n_tries_common = 4.0f;
+
+constexpr float most_likely = 0.98f;
+
+// What is known of a class before anything is: how often the next token is seen to be the draft is learned without drafts.
+constexpr float n_hits_before = 0.5f;
+constexpr float n_tries_before = 4.0f;
+
+// Drafts are made where they bring this much more: less is noise.
+constexpr double least_gain = 1.1;
+
+// Steps after which what a width took is forgotten, so that it is tried again: the machine may do something else by then.
+constexpr int64_t n_steps_known = 512;
+
+// Times that a width is tried before it is judged: the first one has other costs too.
+constexpr int32_t n_tried = 2;
+
+// Numbers of drafts that are weighed against each other: behind each row, or behind all. Each width has to be tried.
+constexpr int32_t some_each[] = {1, 2, 3, 5, 7};
+constexpr int32_t some_all[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
+
+int32_t match_class(int32_t n_match) {
+    return n_match <= 2 ? 0 : n_match == 3 ? 1 : n_match <= 5 ? 2 : n_match <= 9 ? 3 : n_match <= 16 ? 4 : 5;
+}
+
+uint32_t hash_of(const int32_t * gram, int32_t n) {
+    uint64_t h = 0x9E3779B97F4A7C15u;
+    for (int32_t i = 0; i < n; i++) {
+        h = (h ^ static_cast<uint32_t>(gram[i])) * 0xD6E8FEB86659FD93u;
+        h ^= h >> 32;
+    }
+    return static_cast<uint32_t>(h);
+}
+
+// Return the place of a gram, or the free one where it belongs.
+size_t place_of(const gram_table & table, const std::vector<int32_t> & tokens, int32_t end) {
+    const int32_t * gram = tokens.data() + end - table.n;
+    const size_t mask = table.ends.size() - 1;
+    size_t i = hash_of(gram, table.n) & mask;
+    while (table.ends[i] != 0 && !std::equal(gram, gram + table.n, tokens.data() + table.ends[i] - table.n)) {
+        i = (i + 1) & mask;
+    }
+    return i;
+}
+
+void grow(gram_table * table, const std::vector<int32_t> & tokens) {
+    std::vector<int32_t> old(std::max<size_t>(64, 2 * table->ends.size()), 0);
+    old.swap(table->ends);
+    for (const int32_t end : old) {
+        if (end != 0) {
+            table->ends[place_of(*table, tokens, end)] = end;
+        }
+    }
+}
+
+// Return how many of the newest tokens are those before `at` too.
+int32_t match_length(const std::vector<int32_t> & tokens, int32_t at) {
+    const int32_t n = static_cast<int32_t>(tokens.size());
+    int32_t n_match = 0;
+    while (n_match < match_max && n_match < at && tokens[at - 1 - n_match] == tokens[n - 1 - n_match]) {
+        n_match++;
+    }
+    return n_match;
+}
+
+int64_t median(const width_costs::width & w) {
+    int64_t sorted[width_costs::n_kept];
+    const int32_t n = std::min(w.n, width_costs::n_kept);
+    for (int32_t i = 0; i < n; i++) {
+        int32_t at = i;
+        for (; at > 0 && sorted[at - 1] > w.ns[i]; at--) {
+            sorted[at] = sorted[at - 1];
+        }
+        sorted[at] = w.ns[i];
+    }
+    return sorted[(n - 1) / 2];
+}
+
+}  // namespace
+
+void hit_rate::learn(bool is_hit, float n_most) noexcept {
+    n_tries += 1.0f;
+    n_hits += is_hit ? 1.0f : 0.0f;
+    if (n_tries > n_most) {
+        n_tries *= 0.5f;
+        n_hits *= 0.5f;
+    }
+}
+
+int32_t gram_table::exchange(const std::vector<int32_t> & tokens) {
+    const int32_t end = static_cast<int32_t>(tokens.size());
+    if (end < n) {
+        return 0;
+    }
+    if (2 * (static_cast<size_t>(n_used) + 1) > ends.size()) {
+        grow(this, tokens);
+    }
+    int32_t & place = ends[place_of(*this, tokens, end)];
+    const int32_t before = place;
+    n_used += before == 0;
+    place = end;
+    return before;
+}
+
+void drafts::push(int32_t token, hit_rate * rates) {
+    const bool is_hit = at > 0 && tokens[at] == token;
+    if (at > 0 && rates != nullptr) {
+        rates[match_class(n_match)].learn(is_hit, n_tries_of_all);
+        own.learn(is_hit, n_tries_of_one);
+    }
+    tokens.push_back(token);
+    const int32_t by_short = shorter.exchange(tokens);
+    const int32_t by_long = longer.exchange(tokens);
+    if (is_hit) {
+        at++;
+        n_match = std::min(n_match + 1, match_max);
+    } else {
+        at = by_long != 0 ? by_long : by_short;
+        n_match = at != 0 ? match_length(tokens, at) : 0;
+    }
+}
+
+void drafts::feed(int32_t start, const int32_t * fed, int32_t n_fed, bool has_output,
+                   hit_rate * rates) noexcept {
+    if (!is_placed) {
+        is_placed = has_output;
+        end = start + n_fed;
+        return;
+    }
+    try {
+        for (int32_t i = std::max(start, end); i < start + n_fed && !is_lost; i++) {
+            push(fed[i - start], rates);
+        }
+    } catch (const std::exception &) {
+        is_lost = true;
+        at = 0;
+    }
+    end = std::max(end, start + n_fed);
+}
+
+int32_t drafts::draft(int32_t j, const int32_t * before) const noexcept {
+    const int32_t n_left = static_cast<int32_t>(tokens.size()) - at;
+    return j < n_left ? tokens[at + j] : before[j - n_left];
+}
+
+float drafts::chance(const hit_rate * rates) const noexcept {
+    if (at == 0) {
+        return 0.0f;
+    }
+    const hit_rate & all = rates[match_class(n_match)];
+    const float common = (all.n_hits + n_hits_before) / (all.n_tries + n_tries_before);
+    const float chance = (own.n_hits + n_tries_common * common) / (own.n_tries + n_tries_common);
+    return std::min(chance, most_likely);
+}
+
+void width_costs::learn(int32_t n_rows, int64_t ns) noexcept {
+    n_steps++;
+    width & w = widths[n_rows];
+    if (n_steps - w.i_last_step > n_steps_known) {
+        w.n = 0;
+    }
+    w.ns[w.n % n_kept] = ns;
+    // counts on from where all kept ones are new, so that it does not overflow
+    w.n = w.n + 1 < 2 * n_kept ? w.n + 1 : n_kept;
+    w.median_ns = median(w);
+    w.i_last_step = n_steps;
+}
+
+double width_costs::cost(int32_t n_rows) const noexcept {
+    int32_t low = 0;
+    int32_t high = 0;
+    for (int32_t i = 1; i < static_cast<int32_t>(widths.size()); i++) {
+        const width & w = widths[i];
+        if (w.n < n_tried || n_steps - w.i_last_step > n_steps_known) {
+            continue;
+        }
+        if (i <= n_rows) {
+            low = i;
+        } else {
+            high = i;
+            break;
+        }
+    }
+    if (low == 0) {
+        return high != 0 ? static_cast<double>(widths[high].median_ns) : 0.0;
+    }
+    const double low_ns = static_cast<double>(widths[low].median_ns);
+    if (high == 0 || low == n_rows) {
+        return low_ns;
+    }
+    const double high_ns = static_cast<double>(widths[high].median_ns);
+    return low_ns + std::max(0.0, high_ns - low_ns) * (n_rows - low) / (high - low);
+}
+
+namespace {
+
+// Return how many drafts of a row are expected to be right.
+double expected_hits(float chance, int32_t n) {
+    double hits = 0.0;
+    double all_right = 1.0;
+    for (int32_t i = 0; i < n; i++) {
+        all_right *= chance;
+        hits += all_right;
+    }
+    return hits;
+}
+
+struct choice {
+    double rate;  // tokens a nanosecond
+    int32_t n;    // drafts behind each row, or behind all
+};
+
+void choose_even(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
+                 choice * best, int32_t * n_drafts) {
+    const int32_t n_most = std::min(limits.n_each, limits.n_all / n);
+    for (const int32_t k : some_each) {
+        if (k > n_most) {
+            break;
+        }
+        double n_tokens = n;
+        for (int32_t i = 0; i < n; i++) {
+            n_tokens += expected_hits(chances[i], k);
+        }
+        const double rate = n_tokens / costs.cost(n * (1 + k));
+        if (rate > best->rate) {
+            *best = {rate, k};
+        }
+    }
+    std::fill(n_drafts, n_drafts + n, best->n);
+}
+
+// The likeliest draft is added as long as the rate rises; each behind a row is less likely than that before it.
+void choose_ragged(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
+                   choice * best, int32_t * n_drafts) {
+    double n_tokens = n;
+    std::fill(n_drafts, n_drafts + n, 0);
+    const auto next = [&]() {
+        int32_t i_next = -1;
+        double highest = 0.0;
+        for (int32_t i = 0; i < n; i++) {
+            double all_right = n_drafts[i] < limits.n_each ? chances[i] : 0.0;
+            for (int32_t j = 0; j < n_drafts[i]; j++) {
+                all_right *= chances[i];
+            }
+            if (all_right > highest) {
+                highest = all_right;
+                i_next = i;
+            }
+        }
+        n_tokens += highest;
+        return i_next;
+    };
+    for (int32_t m = 1; m <= limits.n_all; m++) {
+        const int32_t i = next();
+        if (i < 0) {
+            break;
+        }
+        n_drafts[i]++;
+        if (std::find(std::begin(some_all), std::end(some_all), m) == std::end(some_all)) {
+            continue;
+        }
+        const double rate = n_tokens / costs.cost(n + m);
+        if (rate > best->rate) {
+            *best = {rate, m};
+        }
+    }
+    std::fill(n_drafts, n_drafts + n, 0);
+    for (int32_t m = 0; m < best->n; m++) {
+        n_drafts[next()]++;
+    }
+}
+
+}  // namespace
+
+void choose_drafts(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
+                   int32_t * n_drafts) noexcept {
+    std::fill(n_drafts, n_drafts + n, 0);
+    const double alone_ns = costs.cost(n);
+    const bool has_any = std::any_of(chances, chances + n, [](float chance) { return chance > 0.0f; });
+    if (alone_ns <= 0.0 || !has_any || limits.n_each < 1) {
+        return;
+    }
+    choice best = {least_gain * n / alone_ns, 0};
+    if (limits.is_even) {
+        choose_even(chances, n, limits, costs, &best, n_drafts);
+    } else {
+        choose_ragged(chances, n, limits, costs, &best, n_drafts);
+    }
+}

@@ -1,0 +1,94 @@
+// What may follow the newest tokens of a slot, and how many of such drafts are worth the rows that check them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+// Most drafts behind one token. Our choice: more rows than a step of eight are seldom free.
+constexpr int32_t drafts_max = 7;
+
+// Of so many steps that would have drafts one has none, so that what steps without them take is known.
+constexpr int32_t n_between_plain = 32;
+
+// Classes of matches by their length.
+constexpr int32_t n_match_classes = 6;
+
+// How often drafts were right; what is old counts less.
+struct hit_rate {
+    float n_hits = 0.0f;
+    float n_tries = 0.0f;
+
+    void learn(bool is_hit, float n_most) noexcept;
+};
+
+// Where each sequence of `n` tokens ended last.
+struct gram_table {
+    explicit gram_table(int32_t n) : n(n) {}
+
+    // Note that the newest `n` tokens end here; return where they ended before, 0 where nowhere. Throws std::bad_alloc.
+    int32_t exchange(const std::vector<int32_t> & tokens);
+
+    int32_t n;
+    int32_t n_used = 0;
+    std::vector<int32_t> ends;  // a power of two of places; each the number of tokens up to the end, 0 where free
+};
+
+// All tokens of one slot, and where its newest tokens stood before.
+struct drafts {
+    std::vector<int32_t> tokens;
+    gram_table longer{4};
+    gram_table shorter{2};
+    int32_t at = 0;       // the token that is drafted to come next; 0: none
+    int32_t n_match = 0;  // newest tokens that are the same as those before `at`; more than are told apart are not counted
+    hit_rate own;
+    bool is_placed = false;  // as edits.is_placed
+    int32_t end = 0;         // positions below it are in `tokens`
+    bool is_lost = false;    // no memory: no drafts any more
+
+    // Add a token; `rates`: (n_match_classes) to learn from it, or NULL. Throws std::bad_alloc.
+    void push(int32_t token, hit_rate * rates);
+
+    // Add what is new of tokens at positions from `start`; `has_output` as of their chunk. Without memory for them there
+    // are no drafts any more.
+    void feed(int32_t start, const int32_t * fed, int32_t n_fed, bool has_output, hit_rate * rates) noexcept;
+
+    // Return the j-th draft.   before: those before it.
+    int32_t draft(int32_t j, const int32_t * before) const noexcept;
+
+    // Return how likely the next token is the one that is drafted; 0 without a draft.
+    float chance(const hit_rate * rates) const noexcept;
+};
+
+// What decoding steps take by their rows, learned from those that were done.
+struct width_costs {
+    static constexpr int32_t n_kept = 5;
+
+    struct width {
+        int64_t ns[n_kept];
+        int32_t n = 0;  // that were seen since it was forgotten
+        int64_t median_ns = 0;
+        int64_t i_last_step = 0;
+    };
+
+    std::vector<width> widths;  // by rows
+    int64_t n_steps = 0;
+
+    // `n_rows` below the size of `widths`.
+    void learn(int32_t n_rows, int64_t ns) noexcept;
+
+    // Return what a step of so many rows takes, in nanoseconds; 0 where none was seen. A width that was hardly seen
+    // takes what those around it let hope, so that it is tried.
+    double cost(int32_t n_rows) const noexcept;
+};
+
+// What drafts a step may have.
+struct draft_limits {
+    int32_t n_each;     // most behind one row
+    int32_t n_all;      // most behind all
+    bool is_even;       // the same number behind each, or none
+};
+
+// Write to `n_drafts` how many drafts each of n rows has, so that the most tokens are expected in the time.
+//   chances: (n) that a row's draft is right, 0 where it has none.
+void choose_drafts(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
+                    int32_t * n_drafts) noexcept;

@@ -1,0 +1,247 @@
+"""Draft tokens of the native stepper: the same tokens as one a step gives, in fewer steps, and no cell left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.backend.llama.library import LlamaApi
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.core.plan import BROKEN_ROW, N_TARGETS_MAX, Binding, Chunk, Slot, StepResult
+from cbatch.errors import PlanError
+from cbatch.options import GREEDY, Sampling
+from tests.native.test_native import DECODE, GET_LOGITS, SeenBatch
+from tests.profiles import examples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+N_VOCAB = 40
+
+GET_MEMORY = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+SEQ_RM = ctypes.CFUNCTYPE(
+    ctypes.c_bool, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32
+)
+
+
+@dataclass(eq=False, slots=True)
+class TextLlama:
+    """Keeps cells; the logits of a row follow from the tokens of its sequence up to there."""
+
+    row: Callable[[list[int]], Any]
+    """The logits after so many tokens, (n_vocab,) float32."""
+    step_s: float = 0.0
+    cells: dict[int, list[int]] = field(default_factory=dict)
+    counts: set[tuple[int, ...]] = field(default_factory=set)
+    """How many tokens each sequence had in a batch, of all batches."""
+    _batch: SeenBatch | None = None
+    _rows: list[Any] = field(default_factory=list)
+
+    def api(self, *, can_cut: bool = True) -> LlamaApi:
+        memory = (GET_MEMORY(lambda _: 1), SEQ_RM(self.cut)) if can_cut else ()
+        return LlamaApi(DECODE(self.decode), GET_LOGITS(self.get_logits), None, None, *memory)
+
+    def cut(self, memory: int | None, slot: int, start: int, end: int) -> bool:
+        assert (memory, end) == (1, -1)
+        assert 0 < start < len(self.cells[slot])
+        del self.cells[slot][start:]
+        return True
+
+    def decode(self, ctx: int | None, batch: Any) -> int:
+        self._batch = seen = SeenBatch.of(batch)
+        for token, pos, slot in zip(seen.token, seen.pos, seen.slot, strict=True):
+            cells = self.cells.setdefault(slot, [])
+            assert pos == len(cells)
+            cells.append(token)
+        self.counts.add(tuple(seen.slot.count(slot) for slot in sorted(set(seen.slot))))
+        time.sleep(self.step_s)
+        return 0
+
+    def get_logits(self, ctx: int | None, i_token: int) -> int:
+        seen = self._batch
+        assert seen is not None
+        assert seen.logits[i_token] == 1
+        row = self.row(self.cells[seen.slot[i_token]][: seen.pos[i_token] + 1])
+        self._rows.append(row)
+        return int(row.ctypes.data)
+
+
+def line(period: int, noise: int) -> Callable[[list[int]], Any]:
+    """Return logits by which a text repeats itself, but for one place in `noise`."""
+
+    def row(tokens: list[int]) -> Any:
+        n = len(tokens)
+        rng = np.random.default_rng((n, *tokens[-2:]))
+        logits = rng.random(N_VOCAB, dtype=np.float32)
+        again = tokens[n - period] if n >= period else tokens[-1] + 1
+        if n % noise:
+            logits[again % N_VOCAB] += 6.0
+        return logits
+
+    return row
+
+
+def generate(
+    llama: TextLlama,
+    prompts: list[list[int]],
+    bindings: list[Binding],
+    n_tokens: int,
+    n_drafts: int,
+    n_steps: int = 16,
+    *,
+    are_apart: bool = True,
+) -> tuple[list[list[int]], list[StepResult]]:
+    """Return the answers to prompts, each to `n_tokens` or to its stop token, and the results of all runs."""
+    sizes: dict[str, Any] = {"n_slots": len(prompts), "n_batch": 64, "n_vocab": N_VOCAB}
+    stepper = NativeStepper(None, n_threads=1, api=llama.api(), **sizes)
+    stepper.are_apart = are_apart
+    answers: list[list[int]] = [[] for _ in prompts]
+    results: list[StepResult] = []
+    try:
+        for slot, prompt in enumerate(prompts):
+            stepper.bind(bindings[slot])
+            found = stepper.run([Chunk(Slot(slot), 0, prompt, has_output=True)])
+            answers[slot] += found.tokens[0]
+        while True:
+            rows = [
+                Chunk(Slot(i), len(prompts[i]) + len(a) - 1, a[-1:], has_output=True)
+                for i, a in enumerate(answers)
+                if len(a) < n_tokens and a[-1] not in bindings[i].stop_tokens and a[-1] >= 0
+            ]
+            if not rows:
+                return answers, results
+            n_left = min(n_tokens - len(answers[c.slot]) for c in rows)
+            found = stepper.run(rows, min(n_steps, n_left), n_drafts=n_drafts if n_left > 1 else 0)
+            results.append(found)
+            for c, new in zip(rows, found.tokens, strict=True):
+                assert 0 < len(new) <= min(n_steps, n_left)
+                answers[c.slot] += new
+                n_cells = len(prompts[c.slot]) + len(answers[c.slot]) - 1
+                assert llama.cells[c.slot] == [*prompts[c.slot], *answers[c.slot]][:n_cells]
+    finally:
+        stepper.close()
+
+
+def bindings_of(
+    prompts: list[list[int]], sampling: Sampling, stop: tuple[int, ...] = (), **given: Any
+) -> list[Binding]:
+    return [
+        Binding(
+            Slot(i),
+            len(p),
+            sampling,
+            stop,
+            history=tuple(p),
+            n_logprobs=2,
+            has_drafts=True,
+            **given,
+        )
+        for i, p in enumerate(prompts)
+    ]
+
+
+SAMPLINGS = st.sampled_from(
+    [
+        GREEDY,
+        Sampling(temperature=0.9, seed=5),
+        Sampling(temperature=0.7, top_k=5, seed=1, repeat_penalty=1.3, repeat_last_n=16),
+        Sampling(
+            temperature=0.5, seed=2, presence_penalty=0.5, frequency_penalty=0.2, repeat_last_n=64
+        ),
+        Sampling(temperature=0.3, seed=9, dry_multiplier=0.8, dry_penalty_last_n=64),
+        Sampling(temperature=0.4, seed=9, logit_bias=((3, 2.0), (4, float("-inf")))),
+    ]
+)
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=12), min_size=1, max_size=5
+    ),
+    sampling=SAMPLINGS,
+    period=st.integers(1, 9),
+    noise=st.integers(2, 30),
+    stop=st.sampled_from([(), (7,)]),
+    n_steps=st.integers(2, 40),
+    n_drafts=st.integers(1, 9),
+    are_apart=st.booleans(),
+)
+def test_answers_are_those_without_drafts(
+    prompts: list[list[int]],
+    sampling: Sampling,
+    period: int,
+    noise: int,
+    stop: tuple[int, ...],
+    n_steps: int,
+    n_drafts: int,
+    are_apart: bool,
+) -> None:
+    bindings = bindings_of(prompts, sampling, stop)
+    alone, plain = generate(TextLlama(line(period, noise)), prompts, bindings, 40, 0, n_steps)
+    llama = TextLlama(line(period, noise), step_s=3e-4)  # with which rows count for little
+    found, drafted = generate(llama, prompts, bindings, 40, n_drafts, n_steps, are_apart=are_apart)
+    assert found == alone
+    assert all(r.n_drafts == 0 for r in plain)
+    assert all(0 <= r.n_accepted <= r.n_drafts for r in drafted)
+    assert all(not are_apart or len(set(c)) == 1 for c in llama.counts if sum(c) > len(c) > 1)
+    assert all(sum(c) - len(c) <= N_TARGETS_MAX for c in llama.counts)
+
+
+def test_reports_are_those_of_the_tokens() -> None:
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 5, 6]]
+    bindings = bindings_of(prompts, GREEDY)
+    _, plain = generate(TextLlama(line(3, 50)), prompts, bindings, 40, 0)
+    _, drafted = generate(TextLlama(line(3, 50), step_s=1e-3), prompts, bindings, 40, 7)
+    for i in range(len(prompts)):
+        reports = [[p for r in each for p in r.logprobs[i]] for each in (plain, drafted)]
+        assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_text_that_repeats_takes_fewer_steps(n: int) -> None:
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]] * n
+    llama = TextLlama(line(4, 1000), step_s=2e-3)  # so long that rows count for nothing beside it
+    answers, results = generate(llama, prompts, bindings_of(prompts, GREEDY), 200, 7, 64)
+    assert [len(a) for a in answers] == [200] * n
+    assert sum(r.n_steps for r in results) < 120
+    assert sum(r.n_accepted for r in results) > 80 * n
+
+
+def test_slot_without_drafts_has_none() -> None:
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+    llama = TextLlama(line(4, 1000), step_s=1e-3)
+    bindings = [Binding(Slot(0), len(prompts[0]), GREEDY, (), history=tuple(prompts[0]))]
+    _, results = generate(llama, prompts, bindings, 100, 7)
+    assert sum(r.n_drafts for r in results) == 0
+
+
+def test_broken_row_behind_a_draft_ends_the_run() -> None:
+    def row(tokens: list[int]) -> Any:
+        logits = np.zeros(N_VOCAB, np.float32)
+        logits[tokens[-1]] = np.nan if len(tokens) == 60 else 1.0
+        return logits
+
+    [answer], _ = generate(
+        TextLlama(row, step_s=1e-3), [[1] * 8], bindings_of([[1] * 8], GREEDY), 99, 7, 64
+    )
+    assert answer == [*[1] * 52, BROKEN_ROW]
+
+
+def test_drafts_are_refused_where_memory_cannot_be_cut() -> None:
+    llama = TextLlama(line(4, 9))
+    stepper = NativeStepper(
+        None, n_slots=1, n_batch=8, n_vocab=N_VOCAB, n_threads=1, api=llama.api(can_cut=False)
+    )
+    stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
+    with pytest.raises(PlanError, match="draft tokens"):
+        stepper.run([Chunk(Slot(0), 0, [1], has_output=True)], 4, n_drafts=1)
+    assert not llama.cells
+    stepper.close()
