@@ -76,6 +76,8 @@ class PythonStepper:
         self._bindings[binding.slot] = binding
         self._histories[binding.slot] = History(binding.history)
 
+    are_apart = True
+
     def run(
         self,
         chunks: Sequence[Chunk],
@@ -85,8 +87,10 @@ class PythonStepper:
         await_masks: Callable[[], object] | None = None,
         pads: Collection[Chunk] = (),
         changes: RowChanges | None = None,
+        n_drafts: int = 0,
     ) -> StepResult:
-        """Do up to `n_steps` steps; see `NativeStepper.run`."""
+        """Do up to `n_steps` steps, without draft tokens; see `NativeStepper.run`."""
+        del n_drafts
         padded = {c.slot for c in pads}
         self._check(chunks, n_steps, masks, padded, has_changes=changes is not None)
         begin = time.perf_counter()
