@@ -222,7 +222,7 @@ class FakeBackend:
             n_room = plan.n_steps - 1 - max(map(len, tokens))
             n_each = min(plan.n_drafts, n_room, N_TARGETS_MAX // len(chunks))
             n_drafts = [self._n_made(c, n_each) for c in chunks]
-            code = self._step(chunks, sum(n_drafts))
+            code = self._step(chunks, n_drafts)
             if code:
                 return n_done, code, first_s
             n_done += 1
@@ -328,14 +328,14 @@ class FakeBackend:
             self._kv.put(chunk.slot, [])
         return len(self.cells[chunk.slot])
 
-    def _step(self, chunks: Sequence[Chunk], n_drafts: int = 0) -> int:
+    def _step(self, chunks: Sequence[Chunk], n_drafts: Sequence[int]) -> int:
         self._scores = {}
-        code = self._faults.code(chunks)
+        code = self._faults.code([*map(_with_drafts, chunks, n_drafts)])
         self.n_steps += 1
         n_tokens = sum(len(c.tokens) for c in chunks)
         self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
         if not code and self.memory.kind == "unified":
-            code = int(self.n_used + n_tokens + n_drafts > self.memory.n_cells)
+            code = int(self.n_used + n_tokens + sum(n_drafts) > self.memory.n_cells)
         parts = chunks if code else [part for c in chunks for part in self.cuts.parts(c)]
         for chunk, n_together in zip(parts, self._n_together(parts), strict=True):
             if bound := self._bound.get(chunk.slot):
@@ -439,6 +439,13 @@ class FakeBackend:
         for rule, is_broken in broken.items():
             if is_broken:
                 raise PlanError(f"{rule}: {plan}")
+
+
+def _with_drafts(chunk: Chunk, n_drafts: int) -> Chunk:
+    """Return a chunk with its draft tokens, whatever they are: a fault at their places is one of the step."""
+    if not n_drafts:
+        return chunk
+    return Chunk(chunk.slot, chunk.start, [*chunk.tokens, *[0] * n_drafts], chunk.has_output)
 
 
 def _n_computed(code: int, n_tokens: int) -> int:
