@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -299,7 +300,10 @@ def run_fake(case: Case, exit: Exit | None, told: Path) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "cbatch.files.input.columnar", "pyarrow.parquet"])
     child = context.Process(target=_child, args=(case, exit, told))
-    child.start()
+    with warnings.catch_warnings():
+        # the helper process of multiprocessing may have died with the children of another test
+        warnings.filterwarnings("ignore", "resource_tracker: process died")
+        child.start()
     child.join()
     assert child.exitcode is not None
     return child.exitcode
