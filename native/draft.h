@@ -4,9 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-// Most drafts behind one token. Our choice: more rows than a step of eight are seldom free.
-constexpr int32_t drafts_max = 7;
-
 // Of so many steps that would have drafts one has none, so that what steps without them take is known.
 constexpr int32_t n_between_plain = 32;
 

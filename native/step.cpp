@@ -325,11 +325,11 @@ bool is_plain(const cbatch_stepper & s) {
     return s.masks == nullptr && s.given_rows == nullptr && s.scoring == nullptr;
 }
 
-// Decide how many drafts stand behind each chunk, and write them down.
-void make_drafts(cbatch_stepper * s) {
+// Decide how many drafts stand behind each chunk, and write them down.   may_draft: whether the step may have some.
+void make_drafts(cbatch_stepper * s, bool may_draft) {
     s->n_all_drafts = 0;
     std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
-    if (s->n_drafts_most == 0 || !is_plain(*s)) {
+    if (!may_draft) {
         return;
     }
     int32_t n_room = s->n_drafts_most;
@@ -339,7 +339,7 @@ void make_drafts(cbatch_stepper * s) {
         n_room = std::min(n_room, s->n_steps - s->n_out[i] - 1);
     }
     const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
-    const draft_limits limits = {std::min(n_room, drafts_max), n_all, s->is_even};
+    const draft_limits limits = {n_room, n_all, s->is_even};
     choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
     const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
     if (has_any && ++s->n_drafting % n_between_plain == 0) {
@@ -589,7 +589,8 @@ void feed(cbatch_stepper * s) {
 bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     const auto t_decode = steady::now();
     feed_histories(s, tokens);
-    make_drafts(s);
+    const bool may_draft = s->n_drafts_most > 0 && is_plain(*s);
+    make_drafts(s, may_draft);
     fill_batch(s, tokens);
     report->code = decode(s);
     if (report->code == 0) {
@@ -607,7 +608,7 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     sample_rows(s);
     const int64_t sample_ns = elapsed_ns(t_sample);
     report->sample_ns += sample_ns;
-    if (s->n_drafts_most > 0 && is_plain(*s)) {
+    if (may_draft) {
         s->costs.learn(s->n_tokens, decode_ns + sample_ns);
     }
     if (report->n_steps++ == 0) {

@@ -61,8 +61,8 @@ _MEANINGS = {
     8: "more tokens than n_batch",
     9: "n_steps below 1; or several steps with masks, with changes, or with a chunk without output",
     10: "an output in a slot that was never bound",
-    12: "draft tokens below 0, or in memory that cannot be cut",
     11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
+    12: "draft tokens below 0, or in memory that cannot be cut",
 }
 
 _VoidFunction = ctypes.CFUNCTYPE(None)
@@ -111,7 +111,8 @@ class NativeStepper:
         self._report = NativeReport()
         self._report_at = ctypes.addressof(self._report)
         self._grow_out(0)
-        self._grow_n_out(n_slots)
+        self._n_out = (ctypes.c_int32 * n_slots)()
+        self._n_out_at = ctypes.addressof(self._n_out)
         self.are_apart = True
         """Whether memory is apart for each slot, so that chunks of several lengths are several runs of the graph. Then
         there are as many draft tokens behind each row, or none."""
@@ -131,10 +132,6 @@ class NativeStepper:
     def _grow_out(self, n: int) -> None:
         self._out = (ctypes.c_int32 * n)()
         self._out_at = ctypes.addressof(self._out)
-
-    def _grow_n_out(self, n: int) -> None:
-        self._n_out = (ctypes.c_int32 * n)()
-        self._n_out_at = ctypes.addressof(self._n_out)
 
     def use(self, ctx: Any) -> None:
         """Compute in another `llama_context` of the same sizes from now on; what is bound stays."""
