@@ -38,6 +38,7 @@ from tests.files.runs import make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from multiprocessing.process import BaseProcess
 
 PLACES = os.pathsep.join(map(str, (Path(cbatch.__file__).parents[1], Path(__file__).parents[2])))
 FORMATS = ("jsonl", "csv", "parquet")
@@ -295,15 +296,19 @@ def _child(case: Case, exit: Exit | None, told: Path) -> None:
     os._exit(code)
 
 
+def start(child: BaseProcess) -> None:
+    """Start a process; the helper process of multiprocessing may have died with the children of another test."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "resource_tracker: process died")
+        child.start()
+
+
 def run_fake(case: Case, exit: Exit | None, told: Path) -> int:
     """Run on the fake backend, up to an exit or to the end; return the exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "cbatch.files.input.columnar", "pyarrow.parquet"])
     child = context.Process(target=_child, args=(case, exit, told))
-    with warnings.catch_warnings():
-        # the helper process of multiprocessing may have died with the children of another test
-        warnings.filterwarnings("ignore", "resource_tracker: process died")
-        child.start()
+    start(child)
     child.join()
     assert child.exitcode is not None
     return child.exitcode

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import time
-import warnings
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.files.journals import records, run_pass
+from tests.files.kill_runs import start
 from tests.files.machine import LOSSES, STEPS, Loss, Machine
 
 if TYPE_CHECKING:
@@ -158,10 +158,7 @@ def _kill_amid(folder: Path, i_pass: int, chance: random.Random) -> None:
     context.set_forkserver_preload([__name__])
     progress, its_end = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(its_end, folder, i_pass))
-    with warnings.catch_warnings():
-        # the helper process of multiprocessing may have died with the children of another test
-        warnings.filterwarnings("ignore", "resource_tracker: process died")
-        child.start()
+    start(child)
     its_end.close()
     for _ in range(chance.randint(1, N_SLICES)):
         progress.recv()
