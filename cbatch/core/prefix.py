@@ -211,8 +211,9 @@ class PrefixCache:
         """Return where a newcomer with `n_cells` is to leave checkpoints; learn from it where turns of chats part.
 
         That is where its prompt parts from a text in memory, for more may come that part there; at the end of a chat's
-        prompt, where its next turn goes on; at some places of a long prompt; and before the last token of a prompt
-        whose cells go to disk, where the same prompt begins.
+        prompt, where its next turn goes on; before what is scored, for other continuations of the same context; at
+        some places of a long prompt; and before the last token of a prompt whose cells go to disk, where the same
+        prompt begins.
         """
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return ()
@@ -221,6 +222,8 @@ class PrefixCache:
         if driver.request.prompt.messages:
             self._n_tail = min(N_TAIL_MAX, self._n_tail + found.n_short)
             wanted.append(n_prompt - self._n_tail)
+        if n_before := driver.request.options.prompt_logprobs_start:
+            wanted.append(min(n_before, n_prompt) - 1)
         if driver.request.options.save_cache:
             wanted = [min(n, n_prompt - 1) for n in (*wanted, n_prompt)]
         for n in (self._n_stop(driver, n) for n in sorted(wanted)):

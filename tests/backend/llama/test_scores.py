@@ -252,11 +252,12 @@ def test_memory_of_every_kind_computes_a_context_once(
     synth: SynthFactory, shape: str, sizes: dict[str, Any]
 ) -> None:
     with cbatch.load(synth(shape, **sizes), **SMALL) as engine:
+        # the first is through before anybody knows of the others
+        [[alone]] = engine.score([(BatchPrompt(tokens=CONTEXT), ENDS[-1])]).results()
         found = scores_of(engine, [CONTEXT])
         n_prompt = engine.stats().n_prompt_tokens
-        [[alone]] = engine.score([(BatchPrompt(tokens=CONTEXT), ENDS[-1])]).results()
     assert found[-1] == pytest.approx([token.logprob for token in alone.tokens], abs=0.05)
-    assert n_prompt <= 150 + sum(3 + len(end) for end in ENDS)
+    assert n_prompt <= 150 + sum(3 + len(end) for end in (*ENDS, ENDS[-1]))
 
 
 def test_text_of_any_length_has_a_score(test_model: Path) -> None:
