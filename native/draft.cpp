@@ -26,10 +26,25 @@ constexpr float n_tries_before = 4.0f;
 constexpr double least_gain = 1.1;
 
 // Steps after which what a width took is forgotten, so that it is tried again: the machine may do something else by then.
-constexpr int64_t n_steps_known = 512;
+constexpr int64_t n_steps_known = 2048;
+
+// Steps with drafts by which these are judged, and a gain that is none: so much is noise.
+constexpr int32_t n_judged = 16;
+constexpr double no_gain = 1.02;
+
+// Steps without drafts after those that brought nothing; each time in a row twice as many, up to the most.
+constexpr int32_t n_least_rest = 32;
+constexpr int32_t n_most_rest = 1024;
+
+// A draft that is less likely is not weighed: even where it cost nothing it would bring no more than noise.
+constexpr float least_chance = 0.1f;
 
 // Times that a width is tried before it is judged: the first one has other costs too.
 constexpr int32_t n_tried = 2;
+
+// What a row beyond the widest step that is known takes, by a row of that step: so much as lets it be tried where much
+// is hoped for.
+constexpr double unknown_row = 0.5;
 
 // Numbers of drafts that are weighed against each other: behind each row, or behind all. Each width has to be tried.
 constexpr int32_t some_each[] = {1, 2, 3, 5, 7};
@@ -180,32 +195,56 @@ void width_costs::learn(int32_t n_rows, int64_t ns) noexcept {
     w.n = w.n + 1 < 2 * n_kept ? w.n + 1 : n_kept;
     w.median_ns = median(w);
     w.i_last_step = n_steps;
+    expect();
 }
 
-double width_costs::cost(int32_t n_rows) const noexcept {
+void width_costs::allocate(int32_t n_most) {
+    widths.resize(static_cast<size_t>(n_most) + 1);
+    expected.resize(widths.size());
+}
+
+void width_costs::expect() noexcept {
+    const int32_t n = static_cast<int32_t>(widths.size());
     int32_t low = 0;
-    int32_t high = 0;
-    for (int32_t i = 1; i < static_cast<int32_t>(widths.size()); i++) {
-        const width & w = widths[i];
-        if (w.n < n_tried || n_steps - w.i_last_step > n_steps_known) {
+    for (int32_t high = 1; high <= n; high++) {
+        if (high < n && (widths[high].n < n_tried || n_steps - widths[high].i_last_step > n_steps_known)) {
             continue;
         }
-        if (i <= n_rows) {
-            low = i;
-        } else {
-            high = i;
-            break;
+        const double low_ns = static_cast<double>(widths[low != 0 || high == n ? low : high].median_ns);
+        const double row_ns =
+            high < n ? std::max(0.0, (static_cast<double>(widths[high].median_ns) - low_ns) / (high - low))
+                     : low_ns * unknown_row / std::max(1, low);
+        for (int32_t i = low; i < high; i++) {
+            expected[i] = low_ns + row_ns * (i - low);
         }
+        low = high;
     }
-    if (low == 0) {
-        return high != 0 ? static_cast<double>(widths[high].median_ns) : 0.0;
+}
+
+bool draft_gain::allows() noexcept {
+    if (n_rest > 0) {
+        n_rest--;
+        return false;
     }
-    const double low_ns = static_cast<double>(widths[low].median_ns);
-    if (high == 0 || low == n_rows) {
-        return low_ns;
+    return true;
+}
+
+void draft_gain::learn(double gained, double ns) noexcept {
+    gained_ns += gained;
+    spent_ns += ns;
+    if (++n < n_judged) {
+        return;
     }
-    const double high_ns = static_cast<double>(widths[high].median_ns);
-    return low_ns + std::max(0.0, high_ns - low_ns) * (n_rows - low) / (high - low);
+    if (gained_ns < no_gain * spent_ns) {
+        n_rest = std::max(n_next_rest, n_least_rest);
+        n_next_rest = std::min(2 * n_rest, n_most_rest);
+        *this = {0.0, 0.0, 0, n_rest, n_next_rest};
+        return;
+    }
+    n_next_rest = 0;
+    n /= 2;
+    gained_ns *= 0.5;
+    spent_ns *= 0.5;
 }
 
 namespace {
@@ -248,30 +287,29 @@ void choose_even(const float * chances, int32_t n, const draft_limits & limits, 
 // The likeliest draft is added as long as the rate rises; each behind a row is less likely than that before it.
 void choose_ragged(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
                    choice * best, int32_t * n_drafts) {
-    double n_tokens = n;
-    std::fill(n_drafts, n_drafts + n, 0);
-    const auto next = [&]() {
-        int32_t i_next = -1;
+    const auto add_likeliest = [&]() {
+        int32_t i_likeliest = 0;
         double highest = 0.0;
         for (int32_t i = 0; i < n; i++) {
             double all_right = n_drafts[i] < limits.n_each ? chances[i] : 0.0;
-            for (int32_t j = 0; j < n_drafts[i]; j++) {
+            for (int32_t j = 0; j < n_drafts[i] && all_right > highest; j++) {
                 all_right *= chances[i];
             }
             if (all_right > highest) {
                 highest = all_right;
-                i_next = i;
+                i_likeliest = i;
             }
         }
-        n_tokens += highest;
-        return i_next;
+        n_drafts[i_likeliest] += highest >= least_chance;
+        return highest;
     };
+    double n_tokens = n;
     for (int32_t m = 1; m <= limits.n_all; m++) {
-        const int32_t i = next();
-        if (i < 0) {
+        const double chance = add_likeliest();
+        if (chance < least_chance) {
             break;
         }
-        n_drafts[i]++;
+        n_tokens += chance;
         if (std::find(std::begin(some_all), std::end(some_all), m) == std::end(some_all)) {
             continue;
         }
@@ -282,7 +320,7 @@ void choose_ragged(const float * chances, int32_t n, const draft_limits & limits
     }
     std::fill(n_drafts, n_drafts + n, 0);
     for (int32_t m = 0; m < best->n; m++) {
-        n_drafts[next()]++;
+        add_likeliest();
     }
 }
 

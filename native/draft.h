@@ -67,15 +67,36 @@ struct width_costs {
         int64_t i_last_step = 0;
     };
 
-    std::vector<width> widths;  // by rows
+    std::vector<width> widths;     // by rows
+    std::vector<double> expected;  // of the same size: nanoseconds of a step of so many rows; 0 where none was seen
     int64_t n_steps = 0;
 
-    // `n_rows` below the size of `widths`.
+    // For up to `n_most` rows. Throws std::bad_alloc.
+    void allocate(int32_t n_most);
+
+    // `n_rows` is at most what was allocated for.
     void learn(int32_t n_rows, int64_t ns) noexcept;
 
     // Return what a step of so many rows takes, in nanoseconds; 0 where none was seen. A width that was hardly seen
     // takes what those around it let hope, so that it is tried.
-    double cost(int32_t n_rows) const noexcept;
+    double cost(int32_t n_rows) const noexcept { return expected[n_rows]; }
+
+    void expect() noexcept;
+};
+
+// What drafts brought to steps of so many chunks: estimates decide how many there are, this whether there are any.
+struct draft_gain {
+    double gained_ns = 0.0;  // what the tokens of steps with drafts take without
+    double spent_ns = 0.0;   // what those steps took
+    int32_t n = 0;           // steps that are summed up
+    int32_t n_rest = 0;      // steps to go without drafts
+    int32_t n_next_rest = 0; // steps of the next rest, 0 for the least
+
+    // Whether a step is to have drafts; counts it where it is not.
+    bool allows() noexcept;
+
+    // Learn from a step with drafts that took `ns` in place of `gained`, both in nanoseconds.
+    void learn(double gained, double ns) noexcept;
 };
 
 // What drafts a step may have.

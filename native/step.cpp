@@ -31,6 +31,9 @@ constexpr int64_t score_cost_ps = 500;
 // Source: include/llama.h at llama_decode: below −1 the computation failed.
 constexpr int32_t code_threw = -3;
 
+// A step with drafts counts as slow at most so many times as usual: what else the machine does says nothing of drafts.
+constexpr double slow_step = 4.0;
+
 // What pad rows compute after their first step: any token does.
 constexpr int32_t pad_token = 0;
 
@@ -65,10 +68,8 @@ struct score_row {
     cbatch_logprobs * report;
 };
 
-using steady = std::chrono::steady_clock;
-
-int64_t elapsed_ns(steady::time_point since) {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(steady::now() - since).count();
+int64_t system_clock_ns() {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
@@ -119,6 +120,7 @@ struct cbatch_stepper {
     hit_rate match_rates[n_match_classes];  // how often drafts were right, by how long they matched
     int32_t n_drafting;                     // steps that had drafts, or were to have some
     width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
+    std::vector<draft_gain> gains;          // (n_slots + 1) by the number of chunks
 
     std::atomic<int32_t> i_next_row;
     std::atomic<int32_t> i_next_thread;
@@ -173,7 +175,8 @@ void allocate(cbatch_stepper * s) {
     s->n_drafts.resize(s->sizes.n_slots);
     s->draft_tokens.resize(s->sizes.n_scores);
     s->draft_rows.resize(s->sizes.n_scores);
-    s->costs.widths.resize(static_cast<size_t>(s->sizes.n_slots) + s->sizes.n_scores + 1);
+    s->costs.allocate(s->sizes.n_slots + s->sizes.n_scores);
+    s->gains.resize(static_cast<size_t>(s->sizes.n_slots) + 1);
     allocate_batch(s);
     allocate_scratch(s);
 }
@@ -329,7 +332,7 @@ bool is_plain(const cbatch_stepper & s) {
 void make_drafts(cbatch_stepper * s, bool may_draft) {
     s->n_all_drafts = 0;
     std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
-    if (!may_draft) {
+    if (!may_draft || !s->gains[s->n_chunks].allows()) {
         return;
     }
     int32_t n_room = s->n_drafts_most;
@@ -585,49 +588,64 @@ void feed(cbatch_stepper * s) {
     }
 }
 
-// Do one step and add it to the report; return whether it was done.
-bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
-    const auto t_decode = steady::now();
+// Do one step and add it to the report; return whether it was done.   may_draft: whether it may have drafts.
+bool step(cbatch_stepper * s, const int32_t * tokens, bool may_draft, cbatch_report * report) {
+    const int64_t start_ns = s->api.clock_ns();
     feed_histories(s, tokens);
-    const bool may_draft = s->n_drafts_most > 0 && is_plain(*s);
     make_drafts(s, may_draft);
     fill_batch(s, tokens);
     report->code = decode(s);
     if (report->code == 0) {
         fetch_rows(s);
     }
-    const int64_t decode_ns = elapsed_ns(t_decode);
-    report->decode_ns += decode_ns;
+    const int64_t decoded_ns = s->api.clock_ns();
+    report->decode_ns += decoded_ns - start_ns;
     if (report->code != 0) {
         return false;
     }
-    const auto t_sample = steady::now();
     if (s->await_rows != nullptr) {
         s->await_rows();
     }
     sample_rows(s);
-    const int64_t sample_ns = elapsed_ns(t_sample);
-    report->sample_ns += sample_ns;
-    if (may_draft) {
-        s->costs.learn(s->n_tokens, decode_ns + sample_ns);
-    }
+    report->sample_ns += s->api.clock_ns() - decoded_ns;
     if (report->n_steps++ == 0) {
         report->first_ns = report->decode_ns + report->sample_ns;
     }
     return true;
 }
 
+// Learn from a step that may have had drafts, which took `ns`.
+void learn_step(cbatch_stepper * s, int64_t ns) {
+    if (s->n_all_drafts > 0) {
+        int32_t n_sampled = 0;
+        for (int32_t i = 0; i < s->n_rows; i++) {
+            n_sampled += s->rows[i].n_sampled;
+        }
+        const double usual_ns = s->costs.cost(s->n_tokens);
+        const double gained_ns = s->costs.cost(s->n_rows) * n_sampled / s->n_rows;
+        s->gains[s->n_rows].learn(gained_ns, std::min(static_cast<double>(ns), slow_step * usual_ns));
+    }
+    s->costs.learn(s->n_tokens, ns);
+}
+
 void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t budget_us, cbatch_report * report) {
-    const auto t_start = steady::now();
-    while (step(s, tokens, report)) {
+    const int64_t start_ns = s->api.clock_ns();
+    int64_t step_ns = start_ns;
+    bool may_draft = s->n_drafts_most > 0 && is_plain(*s);
+    while (step(s, tokens, may_draft, report)) {
         const bool is_over = take_sampled(s, report);
+        if (may_draft) {
+            learn_step(s, s->api.clock_ns() - step_ns);
+        }
         const bool is_interrupted = s->is_interrupted.exchange(false);
-        const bool is_late = budget_us > 0 && elapsed_ns(t_start) > budget_us * 1000;
+        const bool is_late = budget_us > 0 && s->api.clock_ns() - start_ns > budget_us * 1000;
         if (report->n_steps == n_steps || is_interrupted || is_late || is_over) {
             return;
         }
+        step_ns = s->api.clock_ns();
         feed(s);
         tokens = s->fed.data();
+        may_draft = s->n_drafts_most > 0 && is_plain(*s);
     }
 }
 
@@ -662,6 +680,7 @@ int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, const cbatch_siz
     try {
         s = new cbatch_stepper();
         s->api = *api;
+        s->api.clock_ns = api->clock_ns != nullptr ? api->clock_ns : system_clock_ns;
         s->ctx = ctx;
         s->sizes = *sizes;
         s->code = code;

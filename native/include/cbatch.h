@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 9
+#define CBATCH_ABI_VERSION 10
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -71,6 +71,8 @@ typedef struct cbatch_api {
     // llama_get_memory and llama_memory_seq_rm, or NULL: then no run may have drafts.
     void * (*get_memory)(const void * ctx);
     bool (*memory_seq_rm)(void * memory, int32_t seq, int32_t start, int32_t end);
+    // Nanoseconds of a clock that never goes back, or NULL for the system's.
+    int64_t (*clock_ns)(void);
 } cbatch_api;
 
 // Sizes of a stepper, fixed from init on. All at least 1, except for n_scores.

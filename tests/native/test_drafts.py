@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 N_VOCAB = 40
 
 GET_MEMORY = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+CLOCK = ctypes.CFUNCTYPE(ctypes.c_int64)
 SEQ_RM = ctypes.CFUNCTYPE(
     ctypes.c_bool, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32
 )
@@ -33,11 +33,13 @@ SEQ_RM = ctypes.CFUNCTYPE(
 
 @dataclass(eq=False, slots=True)
 class TextLlama:
-    """Keeps cells; the logits of a row follow from the tokens of its sequence up to there."""
+    """Keeps cells, and a clock; the logits of a row follow from the tokens of its sequence up to there."""
 
     row: Callable[[list[int]], Any]
     """The logits after so many tokens, (n_vocab,) float32."""
-    step_s: float = 0.0
+    cost_ns: Callable[[int], int] = lambda n_tokens: 1_000_000
+    """What a step of so many tokens takes by the clock; at first, tokens count for nothing."""
+    now_ns: int = 0
     cells: dict[int, list[int]] = field(default_factory=dict)
     counts: set[tuple[int, ...]] = field(default_factory=set)
     """How many tokens each sequence had in a batch, of all batches."""
@@ -46,7 +48,9 @@ class TextLlama:
 
     def api(self, *, can_cut: bool = True) -> LlamaApi:
         memory = (GET_MEMORY(lambda _: 1), SEQ_RM(self.cut)) if can_cut else ()
-        return LlamaApi(DECODE(self.decode), GET_LOGITS(self.get_logits), None, None, *memory)
+        clock = CLOCK(lambda: self.now_ns)
+        decode, get_logits = DECODE(self.decode), GET_LOGITS(self.get_logits)
+        return LlamaApi(decode, get_logits, None, None, *memory, clock_ns=clock)
 
     def cut(self, memory: int | None, slot: int, start: int, end: int) -> bool:
         assert (memory, end) == (1, -1)
@@ -61,7 +65,7 @@ class TextLlama:
             assert pos == len(cells)
             cells.append(token)
         self.counts.add(tuple(seen.slot.count(slot) for slot in sorted(set(seen.slot))))
-        time.sleep(self.step_s)
+        self.now_ns += self.cost_ns(len(seen.token))
         return 0
 
     def get_logits(self, ctx: int | None, i_token: int) -> int:
@@ -186,7 +190,7 @@ def test_answers_are_those_without_drafts(
 ) -> None:
     bindings = bindings_of(prompts, sampling, stop)
     alone, plain = generate(TextLlama(line(period, noise)), prompts, bindings, 40, 0, n_steps)
-    llama = TextLlama(line(period, noise), step_s=3e-4)  # with which rows count for little
+    llama = TextLlama(line(period, noise))
     found, drafted = generate(llama, prompts, bindings, 40, n_drafts, n_steps, are_apart=are_apart)
     assert found == alone
     assert all(r.n_drafts == 0 for r in plain)
@@ -199,7 +203,7 @@ def test_reports_are_those_of_the_tokens() -> None:
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 5, 6]]
     bindings = bindings_of(prompts, GREEDY)
     _, plain = generate(TextLlama(line(3, 50)), prompts, bindings, 40, 0)
-    _, drafted = generate(TextLlama(line(3, 50), step_s=1e-3), prompts, bindings, 40, 7)
+    _, drafted = generate(TextLlama(line(3, 50)), prompts, bindings, 40, 7)
     for i in range(len(prompts)):
         reports = [[p for r in each for p in r.logprobs[i]] for each in (plain, drafted)]
         assert reports[0] == reports[1]
@@ -208,16 +212,40 @@ def test_reports_are_those_of_the_tokens() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_text_that_repeats_takes_fewer_steps(n: int) -> None:
     prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]] * n
-    llama = TextLlama(line(4, 1000), step_s=2e-3)  # so long that rows count for nothing beside it
+    llama = TextLlama(line(4, 1000))
     answers, results = generate(llama, prompts, bindings_of(prompts, GREEDY), 200, 7, 64)
     assert [len(a) for a in answers] == [200] * n
     assert sum(r.n_steps for r in results) < 120
     assert sum(r.n_accepted for r in results) > 80 * n
 
 
+def test_nothing_is_drafted_where_each_row_costs_as_much_as_a_step() -> None:
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]] * 2
+    llama = TextLlama(line(4, 9), lambda n_tokens: n_tokens * 1_000_000)
+    _, results = generate(llama, prompts, bindings_of(prompts, GREEDY), 600, 7, 64)
+    assert sum(r.n_drafts for r in results) < 12  # until it is known
+
+
+def test_drafts_rest_where_steps_take_longer_than_they_mostly_do() -> None:
+    """Half of the steps with drafts, less one, take very long: what they mostly take is short."""
+    n_seen = 0
+
+    def cost_ns(n_tokens: int) -> int:
+        nonlocal n_seen
+        n_seen += n_tokens == 2
+        return 9_000_000 if n_tokens == 2 and n_seen % 5 < 2 else 1_000_000
+
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+    _, results = generate(
+        TextLlama(line(4, 9), cost_ns), prompts, bindings_of(prompts, GREEDY), 2000, 1
+    )
+    n_steps = sum(r.n_steps for r in results)
+    assert 16 <= sum(r.n_drafts for r in results) < n_steps / 8
+
+
 def test_slot_without_drafts_has_none() -> None:
     prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
-    llama = TextLlama(line(4, 1000), step_s=1e-3)
+    llama = TextLlama(line(4, 1000))
     bindings = [Binding(Slot(0), len(prompts[0]), GREEDY, (), history=tuple(prompts[0]))]
     _, results = generate(llama, prompts, bindings, 100, 7)
     assert sum(r.n_drafts for r in results) == 0
@@ -229,9 +257,7 @@ def test_broken_row_behind_a_draft_ends_the_run() -> None:
         logits[tokens[-1]] = np.nan if len(tokens) == 60 else 1.0
         return logits
 
-    [answer], _ = generate(
-        TextLlama(row, step_s=1e-3), [[1] * 8], bindings_of([[1] * 8], GREEDY), 99, 7, 64
-    )
+    [answer], _ = generate(TextLlama(row), [[1] * 8], bindings_of([[1] * 8], GREEDY), 99, 7, 64)
     assert answer == [*[1] * 52, BROKEN_ROW]
 
 

@@ -19,7 +19,7 @@ from cbatch.errors import IncompatibleLlamaError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
@@ -152,6 +152,8 @@ class LlamaApi:
     get_memory: Any = None
     memory_seq_rm: Any = None
     """Removes cells of a sequence: without it there are no drafts."""
+    clock_ns: Any = None
+    """Nanoseconds of a clock in place of the system's."""
 
     @classmethod
     def of_llama_cpp(cls) -> LlamaApi:
@@ -176,6 +178,7 @@ class LlamaApi:
             synchronize=_address(self.synchronize),
             get_memory=_address(self.get_memory),
             memory_seq_rm=_address(self.memory_seq_rm),
+            clock_ns=_address(self.clock_ns),
         )
 
 

@@ -26,6 +26,7 @@ class NativeApi(ctypes.Structure):
         ("synchronize", ctypes.c_void_p),
         ("get_memory", ctypes.c_void_p),
         ("memory_seq_rm", ctypes.c_void_p),
+        ("clock_ns", ctypes.c_void_p),
     ]
 
 

@@ -1,7 +1,7 @@
 """What draft tokens gain or cost: `python -m cbatch.bench.experiments.speculation [MODEL]`.
 
-Two engines on one model, with `speculate="auto"` and without, in turn. Each job is as many answers as run at once, and
-all of them run to their end, so that the last ones run alone.
+Two engines on one model, with `speculate="auto"` and without, in turn. Each job is some answers for each slot, all of
+which run to their end.
 
 Texts: "copy", sentences to repeat; "json", fields of a sentence; "story"; "list", a raw text of lines that are alike,
 which a model goes on with; "free", a raw text at temperature 1, in which nothing repeats itself.
@@ -83,7 +83,7 @@ class Done:
 
 
 def job(engine: Engine, text: str, n: int, n_tokens: int) -> Done:
-    """Compute `n` answers of a text together, each of at most `n_tokens`."""
+    """Compute `n` answers of a text, each of at most `n_tokens`."""
     make, options = TEXTS[text]
     before, start = engine.stats(), time.perf_counter()
     asked = {**options, "seed": 1, "max_tokens": n_tokens}
@@ -102,17 +102,18 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser(__doc__, model="the shipped one", n_rounds=4)
     asked.add_argument("--texts", default="copy,json,story,list,free")
     asked.add_argument("--running", default="1,2,4,8,16", help="answers at once")
+    asked.add_argument("--items", type=int, default=16, help="answers of a job for each slot")
     asked.add_argument("--tokens", type=int, default=128, help="of each answer, at most")
     a = asked.parse_args(words)
-    running = [int(n) for n in a.running.split(",")]
-    settings: dict[str, Any] = {"parallel": max(running), "ctx_per_seq": 1024}
-    with (
-        load(a.model, speculate="off", **settings) as plain,
-        load(a.model, speculate="auto", **settings) as drafting,
-    ):
-        for text in a.texts.split(","):
-            for n in running:
-                ways = [partial(job, e, text, n, a.tokens) for e in (drafting, plain)]
+    for n in [int(n) for n in a.running.split(",")]:
+        settings: dict[str, Any] = {"parallel": n, "ctx_per_seq": 1024}
+        with (
+            load(a.model, speculate="off", **settings) as plain,
+            load(a.model, speculate="auto", **settings) as drafting,
+        ):
+            for text in a.texts.split(","):
+                engines = (drafting, plain)
+                ways = [partial(job, e, text, n * a.items, a.tokens) for e in engines]
                 rounds = take_turns(a.rounds, *ways)
                 n_drafted = sum(auto.n_drafted for auto, _ in rounds)
                 emit(
