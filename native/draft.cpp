@@ -3,18 +3,19 @@
 #include <algorithm>
 #include <exception>
 #include <iterator>
+#include <numeric>
 
 namespace {
 
 // Longest match that is told from a shorter one.
 constexpr int32_t match_max = 32;
 
-// After so many tries the older ones count half: of all slots, and of one.
+// After so many the older ones count half: tries of all slots, and expected hits of one.
 constexpr float n_tries_of_all = 128.0f;
-constexpr float n_tries_of_one = 32.0f;
+constexpr float n_hits_of_one = 16.0f;
 
-// A slot's own tries weigh against as many of all slots.
-constexpr float n_tries_common = 4.0f;
+// So many right drafts more than expected double the chance that a slot's drafts are given.
+constexpr float n_hits_common = 4.0f;
 
 constexpr float most_likely = 0.98f;
 
@@ -47,7 +48,7 @@ constexpr int32_t n_tried = 2;
 constexpr double unknown_row = 0.5;
 
 // Numbers of drafts that are weighed against each other: behind each row, or behind all. Each width has to be tried.
-constexpr int32_t some_each[] = {1, 2, 3, 5, 7};
+constexpr int32_t some_each[] = {1, 2, 3, 5, n_drafts_each};
 constexpr int32_t some_all[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
 
 int32_t match_class(int32_t n_match) {
@@ -94,6 +95,10 @@ int32_t match_length(const std::vector<int32_t> & tokens, int32_t at) {
     return n_match;
 }
 
+float usual_chance(const hit_rate & rate) {
+    return (rate.n_hits + n_hits_before) / (rate.n_expected + n_tries_before);
+}
+
 int64_t median(const width_costs::width & w) {
     int64_t sorted[width_costs::n_kept];
     const int32_t n = std::min(w.n, width_costs::n_kept);
@@ -109,12 +114,12 @@ int64_t median(const width_costs::width & w) {
 
 }  // namespace
 
-void hit_rate::learn(bool is_hit, float n_most) noexcept {
-    n_tries += 1.0f;
+void hit_rate::learn(bool is_hit, float expected, float n_most) noexcept {
     n_hits += is_hit ? 1.0f : 0.0f;
-    if (n_tries > n_most) {
-        n_tries *= 0.5f;
+    n_expected += expected;
+    if (n_expected > n_most) {
         n_hits *= 0.5f;
+        n_expected *= 0.5f;
     }
 }
 
@@ -136,8 +141,9 @@ int32_t gram_table::exchange(const std::vector<int32_t> & tokens) {
 void drafts::push(int32_t token, hit_rate * rates) {
     const bool is_hit = at > 0 && tokens[at] == token;
     if (at > 0 && rates != nullptr) {
-        rates[match_class(n_match)].learn(is_hit, n_tries_of_all);
-        own.learn(is_hit, n_tries_of_one);
+        hit_rate & rate = rates[match_class(n_match)];
+        own.learn(is_hit, usual_chance(rate), n_hits_of_one);
+        rate.learn(is_hit, 1.0f, n_tries_of_all);
     }
     tokens.push_back(token);
     const int32_t by_short = shorter.exchange(tokens);
@@ -174,14 +180,12 @@ int32_t drafts::draft(int32_t j, const int32_t * before) const noexcept {
     return j < n_left ? tokens[at + j] : before[j - n_left];
 }
 
-float drafts::chance(const hit_rate * rates) const noexcept {
+float drafts::chance(const hit_rate * rates, int32_t j) const noexcept {
     if (at == 0) {
         return 0.0f;
     }
-    const hit_rate & all = rates[match_class(n_match)];
-    const float common = (all.n_hits + n_hits_before) / (all.n_tries + n_tries_before);
-    const float chance = (own.n_hits + n_tries_common * common) / (own.n_tries + n_tries_common);
-    return std::min(chance, most_likely);
+    const float by_own = (own.n_hits + n_hits_common) / (own.n_expected + n_hits_common);
+    return std::min(usual_chance(rates[match_class(n_match + j)]) * by_own, most_likely);
 }
 
 void width_costs::learn(int32_t n_rows, int64_t ns) noexcept {
@@ -249,17 +253,6 @@ void draft_gain::learn(double gained, double ns) noexcept {
 
 namespace {
 
-// Return how many drafts of a row are expected to be right.
-double expected_hits(float chance, int32_t n) {
-    double hits = 0.0;
-    double all_right = 1.0;
-    for (int32_t i = 0; i < n; i++) {
-        all_right *= chance;
-        hits += all_right;
-    }
-    return hits;
-}
-
 struct choice {
     double rate;  // tokens a nanosecond
     int32_t n;    // drafts behind each row, or behind all
@@ -274,7 +267,7 @@ void choose_even(const float * chances, int32_t n, const draft_limits & limits, 
         }
         double n_tokens = n;
         for (int32_t i = 0; i < n; i++) {
-            n_tokens += expected_hits(chances[i], k);
+            n_tokens += std::accumulate(chances + i * limits.n_each, chances + i * limits.n_each + k, 0.0);
         }
         const double rate = n_tokens / costs.cost(n * (1 + k));
         if (rate > best->rate) {
@@ -289,14 +282,11 @@ void choose_ragged(const float * chances, int32_t n, const draft_limits & limits
                    choice * best, int32_t * n_drafts) {
     const auto add_likeliest = [&]() {
         int32_t i_likeliest = 0;
-        double highest = 0.0;
+        float highest = 0.0f;
         for (int32_t i = 0; i < n; i++) {
-            double all_right = n_drafts[i] < limits.n_each ? chances[i] : 0.0;
-            for (int32_t j = 0; j < n_drafts[i] && all_right > highest; j++) {
-                all_right *= chances[i];
-            }
-            if (all_right > highest) {
-                highest = all_right;
+            const int32_t j = n_drafts[i];
+            if (j < limits.n_each && chances[i * limits.n_each + j] > highest) {
+                highest = chances[i * limits.n_each + j];
                 i_likeliest = i;
             }
         }
@@ -305,7 +295,7 @@ void choose_ragged(const float * chances, int32_t n, const draft_limits & limits
     };
     double n_tokens = n;
     for (int32_t m = 1; m <= limits.n_all; m++) {
-        const double chance = add_likeliest();
+        const float chance = add_likeliest();
         if (chance < least_chance) {
             break;
         }
@@ -330,8 +320,7 @@ void choose_drafts(const float * chances, int32_t n, const draft_limits & limits
                    int32_t * n_drafts) noexcept {
     std::fill(n_drafts, n_drafts + n, 0);
     const double alone_ns = costs.cost(n);
-    const bool has_any = std::any_of(chances, chances + n, [](float chance) { return chance > 0.0f; });
-    if (alone_ns <= 0.0 || !has_any || limits.n_each < 1) {
+    if (alone_ns <= 0.0 || limits.n_each < 1) {
         return;
     }
     choice best = {least_gain * n / alone_ns, 0};

@@ -7,15 +7,19 @@
 // Of so many steps that would have drafts one has none, so that what steps without them take is known.
 constexpr int32_t n_between_plain = 32;
 
+// Most drafts behind one row.
+constexpr int32_t n_drafts_each = 7;
+
 // Classes of matches by their length.
 constexpr int32_t n_match_classes = 6;
 
-// How often drafts were right; what is old counts less.
+// How many drafts were right of those that were expected to be; what is old counts less.
 struct hit_rate {
     float n_hits = 0.0f;
-    float n_tries = 0.0f;
+    float n_expected = 0.0f;
 
-    void learn(bool is_hit, float n_most) noexcept;
+    // Learn from one that was expected to be right with a chance of `expected`; up to `n_most` are remembered.
+    void learn(bool is_hit, float expected, float n_most) noexcept;
 };
 
 // Where each sequence of `n` tokens ended last.
@@ -37,7 +41,7 @@ struct drafts {
     gram_table shorter{2};
     int32_t at = 0;       // the token that is drafted to come next; 0: none
     int32_t n_match = 0;  // newest tokens that are the same as those before `at`; more than are told apart are not counted
-    hit_rate own;
+    hit_rate own;         // by what its matches let expect
     bool is_placed = false;  // as edits.is_placed
     int32_t end = 0;         // positions below it are in `tokens`
     bool is_lost = false;    // no memory: no drafts any more
@@ -52,8 +56,8 @@ struct drafts {
     // Return the j-th draft.   before: those before it.
     int32_t draft(int32_t j, const int32_t * before) const noexcept;
 
-    // Return how likely the next token is the one that is drafted; 0 without a draft.
-    float chance(const hit_rate * rates) const noexcept;
+    // Return how likely the j-th draft is right if those before it are; 0 without a draft.
+    float chance(const hit_rate * rates, int32_t j) const noexcept;
 };
 
 // What decoding steps take by their rows, learned from those that were done.
@@ -81,6 +85,7 @@ struct width_costs {
     // takes what those around it let hope, so that it is tried.
     double cost(int32_t n_rows) const noexcept { return expected[n_rows]; }
 
+    // Derive `expected` from what was learned.
     void expect() noexcept;
 };
 
@@ -107,6 +112,6 @@ struct draft_limits {
 };
 
 // Write to `n_drafts` how many drafts each of n rows has, so that the most tokens are expected in the time.
-//   chances: (n) that a row's draft is right, 0 where it has none.
+//   chances: (n, limits.n_each) that so many drafts of a row are right, 0 where it has none.
 void choose_drafts(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
                     int32_t * n_drafts) noexcept;

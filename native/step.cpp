@@ -96,7 +96,7 @@ struct cbatch_stepper {
     std::vector<int32_t> fed;          // (n_slots) the tokens sampled last
     std::vector<output_row> rows;      // (n_slots)
     std::vector<score_row> scores;     // (n_scores)
-    std::vector<float> chances;        // (n_slots) that a chunk's first draft is right
+    std::vector<float> chances;        // (n_slots, n_drafts_each) that so many drafts of a chunk are right
     std::vector<int32_t> n_drafts;    // (n_slots) of each chunk
     std::vector<int32_t> draft_tokens; // (n_scores) of all chunks, one after another
     std::vector<float *> draft_rows;   // (n_scores)
@@ -171,7 +171,7 @@ void allocate(cbatch_stepper * s) {
     s->fed.resize(s->sizes.n_slots);
     s->rows.resize(s->sizes.n_slots);
     s->scores.resize(s->sizes.n_scores);
-    s->chances.resize(s->sizes.n_slots);
+    s->chances.resize(static_cast<size_t>(s->sizes.n_slots) * n_drafts_each);
     s->n_drafts.resize(s->sizes.n_slots);
     s->draft_tokens.resize(s->sizes.n_scores);
     s->draft_rows.resize(s->sizes.n_scores);
@@ -328,21 +328,35 @@ bool is_plain(const cbatch_stepper & s) {
     return s.masks == nullptr && s.given_rows == nullptr && s.scoring == nullptr;
 }
 
+// Fill `chances`; return for how many drafts of each chunk, 0 where none can be right.
+int32_t estimate_chances(cbatch_stepper * s) {
+    int32_t n_each = std::min(s->n_drafts_most, n_drafts_each);
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        n_each = std::min(n_each, s->n_steps - s->n_out[i] - 1);
+    }
+    bool has_any = false;
+    for (int32_t i = 0; i < s->n_chunks && n_each > 0; i++) {
+        const drafts * next = s->bindings[s->chunks[i].slot].next.get();
+        float all_right = 1.0f;
+        for (int32_t j = 0; j < n_each; j++) {
+            all_right *= next != nullptr ? next->chance(s->match_rates, j) : 0.0f;
+            s->chances[i * n_each + j] = all_right;
+        }
+        has_any |= all_right > 0.0f;
+    }
+    return has_any ? n_each : 0;
+}
+
 // Decide how many drafts stand behind each chunk, and write them down.   may_draft: whether the step may have some.
 void make_drafts(cbatch_stepper * s, bool may_draft) {
     s->n_all_drafts = 0;
     std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
-    if (!may_draft || !s->gains[s->n_chunks].allows()) {
+    const int32_t n_each = may_draft && s->gains[s->n_chunks].allows() ? estimate_chances(s) : 0;
+    if (n_each == 0) {
         return;
     }
-    int32_t n_room = s->n_drafts_most;
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        const binding & b = s->bindings[s->chunks[i].slot];
-        s->chances[i] = b.next != nullptr ? b.next->chance(s->match_rates) : 0.0f;
-        n_room = std::min(n_room, s->n_steps - s->n_out[i] - 1);
-    }
     const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
-    const draft_limits limits = {n_room, n_all, s->is_even};
+    const draft_limits limits = {n_each, n_all, s->is_even};
     choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
     const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
     if (has_any && ++s->n_drafting % n_between_plain == 0) {
@@ -352,7 +366,7 @@ void make_drafts(cbatch_stepper * s, bool may_draft) {
         const drafts * next = s->bindings[s->chunks[i].slot].next.get();
         int32_t * own = s->draft_tokens.data() + s->n_all_drafts;
         for (int32_t j = 0; j < s->n_drafts[i]; j++) {
-            own[j] = s->chances[i] > 0.0f ? next->draft(j, own) : pad_token;
+            own[j] = s->chances[i * n_each] > 0.0f ? next->draft(j, own) : pad_token;
         }
         s->n_all_drafts += s->n_drafts[i];
     }

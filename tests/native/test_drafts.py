@@ -223,7 +223,7 @@ def test_nothing_is_drafted_where_each_row_costs_as_much_as_a_step() -> None:
     prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]] * 2
     llama = TextLlama(line(4, 9), lambda n_tokens: n_tokens * 1_000_000)
     _, results = generate(llama, prompts, bindings_of(prompts, GREEDY), 600, 7, 64)
-    assert sum(r.n_drafts for r in results) < 12  # until it is known
+    assert sum(r.n_drafts for r in results) <= 2 * 2 * (1 + 2 + 3 + 5 + 7)  # each number twice
 
 
 def test_drafts_rest_where_steps_take_longer_than_they_mostly_do() -> None:
