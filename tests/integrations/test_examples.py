@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from types import ModuleType
@@ -45,6 +46,8 @@ def test_worker_of_spark_answers_a_batch(workplace: Path) -> None:
 @pytest.mark.slow
 def test_spark_answers_a_table(workplace: Path) -> None:
     pytest.importorskip("pyspark", reason="pyspark is not installed")
+    if "JAVA_HOME" not in os.environ and shutil.which("java") is None:
+        pytest.skip("Java is not installed")
     table = pyarrow.table({"question": [*QUESTIONS, None, LONG]})
     pyarrow.parquet.write_table(table, "questions.parquet")
     command = [sys.executable, str(FOLDER / "spark.py"), "questions.parquet", "answers.parquet"]
