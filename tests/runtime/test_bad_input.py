@@ -376,7 +376,7 @@ def test_item_over_the_window_gets_the_numbers(
     assert ("answer needs" in str(error)) == (n_prompt <= 256)
 
 
-def test_prompt_too_long_says_the_trained_length_only_where_a_larger_window_would_exceed_it() -> (
+def test_prompt_too_long_for_the_trained_length_says_so() -> (
     None
 ):
     beyond = "beyond the 4096 tokens that the model was trained for"
