@@ -376,9 +376,7 @@ def test_item_over_the_window_gets_the_numbers(
     assert ("answer needs" in str(error)) == (n_prompt <= 256)
 
 
-def test_prompt_too_long_for_the_trained_length_says_so() -> (
-    None
-):
+def test_prompt_too_long_for_the_trained_length_says_so() -> None:
     beyond = "beyond the 4096 tokens that the model was trained for"
     assert beyond in str(PromptTooLongError(5000, 2048, n_trained=4096))
     assert beyond in str(PromptTooLongError(5000, 2048, is_least=True, n_trained=4096))
