@@ -397,6 +397,7 @@ class Engine:
 
         Args:
             prompts: a list of prompts, each a message list, a string or a `BatchPrompt`; or a single one of these.
+                A string is text to complete, without the chat template: ask a chat model by message lists or `chat`.
                 A generator, or another iterable without a length, is read one by one in a thread of its own, a few
                 prompts a slot ahead of the work and of the reader; a refused prompt fails alone, and an error that the
                 generator raises reaches the reader after the prompts before it. An async generator, in an event loop,

@@ -113,12 +113,14 @@ class PromptTooLongError(RequestError):
         is_least: bool = False,
         can_slide: bool = False,
         can_lower: bool = False,
+        n_trained: int = 0,
     ) -> None:
         """Keep the tokens of the prompt, of one slot's window, and the requested tokens of output.
 
         With `is_least`, `n_prompt` is a lower bound: the prompt was not tokenized. `n_keep` are the tokens that may not
         be left out, where others may: with `n_discard`. The message names what would admit the prompt: `n_discard` with
-        `can_slide`, a lower `max_tokens` with `can_lower`.
+        `can_slide`, a lower `max_tokens` with `can_lower`; and that a larger window would exceed the `n_trained` tokens
+        that the model was trained for, 0 where unknown.
         """
         self.n_prompt, self.n_limit, self.n_output = n_prompt, n_limit, n_output
         self.is_least = is_least
@@ -127,9 +129,11 @@ class PromptTooLongError(RequestError):
             slide = f"lower n_keep, which is {n_keep}, "
         lower = "lower max_tokens or leave strict_max_tokens out, " if can_lower else ""
         least = f"{'more than' if is_least else 'at least'} {n_prompt + n_output}"
+        is_beyond = 0 < n_trained < n_prompt + n_output
+        beyond = f", beyond the {n_trained} tokens that the model was trained for" * is_beyond
         super().__init__(
             f"{self.size}, but one slot's window holds {n_limit}: "
-            f"shorten it, {slide}{lower}or raise ctx_per_seq to {least} (or n_ctx)"
+            f"shorten it, {slide}{lower}or raise ctx_per_seq to {least} (or n_ctx){beyond}"
         )
 
     @property

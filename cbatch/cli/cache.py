@@ -1,6 +1,7 @@
 """`cbatch cache`: list, verify and remove the cells on disk."""
 
 import json as encoding
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from cbatch.cache.store import CacheFile, CacheStore
 
 _MIB = 2**20
+_GAP = "  "
 _HEADINGS = ("key", "tokens", "size", "last used", "model")
-_MOST_ON_TERMINAL = 32
-"""Columns of a key or a model on a terminal."""
+_LEAST_MODEL = 16
+"""Columns of a model that a long key leaves on a terminal: enough to tell digests apart."""
 
 
 app = typer.Typer(cls=Subgroup, no_args_is_help=True, rich_markup_mode="markdown")
@@ -61,7 +63,8 @@ def ls(
     """
     folder, store = _open(cache_dir)
     files = store.files()
-    for line in map(_as_json, files) if json else table(files, is_narrow=stdout().isatty()):
+    width = shutil.get_terminal_size().columns if stdout().isatty() else None
+    for line in map(_as_json, files) if json else table(files, width):
         write(f"{line}\n")
     if not json:
         say(f"{_counted(files)} in {folder}")
@@ -118,23 +121,25 @@ def verify(
         raise typer.Exit(ExitCode.SOME_FAILED)
 
 
-def table(files: "list[CacheFile]", *, is_narrow: bool = False) -> Iterator[str]:
-    """Yield aligned lines, none without files; `is_narrow` cuts long keys and models."""
+def table(files: "list[CacheFile]", width: int | None = None) -> Iterator[str]:
+    """Yield aligned lines, none without files; keys and models are cut so that a line fits `width` columns if given."""
     if not files:
         return
     rows = [_HEADINGS, *map(_row, files)]
-    if is_narrow:
-        rows = [(_cut(key), *middle, _cut(model)) for key, *middle, model in rows]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    if width is not None:
+        n_left = width - sum(widths[1:4]) - 4 * len(_GAP)
+        widths[0] = max(len(_HEADINGS[0]), min(widths[0], n_left - min(widths[4], _LEAST_MODEL)))
+        widths[4] = max(len(_HEADINGS[4]), min(widths[4], n_left - widths[0]))
     for key, tokens, size, used, model in rows:
         cells = (
-            set_cell_size(key, widths[0]),
+            _cut(key, widths[0]),
             tokens.rjust(widths[1]),
             size.rjust(widths[2]),
             used.ljust(widths[3]),
-            model,
+            _cut(model, widths[4]),
         )
-        yield "  ".join(cells).rstrip()
+        yield _GAP.join(cells).rstrip()
 
 
 def _open(cache_dir: Path | None) -> "tuple[Path, CacheStore]":
@@ -158,10 +163,11 @@ def _as_json(file: "CacheFile") -> str:
     return encoding.dumps({**asdict(file), "path": str(file.path)})
 
 
-def _cut(text: str) -> str:
-    if cell_len(text) <= _MOST_ON_TERMINAL:
-        return text
-    return f"{set_cell_size(text, _MOST_ON_TERMINAL - 1)}…"
+def _cut(text: str, n_columns: int) -> str:
+    """Return a text of just so many columns, filled with spaces or cut."""
+    if cell_len(text) <= n_columns:
+        return set_cell_size(text, n_columns)
+    return f"{set_cell_size(text, n_columns - 1)}…"
 
 
 def _time(used_at: float) -> str:

@@ -14,13 +14,14 @@ import typer
 
 import cbatch
 from cbatch.cli.option_table import ENGINE, Given, names_in, option, takes
+from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import say
 from cbatch.daemon.line_session import serve_lines
 from cbatch.daemon.listening import Listener, hang_up
 from cbatch.daemon.streams import StreamWriter, busy_frames, lines_of, without_mark
 from cbatch.engine import open_local
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import EngineClosedError, EngineError, words_of
+from cbatch.errors import ConfigError, EngineClosedError, EngineError, words_of
 from cbatch.files.places import stdin, stdout
 from cbatch.runtime.local import LocalRuntime
 from cbatch.support.interrupts import Postponed
@@ -92,7 +93,7 @@ def daemon(
                 ending = serve(runtime, _input(), fd, text)
             elif place is not None:
                 busy = partial(_busy, is_tagged=stream_tagged)
-                with closing(Listener(place, busy)) as listener:
+                with closing(Listener(place, busy)) as listener, ended_softly():
                     ending = _serve_clients(
                         partial(serve, runtime), listener, text, is_tagged=stream_tagged
                     )
@@ -124,7 +125,11 @@ def _serve(
     is_apart: bool = True,
     hang_up: Callable[[], object] | None = None,
 ) -> SessionEnd:
-    """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it."""
+    """Serve one client: `source` has its lines, `fd` gets its frames, and its text where `text` is not for it.
+
+    Raises:
+        ConfigError: the first line, of JSON, was refused.
+    """
     head = without_mark(source) if _peek(source) == BOM_UTF8[:1] else b""
     if not head and _peek(source) == b"{":
         return serve_client(runtime, source, fd, options=options, hang_up=hang_up)
@@ -148,6 +153,8 @@ def _serve_clients(
                 is_apart=not is_tagged,
                 hang_up=partial(client.shutdown, SHUT_RDWR),
             )
+        except ConfigError:  # of its first line, as it was told
+            continue
         finally:
             hang_up(client)  # first: a thread may still read there
             source.close()

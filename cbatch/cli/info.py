@@ -59,12 +59,9 @@ def info(
     write((_as_json(found) if json else as_text(found, width)) + "\n")
 
 
-_ATTENTION = {
-    "auto": "flash attention on, if this model allows it",
-    "on": "flash attention on",
-    "off": "flash attention off",
-}
+_FLASH_ATTENTION = {"auto": "on if this model supports it", "on": "on", "off": "off"}
 _ABSENT = "none in the file"
+_UNTESTED = "together, unless a test at load finds wrong results; --company tests it now"
 
 
 def as_text(found: Mapping[str, Any], width: int | None = None) -> str:
@@ -99,25 +96,25 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "end tokens", _listed(map(str, found["end_tokens"]))
     yield "sampling", _listed(f"{k} {v:g}" for k, v in found["sampling_defaults"].items())
     yield "slots", f"{found['parallel']}"
-    yield "window", f"{n_window:,} tokens per slot, {n_cells:,} in all"
+    yield "window", f"{n_window:,} tokens per slot, for prompt and answer; {n_cells:,} in all"
     yield "weights", _size(found["n_weight_bytes"])
     yield "KV cache", _cells(found)
     if found["n_short_cells"]:
-        pool = f"{found['n_short_cells']:,} tokens, {_size(found['n_short_bytes'])}"
-        yield "short ones", f"in one pool of {pool}, while all sequences are short"
+        size = f"{found['n_short_cells']:,} tokens, {_size(found['n_short_bytes'])}"
+        yield "second cache", f"{size}; faster while all requests are short"
     why = found["flash_attn_why"]
-    yield "attention", _ATTENTION[found["flash_attn"]] + f" ({why})" * bool(why)
+    yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + f" ({why})" * bool(why)
     yield (
         "memory",
-        f"{_size(found['n_free_bytes'])} free for the KV cache, {_size(found['n_budget_bytes'])} budget",
+        f"{_size(found['n_free_bytes'])} free; the KV cache may take {_size(found['n_budget_bytes'])}",
     )
-    yield "room", _room(found)
+    yield "at most", _most(found)
     if found["checkpoint_mib"] is not None:
         yield (
             "checkpoints",
-            f"{_size(found['checkpoint_mib'] * _MIB)} at most, as memory cannot be cut",
+            f"{_size(found['checkpoint_mib'] * _MIB)} at most, to reuse common prefixes",
         )
-    yield "company", found["company"] or "not tried, as that reads the weights: --company"
+    yield "requests run", found["company"] or _UNTESTED
     if found["exactness"] is not None:
         yield "exactness", found["exactness"]
     if found["step_rows"] is not None:
@@ -138,12 +135,13 @@ def _cells(found: Mapping[str, Any]) -> str:
     return f"{about}{' and '.join(parts)}, {about}{_size(found['n_memory_bytes'])} in all {types}"
 
 
-def _room(found: Mapping[str, Any]) -> str:
+def _most(found: Mapping[str, Any]) -> str:
+    """Return how many slots fit with this window, and what window fits with these slots."""
     if found["n_cell_bytes"] is None or found["n_budget_bytes"] is None:
         return "not known"
     return (
-        f"{found['n_slots_fit']} slots of this window, "
-        f"or {found['parallel']} slots of {found['n_window_fit']:,} tokens"
+        f"{found['n_slots_fit']} slots of {found['n_window']:,} tokens (--parallel), "
+        f"or {found['parallel']} slots of {found['n_window_fit']:,} (--ctx-per-seq)"
     )
 
 

@@ -1,19 +1,16 @@
 """`cbatch synth`: a random model to try things with."""
 
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.option_table import option
+from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import say
 from cbatch.errors import ConfigError
 from cbatch.files.places import check_new, is_dash
@@ -154,7 +151,7 @@ def synth(
         "full_every": full_every,
     }
     sizes = replace(SHAPES[shape], **{k: v for k, v in asked.items() if v is not None})
-    with _ended_softly(), _bar() as show:
+    with ended_softly(), _bar() as show:
         path = write_model(output, sizes, tokenizer=tokenizer, seed=seed, force=force, show=show)
     say(f"{path}: {path.stat().st_size:,} bytes, {shape} {sizes.type}, seed {seed}")
     if sizes.substituted_rows and not sizes.weight_type.is_direct:
@@ -178,24 +175,3 @@ def _bar() -> Iterator[Callable[[int, int], object]]:
     ) as progress:
         task = progress.add_task("", total=None)
         yield lambda n_done, n_all: progress.update(task, completed=n_done, total=n_all)
-
-
-@contextmanager
-def _ended_softly() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing half written stays."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    ours = {number for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in ours:
-        signal.signal(number, _end)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, before[number])
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)

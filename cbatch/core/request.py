@@ -53,6 +53,8 @@ class Request:
     """Strings past which DRY looks for no repetition."""
     can_shift: bool = False
     """Whether the engine could serve `n_discard`."""
+    n_trained: int = 0
+    """Tokens that the model was trained for; 0 where unknown."""
 
     @property
     def slides(self) -> bool:
@@ -88,6 +90,7 @@ class Request:
                     n_keep=n_keep,
                     can_slide=self._could_slide(self.n_keep(n_prompt, n_first), n_window),
                     can_lower=bool(self.options.strict_max_tokens) and n_prompt < n_window,
+                    n_trained=self.n_trained,
                 )
         n_most = MAX_OUTPUT if self.options.n_discard else n_window - n_prompt
         if cap is None or cap <= n_most:

@@ -75,7 +75,14 @@ class LocalRuntime:
         self._stats = stats = EngineStats()
         n_window, chats = backend.n_window, ChatFormat(backend.vocab)
         self._prompts = PromptTokenizer(
-            partial(tokenize, backend.vocab, n_window=n_window), n_window, chats
+            partial(
+                tokenize,
+                backend.vocab,
+                n_window=n_window,
+                n_trained=backend.model_facts.n_ctx_train,
+            ),
+            n_window,
+            chats,
         )
         self._lanes = lanes = PromptLanes(
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded

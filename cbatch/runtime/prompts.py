@@ -271,7 +271,11 @@ def _is_large(value: object) -> bool:
 
 
 def tokenize(
-    vocab: Vocab, prompt: BatchPrompt, options: RunOptions, n_window: int | None = None
+    vocab: Vocab,
+    prompt: BatchPrompt,
+    options: RunOptions,
+    n_window: int | None = None,
+    n_trained: int = 0,
 ) -> Sequence[int]:
     """Return a prompt's tokens; computes nothing.
 
@@ -289,5 +293,5 @@ def tokenize(
         text = prompt.prompt or ""
     n_windows = _N_WINDOWS if options.n_discard else 1
     if n_window is not None and (n_least := vocab.n_tokens_least(text)) > n_windows * n_window:
-        raise PromptTooLongError(n_least, n_window, is_least=True)
+        raise PromptTooLongError(n_least, n_window, is_least=True, n_trained=n_trained)
     return vocab.tokenize(text)

@@ -63,6 +63,7 @@ class SequenceMaker:
         self._backend, self._schedule = backend, schedule
         self._chats = chats
         self._settled = OptionsMerger()
+        self._n_trained = backend.model_facts.n_ctx_train
 
     def of_prompt(
         self,
@@ -155,6 +156,7 @@ class SequenceMaker:
             grammar=grammar,
             dry_breakers=options.dry_breakers(sampling),
             can_shift=self._backend.memory.can_shift and not self._backend.cuts,
+            n_trained=self._n_trained,
         )
 
     def _warn(self, driver: SequenceDriver) -> None:

@@ -131,14 +131,18 @@ def serve_client(
         options: defaults for every request.
         hang_up: ends `source` where the reader has left, or takes nothing for a while at the end; None for a
             descriptor of the process itself, which ends then.
+
+    Raises:
+        ConfigError: the first line is refused, and the client was told.
     """
     first = read_first(source)
     try:
         hello = read_hello(first)
         if hello.load is not None:
             raise ConfigError("load: this process has its model; leave it out")
-    except CBatchError as error:
-        return _refuse(first, sink, error)
+    except ConfigError as error:
+        _refuse(first, sink, error)
+        raise
     return serve(runtime, hello, source, sink, options=options, finishes=True, hang_up=hang_up)
 
 
@@ -259,14 +263,11 @@ def refusal(first: bytes, error: CBatchError) -> bytes:
     return framed(encode(Ready(cbatch=VERSION, error=error), frames), frames)
 
 
-def _refuse(first: bytes, sink: int, error: CBatchError) -> SessionEnd:
+def _refuse(first: bytes, sink: int, error: CBatchError) -> None:
     data = memoryview(refusal(first, error))
-    try:
+    with suppress(OSError):  # the reader has left
         while data:
             data = data[write_some(sink, data) :]
-    except OSError:
-        return SessionEnd.LEFT
-    return SessionEnd.DONE
 
 
 def _ready(runtime: LocalRuntime) -> Ready:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from cbatch.cache.cell_file import CachedCells
@@ -118,13 +119,22 @@ def test_ls_shows_what_is_wrong_with_a_bad_file(folder: Path) -> None:
     assert "bytes where" in parse(cache("ls", "--json", folder=folder).stdout)[0]["problem"]
 
 
-def test_ls_on_a_terminal_cuts_long_names(folder: Path) -> None:
-    files = keep(folder, "k" * 1000, "猫" * 20).files()
-    wide, narrow = list(table(files)), list(table(files, is_narrow=True))
-    assert max(map(len, narrow)) <= 110 < max(map(len, wide))
-    assert "k" * 31 + "… " in narrow[2]
-    assert "猫" * 15 + " … " in narrow[1]
-    assert narrow[1].endswith(FINGERPRINT["model"][:31] + "…")
+@pytest.mark.parametrize("width", [80, 110, 66])
+def test_ls_on_a_terminal_cuts_long_names_to_its_width(folder: Path, width: int) -> None:
+    files = keep(folder, "k" * 1000, "猫" * 200).files()
+    wide, narrow = list(table(files)), list(table(files, width))
+    assert {cell_len(line) for line in narrow[1:]} == {width} != {cell_len(line) for line in wide}
+    n_key = width - 16 - len("  tokens     size  1234-12-12 12:12    ")  # what the model leaves
+    assert "k" * (n_key - 1) + "…  " in narrow[2]
+    assert "猫" * ((n_key - 1) // 2) in narrow[1]
+    assert narrow[1].endswith(FINGERPRINT["model"][:15] + "…")
+
+
+def test_ls_on_a_terminal_gives_the_model_what_short_keys_leave(folder: Path) -> None:
+    files = keep(folder, "a").files()
+    [_, line] = table(files, 80)
+    assert cell_len(line) == 80
+    assert list(table(files, 200)) == list(table(files))
 
 
 def test_ls_of_a_time_beyond_the_calendar_goes_on(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -236,6 +236,27 @@ def test_clients_at_a_socket_are_served_one_at_a_time(
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 130
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["TERM", "HUP"]
+)
+@pytest.mark.parametrize("is_served", [False, True])
+def test_signal_ends_a_daemon_and_removes_its_socket(
+    tmp_path: Path, number: signal.Signals, exit_code: int, is_served: bool
+) -> None:
+    place = tmp_path / "s"
+    with daemon("--stream-tagged", "--socket", place) as process, ExitStack() as stack:
+        address = address_of(process.stderr)
+        if is_served:
+            stack.enter_context(closing(next_client(address)))
+        assert place.exists()
+        process.send_signal(number)
+        _, text = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == exit_code
+        assert text.decode().endswith(f"cbatch: ended by {number.name}\n")
+    assert not place.exists()
 
 
 def next_client(address: str) -> Client:

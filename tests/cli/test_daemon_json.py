@@ -147,11 +147,27 @@ def test_daemon_that_dies_gives_typed_errors(tmp_path: Path) -> None:
 )
 def test_wrong_first_line_is_refused_by_name(first: bytes, word: str) -> None:
     with daemon() as process:
-        out, _ = process.communicate(first + b"\n" + lines_of(RUN), PATIENCE_S)
-        assert process.returncode == 0
+        out, text = process.communicate(first + b"\n" + lines_of(RUN), PATIENCE_S)
+        assert process.returncode == 2
     said = json.loads(out)
     assert said["cbatch"] == 2
     assert word in said["error"]["message"]
+    assert text.decode() == f"cbatch: {said['error']['message']}\n"
+
+
+@pytest.mark.real
+def test_client_with_a_wrong_first_line_leaves_the_socket_to_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    with daemon("--socket", path) as process:
+        address = address_of(process.stderr)
+        with socket.socket(socket.AF_UNIX) as wrong:
+            wrong.settimeout(PATIENCE_S)
+            wrong.connect(str(path))
+            wrong.sendall(b'{"cbatch": 3}\n')
+            assert b"not 3" in wrong.makefile("rb").read()
+        with connect(address) as engine:
+            assert engine.submit(prompt_of(1)).result().finish_reason == "length"
+        assert process.poll() is None
 
 
 NODE = """

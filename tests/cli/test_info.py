@@ -55,12 +55,10 @@ def test_info_tells_of_company_what_is_known_or_was_tried(
 ) -> None:
     assert info(test_model)["company"].startswith("together: llama")
     assert info(zoo("jamba"))["company"] is None
-    assert (
-        "company        not tried, as that reads the weights" in invoke("info", zoo("jamba")).stdout
-    )
+    assert "requests run   together, unless a test at load" in invoke("info", zoo("jamba")).stdout
     assert info(zoo("jamba"), "--company")["company"].startswith("together: a trial")
     said = invoke("info", zoo("cogvlm"), "--company", "--parallel", 4).stdout
-    assert "company        one at a time: llama.cpp computes a prompt otherwise" in said
+    assert "requests run   one at a time: llama.cpp computes a prompt otherwise" in said
     assert "slots          1\n" in said
 
 
@@ -150,6 +148,8 @@ def test_info_says_what_else_would_fit(synth: SynthFactory) -> None:
     wide = info(synth("test"), "--parallel", 4)
     assert wide["n_budget_bytes"] == pytest.approx(wide["n_free_bytes"] / 2, abs=1)
     assert wide["n_window_fit"] == wide["n_ctx_train"]
+    most = "at most        32 slots of 512 tokens (--parallel), or 4 slots of 4,096 (--ctx-per-seq)"
+    assert most in as_text(found)
 
 
 def test_info_of_a_model_with_states_counts_them_by_slot(synth: SynthFactory) -> None:
@@ -168,7 +168,7 @@ def test_info_of_a_file_that_does_not_tell_says_so(
     assert (found["n_cell_bytes"], found["n_memory_bytes"], found["is_about"]) == (None, None, True)
     said = as_text(found)
     assert "KV cache       not known from the file" in said
-    assert "room           not known" in said
+    assert "at most        not known" in said
 
 
 def test_info_marks_an_estimate(synth: SynthFactory) -> None:
@@ -228,15 +228,18 @@ def test_info_tells_of_the_pool_for_short_sequences(
     found = info(test_model, "--parallel", 4, *given)
     assert found["n_short_cells"] == n_cells
     assert found["n_short_bytes"] == n_cells * found["n_cell_bytes"]
-    assert ("short ones" in as_text(found)) == bool(n_cells)
+    assert ("second cache" in as_text(found)) == bool(n_cells)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), "on, if this model allows it (llama.cpp's default; tried when the model is loaded)"),
+        (
+            (),
+            "on if this model supports it (llama.cpp's default; a load measures whether off is faster)",
+        ),
         (("--flash-attn", "off"), "off (as asked for)"),
-        (("--kv", "unified"), "on, if this model allows it (llama.cpp's default)"),
+        (("--kv", "unified"), "on if this model supports it (llama.cpp's default)"),
     ],
 )
 def test_info_tells_where_the_choice_of_flash_attention_comes_from(
@@ -247,7 +250,7 @@ def test_info_tells_where_the_choice_of_flash_attention_comes_from(
     said: str,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert f"attention      flash attention {said}\n" in invoke("info", test_model, *given).stdout
+    assert f"flash attn     {said}\n" in invoke("info", test_model, *given).stdout
 
 
 def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
@@ -257,10 +260,10 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
         *("chat template", "vocabulary", "end tokens", "sampling", "slots", "window"),
-        *("weights", "KV cache", "attention", "memory", "room", "company"),
+        *("weights", "KV cache", "flash attn", "memory", "at most", "requests run"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
-    assert "window         256 tokens per slot, 512 in all" in lines
+    assert "window         256 tokens per slot, for prompt and answer; 512 in all" in lines
 
 
 def test_info_on_a_narrow_terminal_keeps_values_in_their_column(test_model: Path) -> None:

@@ -369,9 +369,19 @@ def test_item_over_the_window_gets_the_numbers(
         f"raise ctx_per_seq to at least {n_prompt + (max_tokens or 1)}",
     ):
         assert words in str(error)
+    beyond = ", beyond the 2048 tokens that the model was trained for"
+    assert str(error).endswith(beyond) == (n_prompt + (max_tokens or 1) > 2048)
     # only ways by which this prompt would run
     assert ("lower max_tokens" in str(error)) == (n_prompt < 256)
     assert ("answer needs" in str(error)) == (n_prompt <= 256)
+
+
+def test_prompt_too_long_for_the_trained_length_says_so() -> None:
+    beyond = "beyond the 4096 tokens that the model was trained for"
+    assert beyond in str(PromptTooLongError(5000, 2048, n_trained=4096))
+    assert beyond in str(PromptTooLongError(5000, 2048, is_least=True, n_trained=4096))
+    assert "trained" not in str(PromptTooLongError(3000, 2048, n_trained=4096))
+    assert "trained" not in str(PromptTooLongError(5000, 2048))
 
 
 def test_prompt_too_long_is_told_of_n_discard_where_that_helps() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from cbatch.engine_options import ScheduleOptions
+from cbatch.errors import ConfigError
 from cbatch.runtime.local import LocalRuntime
 from cbatch.worker.service import serve_client
 from cbatch.worker.wire import VERSION
@@ -46,9 +48,10 @@ class Program:
 
     def _serve(self) -> None:
         try:
-            self.ending = serve_client(
-                self.runtime, self._source, self._out_write, options=self._options
-            )
+            with suppress(ConfigError):  # of the first line, as the program is told
+                self.ending = serve_client(
+                    self.runtime, self._source, self._out_write, options=self._options
+                )
         finally:
             os.close(self._out_write)
 

@@ -222,4 +222,4 @@ def test_wrong_first_line_is_refused_by_name(first: bytes) -> None:
         assert said["cbatch"] == 2
         assert said["error"]["type"] == "ConfigError"
         assert program.rest() == {}
-        assert program.ending is SessionEnd.DONE
+        assert program.ending is None

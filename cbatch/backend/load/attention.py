@@ -82,10 +82,10 @@ class AttentionFinding:
     def __str__(self) -> str:
         """Say why flash attention is on or off."""
         if not self.rounds:
-            return "llama.cpp's default; steps are too slow for a trial, or other programs disturbed it"
+            return "llama.cpp's default; not measured: steps are slow, or other programs were busy"
         ratio = self.gain if self.is_off else 1 / self.gain
         other = "with" if self.is_off else "without"
-        return f"tried on this model: {ratio:.2f} × as fast as {other}"
+        return f"measured with this model: {ratio:.2f} × as fast as {other}"
 
 
 def settle_attention(model: LlamaModel, options: EngineOptions) -> EngineOptions:
@@ -114,7 +114,11 @@ def why_attention(model: LlamaModel, options: EngineOptions) -> str:
     if not _may_be_off(model, options):
         return "llama.cpp's default"
     found = _noted(*_depends(model, options))
-    return "llama.cpp's default; tried when the model is loaded" if found is None else str(found)
+    return (
+        "llama.cpp's default; a load measures whether off is faster"
+        if found is None
+        else str(found)
+    )
 
 
 def find_attention(

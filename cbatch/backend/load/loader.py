@@ -26,7 +26,7 @@ from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import probe
 from cbatch.backend.load.row_shapes import width_classes
-from cbatch.backend.load.sizing import check_fits, find_room, settle
+from cbatch.backend.load.sizing import check_fits, find_room, settle, warn_past_training
 from cbatch.backend.load.weight_kernels import has_plain_weights
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.engine_options import BITWISE
@@ -240,6 +240,7 @@ def _load(
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
         backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
+        warn_past_training(loaded, settled, backend.n_window)
         if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
         if _log.has_info:

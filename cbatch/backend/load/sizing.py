@@ -229,6 +229,18 @@ def trained_window(model: LlamaModel, options: EngineOptions) -> int:
     return model.n_ctx_train
 
 
+def warn_past_training(model: LlamaModel, options: EngineOptions, n_window: int) -> None:
+    """Warn if a slot's window exceeds what the model was trained for, unless rope settings extend it."""
+    n_trained = trained_window(model, options)
+    is_extended = options.rope_freq_base is not None or options.rope_freq_scale is not None
+    if n_trained and n_window > padded(n_trained) and not is_extended:
+        _log.warn(
+            "a slot holds %d tokens, but the model was trained for %d: answers to longer texts may make no sense",
+            n_window,
+            n_trained,
+        )
+
+
 def choose_kv(
     options: EngineOptions, demand: WorkloadProfile, *, has_states: bool
 ) -> Literal["partitioned", "unified"]:

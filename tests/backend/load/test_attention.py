@@ -263,11 +263,13 @@ def test_model_without_weights_is_not_tried(trial: Trial, synth: SynthFactory) -
         assert attention.find_attention(described, options) is None
         assert (
             why_attention(described, options)
-            == "llama.cpp's default; tried when the model is loaded"
+            == "llama.cpp's default; a load measures whether off is faster"
         )
         with closing(open_model(synth("test"))) as loaded:
             attention.find_attention(loaded, options)
-        assert why_attention(described, options) == "tried on this model: 1.30 × as fast as with"
+        assert (
+            why_attention(described, options) == "measured with this model: 1.30 × as fast as with"
+        )
         assert trial.n_trials == 1
 
 
@@ -277,7 +279,7 @@ def test_model_without_weights_is_not_tried(trial: Trial, synth: SynthFactory) -
         ({"flash_attn": "off"}, "as asked for"),
         ({"exact": True}, ""),
         ({"kv": "unified"}, "llama.cpp's default"),
-        ({}, "tried on this model: 1.25 × as fast as without"),
+        ({}, "measured with this model: 1.25 × as fast as without"),
     ],
 )
 def test_reason_is_told(trial: Trial, model: LlamaModel, said: dict[str, Any], why: str) -> None:

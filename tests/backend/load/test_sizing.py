@@ -455,3 +455,26 @@ def test_look_ahead_of_another_type_is_refused(test_model: Path) -> None:
     wrong: Any = ["a"]
     with pytest.raises(ConfigError, match="look_ahead"):
         cbatch.load(test_model, look_ahead=wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        ({"ctx_per_seq": 512}, True),
+        ({"n_ctx": 1024}, True),
+        ({"kv": "unified", "ctx_per_seq": 512, "n_ctx": 1024}, True),
+        ({"ctx_per_seq": 256}, False),
+        ({"ctx_per_seq": 512, "rope_scaling": "yarn", "rope_freq_scale": 0.25}, False),
+        ({"ctx_per_seq": 512, "rope_freq_base": 1e6}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_load_warns_once_of_windows_beyond_the_trained_length(
+    synth: SynthFactory, settings: dict[str, Any], is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = synth("test", metadata={"llama.context_length": 200})
+    with caplog.at_level(logging.WARNING, "cbatch"), cbatch.load(model, parallel=2, **settings):
+        said = [r.getMessage() for r in caplog.records if "was trained for" in r.getMessage()]
+    words = "a slot holds 512 tokens, but the model was trained for 200: "
+    assert [line.startswith(words) for line in said] == [True] * is_warned
