@@ -47,10 +47,13 @@ class TextLlama:
     _rows: list[Any] = field(default_factory=list)
 
     def api(self, *, can_cut: bool = True) -> LlamaApi:
-        memory = (GET_MEMORY(lambda _: 1), SEQ_RM(self.cut)) if can_cut else ()
-        clock = CLOCK(lambda: self.now_ns)
-        decode, get_logits = DECODE(self.decode), GET_LOGITS(self.get_logits)
-        return LlamaApi(decode, get_logits, None, None, *memory, clock_ns=clock)
+        return LlamaApi(
+            DECODE(self.decode),
+            GET_LOGITS(self.get_logits),
+            get_memory=GET_MEMORY(lambda _: 1) if can_cut else None,
+            memory_seq_rm=SEQ_RM(self.cut) if can_cut else None,
+            clock_ns=CLOCK(lambda: self.now_ns),
+        )
 
     def cut(self, memory: int | None, slot: int, start: int, end: int) -> bool:
         assert (memory, end) == (1, -1)
