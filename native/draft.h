@@ -22,12 +22,13 @@ struct hit_rate {
     void learn(bool is_hit, float expected, float n_most) noexcept;
 };
 
-// Where each sequence of `n` tokens ended last.
+// Where each sequence of `n` tokens ended last. Some are forgotten where many fall on the same places: each call takes
+// bounded time, whatever the tokens are.
 struct gram_table {
     explicit gram_table(int32_t n) : n(n) {}
 
-    // Note that the newest `n` tokens end here; return where they ended before, 0 where nowhere. Throws std::bad_alloc.
-    int32_t exchange(const std::vector<int32_t> & tokens);
+    // Note that `n` tokens end at `end`; return where they ended before, 0 where that is unknown. Throws std::bad_alloc.
+    int32_t exchange(const std::vector<int32_t> & tokens, int32_t end);
 
     int32_t n;
     int32_t n_used = 0;
@@ -37,6 +38,7 @@ struct gram_table {
 // All tokens of one slot, and where its newest tokens stood before.
 struct drafts {
     std::vector<int32_t> tokens;
+    int32_t n_indexed = 0;  // tokens that are in the tables: a long prompt enters them in several steps
     gram_table longer{4};
     gram_table shorter{2};
     int32_t at = 0;       // the token that is drafted to come next; 0: none

@@ -730,9 +730,7 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
         b.cost_ps = sample_cost_ps(b.row.rule);
         if (binding->has_drafts != 0) {
             b.next = std::make_unique<drafts>();
-            for (int32_t i = 0; i < binding->n_history; i++) {
-                b.next->push(binding->history[i], nullptr);
-            }
+            b.next->tokens.assign(binding->history, binding->history + binding->n_history);
         }
         b.is_bound = true;
         s->bindings[slot] = std::move(b);

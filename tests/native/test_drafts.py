@@ -106,7 +106,8 @@ def generate(
     are_apart: bool = True,
 ) -> tuple[list[list[int]], list[StepResult]]:
     """Return the answers to prompts, each to `n_tokens` or to its stop token, and the results of all runs."""
-    sizes: dict[str, Any] = {"n_slots": len(prompts), "n_batch": 64, "n_vocab": N_VOCAB}
+    n_batch = max(64, *map(len, prompts))
+    sizes: dict[str, Any] = {"n_slots": len(prompts), "n_batch": n_batch, "n_vocab": N_VOCAB}
     stepper = NativeStepper(None, n_threads=1, api=llama.api(), **sizes)
     stepper.are_apart = are_apart
     answers: list[list[int]] = [[] for _ in prompts]
@@ -220,6 +221,15 @@ def test_text_that_repeats_takes_fewer_steps(n: int) -> None:
     assert [len(a) for a in answers] == [200] * n
     assert sum(r.n_steps for r in results) < 120
     assert sum(r.n_accepted for r in results) > 80 * n
+
+
+def test_long_prompt_is_looked_through_in_several_steps() -> None:
+    prompt = [i * i % 37 for i in range(20_000)]  # repeats itself after 37 tokens
+    bindings = bindings_of([prompt], GREEDY)
+    _, results = generate(TextLlama(line(37, 1000)), [prompt], bindings, 400, 7, n_steps=2)
+    first = next(i for i, r in enumerate(results) if r.n_drafts)
+    assert 2 * first > 20_000 / 1024  # a run has two steps
+    assert sum(r.n_accepted for r in results) > 100
 
 
 def test_nothing_is_drafted_where_each_row_costs_as_much_as_a_step() -> None:
