@@ -90,7 +90,11 @@ def test_find_files_that_cannot_be_read_once_says_why(
         find_files([path.format(tmp_path) for path in paths])
 
 
-PACKERS = [gzip.compress, zstd.compress, bz2.compress, lzma.compress]
+def pzstd(text: bytes) -> bytes:
+    return b"\x50*M\x18\x04\0\0\0size" + bytes(zstd.compress(text))
+
+
+PACKERS = [gzip.compress, zstd.compress, pzstd, bz2.compress, lzma.compress]
 
 
 @pytest.mark.parametrize("pack", [bytes, *PACKERS])
@@ -115,7 +119,7 @@ def test_lines_of_several_packed_parts_are_read_through(
 def test_what_is_behind_a_packed_part_and_is_none_is_an_error(
     tmp_path: Path, pack: Callable[[bytes], bytes], opened: OpenFile
 ) -> None:
-    damaged = b"X" + pack(b"two\n")[1:]
+    damaged = b"a" + pack(b"two\n")[1:]
     with pytest.raises(ConfigError, match="its compressed data is damaged") as caught:
         list(opened(write(tmp_path / "file", pack(b"one\n") + damaged)).lines())
     assert str(tmp_path / "file") in str(caught.value)

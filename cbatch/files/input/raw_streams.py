@@ -32,7 +32,8 @@ _ZSTD = ("compression.zstd", "backports.zstd")  # Python's own from 3.14 on
 
 _PACKED = {
     re.compile(rb"\x1f\x8b"): ("gzip",),
-    re.compile(rb"\x28\xb5\x2f\xfd"): _ZSTD,
+    # or a frame to skip, with which pzstd begins. Source: RFC 8878, 3.1.2
+    re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"): _ZSTD,
     re.compile(rb"\xfd7zXZ\0"): ("lzma",),
     # a header and the mark of a block or of the end: the first three bytes may be text. Source: bzip2's decompress.c
     re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"): ("bz2",),
