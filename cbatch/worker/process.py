@@ -60,6 +60,8 @@ class ProcessLink:
         self._lines = LineSender(fd, partial(os.write, fd))
         self._output = cast("BinaryIO", self._process.stdout)
         self._words: deque[str] = deque(maxlen=N_LAST_WORDS)
+        self._is_killed = False
+        """Whether it was killed from here."""
         self._n_ticks = 0
         """The worker's time on cores, in ticks of the system's clock."""
         self._listener = threading.Thread(
@@ -84,6 +86,7 @@ class ProcessLink:
 
     def kill(self) -> None:
         """End the worker now."""
+        self._is_killed = True
         self._process.kill()
 
     def is_stopped(self) -> bool:
@@ -110,7 +113,8 @@ class ProcessLink:
         if not code:
             return ""
         words = " | ".join([*self._words])
-        return f"{_how(code)}{': ' if words else ''}{words}"
+        how = "killed by the process that started it" if self._is_killed else _how(code)
+        return f"{how}{': ' if words else ''}{words}"
 
     def _listen(self) -> None:
         assert self._process.stderr is not None

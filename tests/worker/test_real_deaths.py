@@ -16,7 +16,9 @@ import cbatch
 from cbatch.errors import EngineError, ModelLoadError, PromptTooLongError, WorkerDiedError
 from cbatch.messages import BatchPrompt
 from cbatch.worker.host import DEBUG
-from cbatch.worker.protocol_commands import Abort
+from cbatch.worker.process import ProcessLink
+from cbatch.worker.protocol_commands import Abort, Hello
+from cbatch.worker.wire import VERSION
 from tests.files.kill_runs import children_of, lives
 from tests.places import wait_until
 from tests.runtime.backends import PATIENCE_S, all_results, connections_of
@@ -67,6 +69,17 @@ def test_abort_is_no_command_unless_asked_for(test_model: Path) -> None:
         with pytest.raises(cbatch.ConfigError, match="op must be one of"):
             connections_of(engine)[0].call(Abort()).wait()
         assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_end_of_a_worker_says_whether_it_was_killed_from_here(tmp_path: Path, is_own: bool) -> None:
+    link = ProcessLink(Hello(cbatch=VERSION), str(tmp_path))
+    if is_own:
+        link.kill()
+    else:
+        os.kill(link.pid, signal.SIGKILL)
+    how = "killed by the process that started it" if is_own else "ended by SIGKILL, as the system"
+    assert link.end().startswith(how)
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSEGV", "SIGTERM"])
