@@ -113,7 +113,8 @@ class ProcessLink:
         if not code:
             return ""
         words = " | ".join([*self._words])
-        how = "killed by the process that started it" if self._is_killed else _how(code)
+        is_own = self._is_killed and code == -signal.SIGKILL
+        how = "killed by the process that started it" if is_own else _how(code)
         return f"{how}{': ' if words else ''}{words}"
 
     def _listen(self) -> None:
