@@ -99,7 +99,7 @@ class _HostBatch:
         if not self.is_streamed and len(chunks) == len(results):
             pairs = zip(chunks, results, strict=True)
             chunks = [chunk for chunk, (_, result) in pairs if not _is_whole(chunk, result)]
-        self._host.deliver(chunks, results)
+        self._host.deliver(self, chunks, results)
 
     def expect_choices(self, n: int) -> None:
         """Do nothing: a result has all its choices."""
@@ -124,7 +124,8 @@ class Host:
         can_abort = os.environ.get(DEBUG) == "1"
         self._read = reader(ANY_COMMAND if can_abort else COMMAND, frames)
         self._batches: dict[str, _HostBatch] = {}
-        """The target of each request in flight, by id."""
+        """The target of each request in flight, by id. Changed under `_renaming`."""
+        self._renaming = threading.Lock()
         self._ids, self._options = Ids(), _LastOptions(options or RunOptions())
         self._later: dict[threading.Thread, int] = {}
         """Threads of commands that wait or compute, and the bytes of each one's line."""
@@ -196,16 +197,17 @@ class Host:
     # ---- output ----
 
     def deliver(
-        self, chunks: Sequence[BatchOutputChunk], results: Sequence[tuple[int, BatchResult]]
+        self,
+        batch: _HostBatch,
+        chunks: Sequence[BatchOutputChunk],
+        results: Sequence[tuple[int, BatchResult]],
     ) -> None:
-        """Hand output to the thread that writes. Owner thread."""
+        """Hand output of a batch to the thread that writes. Owner thread."""
         # a client whose engine has failed knows what becomes of its requests
         if self._ending is not SessionEnd.FAILED:
             self._outbox.deliver(chunks, [result for _, result in results])
-        for _, result in results:
-            self._batches.pop(result.id, None)
-        if results and self._ending is not None:  # else nobody waits for that
-            self._changed.wake()
+        if results:
+            self._forget([result.id for _, result in results], batch)
 
     def _end(self, cause: EngineClosedError | None) -> None:
         """Tell why the engine has stopped, where nobody has closed it; requests in flight get no results then."""
@@ -341,18 +343,22 @@ class Host:
             is_part=command.part,
         )
         batch.ids.update(enumerate(ids))
-        self._batches.update(dict.fromkeys(ids, batch))
-        with self._forgotten_if_it_raises(ids):
+        self._know(ids, batch)
+        with self._forgotten_if_it_raises(ids, batch):
             queue = self._runtime.enter(submission)
 
         def finish() -> object:
-            with self._forgotten_if_it_raises(ids):
+            with self._forgotten_if_it_raises(ids, batch):
                 queue()
             return ids
 
         if not self._runtime.has_limit:
             return finish()
-        return _Later(finish, partial(self._runtime.orders.take_back, ids))
+        return _Later(finish, partial(self._undo, ids, batch))
+
+    def _undo(self, ids: Sequence[str], batch: _HostBatch) -> None:
+        self._runtime.orders.take_back(ids)
+        self._forget(ids, batch)
 
     def _batch(self, command: RunCommand | Extend) -> _HostBatch:
         return _HostBatch(self, is_streamed=command.stream, wants_tokens=command.by_token)
@@ -364,17 +370,27 @@ class Host:
                 raise DuplicateIdError(id)
 
     @contextmanager
-    def _forgotten_if_it_raises(self, ids: Sequence[str]) -> Iterator[None]:
+    def _forgotten_if_it_raises(self, ids: Sequence[str], batch: _HostBatch) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._forget(ids)
+            self._forget(ids, batch)
             raise
 
-    def _forget(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            self._batches.pop(id, None)
-        self._changed.wake()
+    def _know(self, ids: Sequence[str], batch: _HostBatch) -> None:
+        with self._renaming:
+            for id in ids:
+                self._batches.pop(id, None)  # an earlier request's id is equal, and means that one
+                self._batches[id] = batch
+
+    def _forget(self, ids: Iterable[str], batch: _HostBatch) -> None:
+        """Forget requests of a batch; each id may be that of another request by now."""
+        with self._renaming:
+            for id in ids:
+                if self._batches.get(id) is batch:
+                    del self._batches[id]
+        if self._ending is not None:  # else nobody waits for that
+            self._changed.wake()
 
     def _extend(self, command: Extend) -> object:
         """Queue a request that continues a result; return its id."""
@@ -385,8 +401,8 @@ class Host:
             tokens = BatchPrompt(tokens=result.token_ids)
             self._runtime.n_tokens_of(tokens, RunOptions())  # all are in the vocabulary
         batch.ids[0] = result.id
-        self._batches[result.id] = batch
-        with self._forgotten_if_it_raises([result.id]):
+        self._know([result.id], batch)
+        with self._forgotten_if_it_raises([result.id], batch):
             return self._runtime.extend(result, command.n_tokens, batch, is_paused=command.paused)
 
     def _extended(self, command: Extend) -> BatchResult:
@@ -436,7 +452,9 @@ class Host:
     def _take_back(self, command: TakeBack) -> object:
         """Take out requests that never had a slot, without a result; return their ids."""
         ids = self._runtime.orders.take_back(command.ids)
-        self._forget(ids)
+        for id in ids:
+            if (batch := self._batches.get(id)) is not None:
+                self._forget([id], batch)
         return ids
 
     def _record_steps(self, command: RecordSteps) -> object:

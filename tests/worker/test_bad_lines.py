@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -18,8 +19,14 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.options import RunOptions
 from cbatch.worker.framing import N_LINE_MAX
 from cbatch.worker.host import SessionEnd
+from cbatch.worker.outbox import Outbox
 from tests.profiles import examples
 from tests.worker.programs import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.response import BatchResult
 
 NEIGHBOUR = {"prompt": "neighbour", "id": "neighbour"}
 OWN = {"max_tokens": 20, "seed": 3, "ignore_eos": True}
@@ -189,6 +196,33 @@ def test_random_lines_are_answered_and_stop_nobody(
     bugs = [said for said in found["replies"] if len(said) == 3 and "a bug" in said[2]["message"]]
     bugs += [said for said in found.get("errors", ()) if "a bug" in said["message"]]
     assert bugs == []
+
+
+def test_request_with_the_id_of_one_that_just_ended_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its id comes when the result is written, before the thread that computes goes on."""
+    again = {"items": [{"prompt": "b", "id": "x"}], "options": {"max_tokens": 40}, "paused": True}
+    deliver = Outbox.deliver
+
+    def delivered(outbox: Outbox, chunks: Any, results: Sequence[BatchResult]) -> None:
+        deliver(outbox, chunks, results)
+        if results and not are_known.is_set():
+            are_written.set()
+            are_known.wait(0.5)  # longer where the second has to wait for this one
+
+    are_written, are_known = threading.Event(), threading.Event()
+    monkeypatch.setattr(Outbox, "deliver", delivered)
+    with Program(FakeBackend(1, 64)) as program:
+        program.read()
+        program.send("run", items=[{"prompt": "a", "id": "x"}], options={"max_tokens": 1})
+        are_written.wait()
+        program.read_until("results")
+        assert program.call("run", **again) == ["x"]
+        are_known.set()
+        [result] = program.rest()["results"]
+        assert [slot.status for slot in program.runtime.slots()] == ["free"]
+    assert len(result["token_ids"]) == 40
 
 
 def test_last_number_of_a_wrong_line_is_answered() -> None:
