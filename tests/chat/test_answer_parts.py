@@ -133,7 +133,7 @@ STOPS = st.sampled_from([{}, {}, {"stops": ["Well", "}}", "</", "\n\n"]}])
 TAILS = st.sampled_from([b"", b"", b"<think>\n", b"<think></think>"])
 
 
-@settings(max_examples=examples(4000))
+@settings(max_examples=examples(1500))
 @given(answers(), STOPS, st.booleans(), TAILS, st.booleans())
 def test_parts_as_they_come_are_those_of_the_whole_answer(
     case: tuple[str, dict[str, Any], list[int], list[int]],
