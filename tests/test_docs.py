@@ -180,6 +180,23 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the names of a page's headings in links, as GitHub makes them."""
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
+    words = (line.lstrip("#").strip().lower().replace(" ", "-") for line in lines)
+    return {re.sub(r"[^\w-]", "", heading) for heading in words}
+
+
+def test_links_into_pages_lead_to_headings() -> None:
+    wrong = []
+    for page in PAGES:
+        for to, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            target = page.parent / to if to else page
+            if anchor not in anchors_of(target):
+                wrong.append(f"{page.name}: {to}#{anchor}")
+    assert wrong == []
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     assert [page.name for page in DOCS if f"docs/{page.name})" not in text_of("README.md")] == []
 

@@ -1,4 +1,4 @@
-"""A day of traffic in a minute: `python -m cbatch.bench.simulate --policy fcfs shortest --slots 16 32`.
+"""Traffic in virtual time: `python -m cbatch.bench.simulate --policy fcfs shortest --slots 16 32`.
 
 The scheduler that serves models is driven here on `FakeBackend` in virtual time. What a step takes comes from a table
 that `cbatch.bench.step_costs` measured, so policies, slots and budgets can be compared on millions of requests.

@@ -50,9 +50,9 @@ def run(
     Items are OpenAI's batch lines, or cbatch's: {"id": "a", "messages": [{"role":
     "user", "content": "Hi"}], "options": {"max_tokens": 9}}. Instead of messages
     they may have a prompt (text to complete, with --chat a question) or tokens
-    (ids); id and options are optional. Rows of CSV, TSV, Parquet or JSON, and
-    lines of text, need --template or a column prompt. An item's options override
-    those given here.
+    (ids); id and options are optional. Rows of CSV, TSV, Parquet or JSON need
+    --template, or a column prompt, text or messages; a line of text is a prompt
+    without one. An item's options override those given here.
 
     After Ctrl-C, a crash or a full disk, the same command continues the run.
     Ctrl-C once finishes the running items, twice stops now.

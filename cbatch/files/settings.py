@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.engine import Engine
-from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import EngineOptions, check_settings
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.loading import check_replicas, check_structure, load
@@ -125,6 +125,7 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, 
         UnsupportedOptionError: an unknown name.
     """
     names = {f.name for f in fields(FileOptions)}
+    check_settings(settings, [*names, *[f.name for f in fields(EngineOptions)]])
     rest = {name: value for name, value in settings.items() if name not in names}
     EngineOptions.of(rest)
     return FileOptions(**{n: v for n, v in settings.items() if n in names}), rest

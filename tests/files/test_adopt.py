@@ -260,6 +260,11 @@ def test_adopt_is_refused_where_it_could_do_nothing(engine: Engine, folder: Path
         run(engine, folder, adopt=True, force=True)
     with pytest.raises(ConfigError, match=r"leave --adopt out"):
         run_file(folder / "in.jsonl", "/dev/null", engine=engine, adopt=True)
+    for name, may_adopt in (("a.csv", False), ("a.jsonl", True)):
+        (folder / name).write_text("of another program")
+        with pytest.raises(ConfigError, match=r"exists already.*give another file") as told:
+            run_file(folder / "in.jsonl", folder / name, engine=engine)
+        assert ("--adopt" in str(told.value)) is may_adopt
     with pytest.raises(ConfigError, match=r"adopt has no effect here"):
         stream_file(folder / "in.jsonl", engine, adopt=True)
 

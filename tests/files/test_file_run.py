@@ -515,6 +515,8 @@ def test_wrong_settings_are_named(engine: Engine, source: Path, out: Path) -> No
     ):
         with pytest.raises(ConfigError, match=words):
             run_file(source, out, engine=engine, **settings)
+    with pytest.raises(UnsupportedOptionError, match="did you mean template"):
+        run_file(source, out, engine=engine, tmplate="{a}")
     with pytest.raises(UnsupportedOptionError, match="parralel"):
         run_file(source, out, engine=engine, parralel=3)
     with pytest.raises(UnsupportedOptionError, match=r"tempature: .*options=\{'temperature': …\}"):

@@ -406,6 +406,6 @@ def _stored(text: str) -> str | bytes:
 def _damaged(path: Path, problem: object) -> LostError:
     return LostError(
         f"{path}: is damaged, or no manifest of cbatch ({problem})",
-        "put it back, have it made again of JSON lines (--adopt), give another output, or replace it with its output "
-        "(--force)",
+        "put it back, give another output, or replace it with its output (--force); of JSON lines it can be made again "
+        "(--adopt)",
     )

@@ -229,7 +229,7 @@ def _new_row(file: int, path: Path, spec: OutputSpec) -> FileRow:
     if not spec.header.startswith(found.rstrip(b"\0")) and not spec.force:  # a disk may leave zeros
         raise LostError(
             f"{path}: exists, and no manifest of cbatch lists its records",
-            "give another file, rebuild the manifest from JSON lines (--adopt), or replace it (--force)",
+            "give another file, or replace it (--force); of JSON lines the manifest can be rebuilt (--adopt)",
         )
     return FileRow(file, path, spec.header)
 

@@ -328,8 +328,8 @@ def _change(fd: int, row: FileRow, manifest: Manifest) -> str | None:
 def _changed_error(path: Path, problem: str) -> LostError:
     return LostError(
         f"{path}: was changed since cbatch wrote it: {problem}",
-        "put it back as it was, have its JSON lines adopted as they are (--adopt), give another output, or start again "
-        "(--force); for the order of the input there is `cbatch sort`",
+        "put it back as it was, give another output, or start again (--force); JSON lines can be adopted as they are "
+        "(--adopt); for the order of the input there is `cbatch sort`",
     )
 
 

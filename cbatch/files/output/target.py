@@ -81,9 +81,13 @@ class RunOutputs:
     def _paths(self) -> list[Path]:
         return [path for path in (self.path, self._options.errors) if path is not None]
 
+    @property
+    def _can_adopt(self) -> bool:
+        return not self._is_pipe and isinstance(self.encoder, TraceableEncoder)
+
     def _check_format(self) -> None:
-        errors, is_traceable = self._options.errors, isinstance(self.encoder, TraceableEncoder)
-        if self._options.adopt and (self._is_pipe or not is_traceable):
+        errors = self._options.errors
+        if self._options.adopt and not self._can_adopt:
             what = "a pipe" if self._is_pipe else self.format
             raise ConfigError(
                 f"{self.path}: --adopt needs a file of openai's or cbatch's lines, not {what}: leave --adopt out"
@@ -100,9 +104,10 @@ class RunOutputs:
         is_known = not self._is_pipe and manifest_at(self._records).exists()
         may_begin = self._options.force or self._options.adopt or is_known
         if path and path.is_file() and path.stat().st_size and not may_begin:
+            adopt = "--adopt to rebuild the manifest from its lines, " if self._can_adopt else ""
             raise ConfigError(
                 f"{path}: exists already, and cbatch did not write it or its manifest is missing: give another file, "
-                "--adopt to rebuild the manifest from JSON lines, or --force to replace the file"
+                f"{adopt}or --force to replace the file"
             )
 
     @contextmanager
