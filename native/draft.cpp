@@ -75,7 +75,7 @@ size_t place_of(const gram_table & table, const std::vector<int32_t> & tokens, i
     const int32_t * gram = tokens.data() + end - table.n;
     const size_t mask = table.ends.size() - 1;
     size_t i = hash_of(gram, table.n) & mask;
-    for (int32_t n_tried = 1; n_tried < n_places_tried; n_tried++) {
+    for (int32_t n = 1; n < n_places_tried; n++) {
         if (table.ends[i] == 0 || std::equal(gram, gram + table.n, tokens.data() + table.ends[i] - table.n)) {
             break;
         }
