@@ -175,6 +175,12 @@ def full_pipe() -> Iterator[tuple[int, int]]:
         os.close(sink)
 
 
+def listens(path: Path) -> bool:
+    """Whether somebody listens at a path, which is there a moment before."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -196,7 +202,7 @@ def test_server_whose_stderr_nobody_reads_serves_and_ends(
         try:
             transport = httpx.HTTPTransport(uds=str(path))
             with httpx.Client(transport=transport, base_url="http://localhost") as client:
-                wait_until(lambda: path.exists() or process.poll() is not None)
+                wait_until(lambda: listens(path) or process.poll() is not None)
                 chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
                 for _ in range(2):
                     answer = client.post("/v1/chat/completions", json=chat, timeout=60)
@@ -228,7 +234,7 @@ def test_server_without_a_usable_stderr_serves_and_ends(
         try:
             transport = httpx.HTTPTransport(uds=str(path))
             with httpx.Client(transport=transport, base_url="http://localhost") as client:
-                wait_until(lambda: path.exists() or process.poll() is not None)
+                wait_until(lambda: listens(path) or process.poll() is not None)
                 for _ in range(3):
                     assert client.get("/health", timeout=60).status_code == 200
             process.terminate()
