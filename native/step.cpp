@@ -104,6 +104,7 @@ struct cbatch_stepper {
     int32_t n_rows;
     int32_t n_scores;
     int32_t n_all_drafts;
+    bool may_draft;                    // whether the step may have drafts, and what it takes is learned
     int32_t n_steps;                   // the caller's: also the most tokens of one chunk
     int32_t n_drafts_most;            // the caller's
     bool is_even;                      // the caller's
@@ -347,11 +348,11 @@ int32_t estimate_chances(cbatch_stepper * s) {
     return has_any ? n_each : 0;
 }
 
-// Decide how many drafts stand behind each chunk, and write them down.   may_draft: whether the step may have some.
-void make_drafts(cbatch_stepper * s, bool may_draft) {
+// Decide how many drafts stand behind each chunk, and write them down.
+void make_drafts(cbatch_stepper * s) {
     s->n_all_drafts = 0;
     std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
-    const int32_t n_each = may_draft && s->gains[s->n_chunks].allows() ? estimate_chances(s) : 0;
+    const int32_t n_each = s->may_draft && s->gains[s->n_chunks].allows() ? estimate_chances(s) : 0;
     if (n_each == 0) {
         return;
     }
@@ -602,11 +603,12 @@ void feed(cbatch_stepper * s) {
     }
 }
 
-// Do one step and add it to the report; return whether it was done.   may_draft: whether it may have drafts.
-bool step(cbatch_stepper * s, const int32_t * tokens, bool may_draft, cbatch_report * report) {
+// Do one step and add it to the report; return whether it was done.
+bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     const int64_t start_ns = s->api.clock_ns();
     feed_histories(s, tokens);
-    make_drafts(s, may_draft);
+    s->may_draft = s->n_drafts_most > 0 && is_plain(*s);
+    make_drafts(s);
     fill_batch(s, tokens);
     report->code = decode(s);
     if (report->code == 0) {
@@ -645,10 +647,9 @@ void learn_step(cbatch_stepper * s, int64_t ns) {
 void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t budget_us, cbatch_report * report) {
     const int64_t start_ns = s->api.clock_ns();
     int64_t step_ns = start_ns;
-    bool may_draft = s->n_drafts_most > 0 && is_plain(*s);
-    while (step(s, tokens, may_draft, report)) {
+    while (step(s, tokens, report)) {
         const bool is_over = take_sampled(s, report);
-        if (may_draft) {
+        if (s->may_draft) {
             learn_step(s, s->api.clock_ns() - step_ns);
         }
         const bool is_interrupted = s->is_interrupted.exchange(false);
@@ -659,7 +660,6 @@ void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t bu
         step_ns = s->api.clock_ns();
         feed(s);
         tokens = s->fed.data();
-        may_draft = s->n_drafts_most > 0 && is_plain(*s);
     }
 }
 
