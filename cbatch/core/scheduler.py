@@ -53,8 +53,8 @@ MOST_OVER_ROWS = 9.0
 hardly any faster."""
 
 LEAST_BURST_S = 0.2
-"""Seconds of prompts that a step of a burst has at least: who waits does not notice less, and each step costs time of
-the interpreter and of readers besides."""
+"""Least seconds of prompts in a step of a burst: a reader does not notice less. Each step costs time of the interpreter
+and of readers besides."""
 
 N_DRAFTS_MAX = 7
 """Most draft tokens behind a row's own. Our choice: steps of more than eight rows are seldom as short."""

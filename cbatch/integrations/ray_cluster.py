@@ -56,7 +56,7 @@ def settle_actors(n: int | None, n_cpus: float | None, *, can_grow: bool) -> tup
 def why_never(nodes: Sequence[float], n: int, n_cpus: float, n_spare: int) -> str:
     """Return why actors would wait for ever; empty where they would not.
 
-    Reading the input takes a CPU of those that are to spare, and leaving out rows that Ray has checkpoints of another.
+    Reading the input takes one of the spare CPUs. Leaving out rows that Ray has checkpoints of takes another.
     """
     if sum(int(c // n_cpus) for c in nodes) < n:
         return f"do not fit into the cluster, whose nodes have {', '.join(f'{c:g}' for c in nodes)}"
