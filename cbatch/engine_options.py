@@ -109,7 +109,7 @@ class ScheduleOptions:
     prefill_budget: int | None = checked(check_int, 1, MAX_INT)
     prefill_chunk: int | None = checked(check_int, 1, MAX_INT)
     itl_ms: float | None = checked(check_float, 1e-3, 1e9)
-    speculate: Speculate = checked(check_choice, *get_args(Speculate), default="off")
+    speculate: Speculate = checked(check_choice, *get_args(Speculate), default="auto")
     swap_mib: int = checked(check_int, 0, MAX_INT, default=1024)
     share_prefixes: bool = checked(check_flag, default=True)
     checkpoint_mib: int | None = checked(check_int, 0, MAX_INT)

@@ -200,7 +200,7 @@ class StepPlan:
     """Seconds of the run, from where computing begins; 0 for no limit."""
     n_drafts: int = 0
     """Most draft tokens that a step may compute behind a row's own token: only in a run of several steps, and where
-    `KvCapabilities.can_trim`. A draft that equals the token sampled before it is accepted: its own row is sampled in
+    `KvCapabilities.can_draft`. A draft that equals the token sampled before it is accepted: its own row is sampled in
     the same step. So a row samples one token a step or more, and a run ends when one has sampled `n_steps`."""
     clears: tuple[Slot, ...] = ()
     """Slots to empty, whatever is in them."""
@@ -303,6 +303,8 @@ class KvCapabilities:
     """Cells in total."""
     can_trim: bool = True
     """Whether the end of a sequence can be taken off."""
+    can_draft: bool = False
+    """Whether steps may have draft tokens: `StepPlan.n_drafts`. Implies `can_trim`."""
     can_save: bool = False
     """Whether a sequence's cells can be copied out and into another slot."""
     can_check: bool = True

@@ -127,7 +127,7 @@ class ContinuousBatchScheduler:
         self._has_checkpoints = cells.prefixes.checkpoints.is_on
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
-        can_draft = options.speculate != "off" and memory.can_trim and not cuts
+        can_draft = options.speculate != "off" and memory.can_draft and not cuts
         self._n_drafts = N_DRAFTS_MAX if can_draft else 0
         self._has_adapters = has_adapters
         self._adapter_turns: Mapping[AdapterSet, int] = {}
