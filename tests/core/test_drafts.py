@@ -11,11 +11,13 @@ from cbatch.core.plan import KvCapabilities, PromptCuts
 from cbatch.core.scheduler import N_DRAFTS_MAX
 from tests.helpers import Rig, drive, make_scheduler, make_sequences
 
+MEMORY = KvCapabilities("partitioned", 3 * 64, can_draft=True)
+
 
 def played(
     n: int = 6,
     options: dict[str, Any] | None = None,
-    memory: KvCapabilities = KvCapabilities("partitioned", 3 * 64, can_draft=True),
+    memory: KvCapabilities = MEMORY,
     **given: Any,
 ) -> Rig:
     rig = make_scheduler(3, memory=memory, **given)
