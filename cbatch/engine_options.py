@@ -53,7 +53,7 @@ CellType: TypeAlias = Literal[
 Kv: TypeAlias = Literal["auto", "partitioned", "unified"]
 Policy: TypeAlias = Literal["fcfs", "priority", "shortest", "round_robin"]
 Ttft: TypeAlias = Literal["auto", "first", "any"]
-Speculate: TypeAlias = Literal["off", "auto"]
+Speculate: TypeAlias = Literal["off", "ngram", "auto"]
 SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
 
@@ -83,10 +83,11 @@ class ScheduleOptions:
             the rest of the step, while a reader streams output.
         prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
-        speculate: "auto" drafts the tokens that followed the newest ones where they stood before, in prompt or answer,
-            computes them in the same step, and keeps those that are sampled too; as many as make answers faster, by
-            what steps take and how many were kept. Answers differ by no more than the rounding that company changes
-            too. With `exact`, and where memory cannot be cut, there are none. "off": one token a step.
+        speculate: "auto" drafts the tokens that followed the newest ones where they stood before, in the prompt, the
+            answer, or other answers of the same call, computes them in the same step, and keeps those that are sampled
+            too; as many as make answers faster, by what steps take and how many were kept. Answers differ by no more
+            than the rounding that other requests in the batch cause too. With `exact`, and where memory cannot be cut,
+            there are none. "ngram": from the prompt and the answer alone. "off": one token a step.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
         share_prefixes: compute a common prefix of prompts once and share its cells.
         checkpoint_mib: most host memory for checkpoints, by which sequences share a prefix where memory cannot be cut

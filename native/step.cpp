@@ -44,6 +44,7 @@ struct binding {
     int64_t cost_ps = 0;  // of one logit under the rule
     std::vector<int32_t> stop;
     std::unique_ptr<drafts> next;  // NULL where it has no drafts
+    int32_t last_token = CBATCH_NO_TOKEN;  // sampled last, which has no cell yet
 };
 
 // One row to sample in the current step, and those of the drafts behind it.
@@ -118,7 +119,7 @@ struct cbatch_stepper {
 
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
-    hit_rate match_rates[n_match_classes];  // how often drafts were right, by how long they matched
+    hit_rate match_rates[n_match_kinds];   // how often drafts were right, by where and how long they matched
     int32_t n_drafting;                     // steps that had drafts, or were to have some
     width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
     std::vector<draft_gain> gains;          // (n_slots + 1) by the number of chunks
@@ -192,6 +193,15 @@ bool is_pad(const cbatch_chunk & c) {
 
 bool is_sampled(const cbatch_chunk & c) {
     return c.has_output != 0 && !is_pad(c) && c.has_output != CBATCH_SILENT_ROW;
+}
+
+bool is_stop(const binding & b, int32_t token) {
+    for (const int32_t stop : b.stop) {
+        if (token == stop) {
+            return true;
+        }
+    }
+    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
 }
 
 // ---- checking a run before anything is done ----
@@ -329,6 +339,23 @@ bool is_plain(const cbatch_stepper & s) {
     return s.masks == nullptr && s.given_rows == nullptr && s.scoring == nullptr;
 }
 
+// Fill the chances of one chunk's drafts. A stop token is no draft: what is behind it is never sampled.
+void estimate_chunk(const cbatch_stepper & s, int32_t i_chunk, int32_t n_each, float * chances) {
+    const binding & b = s.bindings[s.chunks[i_chunk].slot];
+    std::fill(chances, chances + n_each, 0.0f);
+    const int32_t n = b.next != nullptr ? b.next->n_drafts(n_each) : 0;
+    float all_right = 1.0f;
+    int32_t made[n_drafts_each];
+    for (int32_t j = 0; j < n; j++) {
+        made[j] = b.next->draft(j, made);
+        if (is_stop(b, made[j])) {
+            return;
+        }
+        all_right *= b.next->chance(s.match_rates, j);
+        chances[j] = all_right;
+    }
+}
+
 // Fill `chances`; return for how many drafts of each chunk, 0 where none can be right.
 int32_t estimate_chances(cbatch_stepper * s) {
     int32_t n_each = std::min(s->n_drafts_most, n_drafts_each);
@@ -337,13 +364,8 @@ int32_t estimate_chances(cbatch_stepper * s) {
     }
     bool has_any = false;
     for (int32_t i = 0; i < s->n_chunks && n_each > 0; i++) {
-        const drafts * next = s->bindings[s->chunks[i].slot].next.get();
-        float all_right = 1.0f;
-        for (int32_t j = 0; j < n_each; j++) {
-            all_right *= next != nullptr ? next->chance(s->match_rates, j) : 0.0f;
-            s->chances[i * n_each + j] = all_right;
-        }
-        has_any |= all_right > 0.0f;
+        estimate_chunk(*s, i, n_each, s->chances.data() + i * n_each);
+        has_any |= s->chances[i * n_each] > 0.0f;
     }
     return has_any ? n_each : 0;
 }
@@ -367,7 +389,7 @@ void make_drafts(cbatch_stepper * s) {
         const drafts * next = s->bindings[s->chunks[i].slot].next.get();
         int32_t * own = s->draft_tokens.data() + s->n_all_drafts;
         for (int32_t j = 0; j < s->n_drafts[i]; j++) {
-            own[j] = s->chances[i * n_each] > 0.0f ? next->draft(j, own) : pad_token;
+            own[j] = s->chances[i * n_each + j] > 0.0f ? next->draft(j, own) : pad_token;
         }
         s->n_all_drafts += s->n_drafts[i];
     }
@@ -485,15 +507,6 @@ int32_t sample_logits(cbatch_stepper * s, const output_row & row, int32_t i_in_s
     return token;
 }
 
-bool is_stop(const binding & b, int32_t token) {
-    for (const int32_t stop : b.stop) {
-        if (token == stop) {
-            return true;
-        }
-    }
-    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
-}
-
 // Sample a row, and those of its drafts as long as they are what was sampled.
 void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratch) {
     output_row & row = s->rows[i_row];
@@ -577,6 +590,7 @@ bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
         if (n_accepted > 0) {
             b.next->feed(end - n_accepted, sampled, n_accepted, true, s->match_rates);
         }
+        b.last_token = sampled[n_accepted];
         if (b.next != nullptr) {
             report->n_drafts += row.n_drafts;
         }
@@ -663,6 +677,31 @@ void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t bu
     }
 }
 
+// ---- answers of a group ----
+
+// Return the answers of a group, or NULL for group 0. Throws std::bad_alloc.
+std::shared_ptr<group_answers> answers_of(const cbatch_stepper & s, int64_t group) {
+    if (group == 0) {
+        return nullptr;
+    }
+    for (const binding & b : s.bindings) {
+        if (b.next != nullptr && b.next->answers != nullptr && b.next->answers->group == group) {
+            return b.next->answers;
+        }
+    }
+    std::shared_ptr<group_answers> made = std::make_shared<group_answers>();
+    made->group = group;
+    return made;
+}
+
+// Keep what a slot's sequence was answered for the others of its group.
+void leave(binding * b) noexcept {
+    if (b->next == nullptr || b->next->answers == nullptr || b->next->is_lost) {
+        return;
+    }
+    b->next->answers->add(b->next->text.tokens, b->output_origin, b->last_token);
+}
+
 }  // namespace
 
 int32_t cbatch_abi_version(void) noexcept {
@@ -730,9 +769,11 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
         b.cost_ps = sample_cost_ps(b.row.rule);
         if (binding->has_drafts != 0) {
             b.next = std::make_unique<drafts>();
-            b.next->tokens.assign(binding->history, binding->history + binding->n_history);
+            b.next->text.tokens.assign(binding->history, binding->history + binding->n_history);
+            b.next->answers = answers_of(*s, binding->draft_group);
         }
         b.is_bound = true;
+        leave(&s->bindings[slot]);
         s->bindings[slot] = std::move(b);
     } catch (const std::exception &) {
         return CBATCH_NO_MEMORY;

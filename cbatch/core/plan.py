@@ -144,6 +144,8 @@ class Binding:
     """Changes each row of logits before anything else; None: no processor."""
     has_drafts: bool = False
     """Whether the backend may draft tokens of it: `StepPlan.n_drafts`."""
+    draft_group: int = 0
+    """Not 0: drafts may come from the answers of sequences with the same number, too."""
 
 
 @dataclass(slots=True)

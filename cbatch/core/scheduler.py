@@ -129,6 +129,7 @@ class ContinuousBatchScheduler:
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         can_draft = options.speculate != "off" and memory.can_draft and not cuts
         self._n_drafts = N_DRAFTS_MAX if can_draft else 0
+        self._shares_drafts = options.speculate in ("auto", "job")
         self._has_adapters = has_adapters
         self._adapter_turns: Mapping[AdapterSet, int] = {}
         self._n_adapter_turns = 0
@@ -253,10 +254,15 @@ class ContinuousBatchScheduler:
         if not (placed or slot_plan.cells.rebinds):
             return ()
         rebound = [(holders[slot], slot) for slot in slot_plan.cells.rebinds]
-        may_draft = self._n_drafts > 0
+        may_draft, shares = self._n_drafts > 0, self._shares_drafts
         held = [(d, slot) for d, slot in rebound if d is not None and d not in placed]
         held += [(driver, slot) for driver, (slot, _) in placed.items()]
-        return tuple([driver.binding(slot, has_drafts=may_draft) for driver, slot in held])
+        return tuple(
+            [
+                driver.binding(slot, has_drafts=may_draft, shares_drafts=shares)
+                for driver, slot in held
+            ]
+        )
 
     # ---- what a step computes ----
 

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 10
+#define CBATCH_ABI_VERSION 11
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -134,6 +134,8 @@ typedef struct cbatch_binding {
     int32_t has_logprobs;  // not 0: report log-probabilities
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
     int32_t has_drafts;   // not 0: what followed its newest tokens before may be computed ahead; `history` is all of it
+    // Not 0: drafts come from answers of slots that were bound with the same number, too; they are kept as long as one is.
+    int64_t draft_group;
 } cbatch_binding;
 
 // Log-probabilities of one token by the model's own logits: before any changed row, mask, bias, penalty, filter or temperature.

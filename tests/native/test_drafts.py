@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -254,6 +254,39 @@ def test_drafts_rest_where_steps_take_longer_than_they_mostly_do() -> None:
     )
     n_steps = sum(r.n_steps for r in results)
     assert 16 <= sum(r.n_drafts for r in results) < n_steps / 8
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_drafted"), [((1, 1), True), ((1, 2), False), ((0, 0), False)]
+)
+def test_answers_of_a_group_are_drafted_from(groups: tuple[int, int], is_drafted: bool) -> None:
+    """Both answers are the same: each token follows from its place, and hardly two of them come again."""
+    answer = np.random.default_rng(1).integers(0, N_VOCAB, 200)
+
+    def row(tokens: list[int]) -> Any:
+        logits = np.zeros(N_VOCAB, np.float32)
+        logits[answer[len(tokens) - 3]] = 1.0
+        return logits
+
+    llama = TextLlama(row)
+    stepper = NativeStepper(
+        None, n_slots=1, n_batch=8, n_vocab=N_VOCAB, n_threads=1, api=llama.api()
+    )
+    accepted = []
+    for prompt, group in zip(([3, 1, 2], [9, 8, 2]), groups, strict=True):
+        llama.cells.clear()
+        [binding] = bindings_of([prompt], GREEDY)
+        stepper.bind(replace(binding, draft_group=group))
+        found, n_accepted = stepper.run([Chunk(Slot(0), 0, prompt, has_output=True)]).tokens[0], 0
+        while len(found) < 150:
+            chunk = Chunk(Slot(0), 2 + len(found), [found[-1]], has_output=True)
+            result = stepper.run([chunk], 16, n_drafts=7)
+            found, n_accepted = [*found, *result.tokens[0]], n_accepted + result.n_accepted
+        assert found == [*answer[: len(found)]]
+        accepted.append(n_accepted)
+    stepper.close()
+    assert accepted[0] < 20
+    assert (accepted[1] > 80) is is_drafted
 
 
 def test_slot_without_drafts_has_none() -> None:

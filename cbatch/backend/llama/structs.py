@@ -89,6 +89,7 @@ class NativeBinding(ctypes.Structure):
         ("has_logprobs", ctypes.c_int32),
         ("n_top", ctypes.c_int32),
         ("has_drafts", ctypes.c_int32),
+        ("draft_group", ctypes.c_int64),
     ]
 
 
@@ -159,6 +160,7 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
         has_logprobs=b.n_logprobs is not None,
         n_top=b.n_logprobs or 0,
         has_drafts=b.has_drafts,
+        draft_group=b.draft_group,
     )
     return native, (stop, history, breakers, biases)
 
