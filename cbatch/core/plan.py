@@ -280,9 +280,9 @@ class StepResult:
     """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; a constraint with nothing to say is left out."""
-    n_drafts: int = 0
-    """Draft tokens that were computed."""
-    n_accepted: int = 0
+    n_drafts: tuple[int, int, int] = (0, 0, 0)
+    """Draft tokens that were computed: that the sequence repeats, of its group, of a draft model."""
+    n_accepted: tuple[int, int, int] = (0, 0, 0)
     """Those of them that were accepted."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows in place of tokens."""

@@ -502,6 +502,16 @@ class ContinuousBatchScheduler:
         has_room = slot_plan.ledger.n_free_cells >= n_tokens + N_TARGETS_MAX
         return self._n_drafts if has_room else 0
 
+    def _count_drafts(self, result: StepResult) -> None:
+        stats, (_, n_job, n_model) = self._stats, result.n_drafts
+        stats.n_draft_tokens += sum(result.n_drafts)
+        stats.n_job_draft_tokens += n_job
+        stats.n_model_draft_tokens += n_model
+        _, n_job, n_model = result.n_accepted
+        stats.n_accepted_tokens += sum(result.n_accepted)
+        stats.n_job_accepted_tokens += n_job
+        stats.n_model_accepted_tokens += n_model
+
     def _check_progress(self, slot_plan: SlotPlan) -> None:
         """Refuse to sleep while a sequence could be served.
 
@@ -580,8 +590,8 @@ class ContinuousBatchScheduler:
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
         self._stats.n_pad_rows += result.n_pad_rows
-        self._stats.n_draft_tokens += result.n_drafts
-        self._stats.n_accepted_tokens += result.n_accepted
+        if any(result.n_drafts):
+            self._count_drafts(result)
         self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, result.first_s)

@@ -199,8 +199,8 @@ class FakeBackend:
             logprobs=found,
             scores=self._scores if n_done else {},
             grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
-            n_drafts=self._n_drafts,
-            n_accepted=self._n_accepted,
+            n_drafts=(self._n_drafts, 0, 0),
+            n_accepted=(self._n_accepted, 0, 0),
             failures=self._failures,
         )
 

@@ -97,6 +97,17 @@ N_TOP_MAX = 20
 """Most alternatives that are reported of a token. Source: native/include/cbatch.h, CBATCH_TOP_MAX."""
 
 
+class NativeDraftContext(ctypes.Structure):
+    """The context of a draft model: `cbatch_draft_context`."""
+
+    _fields_ = [
+        ("ctx", ctypes.c_void_p),
+        ("n_batch", ctypes.c_int32),
+        ("n_window", ctypes.c_int32),
+        ("n_vocab", ctypes.c_int32),
+    ]
+
+
 class NativeLogprobs(ctypes.Structure):
     """Log-probabilities of one token: `cbatch_logprobs`."""
 
@@ -123,8 +134,8 @@ class NativeReport(ctypes.Structure):
         ("decode_ns", ctypes.c_int64),
         ("sample_ns", ctypes.c_int64),
         ("first_ns", ctypes.c_int64),
-        ("n_drafts", ctypes.c_int32),
-        ("n_accepted", ctypes.c_int32),
+        ("n_drafts", ctypes.c_int32 * 3),
+        ("n_accepted", ctypes.c_int32 * 3),
     ]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.context import context_cells, sequences_of, slot_window
+from cbatch.backend.llama.draft_model import DraftModel
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
@@ -236,10 +237,20 @@ def _load(
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
     with _opened(model, options, is_stopped) as loaded:
-        room = find_room(loaded, options, n_sharing=n_sharing)
-        settled = settle(loaded, options, room, look_ahead)
-        check_fits(loaded, settled, room)
-        backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
+        draft = _open_draft(loaded, options, is_stopped)
+        try:
+            room = find_room(
+                loaded, options, draft=draft.model if draft else None, n_sharing=n_sharing
+            )
+            settled = settle(loaded, options, room, look_ahead)
+            check_fits(loaded, settled, room)
+            backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
+            if draft is not None:
+                backend.draft_with(draft)
+        except BaseException:
+            if draft is not None:
+                draft.close()
+            raise
         warn_past_training(loaded, settled, backend.n_window)
         if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
@@ -247,6 +258,21 @@ def _load(
             load_s = round(perf_counter() - start_s, 3)
             _log_load(loaded, settled, room, backend, load_s, proof)
         return backend, ask
+
+
+def _open_draft(
+    target: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool]
+) -> DraftModel | None:
+    """Return the model that drafts for `target`; None where there is none."""
+    if options.draft is None:
+        return None
+    own = replace(options, chat_template=None)
+    model = open_model(options.draft, own, is_stopped=is_stopped)
+    try:
+        return DraftModel(model, target)
+    except BaseException:
+        model.close()
+        raise
 
 
 def _has_short_pool(
