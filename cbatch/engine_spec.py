@@ -188,7 +188,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "options" in found:
         found["options"] = RunOptions.of(found["options"])
     for name in ("cache_dir", "draft"):
-        if found.get(name) is not None:
+        if found.get(name) is not None and not is_hub_name(os.fspath(found[name])):
             found[name] = os.path.abspath(found[name])
     if found.get("adapters"):
         files = found["adapters"].items()

@@ -240,6 +240,7 @@ FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
 MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "n_batch": (("--n-batch", 256), 256),
     "n_ubatch": (("--n-ubatch", 64), 64),
+    "draft": (("--draft", "d.gguf"), "d.gguf"),
     "cache_mib": (("--cache-mib", 5), 5),
     "use_mmap": (("--no-mmap",), False),
     "use_mlock": (("--mlock",), True),

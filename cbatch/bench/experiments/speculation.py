@@ -1,7 +1,8 @@
 """What draft tokens gain or cost: `python -m cbatch.bench.experiments.speculation [MODEL]`.
 
-Three engines on one model, with `speculate="auto"`, "ngram" and "off", in turn. Each job is some answers for each slot,
-all of which run to their end. `ngram` and `ratio` are tokens a second over those of "off".
+Engines on one model, with `speculate="auto"`, "ngram", "off", and with a draft model, in turn. Each job is some answers
+for each slot, all of which run to their end. `ratio` is of "auto": tokens a second over those of "off"; `ngram` and
+`draft` likewise.
 
 Texts: "copy", sentences to repeat; "json", fields of a sentence; "story"; "list", a raw text of lines that are alike,
 which a model goes on with; "free", a raw text at temperature 1, in which nothing repeats itself.
@@ -45,8 +46,11 @@ def _json(i: int) -> BatchPrompt:
 
 
 def _story(i: int) -> BatchPrompt:
-    animal = ("fox", "owl", "dragon", "penguin")[i % 4]
-    return _chat(f"Tell me a short story about a {animal} in the {('desert', 'castle')[i % 2]}.")
+    animal = ("fox", "owl", "dragon", "penguin", "lion", "mouse", "whale", "crow")[i % 8]
+    place = ("desert", "castle", "forest", "city", "garden", "cave", "harbour", "school")[
+        i // 8 % 8
+    ]
+    return _chat(f"Tell me a short story about a {animal} in the {place}.")
 
 
 def _list(i: int) -> BatchPrompt:
@@ -104,24 +108,33 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--texts", default="copy,json,story,list,free")
     asked.add_argument("--running", default="1,2,4,8,16", help="answers at once")
     asked.add_argument("--items", type=int, default=16, help="answers of a job for each slot")
+    asked.add_argument("--draft", help="a draft model, for another engine")
     asked.add_argument("--tokens", type=int, default=128, help="of each answer, at most")
     a = asked.parse_args(words)
+    ways: list[dict[str, Any]] = [{}, {"speculate": "off"}, {"speculate": "ngram"}]
+    if a.draft:
+        ways.append({"draft": a.draft})
     for n in [int(n) for n in a.running.split(",")]:
         with ExitStack() as stack:
             engines = [
-                stack.enter_context(load(a.model, speculate=s, parallel=n, ctx_per_seq=1024))
-                for s in ("auto", "ngram", "off")
+                stack.enter_context(load(a.model, parallel=n, ctx_per_seq=1024, **settings))
+                for settings in ways
             ]
             for text in a.texts.split(","):
-                ways = [partial(job, e, text, n * a.items, a.tokens) for e in engines]
-                rounds = take_turns(a.rounds, *ways)
+                jobs = [partial(job, e, text, n * a.items, a.tokens) for e in engines]
+                rounds = take_turns(a.rounds, *jobs)
                 n_drafted = sum(auto.n_drafted for auto, *_ in rounds)
                 emit(
                     text=text,
                     running=n,
-                    off=median((off.rate for *_, off in rounds), 1),
-                    ngram=ratios((ngram.rate, off.rate) for _, ngram, off in rounds)["ratio"],
-                    **ratios((auto.rate, off.rate) for auto, _, off in rounds),
+                    off=median((off.rate for _, off, *_ in rounds), 1),
+                    ngram=ratios((r[2].rate, r[1].rate) for r in rounds)["ratio"],
+                    **(
+                        {"draft": ratios((r[3].rate, r[1].rate) for r in rounds)["ratio"]}
+                        if a.draft
+                        else {}
+                    ),
+                    **ratios((auto.rate, off.rate) for auto, off, *_ in rounds),
                     drafted_over_accepted=round(
                         n_drafted / max(1, sum(auto.n_accepted for auto, *_ in rounds)), 2
                     ),
