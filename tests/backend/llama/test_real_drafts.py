@@ -13,9 +13,8 @@ from cbatch.errors import ModelLoadError
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
-    from tests.conftest import SynthFactory
-
     from cbatch.stats import EngineStats
+    from tests.conftest import SynthFactory
 
 pytestmark = pytest.mark.real
 
