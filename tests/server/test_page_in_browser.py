@@ -583,7 +583,9 @@ def test_markdown_becomes_elements(browser: Browser) -> None:
         tab.js(SHOW)
         for source, expected in MARKDOWN:
             said = json.dumps(source)
-            steps = "[...s].map((_, i) => s.slice(0, i))" if len(source) < 200 else "[s.slice(0, -1)]"
+            steps = (
+                "[...s].map((_, i) => s.slice(0, i))" if len(source) < 200 else "[s.slice(0, -1)]"
+            )
             shown = tab.js(f"((s) => shown([...{steps}, s]))({said})")
             at_once = tab.js(f"shown([{said}])")
             assert shown == at_once
