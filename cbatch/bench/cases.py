@@ -64,6 +64,6 @@ def run_case(name: str, words: Sequence[str]) -> None:
     if name not in present():
         raise ConfigError(
             f"case {name}: only in a checkout of cbatch, not in the installed package; how a checkout is set up: "
-            "docs/contributing.md"
+            "docs/understand/contributing.md"
         )
     _module(name).main(list(words))

@@ -1,4 +1,4 @@
-"""One request from submission to its end: its statuses, its tokens, and why it ended; see docs/lifecycle.md."""
+"""One request from submission to end: statuses, tokens, finish reason; see docs/understand/lifecycle.md."""
 
 from __future__ import annotations
 

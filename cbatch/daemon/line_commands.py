@@ -1,4 +1,4 @@
-"""Lines of `cbatch daemon` as commands: text alone, no state and no file. See docs/daemon.md."""
+"""Lines of `cbatch daemon` as commands: text alone, no state and no file. See docs/operate/processes.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests, slots and turns behind the lines of `cbatch daemon`; see docs/daemon.md."""
+"""The requests, slots and turns behind the lines of `cbatch daemon`; see docs/operate/processes.md."""
 
 from __future__ import annotations
 

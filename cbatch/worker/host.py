@@ -106,7 +106,7 @@ class _HostBatch:
 
 
 class Host:
-    """Does what messages say with an engine, and tells what came of it through an outbox. See docs/protocol.md.
+    """Does what messages say with an engine, and reports through an outbox. See docs/operate/processes.md.
 
     A message has `op` and that command's fields; with `n`, a number or text, it is answered by a reply
     `[n, value]` or `[n, null, error]`. What is wrong with another one is said among a frame's `errors`.

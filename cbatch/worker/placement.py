@@ -76,7 +76,7 @@ N_ROWS_LEAST = 16
 """Slots that the worker of a NUMA node needs to be worth it: each worker reads all weights for its own rows alone."""
 
 N_ROWS_LEAST_SMALL = 8
-"""The same where the weights stay in the cores' caches. Source: measured, docs/performance.md."""
+"""The same where the weights stay in the cores' caches. Source: measured, docs/understand/performance.md."""
 
 N_SMALL_BYTES = 64 * 2**20
 """Weights that stay in caches, about. Source: measured with 12 and 140 MiB; between them our choice."""
@@ -84,7 +84,7 @@ N_SMALL_BYTES = 64 * 2**20
 
 N_TAKEN = 0.5
 """Cores of two that other programs keep busy from which two workers are faster whatever the weights: threads of one
-context wait for the slowest, workers do not. Source: measured with an endless loop, docs/performance.md."""
+context wait for the slowest, workers do not. Source: measured with an endless loop, docs/understand/performance.md."""
 
 _SAMPLE_S = 0.25
 

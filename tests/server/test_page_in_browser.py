@@ -794,6 +794,7 @@ def test_lanes_have_room_for_a_minute(browser: Browser, width: int, least: int) 
     with scripted(browser) as (script, tab):
         script.slots = [slot(0), slot(1)]
         tab.resize(width, 800)
+        tab.js("new Promise((tell) => requestAnimationFrame(tell))")  # the page has seen its width
         if not tab.js("document.body.dataset.engine === 'on'"):
             tab.click("[data-view=engine]")
         tab.until("document.querySelectorAll('.strip').length === 2")

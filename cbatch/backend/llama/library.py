@@ -125,7 +125,7 @@ def _llama_layout() -> dict[str, int]:
 def _mismatch(what: str) -> IncompatibleLlamaError:
     return IncompatibleLlamaError(
         f"{what} (cbatch {_version('cbatch')}, llama-cpp-python {_version('llama-cpp-python')}); "
-        "install versions that fit: docs/compatibility.md"
+        "install versions that fit: docs/operate/compatibility.md"
     )
 
 

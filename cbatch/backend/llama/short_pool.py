@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 N_CELLS = 1024
 """Of the pool: with so many a step without a prompt takes as long as in memory that slots have for themselves.
-Source: measured on two models; see docs/performance.md."""
+Source: measured on two models; see docs/understand/performance.md."""
 
 
 def may_have_short_pool(model: LlamaModel, options: EngineOptions) -> bool:
