@@ -220,8 +220,8 @@ class StepPlan:
     """(slot, n_keep, n): remove `n` cells after the first `n_keep`; the rest move up. Needs `KvCapabilities.can_shift`.
     Skipped if a failed load has lost the slot's cells."""
     forgets: tuple[int, ...] = ()
-    """Keys of saved cells that no later plan will load. They are dropped at once, or after this plan's loads of them;
-    what this plan saves under them, too. Unknown keys are ignored."""
+    """Keys of saved cells that no later plan will load. They are dropped at once, or after this plan's loads.
+    This includes cells that this plan saves. Unknown keys are ignored."""
     adapters: AdapterSet = ()
     """The adapters with which all chunks are computed."""
     is_rebuild: bool = False

@@ -178,7 +178,9 @@ class ContinuousBatchScheduler:
         drivers, step = plan.rows, plan.step
         for driver, chunk in zip(drivers, step.chunks, strict=True):
             if driver.finish_reason is not None:
-                raise PlanError(f"slot {chunk.slot} is in the plan but nothing runs there")
+                raise PlanError(
+                    f"internal error: the sequence in slot {chunk.slot} ended between plan and apply"
+                )
         self._commit(plan, result, now)
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
@@ -504,7 +506,7 @@ class ContinuousBatchScheduler:
         if n_running or (seen.n_waiting and not is_idle):
             ledger = slot_plan.ledger
             raise PlanError(
-                f"no progress: {n_running} run, {seen.n_waiting} wait, "
+                f"internal error: no progress: {n_running} run, {seen.n_waiting} wait, "
                 f"{ledger.n_free_cells} cells and {ledger.n_free_slots} slots are free"
             )
 

@@ -302,8 +302,8 @@ class Host:
         n_bytes = sum([*self._later.values()])  # a copy: threads that end change it
         if n_bytes and n_bytes + self._n_message > N_LATER_BYTES_MAX:
             raise ConfigError(
-                f"commands of {n_bytes:,} bytes wait or compute already, and this one has {self._n_message:,}; "
-                f"the limit is {N_LATER_BYTES_MAX:,} together: try again later"
+                f"pending commands have {n_bytes:,} bytes, and this one has {self._n_message:,}; "
+                f"at most {N_LATER_BYTES_MAX:,} are allowed together: try again later"
             )
 
     def _tell(self, number: object, value: object, error: Exception | None = None) -> None:

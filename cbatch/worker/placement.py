@@ -160,7 +160,7 @@ def place(cores: object) -> None:
         return
     is_list = isinstance(cores, list) and all(type(c) is int and c >= 0 for c in cores)
     if not cores or not is_list:
-        raise ConfigError(f"cores is a list of core numbers, not {shown(cores)}")
+        raise ConfigError(f"cores must be a list of core numbers, not {shown(cores)}")
     if hasattr(os, "sched_setaffinity"):
         with suppress(OSError):  # cores that are gone meanwhile
             os.sched_setaffinity(0, cores)  # type: ignore[arg-type]

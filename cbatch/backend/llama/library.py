@@ -80,8 +80,8 @@ def load_library() -> Any:
         ) from error
     if version != ABI_VERSION:
         raise IncompatibleLlamaError(
-            f"cbatch's native library {path} has surface {version}, "
-            f"cbatch {_version('cbatch')} wants {ABI_VERSION}; {_REINSTALL}"
+            f"cbatch's native library {path} has interface version {version}, "
+            f"cbatch {_version('cbatch')} needs {ABI_VERSION}; {_REINSTALL}"
         )
     for name, (restype, argtypes) in _SIGNATURES.items():
         function = getattr(lib, name)
