@@ -94,7 +94,7 @@ def test_wrong_workload_is_refused(name: str, sizes: dict[str, Any], words: str)
     [
         ("", "has no requests"),
         ("{", "line 1: "),
-        ('{"prompt": "a"}', 'line 1: a request has "max_tokens"'),
+        ('{"prompt": "a"}', 'line 1: a request needs "max_tokens"'),
         ('{"prompt": "a", "max_tokens": true}', "a whole number of at least 1"),
         ('{"max_tokens": 3}', 'a "prompt" string'),
         ('{"prompt": "a", "max_tokens": 3, "heat": 1}', "line 1: .*heat"),
