@@ -219,7 +219,7 @@ class Engine:
                 self._start(runtime)
                 return
             runtime.close()
-        raise EngineClosedError("loading was broken off")
+        raise EngineClosedError("loading was cancelled")
 
     def close(self, *, within_s: float | None = None) -> None:
         """End every request and free the model. Running ones end `cancelled`, queued ones with an error.
@@ -456,8 +456,8 @@ class Engine:
             )
         if not self._runtime.is_threaded:
             raise ConfigError(
-                "prompts is an async iterable, which needs threaded=True: load the engine so, or give a list or a "
-                "generator for `for`"
+                "prompts is an async iterable, which needs threaded=True: load the engine with it, or give a list "
+                "or a normal generator"
             )
         return AsyncSource(prompts)
 

@@ -370,12 +370,12 @@ class EngineOptions(ScheduleOptions):
             )
         if self.exact and self.kv == "unified":
             raise ConfigError(
-                "exact=True cannot hold with kv='unified': the position of a cell changes the rounding; "
+                "exact=True cannot be guaranteed with kv='unified': the position of a cell changes the rounding; "
                 "use kv='partitioned'"
             )
         if self.exact and self.adapters:
             raise ConfigError(
-                f"exact=True cannot hold with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
+                f"exact=True cannot be guaranteed with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
                 "use other kernels in narrow steps; merge one into the model, or leave exact out"
             )
         if self.draft is not None and (self.exact or self.speculate != "auto"):
@@ -385,7 +385,7 @@ class EngineOptions(ScheduleOptions):
             )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(
-                "exact=True cannot hold with admission='optimistic', which recomputes some output: use 'reserve'"
+                "exact=True cannot be guaranteed with admission='optimistic', which recomputes output: use 'reserve'"
             )
 
     def _check_schedule(self) -> None:

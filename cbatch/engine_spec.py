@@ -48,7 +48,7 @@ class EngineSpec:
             self._key = json.dumps([self.model, _plain(self.settings)], sort_keys=True)
         except TypeError as error:
             raise ConfigError(
-                f"an EngineSpec has plain values, which other processes can have: {error}"
+                f"an EngineSpec takes only plain values, which can be sent to other processes: {error}"
             ) from None
 
     def __eq__(self, other: object) -> bool:
@@ -175,7 +175,7 @@ def _path(model: object) -> str | None:
             path = check_path("model", model)
             return path if is_hub_name(path) else os.path.abspath(path)
     raise ConfigError(
-        f"an EngineSpec has a model's path, not {type(model).__name__}: other processes cannot have that object"
+        f"an EngineSpec needs a model's path, not {type(model).__name__}: that object stays in this process"
     )
 
 

@@ -275,7 +275,7 @@ class ModelLoadError(EngineError):
 
 
 class DecodeError(EngineError):
-    """`llama_decode` returned `code`; see docs/errors.md for what each code means."""
+    """`llama_decode` returned `code`; see docs/use/errors.md for what each code means."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -97,14 +97,14 @@ class LookAhead:
         pairs = list_of(self.prompts)
         if pairs is None:
             raise ConfigError(
-                f"look_ahead is a list of prompts with their options, not {type(self.prompts).__name__}"
+                f"look_ahead must be a list of prompts with their options, not {type(self.prompts).__name__}"
             )
         check_flag("is_all", self.is_all)
         for pair in pairs:
             prompt, options = pair if isinstance(pair, tuple) and len(pair) == 2 else (pair, None)
             if not (isinstance(prompt, BatchPrompt) and isinstance(options, RunOptions)):
                 raise ConfigError(
-                    f"look_ahead is pairs of a BatchPrompt and its RunOptions, not {type(prompt).__name__} "
+                    f"look_ahead must be pairs of a BatchPrompt and its RunOptions, not {type(prompt).__name__} "
                     f"and {type(options).__name__}"
                 )
 
@@ -158,7 +158,7 @@ def as_prompt(item: Any) -> BatchPrompt:
             )
         if listed is None:
             raise ConfigError(
-                f"a prompt is a string, a list of messages or a BatchPrompt, not {_kind(item)}"
+                f"a prompt must be a string, a list of messages or a BatchPrompt, not {_kind(item)}"
             )
         if any(isinstance(value, Mapping) and _is_item(value) for value in listed):
             raise ConfigError(_NO_MESSAGE)
@@ -273,7 +273,7 @@ def _messages(value: object) -> tuple[Message, ...]:
     checked = tuple(_message(f"messages[{i}]", m) for i, m in enumerate(messages))
     if "tool_calls" in checked[-1]:
         raise ConfigError(
-            f"messages[{len(checked) - 1}] calls tools and is the last: add what they answer, by role 'tool'"
+            f"messages[{len(checked) - 1}] calls tools and is the last: add the results as messages with role 'tool'"
         )
     return checked
 
@@ -288,7 +288,7 @@ def _message(place: str, message: object) -> Message:
             f"{place} has no role: it needs a non-empty string, not {shown(given.get('role'))}"
         )
     if role not in _ROLES and (others := near(role.strip(), _ROLES)):
-        raise ConfigError(f"{place} has the role {shown(role)}, which is none; {others}")
+        raise ConfigError(f"{place} has the role {shown(role)}, which is unknown; {others}")
     rest: dict[Any, Any] = {key: plain(value) for key, value in given.items()}
     calls = check_calls(place, role, rest.pop("tool_calls", None))
     rest |= {name: _name(place, name, given) for name in ("tool_call_id", "name") if name in given}

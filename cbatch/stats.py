@@ -39,7 +39,7 @@ class Percentiles:
             ConfigError: `percent` is not 0 … 100.
         """
         if not isinstance(percent, int | float) or not 0 <= percent <= 100:
-            raise ConfigError(f"a percentile is of 0 … 100, not {percent!r}")
+            raise ConfigError(f"a percentile must be 0 … 100, not {percent!r}")
         n_below, n_wanted = 0, self.n * percent / 100
         for bucket, n in sorted(self.n_by_bucket.items()):
             n_below += n

@@ -95,7 +95,7 @@ def _tool(place: str, given: object) -> Tool:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{place} has the name {shown(name)}: it takes 1 … 128 letters, digits and _ - . : /"
+            f"{place} has the name {shown(name)}: a name has 1 … 128 letters, digits and _ - . : /"
         )
     if not isinstance(function.get("description"), str | None):
         raise ConfigError(f"{place} ({name}): description must be a string")
@@ -200,7 +200,9 @@ def _message_call(place: str, call: object) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise ConfigError(f"{place} must have a function with name and arguments")
     if call.get("type", "function") != "function":
-        raise ConfigError(f"{place} has the type {shown(call['type'])}: only functions are called")
+        raise ConfigError(
+            f"{place} has the type {shown(call['type'])}: only functions are supported"
+        )
     name, id = function.get("name"), call.get("id")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{place} has no name: a non-empty string")
@@ -247,7 +249,7 @@ def _as_json(name: str, value: object) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=plain_for_json))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} is no JSON: {error}") from None
+        raise ConfigError(f"{name} is not JSON: {error}") from None
 
 
 def offered(tools: Tools | None, choice: ToolChoice | None) -> Tools:

@@ -77,7 +77,9 @@ class Guard:
 
     def _refuse(self, what: str) -> None:
         if self.is_on:
-            raise AssertionError(f"a test that {what} is marked `real`: docs/contributing.md")
+            raise AssertionError(
+                f"a test that {what} is marked `real`: docs/understand/contributing.md"
+            )
 
 
 GUARD = Guard()

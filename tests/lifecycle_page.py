@@ -1,4 +1,4 @@
-"""The table of docs/lifecycle.md, from that of core/driver.py: `python -m tests.lifecycle_page` writes it."""
+"""The table of docs/understand/lifecycle.md, made from core/driver.py: `python -m tests.lifecycle_page` writes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cbatch.core.driver import TRANSITIONS, Event, Status, Wait
 
-PAGE = Path(__file__).parent.parent / "docs" / "lifecycle.md"
+PAGE = Path(__file__).parent.parent / "docs/understand/lifecycle.md"
 SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)
 
 

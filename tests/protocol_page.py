@@ -1,4 +1,4 @@
-"""The table of commands of docs/protocol.md, from their types: `python -m tests.protocol_page` writes it."""
+"""The table of commands of docs/operate/processes.md, from their types: `python -m tests.protocol_page` writes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import inspect as types
 
 from cbatch.worker.protocol_commands import COMMANDS, CROSSINGS, Crossed, ProtocolCommand
 
-PAGE = Path(__file__).parent.parent / "docs" / "protocol.md"
+PAGE = Path(__file__).parent.parent / "docs/operate/processes.md"
 SECTION = re.compile(r"(?<=<!-- table -->\n).*(?=\n<!-- /table -->)", re.DOTALL)
 
 NAMES = {"WireItem": "prompt", "HeardResult": "result"}

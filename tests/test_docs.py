@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted(ROOT.glob("docs/*.md"))
+DOCS = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])
 PAGES = [ROOT / "README.md", *DOCS]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def text_of(name: str) -> str:
@@ -112,7 +113,7 @@ def workplace(tmp_path: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_snippets_run_and_print_what_they_promise(
     page: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +131,7 @@ def test_quickstart_makes_a_folder_in_which_examples_run(tmp_path: Path) -> None
     shutil.copytree(ROOT / "docs", clone / "docs")
     (clone / "cbatch").mkdir()
     (clone / "cbatch/models").symlink_to(ROOT / "cbatch/models")
-    [line] = [text for text in blocks(ROOT / "docs/quickstart.md", "sh") if "mkdir" in text]
+    [line] = [text for text in blocks(ROOT / "docs/use/quickstart.md", "sh") if "mkdir" in text]
     subprocess.run(line, shell=True, check=True, cwd=clone)
     made = tmp_path / "try"
     shipped = (ROOT / "cbatch/models/chat.gguf").read_bytes()
@@ -138,7 +139,7 @@ def test_quickstart_makes_a_folder_in_which_examples_run(tmp_path: Path) -> None
     assert (made / "docs/examples/tools.jinja").is_file()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_run_one_after_another(page: Path, workplace: Path) -> None:
     asked = list(commands(page))
     if asked and asked[0][0] == "synth":
@@ -197,19 +198,26 @@ def test_links_into_pages_lead_to_headings() -> None:
     assert wrong == []
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    assert [page.name for page in DOCS if f"docs/{page.name})" not in text_of("README.md")] == []
+def test_every_page_is_linked_from_the_first_page_of_its_folder() -> None:
+    for page in DOCS:
+        first = page.parent / "README.md"
+        assert page == first or f"]({page.name})" in first.read_text(encoding="utf-8"), page
+    for first in ROOT.glob("docs/*/README.md"):
+        assert f"docs/{first.parent.name}/README.md)" in text_of("README.md")
+        assert f"]({first.parent.name}/README.md)" in text_of("docs/README.md")
 
 
 def test_architecture_names_files_that_exist() -> None:
-    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.(?:py|cpp))`", text_of("docs/architecture.md"))
+    named = re.findall(
+        r"`([a-z_]+(?:/[a-z_]+)*\.(?:py|cpp))`", text_of("docs/understand/architecture.md")
+    )
     roots = (ROOT / "cbatch", ROOT)
     assert len(named) > 20
     assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
 
 
 def test_architecture_names_every_module_of_core() -> None:
-    page = text_of("docs/architecture.md")
+    page = text_of("docs/understand/architecture.md")
     modules = sorted(Path(cbatch.__file__).parent.glob("core/[a-z]*.py"))
     assert len(modules) > 10
     assert [path.name for path in modules if f"`core/{path.name}`" not in page] == []
@@ -218,7 +226,7 @@ def test_architecture_names_every_module_of_core() -> None:
 def arrows() -> dict[str, set[str]]:
     """The rooms that each room of the architecture's diagram points to."""
     found: dict[str, set[str]] = {}
-    for line in blocks(ROOT / "docs/architecture.md", "mermaid")[0].splitlines()[1:]:
+    for line in blocks(ROOT / "docs/understand/architecture.md", "mermaid")[0].splitlines()[1:]:
         start, _, end = re.sub(r'\["[^"]*"\]|-\. "[^"]*" \.-', "", line).partition(">")
         found.setdefault(start.strip(" -"), set()).update({end.strip()} - {""})
     return found
@@ -246,20 +254,24 @@ def test_architecture_draws_every_room_and_what_it_imports() -> None:
 
 
 def test_architecture_lists_the_modules_of_the_face() -> None:
-    listed = re.search(r'face\["(.*)"\]', text_of("docs/architecture.md"))
+    listed = re.search(r'face\["(.*)"\]', text_of("docs/understand/architecture.md"))
     assert listed is not None
     assert set(re.findall(r"(\w+)(?=,|:)", listed[1])) == test_imports.FACE
 
 
 def test_architecture_tells_a_decode_step_in_a_dozen_files() -> None:
     """The files that it names are those that a step calls, but for small helpers."""
-    page = text_of("docs/architecture.md").split("## One step")[1].split("In a step that")[0]
+    page = (
+        text_of("docs/understand/architecture.md")
+        .split("## One step")[1]
+        .split("In a step that")[0]
+    )
     told = dict.fromkeys(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.(?:py|cpp))`", page))
     assert 10 <= len(told) <= 12
 
 
 def test_every_run_option_is_documented_with_its_default() -> None:
-    documented = table("docs/options.md", "## Of a request")
+    documented = table("docs/use/options.md", "## Of a request")
     assert list(documented) == [f.name for f in fields(RunOptions)]
     for f in fields(Sampling):
         if f.name in documented and f.name not in ("seed", "logit_bias"):
@@ -267,21 +279,21 @@ def test_every_run_option_is_documented_with_its_default() -> None:
 
 
 def test_every_engine_option_is_documented_with_its_default() -> None:
-    documented = table("docs/options.md", "## Of the engine")
+    documented = table("docs/use/options.md", "## Of the engine")
     assert {name: cells[0] for name, cells in documented.items()} == {
         f.name: f"`{f.default!r}`" for f in fields(EngineOptions)
     }
 
 
 def test_every_file_option_is_documented_with_its_default() -> None:
-    documented = table("docs/options.md", "## Of a run over files")
+    documented = table("docs/use/options.md", "## Of a run over files")
     assert {name: cells[0] for name, cells in documented.items()} == {
         f.name: f"`{f.default!r}`" for f in fields(FileOptions)
     }
 
 
 def test_every_error_is_documented_under_its_parent() -> None:
-    tree = blocks(ROOT / "docs/errors.md", "")[0]
+    tree = blocks(ROOT / "docs/use/errors.md", "")[0]
     depths = {m[2]: len(m[1]) // 4 for m in re.finditer(r"^([│├└─ ]*)(\w+)", tree, re.MULTILINE)}
     classes = [
         c
@@ -300,40 +312,41 @@ def own_line(error: type[BaseException]) -> list[type[BaseException]]:
 
 
 def test_protocol_page_has_the_commands_of_the_code() -> None:
-    written = protocol_page.SECTION.search(text_of("docs/protocol.md"))
+    written = protocol_page.SECTION.search(text_of("docs/operate/processes.md"))
     assert written is not None
     assert written[0] == protocol_page.section(), "run `python -m tests.protocol_page`"
 
 
 def test_lifecycle_page_has_the_table_of_the_code() -> None:
-    written = lifecycle_page.SECTION.search(text_of("docs/lifecycle.md"))
+    written = lifecycle_page.SECTION.search(text_of("docs/understand/lifecycle.md"))
     assert written is not None
     assert written[0] == lifecycle_page.section(), "run `python -m tests.lifecycle_page`"
 
 
 def test_every_finish_reason_is_documented() -> None:
-    documented = table("docs/lifecycle.md", "## Finish reasons")
+    documented = table("docs/understand/lifecycle.md", "## Finish reasons")
     assert tuple(documented) == get_args(cbatch.FinishReason)
 
 
 def test_floor_of_llama_cpp_python_is_that_of_the_package() -> None:
     [floor] = re.findall(r"llama-cpp-python>=([\d.]+)", text_of("pyproject.toml"))
-    assert f"≥ {floor}," in text_of("docs/compatibility.md")
-    assert f"llama-cpp-python=={floor}" in text_of("docs/compatibility.md")
+    assert f"≥ {floor}," in text_of("docs/operate/compatibility.md")
+    assert f"llama-cpp-python=={floor}" in text_of("docs/operate/compatibility.md")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_that_measure_exist_and_know_their_words(
     page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [words for words in measurements(page) if "NAME" not in words[-1]]
     for words in asked:
         parse_measurement(words, monkeypatch)
-    assert asked or page.name not in ("README.md", "performance.md", "benchmarks.md")
+    with_measurements = (ROOT / "README.md", "performance.md", "benchmarks.md")
+    assert asked or not {page, page.name} & {*with_measurements}
 
 
 def test_every_table_of_figures_has_its_command() -> None:
-    sections = re.split(r"\n(?=##+ )", text_of("docs/performance.md"))
+    sections = re.split(r"\n(?=##+ )", text_of("docs/understand/performance.md"))
     with_tables = [section for section in sections if re.search(r"^\|", section, re.MULTILINE)]
     assert len(with_tables) > 10
     command = re.compile(r"`(python -m cbatch\.bench\.[\w.]+|cbatch bench) ")

@@ -50,9 +50,9 @@ class Teams:
         pid = os.getpid()
         if vars(self._of_thread).setdefault("pid", pid) != pid:
             raise EngineError(
-                "this thread computed before the process was forked, and the threads that helped it are not here: load "
-                "with threaded=True, which computes in a new one, or start the process by multiprocessing's 'spawn', "
-                "or fork before anything is computed"
+                "this thread computed before the process was forked, and its helper threads do not exist in the "
+                "child: load with threaded=True, or start the process with multiprocessing's 'spawn', or fork before "
+                "anything is computed"
             )
 
 

@@ -87,7 +87,7 @@ class PrefixLoop:
         memory = self._backend.memory
         if not memory.can_trim or (self._backend.n_slots > 1 and not memory.can_copy):
             self._backend.close()
-            raise ConfigError("this model's memory cannot be copied from slot to slot and cut back")
+            raise ConfigError("this model's memory cannot be copied between slots and trimmed")
 
     def run(self, common: Sequence[int], owns: Sequence[Sequence[int]], n_output: int) -> float:
         """Compute everything, the beginning too, in empty cells; return the seconds it took.

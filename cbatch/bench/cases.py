@@ -63,7 +63,7 @@ def run_case(name: str, words: Sequence[str]) -> None:
         raise ConfigError(f"unknown case {name!r}; known are {', '.join(CASES)}")
     if name not in present():
         raise ConfigError(
-            f"case {name}: only in a checkout of cbatch, not in the installed package; how a checkout is set up: "
-            "docs/contributing.md"
+            f"case {name} is only in a checkout of cbatch, not in the installed package; how to set one up: "
+            "docs/understand/contributing.md"
         )
     _module(name).main(list(words))

@@ -50,15 +50,15 @@ class Address:
         """Return the address that a URL names; `/v1` is its path where it has none.
 
         Raises:
-            ConfigError: it is no URL of HTTP.
+            ConfigError: it is not an HTTP URL.
         """
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"{url}: is no URL: {error}") from None
+            raise ConfigError(f"{url}: is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url}: is no URL of a server: give one as http://HOST:PORT/v1")
+            raise ConfigError(f"{url}: is not a server's URL: give one such as http://HOST:PORT/v1")
         is_secure = parts.scheme == "https"
         return cls(
             parts.hostname,
@@ -95,7 +95,7 @@ class HttpReply:
         """Return the size of the next chunk. Raises `EOFError` where there is none."""
         line = await self.reader.readline()
         if not line:
-            raise EOFError("the answer broke off")
+            raise EOFError("the answer was cut off")
         return int(line.split(b";")[0], 16)
 
     async def body(self) -> bytes:
@@ -150,7 +150,7 @@ class OpenAIClient:
                 listed = [str(item["id"]) for item in json.loads(data)["data"]]
             except (ValueError, LookupError, TypeError):
                 raise ServerProblemError(
-                    f"{self.address}/models is no list of models: {_quoted(data)}"
+                    f"{self.address}/models did not return a list of models: {_quoted(data)}"
                 ) from None
         if self.model is None:
             self.model = listed[0] if listed else "any"
@@ -302,7 +302,9 @@ class OpenAIClient:
                 address.host, address.port, ssl=secure, limit=_N_LINE
             )
         except OSError as error:
-            raise ServerProblemError(f"{address} is not there: {error.strerror or error}") from None
+            raise ServerProblemError(
+                f"{address}: cannot connect: {error.strerror or error}"
+            ) from None
         data = b"" if body is None else json.dumps(body).encode()
         lines = [
             f"{method} {address.path}{path} HTTP/1.1",
@@ -323,7 +325,7 @@ class OpenAIClient:
         first = (await reader.readline()).split(maxsplit=2)
         if len(first) < 2 or not first[0].startswith(b"HTTP/1.") or not first[1].isdigit():
             words = _quoted(b" ".join(first)) if first else "nothing"
-            raise ServerProblemError(f"{self.address} answered no HTTP: {words}")
+            raise ServerProblemError(f"{self.address} did not answer in HTTP: {words}")
         headers: dict[str, str] = {}
         while line := (await reader.readline()).strip():
             name, _, value = line.decode("latin-1").partition(":")

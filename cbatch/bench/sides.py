@@ -250,7 +250,7 @@ class HttpSide:
         pairs = [(ours, a.text) for ours, a in zip(expected, answers, strict=True) if ours]
         if pairs and not any(map(_is_alike, pairs)):
             raise SideError(
-                f"{self.name}: answers {len(pairs)} of {len(pairs)} probes otherwise: it has another model"
+                f"{self.name}: answers {len(pairs)} of {len(pairs)} probes differently: it has another model"
             )
         notes = [] if client.has_extras else ["it refuses ignore_eos, top_k and min_p"]
         if any(answer.n_prompt is None for answer in answers):

@@ -82,7 +82,7 @@ class StepTable:
             ConfigError: it is none.
         """
         if not isinstance(data, dict) or set(data) != {"decode_s", "prompt_s"}:
-            raise ConfigError("a table of step costs has decode_s and prompt_s")
+            raise ConfigError("a table of step costs needs decode_s and prompt_s")
         return cls(data["decode_s"], data["prompt_s"])
 
     @classmethod
@@ -128,12 +128,12 @@ def _points(name: str, given: Any) -> Points:
     except (TypeError, ValueError):
         raise ConfigError(f"{name} must be pairs of a count and seconds, not {given!r}") from None
     if not points:
-        raise ConfigError(f"{name} has no point")
+        raise ConfigError(f"{name} is empty")
     for n, s in points:
         if type(n) is not int or n < 0 or not 0 <= s < float("inf"):
             raise ConfigError(f"{name} must be pairs of a count and seconds, not {(n, s)!r}")
     if len(dict(points)) < len(points):
-        raise ConfigError(f"{name} has two points of one place: {points}")
+        raise ConfigError(f"{name} has two points with the same count: {points}")
     return tuple(points)
 
 

@@ -100,7 +100,7 @@ def make_tokenizer(n_vocab: int, seed: int = 0) -> TokenizerData:
         ConfigError: too few for any text to have tokens.
     """
     if n_vocab < MIN_VOCAB:
-        raise ConfigError(f"n_vocab is at least {MIN_VOCAB}, for any text to have tokens")
+        raise ConfigError(f"n_vocab must be at least {MIN_VOCAB}, so that any text has tokens")
     pieces = vocabulary(n_vocab, seed=seed)
     n_special = len(CONTROL_TOKENS) + 256
     n_ordinary = n_vocab - n_special
@@ -142,7 +142,7 @@ def take_tokenizer(path: Path, n_vocab: int | None = None) -> TokenizerData:
     try:
         header = read_header(path, "give a .gguf file that has a vocabulary")
         if header is None:
-            raise DamagedError("is of a GGUF version that this cbatch does not know")
+            raise DamagedError("has a GGUF version that this cbatch does not know")
         for fault in _faults(header):
             raise DamagedError(fault)
         values = dict(_read_values(path, header))

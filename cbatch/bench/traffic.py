@@ -102,7 +102,7 @@ def _arrivals(lines: Iterable[str], name: str) -> Iterator[Arrival]:
         try:
             arrival = _arrival(json.loads(line))
             if arrival.at_s < last_s:
-                raise ConfigError(f"at_s goes back from {last_s} to {arrival.at_s}")
+                raise ConfigError(f"at_s must not decrease, from {last_s} to {arrival.at_s}")
         except ValueError as error:  # ConfigError and bad JSON are ValueErrors
             raise ConfigError(f"{name}, line {number}: {error}") from error
         last_s = arrival.at_s
@@ -111,7 +111,7 @@ def _arrivals(lines: Iterable[str], name: str) -> Iterator[Arrival]:
 
 def _arrival(data: Any) -> Arrival:
     if not isinstance(data, dict):
-        raise ConfigError(f"a request is an object, not {data!r}")
+        raise ConfigError(f"a request must be an object, not {data!r}")
     known = {f.name for f in fields(Arrival)}
     missing, unknown = {"at_s", "n_prompt", "n_output"} - data.keys(), data.keys() - known
     if missing or unknown:

@@ -27,7 +27,7 @@ N_MOST_LIKELY = 20
 
 TIE = 0.5
 """Difference of natural log-probabilities up to which two tokens are equally likely: prompts use other kernels than
-single tokens. Our choice, above the 0.18 by which llama.cpp differs from itself (docs/exactness.md)."""
+single tokens. Our choice, above the 0.18 by which llama.cpp differs from itself (docs/understand/exactness.md)."""
 
 LEAST_GREEDY = 0.75
 """Share of greedy tokens that must be the likeliest. Our choice."""

@@ -146,7 +146,7 @@ def workload_of(
     for what, (low, high) in (("prompts", made.own), ("answers", made.output)):
         if not 1 <= low <= high:
             raise ConfigError(
-                f"tokens of {what} must be at least 1, the least first, not {low}-{high}"
+                f"tokens of {what} must be at least 1, the smaller number first, not {low}-{high}"
             )
     if made.n_common < 0:
         raise ConfigError(f"tokens in common must be at least 0, not {made.n_common}")
@@ -188,10 +188,10 @@ def _request(line: str, number: int, tokenize: Callable[[str], Sequence[int]]) -
     except ValueError as error:
         raise ConfigError(why_unread(error, line)) from None
     if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
-        raise ConfigError('a request is an object with a "prompt" that is text')
+        raise ConfigError('a request must be an object with a "prompt" string')
     n_output = data.get("max_tokens")
     if type(n_output) is not int or n_output < 1:
-        raise ConfigError('a request has "max_tokens", a whole number of at least 1')
+        raise ConfigError('a request needs "max_tokens", a whole number of at least 1')
     options = {k: v for k, v in data.items() if k not in ("id", "prompt", "max_tokens")}
     RunOptions.of(options)
     n_prompt = len(tokenize(data["prompt"]))

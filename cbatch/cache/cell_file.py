@@ -149,7 +149,7 @@ class FileReader:
             raise BadFileError("belongs to another user: remove it, or name a folder of your own")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise BadFileError(
-                "may be written by others: remove it, or run chmod go-w if you trust it"
+                "is writable by others: remove it, or run chmod go-w if you trust it"
             )
         self._n_bytes = self._n_left = found.st_size
         self._hash = hashlib.sha256()
@@ -160,15 +160,15 @@ class FileReader:
         tokens: list[int] = self.take(4 * header.n_tokens).view("<i4").tolist()
         self.check()
         if file_name(header.key, header.fingerprint) != self._name:
-            raise BadFileError("is the file of another key or fingerprint")
+            raise BadFileError("belongs to another key or fingerprint")
         return header, tokens
 
     def _header(self) -> FileHeader:
         if self._n_left < _PREFIX.size:
-            raise BadFileError("is no file of cells")
+            raise BadFileError("is not a file of cells")
         magic, version, n_header = _PREFIX.unpack(self.take(_PREFIX.size).tobytes())
         if magic != _MAGIC:
-            raise BadFileError("is no file of cells")
+            raise BadFileError("is not a file of cells")
         if version not in (_VERSION, _VERSION_WITH_CHECKPOINT):
             known = f"{_VERSION} and {_VERSION_WITH_CHECKPOINT}"
             raise BadFileError(f"is of version {version}, and this cbatch reads {known}")

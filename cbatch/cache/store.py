@@ -88,7 +88,7 @@ class CacheStore:
         if n_bytes > self._n_bytes_max:
             raise CacheError(
                 key,
-                f"{n_bytes:,} bytes are more than the {self._n_bytes_max:,} that all files may have together: "
+                f"{n_bytes:,} bytes exceed the limit of {self._n_bytes_max:,} for all files together: "
                 "raise cache_mib",
             )
         try:

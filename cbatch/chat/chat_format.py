@@ -118,7 +118,7 @@ class ChatFormat:
                 n_thought=n_thought,
             )
         if format.thinking is None or n_thought is None:
-            raise ValueError("there is no thinking, or no limit of it")
+            raise ValueError("the model has no reasoning, or no limit for it")
         return budget_grammar(
             format.thinking, n_thought, thinking=thinking, named_token=named_token
         )

@@ -223,7 +223,7 @@ def bench(
         bool, option("--force", panel=_OUTPUT, help="Replace existing files.")
     ] = False,
     quiet: Annotated[
-        bool, option("--quiet", "-q", panel=_OUTPUT, help="No line for each round.")
+        bool, option("--quiet", "-q", panel=_OUTPUT, help="Print no line for each round.")
     ] = False,
     list_all: Annotated[
         bool, option("--list", panel=_OUTPUT, help="List workloads, sides and cases, and exit.")
@@ -465,7 +465,7 @@ class _Beside:
         if not self.urls and (self.model is not None or self.key is not None):
             raise ConfigError("--against-model and --api-key are for --against: give its URL")
         if self.program is not None and not self.program.is_file():
-            raise ConfigError(f"{self.program}: is no file: give the path of llama-server")
+            raise ConfigError(f"{self.program}: is not a file: give the path of llama-server")
 
     @property
     def has_any(self) -> bool:
@@ -581,5 +581,5 @@ def _draw(sources: Sequence[str], workloads: Sequence[str], path: Path) -> None:
 
     runs = merged([read_rates(Path(source)) for source in sources], workloads)
     if not any(run.rows for run in runs):
-        raise ConfigError(f"{', '.join(sources)}: no rates of {', '.join(workloads)}")
+        raise ConfigError(f"{', '.join(sources)}: have no rates of {', '.join(workloads)}")
     _write_file(path, bench_picture(runs))

@@ -194,7 +194,9 @@ def _check_call(stream_fd: int | None, socket: Path | None, port: int | None) ->
         raise cbatch.ConfigError("give --socket or --port, not both")
     if stream_fd is not None and (socket is not None or port is not None):
         name = "--socket" if port is None else "--port"
-        raise cbatch.ConfigError(f"a client of {name} gets its stream there: leave out --stream-fd")
+        raise cbatch.ConfigError(
+            f"with {name}, clients get the stream at the socket: leave out --stream-fd"
+        )
 
 
 def _stream(fd: int | None) -> int:

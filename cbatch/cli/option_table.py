@@ -256,7 +256,7 @@ OPTIONS = (
     _file("system", "A system message for each row; may be a template.", "none"),
     _file(
         "raw",
-        "Treat rows, and prompts in JSON lines, as text to complete, or as chats.",
+        "Read rows, and prompts in JSON lines, as text to complete (--raw) or as chats (--chat).",
         "rows are chats, a prompt is text",
         names=("--raw/--chat",),
         setting="is_raw",
@@ -311,7 +311,10 @@ OPTIONS = (
     ),
     _schedule("max_queue", "Most requests that wait.", "any number"),
     _schedule("when_full", "With --max-queue: wait, or reject items.", "wait"),
-    _schedule("ttft", "First tokens: first, one after the other; any, the fastest shape; auto."),
+    _schedule(
+        "ttft",
+        "Waiting prompts: first (one by one, for early first tokens), any (fastest steps), auto.",
+    ),
     _schedule("prefill_budget", "Most prompt tokens in a step that also decodes.", "as fits"),
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
     _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
@@ -329,7 +332,7 @@ OPTIONS = (
         "no_share_prefixes", "Do not share common prefixes.", setting="share_prefixes", read=not_
     ),
     _device("n_batch", "Most tokens in a step."),
-    _device("n_ubatch", "Most tokens in a run of the graph."),
+    _device("n_ubatch", "Most tokens in one run of llama.cpp's graph."),
     _device("cache_mib", "Most MiB in --cache-dir."),
     _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
     _device("mlock", "Keep the weights in memory.", setting="use_mlock"),

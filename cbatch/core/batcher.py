@@ -1,4 +1,4 @@
-"""Requests in flight: submitted, held, queued, in slots, ended; and which slots and cells they have."""
+"""Requests in flight (held, queued, in slots, ended), and the slots and cells they have."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ if TYPE_CHECKING:
     from cbatch.errors import CBatchError
 
 N_REFUSED_MAX = 64
-"""Most requests that end before one plan without being computed: a step must not wait for many refused requests."""
+"""Most requests refused before one plan, so that a step does not wait for many of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How many sequences wait, run and rest, and the cells that slots hold."""
+    """How many sequences are waiting, running and paused, and how many cells are in use."""
 
     n_waiting: int
     """In the queue."""
     n_held: int
-    """Without a slot and outside the queue: paused, or waiting for something else."""
+    """Without a slot and outside the queue: paused, or waiting for something other than a slot."""
     n_running: int
     n_paused: int
-    """Paused with a slot, which they give up when it is needed."""
+    """Paused with a slot, which others may take."""
     n_unserved: int
-    """Waiting for a slot, or for their tokens or grammar first."""
+    """Waiting for a slot, or first for their tokens or grammar."""
     n_open_slots: int
-    """Slots that sequences which come now could have; below 0 where more are waited for than are free."""
+    """Slots open to new requests; negative if over-reserved."""
     n_storing: int
-    """Ended but for their cells, which are on their way to disk."""
+    """Ended, but their cells are still being written to disk."""
     n_ended: int
-    """Ended, and not yet returned by `take_ended`."""
+    """Ended, but not yet returned by `take_ended`."""
     n_cells: int
     n_pool: int
-    """Cells that all slots together can hold."""
+    """Total cells of all slots."""
     n_checkpoints: int
     n_checkpoint_bytes: int
-    """Host memory that checkpoints take."""
+    """Bytes of host memory of checkpoints."""
 
 
 class MultiRequestBatcher:
     """The requests in flight, and the only part that changes the state of slots and cells.
 
-    Commands change the state at once: `submit`, `cancel`, `pause`, `resume`, what was compiled or read, and what the
-    clock brings, in `begin_step`. A plan is made for this state and changes nothing; the backend carries it out, and
-    `commit` records that.
+    Commands change the state at once: `submit`, `cancel`, `pause`, `resume`, `resolve` for results from outside, and
+    `begin_step` for deadlines. A plan is made for this state and changes nothing; the backend executes it, and `commit`
+    records what it did.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class MultiRequestBatcher:
         n_ahead: int = 0,
         takes_long: Callable[[SequenceDriver], bool] = lambda _: False,
     ) -> None:
-        """Make one with nothing in flight.
+        """Start with nothing in flight.
 
         Args:
             ledger: slots and cells, all of them free.
-            tokenize: makes the prompt of a sequence tokens, at once or before it has `take_prompt` called.
+            tokenize: tokenizes a sequence's prompt, at once or later by a command that calls `take_prompt`.
             options: how requests are scheduled.
             cuts: where prompts may be cut.
-            n_ahead: prompts that become tokens before a slot is free for them.
-            takes_long: whether a prompt takes long to become tokens: others pass it until it is.
+            n_ahead: how many prompts are tokenized before a slot is free.
+            takes_long: whether a prompt takes long to tokenize; others pass it meanwhile.
         """
         self.in_flight: dict[str, SequenceDriver] = {}
         self._wants: deque[Want] = deque()
@@ -107,7 +107,7 @@ class MultiRequestBatcher:
         self._ended: list[SequenceDriver] = []
 
     def _open_books(self, ledger: KvLedger) -> None:
-        """Begin with all slots free."""
+        """Set up the state with all slots free."""
         options = self._options
         prefixes = PrefixCache(
             ledger,
@@ -139,37 +139,37 @@ class MultiRequestBatcher:
         }
         self._deadlines = Deadlines()
         self._running: list[SequenceDriver] | None = None
-        """The running sequences, the oldest first; None where others run than before."""
+        """The running sequences, the oldest first; None after a change, until computed again."""
 
     def imbalance(self) -> str:
-        """Return what is wrong with the counts of slots and cells between two runs; "" if they balance."""
+        """Return what is wrong with the counts of slots and cells; "" if they balance. Call it between two runs."""
         return find_imbalance(self._state, self.in_flight)
 
     def start_anew(self) -> None:
-        """Forget all cells of slots and all saved cells; the next plan empties the slots. Nothing may be in flight."""
+        """Forget all cells, also saved ones; the next plan empties the slots. Nothing may be in flight."""
         old = self._ledger
         self._order_writes([key for _, key in self._cells.saves])
         kept = [*self._saved.keys, *self._cells.prefixes.checkpoints.kept]
         self._open_books(KvLedger(old.n_slots, old.n_window, old.memory))
         for i in range(old.n_slots):
             self._cells.clear(Slot(i))
-        self._cells.prefixes.drop(kept)  # so that no key is used again
+        self._cells.prefixes.drop(kept)  # the counter stays, so no key is used again
         self._cells.forgets += kept
 
     # ---- questions ----
 
     @property
     def n_waiting(self) -> int:
-        """Sequences without a slot that could take one. From any thread."""
+        """Number of sequences that could take a slot. From any thread."""
         return len(self._queue)
 
     @property
     def n_ended(self) -> int:
-        """Requests that ended, and were not yet returned by `take_ended`."""
+        """Number of ended requests that `take_ended` has not returned. From any thread."""
         return len(self._ended)
 
     def occupancy(self) -> Occupancy:
-        """Return how many sequences wait, run and rest now. From any thread; `n_held` by the owner alone."""
+        """Return the counts of sequences and cells. From any thread, but `n_held` is only exact in the owner thread."""
         n_free, n_waiting = self._ledger.n_free_slots, self.n_waiting
         n_paused = sum(d is not None and d.status is Status.PAUSED for d in self._ledger.holders)
         n_used_slots = self._ledger.n_slots - n_free
@@ -189,9 +189,9 @@ class MultiRequestBatcher:
         )
 
     def decoding(self) -> list[tuple[Slot, SequenceDriver]]:
-        """Return the sequences whose next step computes one token of output, paused ones too, by slot.
+        """Return the sequences whose next step computes one output token, including paused ones, by slot.
 
-        Sequences whose cells or bindings the next plan changes first are left out.
+        Sequences with pending changes of cells or bindings are left out.
         """
         rows = [(Slot(i), d) for i, d in enumerate(self._ledger.holders) if d and d.is_decoding]
         return [(slot, driver) for slot, driver in rows if self._cells.is_settled(slot)]
@@ -202,11 +202,11 @@ class MultiRequestBatcher:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """A time before which no deadline passes; None where there is none."""
+        """A time before which no deadline passes; None without deadlines."""
         return self._deadlines.next_s()
 
     def is_storing(self, id: str) -> bool:
-        """Whether a request has ended but for its cells, which are on their way to disk."""
+        """Whether a request has ended but its cells are still being written to disk."""
         return any(want.driver.request.id == id for want in [*self._storing.values()])
 
     def is_paused(self, id: str) -> bool:
@@ -215,13 +215,13 @@ class MultiRequestBatcher:
         return driver is not None and driver.status is Status.PAUSED
 
     def has_ended(self, id: str) -> bool:
-        """Whether a request has ended but `take_ended` has not returned it. From any thread."""
+        """Whether a request has ended and `take_ended` has not returned it. From any thread."""
         return self.is_storing(id) or any(driver.request.id == id for driver in [*self._ended])
 
     # ---- coming ----
 
     def submit(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Queue waiting sequences; their ids must not be in flight. One that is known never to fit ends at once."""
+        """Queue new sequences, whose ids must not be in flight. Those that can never fit end at once."""
         ready: list[SequenceDriver] = []
         for driver in drivers:
             driver.number = next(self._numbers)
@@ -243,7 +243,7 @@ class MultiRequestBatcher:
         self._queue.add(ready)
 
     def take_prompt(self, driver: SequenceDriver, now: float) -> None:
-        """Go on with a sequence in flight whose prompt was tokenized or refused."""
+        """Continue with a sequence whose prompt was tokenized or refused."""
         if self.in_flight.get(driver.request.id) is not driver:
             return  # `submit` will see it
         if driver.error is not None:
@@ -253,11 +253,11 @@ class MultiRequestBatcher:
             self._go_on_compiled([driver])
 
     def begin_step(self, now: float, ending: Collection[SequenceDriver] = ()) -> None:
-        """Do what comes before a plan: deadlines, ended waits, and the prompts whose turn may come.
+        """Handle what precedes a plan: deadlines, finished waits, and tokenizing.
 
-        Requests end whose time is over or whose prompt is refused. Sequences are queued again whose leader has computed
-        their prefix, or no longer runs. As many prompts become tokens as the plan may admit, where `ending` sequences
-        leave their slots: so a long queue costs nothing, and a prompt that cannot run ends with its own error.
+        Requests past their deadline and with refused prompts end. Sequences whose leader has computed their prefix, or
+        no longer runs, are queued again. Only as many prompts are tokenized as the plan may admit, counting the slots
+        of `ending` sequences, so the cost does not depend on the length of the queue.
         """
         while (driver := self._deadlines.pop_due(now)) is not None:
             self._withdraw(driver)
@@ -267,7 +267,7 @@ class MultiRequestBatcher:
             self._release(driver)
         for driver in self._untokenized.due():
             self._tokenize(driver)
-            if driver.is_tokenized:  # at once, in an engine without threads
+            if driver.is_tokenized:  # an engine without threads tokenizes at once
                 self.take_prompt(driver, now)
         n_open = self._ledger.n_slots - len(self._rows()) + len(ending)
         if self._queue and (n_wanted := n_open + self._state.n_ahead):
@@ -278,7 +278,7 @@ class MultiRequestBatcher:
     ) -> None:
         """Tokenize the first prompts, and prompts that may pass them.
 
-        Refused prompts end. Neither they nor prompts that take long are counted: other sequences pass them.
+        Sequences with refused prompts end. They, and prompts that take long to tokenize, do not count.
         """
         refused: list[tuple[SequenceDriver, CBatchError]] = []
         slow: list[SequenceDriver] = []
@@ -301,7 +301,7 @@ class MultiRequestBatcher:
             self._hold(driver, Wait.PROMPT)
             self._untokenized.add(driver)
 
-    # ---- what comes from outside ----
+    # ---- results from outside ----
 
     def _waits_to_compile(self, driver: SequenceDriver) -> bool:
         if not self._builds.wait(driver):
@@ -310,26 +310,25 @@ class MultiRequestBatcher:
         return True
 
     def is_wanted(self, want: ToCompile) -> bool:
-        """Whether a sequence still waits for something to be compiled. From any thread."""
+        """Whether a sequence still waits for `want`. From any thread."""
         return self._builds.is_wanted(want)
 
     def take_want(self) -> Want | None:
-        """Return the next thing that sequences want from outside, each once, or None."""
+        """Return the next want of a sequence that was not returned before, or None."""
         return self._wants.popleft() if self._wants else None
 
     def resolve(self, want: Want, found: object, now: float) -> list[tuple[SequenceDriver, int]]:
-        """Give the sequences that wait for something what came of it.
+        """Give a result to the sequences that wait for it.
 
         Args:
-            want: what sequences wait for.
-            found: what was compiled, or a `GrammarError`; of a file to read its `CacheEntry`, or a `CacheError`; None
-                where no sequence waited for it any more, so that it was neither compiled nor read; of cells to write
-                the `CacheEntry` of their file, or why they were not saved.
-            now: when that was.
+            want: what they wait for.
+            found: the compiled grammar, or a `GrammarError`; for a file to read or write its `CacheEntry`, or a
+                `CacheError`; None if nothing was compiled or read because no sequence waited any more.
+            now: the time of the result.
 
         Returns:
-            The sequences for which the backend is to get the cells of a file that was read, with the key for each; a
-            key below 0 is that of a checkpoint, which the cells become for others.
+            The sequences for which the backend must load cells of the file, with a key for each. A negative key is that
+            of a checkpoint, which other sequences may use too.
         """
         if isinstance(want, ToStore):
             self._end_storing(want.driver, found)
@@ -352,7 +351,7 @@ class MultiRequestBatcher:
         return []
 
     def _adopt(self, driver: SequenceDriver) -> list[tuple[SequenceDriver, int]]:
-        """Count the cells of a file that a driver begins with as a checkpoint; return its key where it is a new one."""
+        """Make a checkpoint of cells from a file with which a sequence starts; return its key if it is a new one."""
         kept = self._cells.prefixes.adopt(driver, driver.n_computed)
         if kept is None:
             return []
@@ -360,7 +359,7 @@ class MultiRequestBatcher:
         return [(driver, kept.key)] if kept.is_new else []
 
     def drop_checkpoint(self, key: int) -> None:
-        """Record that the backend has no cells for a checkpoint."""
+        """Record that the backend has no cells for a checkpoint's key."""
         self._cells.prefixes.drop([key])
 
     def _go_on_compiled(self, drivers: Sequence[SequenceDriver]) -> None:
@@ -368,10 +367,10 @@ class MultiRequestBatcher:
         ready = [d for d in drivers if not self._waits_to_compile(d)]
         for driver in ready:
             driver.waits_for = None
-        self._queue.add([d for d in ready if d.status is Status.WAITING])  # others are paused
+        self._queue.add([d for d in ready if d.status is Status.WAITING])  # the others are paused
 
     def _end_storing(self, driver: SequenceDriver, found: object) -> None:
-        """End a sequence whose cells are on disk, or were not saved: `found` says why."""
+        """End a sequence whose cells were written to disk, or were not; `found` says why."""
         if isinstance(found, CacheEntry):
             self._reads.learn(CacheRef.of(driver.request), found)
         else:
@@ -381,7 +380,7 @@ class MultiRequestBatcher:
         self._ended.append(driver)
 
     def refuse_cells(self, driver: SequenceDriver, error: CacheError, now: float) -> None:
-        """Have a sequence go on without the cells of its file, or end if it requires them."""
+        """Let a sequence continue without the cells of its file, or end it if it requires them."""
         driver.proceed_uncached(error)
         if driver.error is None:
             self._forget(driver)
@@ -389,12 +388,12 @@ class MultiRequestBatcher:
             self.fail(driver, driver.error, now)
 
     def _hold(self, driver: SequenceDriver, reason: Wait) -> None:
-        """Take a waiting sequence out of the queue until `_release`: later sequences pass."""
+        """Take a waiting sequence out of the queue until `_release`, so that later ones pass it."""
         self._queue.remove(driver)
         driver.waits_for = reason
 
     def _release(self, driver: SequenceDriver) -> None:
-        """Let a held sequence take its turn, among the first, for it has waited."""
+        """Put a held sequence back among the first of the queue."""
         driver.waits_for = None
         if driver.status is Status.WAITING:
             self._queue.put_back(driver)
@@ -402,9 +401,9 @@ class MultiRequestBatcher:
     # ---- pausing and ending ----
 
     def pause(self, id: str) -> bool:
-        """Stop a request where it is; False where it is not in flight or paused already.
+        """Pause a request; False if it is not in flight or is paused already.
 
-        It keeps slot and cells until they are needed.
+        The request keeps its slot and cells until others need them.
         """
         driver = self.in_flight.get(id)
         if driver is None or driver.status is Status.PAUSED:
@@ -416,9 +415,9 @@ class MultiRequestBatcher:
         return True
 
     def resume(self, id: str, n_tokens: int | None = None) -> bool:
-        """Let a paused request go on; False where it is not in flight or not paused.
+        """Resume a paused request; False if it is not in flight or not paused.
 
-        It pauses again after `n_tokens` tokens, or where that is None as its options have it.
+        The request pauses again after `n_tokens` tokens; with None, as its options say.
         """
         driver = self.in_flight.get(id)
         if driver is None or driver.status is not Status.PAUSED:
@@ -434,7 +433,7 @@ class MultiRequestBatcher:
         return True
 
     def cancel(self, id: str, now: float) -> bool:
-        """End a request by id; False where no such request is in flight."""
+        """Cancel a request by id; False if it is not in flight."""
         driver = self.in_flight.get(id)
         if driver is None:
             return False
@@ -444,7 +443,7 @@ class MultiRequestBatcher:
         return True
 
     def fail(self, driver: SequenceDriver, error: CBatchError, now: float) -> None:
-        """End a request in flight with an error, wherever it waits."""
+        """End a request in flight with an error."""
         self._withdraw(driver)
         driver.finish("error", now, error)
         self.retire(driver)
@@ -453,14 +452,14 @@ class MultiRequestBatcher:
         """Forget a sequence that never had a slot, as if it had not been submitted."""
         driver = self.in_flight.pop(id)
         self._withdraw(driver)
-        driver.cancel(driver.clock.submitted_s)  # for the deadlines to forget it
+        driver.cancel(driver.clock.submitted_s)  # so that the deadlines forget it
         self._forget(driver)
         self._deadlines.note_end()
 
     def retire(self, driver: SequenceDriver, *, has_cells: bool = True) -> None:
-        """Take a finished sequence out of flight; its slot keeps the cells that are of use, where it `has_cells`.
+        """Remove a finished sequence; with `has_cells`, its slot retains the useful ones.
 
-        A sequence whose cells go to disk ends when `resolve` says that they are there.
+        A sequence whose cells are written to disk ends in `resolve`.
         """
         del self.in_flight[driver.request.id]
         if driver.status is Status.STORING:
@@ -485,7 +484,7 @@ class MultiRequestBatcher:
         return ended
 
     def _store(self, driver: SequenceDriver, *, has_cells: bool) -> None:
-        """Have the cells of an ended sequence copied out, to be written to disk; where none are left, a checkpoint."""
+        """Order a copy of an ended sequence's cells for the disk; if none are left, use a checkpoint."""
         slot, n_cells = driver.slot, 0
         if slot is not None and has_cells and slot not in self._cells.trims:
             n_cells = self._cells.n_known(driver, slot) if self._saved.can_save else 0
@@ -502,7 +501,7 @@ class MultiRequestBatcher:
             self._end_storing(driver, "the cells were not saved: none were left when it ended")
 
     def _order_writes(self, lost: Collection[int]) -> None:
-        """Have the cells that a run has copied out written to disk, but for the keys that were lost."""
+        """Order that cells copied by a run be written to disk, except for lost keys."""
         for _, key in self._cells.saves:
             want = self._storing[key]
             if key in lost:
@@ -512,20 +511,20 @@ class MultiRequestBatcher:
                 self._wants.append(want)
 
     def _forget(self, driver: SequenceDriver) -> None:
-        """Give up a sequence's saved cells, if it has any."""
+        """Drop a sequence's saved cells, if it has any."""
         key = driver.saved_key
         if key is not None:
             self._saved.give_up([key])
             self._cells.forgets.append(key)
 
     def _withdraw(self, driver: SequenceDriver) -> None:
-        """Take a sequence without a slot from wherever it waits."""
+        """Remove a sequence without a slot from the queue or wherever it waits."""
         if driver.waits_for is not None:
             self._waiters[driver.waits_for].drop(driver)
         elif driver.status is Status.WAITING:
             self._queue.remove(driver)
 
-    # ---- what runs do: for the scheduler ----
+    # ---- for the scheduler ----
 
     def _rows(self) -> list[SequenceDriver]:
         """Return the running sequences, the oldest first."""
@@ -537,21 +536,21 @@ class MultiRequestBatcher:
         return self._running
 
     def slot_plan(self) -> SlotPlan:
-        """Return the slots as they are, for a plan to decide what becomes of them."""
+        """Return a slot plan without changes."""
         return SlotPlan(self._state, self._rows())
 
     def commit(
         self, slot_plan: SlotPlan, step: StepPlan, result: StepResult, made_s: float, now: float
     ) -> None:
-        """Commit what a plan did to slots and cells, once it was run: its view becomes the state.
+        """Commit a plan's changes of slots and cells after the run: its view becomes the state.
 
         Args:
-            slot_plan: what it did to slots.
-            step: what was run.
-            result: what the run did. Where a load failed nothing was copied, and requests that require the cells of
-                their file end.
-            made_s: when the plan was made: its sequences are admitted then.
-            now: when it was run.
+            slot_plan: the changes of slots.
+            step: the step that was run.
+            result: the result. If a load failed, nothing was copied, and requests that require the cells of their file
+                end.
+            made_s: when the plan was made, which is the time of its admissions.
+            now: when the run ended.
         """
         lost = result.lost
         self._order_writes(lost)
@@ -613,7 +612,7 @@ class MultiRequestBatcher:
     def _commit_admission(
         self, driver: SequenceDriver, place: Place, made_s: float, now: float, *, has_cells: bool
     ) -> None:
-        """Give a sequence its slot, with its cells unless they could not be loaded or copied."""
+        """Give a sequence its slot, and its cells if they were loaded or copied."""
         problem = self._reads.why_useless(driver)
         self._queue.remove(driver)
         driver.admit(place.slot, made_s)
@@ -632,7 +631,7 @@ class MultiRequestBatcher:
 
     def _commit_move(self, driver: SequenceDriver, slot: Slot, lost: Collection[int]) -> None:
         source, driver.slot = driver.slot, slot
-        if not self._ledger.memory.can_copy:  # its cells were saved, and loaded again
+        if not self._ledger.memory.can_copy:  # its cells were saved and loaded again
             if driver.number in lost:
                 self.keep_cells(driver, 0)
         elif source is not None and not self._cells.prefixes.can_retain(driver):
@@ -646,7 +645,7 @@ class MultiRequestBatcher:
         has_paused: bool,
         has_cells: bool,
     ) -> None:
-        """Record the cells that a step computed, by slot, and the sequences that ended; `has_cells` as in `retire`."""
+        """Record the computed cells by slot, and the ended sequences; `has_cells` as in `retire`."""
         self._ledger.add_all(cells)
         if has_paused:
             self._running = None
@@ -654,12 +653,12 @@ class MultiRequestBatcher:
             self.retire(driver, has_cells=has_cells)
 
     def shift(self, driver: SequenceDriver) -> None:
-        """Take tokens out of the full window of a running sequence; their cells go with the next plan."""
+        """Move the full window of a running sequence; its cells are removed with the next plan."""
         if driver.slot is not None:
             self._cells.shift(driver, driver.slot)
 
     def keep_cells(self, driver: SequenceDriver, n_cells: int) -> None:
-        """Keep only the first `n_cells` cells of a running sequence: the other tokens are pending again."""
+        """Keep only the first `n_cells` cells of a running sequence; the other tokens become pending."""
         if driver.slot is None:
             return
         driver.n_computed = n_cells
@@ -670,9 +669,9 @@ class MultiRequestBatcher:
             self._cells.prefixes.record(driver.slot, driver)
 
     def lose_cells(self, broken_off: StepPlan | None = None) -> None:
-        """Record that all cells of slots are lost; the next plan empties the slots and binds the sequences anew.
+        """Record that all cells of slots are lost; the next plan empties the slots and binds the sequences again.
 
-        With a plan whose run was broken off, the cells that it saves or loads are lost, too.
+        If a run was aborted, the cells that its plan saves or loads are lost, too.
         """
         if broken_off is not None:
             self._lose_saved(broken_off)

@@ -1,4 +1,4 @@
-"""Which sequence makes a step fail: the suspects are computed in halves until the culprit stands alone."""
+"""Finds the sequence that makes a step fail, by computing the suspects in halves."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class FaultBisection:
-    """A stack of groups of suspects; each group is computed apart from all other sequences.
+    """A stack of groups of suspects. Each group is computed without any other sequence.
 
-    A suspect is cleared when it has cells past the place of the failure, so a failure that does not come back ends no
-    sequence. To find one culprit among n sequences takes about 2 log₂ n steps.
+    A suspect is cleared when it has cells past the place of the failure, so a failure that does not recur ends no
+    sequence. Finding one culprit among n sequences takes about 2 log₂ n steps.
     """
 
     def __init__(self) -> None:
         self._groups: list[dict[SequenceDriver, int]] = []  # with the cells that clear a suspect
 
     def suspects(self, leaving: Container[SequenceDriver] = ()) -> list[SequenceDriver]:
-        """Return the group to compute next, without any other sequence; empty where there is no suspect.
+        """Return the group to compute next, without any other sequence; empty if there is no suspect.
 
         Args:
-            leaving: sequences that lose their slots before that.
+            leaving: sequences that lose their slots first.
         """
         for group in reversed(self._groups):
             if suspects := [d for d, n in group.items() if _is_suspect(d, n) and d not in leaving]:
@@ -34,7 +34,7 @@ class FaultBisection:
         return []
 
     def clear(self) -> None:
-        """Forget the suspects that are past their failure or have left, whatever becomes of their cells later."""
+        """Clear the suspects that are past the failure or have left. They stay cleared if they lose cells later."""
         while self._groups:
             group = self._groups.pop()
             if suspects := {d: n for d, n in group.items() if _is_suspect(d, n)}:
@@ -48,7 +48,7 @@ class FaultBisection:
         self._groups += [dict(part) for part in (suspects[half:], suspects[:half]) if part]
 
     def split(self, n_clear: Mapping[SequenceDriver, int]) -> SequenceDriver | None:
-        """Halve the group that failed again; return the culprit instead where the group is one sequence."""
+        """Halve the group that failed again; if it is a single sequence, return it as the culprit."""
         self.clear()
         self._groups.pop()
         if len(n_clear) == 1:

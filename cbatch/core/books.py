@@ -1,4 +1,4 @@
-"""Whether the books balance: slots, cells, saved cells and requests in flight."""
+"""Checks that the counts of slots, cells, saved cells and requests in flight agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_imbalance(state: BatcherState, in_flight: Mapping[str, SequenceDriver]) -> str:
-    """Return what is wrong with the books between two runs; "" if they balance. Changes nothing."""
+    """Return what is wrong with the counts; "" if they balance. Changes nothing. Call it between two runs."""
     return next(_problems(state, in_flight), "")
 
 

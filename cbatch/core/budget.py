@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes: what steps cost, and how a budget of tokens is shared among prompts."""
+"""How many prompt tokens a step computes: costs of steps, and sharing a token budget among prompts."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _N_DECODES = 9
-"""Steps of each width whose median counts: half of them may be slow for other reasons."""
+"""Steps of each width that the median is taken of; nearly half of them may be slow for other reasons."""
 
 _N_PROMPTS = 32
-"""Steps with prompts by which the cost of prompt tokens is fitted: about 500 pairs."""
+"""Steps with prompts to which the cost of prompt tokens is fitted: about 500 pairs."""
 
 _N_REFIT = 8
-"""Steps with prompts after which their cost is fitted anew, once so many were seen: it takes 0.2 ms."""
+"""Steps with prompts between two fits, which take 0.2 ms each."""
 
 _N_COPIES = 9
 
 _SPREAD = 1.25
-"""Two steps say what a token costs if one has at least so many times the prompt tokens of the other."""
+"""Two steps tell the cost of a token if one has at least this many times the prompt tokens of the other."""
 
 _N_UNIFORM = 4
-"""Steps alike after which another number of prompt tokens is tried."""
+"""Steps with equal numbers of prompt tokens after which another number is tried."""
 
 _N_ANY = 2**31 - 1
 
 _SAME_WIDTH = 1.5
-"""Up to this factor more rows are taken to cost the same, where a width was never seen."""
+"""A width that was never measured counts as costing the same as one that is smaller by up to this factor."""
 
 
 def split_budget(
     wanted: Sequence[int], left: Sequence[int], budget: int, n_enough: int | None = None
 ) -> list[int]:
-    """Share `budget` tokens among prompts, those that come first in the lists.
+    """Share `budget` tokens among prompts, in the order of the lists.
 
     Args:
         wanted: the most tokens that each can compute now.
         left: the tokens that each has before its first output.
         budget: tokens to share.
-        n_enough: once so many are shared, only prompts join that end with it: a part of another would make the step
-            longer and no first token earlier. None: whatever fits joins.
+        n_enough: after this many tokens, only prompts that fit completely are added, because a part of another would
+            make the step longer and no first token earlier. None adds whatever fits.
     """
     shares = []
     for want, n_left in zip(wanted, left, strict=True):
@@ -56,7 +56,7 @@ def split_budget(
 
 
 def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
-    """Give each prompt the whole of its chunk or nothing, the first ones first, while `budget` lasts."""
+    """Give each prompt its whole chunk or nothing, in order, until `budget` is used up."""
     shares = []
     for want in wanted:
         shares.append(want if want <= budget else 0)
@@ -65,18 +65,18 @@ def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 class PromptCost(NamedTuple):
-    """What prompts add to a step: `run_s` seconds, because they are computed apart, and `token_s` for each token."""
+    """What prompts add to a step: `run_s` seconds for the separate graph run, and `token_s` for each token."""
 
     run_s: float
     token_s: float
 
 
 class StepCosts:
-    """What steps cost, in seconds, learned from those that were done.
+    """The cost of steps in seconds, learned from completed steps.
 
-    A step takes what its decoding rows take, by their number; with prompt tokens `PromptCost` more. Medians are kept,
-    so that a step which was slow for other reasons changes nothing; the newest few count, so that the figures follow
-    a sequence that grows or a machine that gets busy.
+    A step costs an amount that depends on the number of decoding rows, plus `PromptCost` if it has prompt tokens.
+    Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences and a busier
+    machine.
     """
 
     def __init__(self) -> None:
@@ -85,19 +85,19 @@ class StepCosts:
         self._copies: deque[float] = deque(maxlen=_N_COPIES)
         self._prompt: PromptCost | None = None
         self._left_s: dict[int, float] = {}
-        """Seconds of widths that were seen with prompts alone: what is left for their rows."""
+        """Seconds of the rows of widths that were only seen together with prompts."""
         self._is_uniform = False
-        """Whether steps with rows and prompts had all the same number of prompt tokens."""
+        """Whether all recent steps with rows and prompts had the same number of prompt tokens."""
         self._n_unfitted = 0
 
     @property
     def has_decoded(self) -> bool:
-        """Whether a step was seen that only decoded."""
+        """Whether a step without prompt tokens was measured."""
         return bool(self._decodes)
 
     @property
     def widths_s(self) -> dict[int, float]:
-        """Seconds of a step that only decodes, by its rows, of the widths that were seen."""
+        """Seconds of a step without prompt tokens, by number of rows, for the measured widths."""
         return {n: median([*times]) for n, times in sorted(self._decodes.copy().items())}
 
     def learn_decode(self, n_rows: int, seconds: float) -> None:
@@ -117,20 +117,20 @@ class StepCosts:
             self._fit()
 
     def learn_copy(self, n_cells: int, seconds: float) -> None:
-        """Learn from copying `n_cells` cells from slot to slot."""
+        """Learn from a copy of `n_cells` cells between slots."""
         if n_cells and seconds:
             self._copies.append(seconds / n_cells)
 
     def n_copied_within(self, seconds: float) -> int | None:
-        """Return how many cells are copied in `seconds`; None while too little is known."""
+        """Return how many cells can be copied in `seconds`; None while too little is known."""
         cell_s = median(self._copies) if self._copies else 0.0
         return int(seconds / cell_s) if cell_s and seconds else None
 
     def decode_s(self, n_rows: int) -> float | None:
-        """Return what a step of `n_rows` decoding rows takes; None where none was seen.
+        """Return the seconds of a step of `n_rows` decoding rows; None if no step was measured.
 
-        A width that was not seen takes as long as the nearest, and in proportion longer where it is much wider: under
-        load every step may have prompts in it, and an estimate that is too short would starve them for ever.
+        The estimate of an unmeasured width is that of the nearest one, scaled up if it is much wider. Under load every
+        step may have prompts in it, and an estimate that is too short would starve them for ever.
         """
         nearest = self._nearest(n_rows)
         return (
@@ -140,7 +140,7 @@ class StepCosts:
         )
 
     def seen_s(self, n_rows: int) -> float:
-        """Return what a step of the width nearest to `n_rows` took; 0 where none was seen."""
+        """Return the seconds of a step of the measured width nearest to `n_rows`; 0 if no step was measured."""
         nearest = self._nearest(n_rows)
         return 0.0 if nearest is None else self._width_s(nearest)
 
@@ -161,9 +161,9 @@ class StepCosts:
         return self._prompt
 
     def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:
-        """Return how many prompt tokens fit into a step with `n_rows` decoding rows; None while too little is known.
+        """Return how many prompt tokens fit into a step of `n_rows` decoding rows and `seconds`; None if unknown.
 
-        Where none fit, because the rest of the step takes longer already, as many as make it half as long again.
+        If the rows alone take longer than that, the result is the number that makes the step half as long again.
         """
         decode_s, cost = self.decode_s(n_rows), self.prompt
         if decode_s is None or cost is None:
@@ -172,12 +172,11 @@ class StepCosts:
         return self._n_in(left_s if left_s > 0 else (decode_s + cost.run_s) / 2, cost)
 
     def n_prompt_for(self, n_rows: int, share: float, least_s: float = 0.0) -> int | None:
-        """Return with how many prompt tokens what else a step costs is at most `share` of it; None as above.
+        """Return how many prompt tokens make the rest of a step at most `share` of its time; None if unknown.
 
-        As many as are computed in `least_s` at least.
+        At least the number that is computed in `least_s` seconds.
 
-        With more a prompt is ready no sooner than by this share; with fewer, steps go by in which little of it is
-        computed.
+        More tokens would compute a prompt faster by at most this share; with fewer, the rest takes a larger share.
         """
         cost = self.prompt
         if cost is None:
@@ -186,10 +185,9 @@ class StepCosts:
         return self._n_in(max(least_s, (1 / share - 1) * rest_s), cost)
 
     def _n_in(self, seconds: float, cost: PromptCost) -> int:
-        """Return how many prompt tokens are computed in so many seconds, at least one.
+        """Return how many prompt tokens are computed in `seconds`, at least one.
 
-        Where all steps had the same number of tokens, nobody knows which part of their time each token takes; then the
-        next one has fewer.
+        If all steps had the same number of tokens, the cost of one token is unknown; then the next step has fewer.
         """
         n = int(min(_N_ANY, seconds / cost.token_s)) if cost.token_s else _N_ANY
         if self._is_uniform:
@@ -197,9 +195,9 @@ class StepCosts:
         return max(1, n)
 
     def _fit(self) -> None:
-        """Fit what prompts cost: the median of the slopes of pairs, then that of what they leave over.
+        """Fit the cost of prompts: the median slope of pairs of steps, then the median of the remainders.
 
-        Source: H. Theil, P. K. Sen: up to 29 % of the steps may be slow for other reasons.
+        Source: H. Theil, P. K. Sen. Up to 29 % of the steps may be slow for other reasons.
         """
         self._n_unfitted = 0
         mixed = [step for step in self._prompts if step.n_rows]
@@ -215,7 +213,7 @@ class StepCosts:
             token_s = min([s for s in map(median, each_s) if s > 0], default=0.0)
         known = [step for step in mixed if step.n_rows in self._decodes] or mixed
         rest_s = [self._beyond_s(step) - step.n_prompt * token_s for step in known or alone]
-        # a prompt alone has a step to itself, whose fixed part is that of a row beside others
+        # a step with one prompt and nothing else has the fixed cost of one row
         run_s = max(0.0, median(rest_s) - (0.0 if known else self.seen_s(1)))
         left_s: dict[int, list[float]] = {}
         for n_rows, n_prompt, seconds in mixed:
@@ -226,7 +224,7 @@ class StepCosts:
         self._is_uniform = not slopes and len(mixed) >= _N_UNIFORM
 
     def _beyond_s(self, step: _Mixed) -> float:
-        """Return what a step took beyond its rows."""
+        """Return a step's seconds minus those of its rows."""
         return step.seconds - ((self.decode_s(step.n_rows) or 0.0) if step.n_rows else 0.0)
 
 
@@ -239,7 +237,7 @@ class _Mixed(NamedTuple):
 
 
 def _slopes(steps: Sequence[_Mixed]) -> list[float]:
-    """Return the seconds of one more token, by each pair of steps of one width that differ enough."""
+    """Return the seconds of one more token for each pair of steps of equal width with different enough token counts."""
     return [
         (one.seconds - other.seconds) / (one.n_prompt - other.n_prompt)
         for i, one in enumerate(steps)

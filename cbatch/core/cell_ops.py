@@ -1,4 +1,4 @@
-"""The state of cells, with the operations still to be done on them; and cells saved in host memory."""
+"""The state of cells, operations that the backend has still to do, and cells saved in host memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class SlotCells:
     """The ledger and the prefix cache, with the cell operations that the backend has still to do.
 
-    Commands between plans change the ledger at once and leave an operation for the next plan; a plan adds its own in a
-    `view`. Cells of a slot that is given back stay for sequences that begin alike, until the slot or, in a shared pool,
-    the cells are needed.
+    Commands between plans change the ledger at once and add an operation to the next plan. A plan adds its own in a
+    `view`. A slot that is given back retains its cells for prompts with the same beginning, until another sequence
+    needs the slot or, in a shared pool, the cells.
     """
 
     def __init__(self, ledger: KvLedger, prefixes: PrefixCache) -> None:
@@ -34,24 +34,24 @@ class SlotCells:
         self.saves: list[tuple[Slot, int]] = []
         self.forgets: list[int] = []
         self.rebinds: dict[Slot, None] = {}
-        """Slots to bind anew: their sequences' positions or the backend's bindings have changed."""
-        # of a view alone
+        """Slots to bind again, because positions of their sequences or the backend's bindings have changed."""
+        # only in a view
         self.copies: list[tuple[Slot, Slot, int]] = []
         self.loads: list[tuple[Slot, int, int]] = []
 
     @property
     def has_ops(self) -> bool:
-        """Whether the backend has an operation to do, or a slot to bind anew."""
+        """Whether the backend has an operation to do or a slot to bind."""
         to_do = self.clears or self.trims or self.shifts or self.saves or self.forgets
         return bool(to_do or self.rebinds or self.copies or self.loads)
 
     def is_settled(self, slot: Slot) -> bool:
-        """Whether the backend holds of a slot what the ledger says: no operation is left to do there."""
+        """Whether the backend's slot is as the ledger says: no operation is left for it."""
         ops = self.clears, self.trims, self.shifts, self.rebinds
         return not any(slot in slots for slots in ops)
 
     def view(self) -> SlotCells:
-        """Return what a plan changes in place of this."""
+        """Return a copy for a plan to change."""
         view = copy(self)
         view.ledger = self.ledger.view()
         view.prefixes = self.prefixes.view(view.ledger)
@@ -72,7 +72,7 @@ class SlotCells:
         adapters: AdapterSet = (),
         is_rebuild: bool = False,
     ) -> StepPlan:
-        """Return a step that does all operations before it computes."""
+        """Return a step that does all pending operations before it computes."""
         return StepPlan(
             chunks,
             n_steps,
@@ -91,14 +91,14 @@ class SlotCells:
         )
 
     def note_done(self) -> None:
-        """Drop the operations that were to do: a plan had them all, and was run."""
+        """Forget the pending operations, after a plan that contained them was run."""
         for ops in (self.clears, self.trims, self.shifts, self.rebinds):
             ops.clear()
         for moves in (self.saves, self.forgets, self.copies, self.loads):
             moves.clear()
 
     def clear(self, slot: Slot) -> None:
-        """Empty a slot, whatever is in it: a failed step may have left more than the ledger says."""
+        """Empty a slot. A failed step may have left more in it than the ledger says."""
         self.ledger.trim(slot, 0)
         self.prefixes.forget(slot)
         self.trims.pop(slot, None)
@@ -111,14 +111,14 @@ class SlotCells:
         self.trims[slot] = n_cells
 
     def settle(self, slot: Slot, n_cells: int) -> None:
-        """Keep the first `n_cells` cells of a slot that holds at least as many; the ledger may have known of fewer."""
+        """Keep the first `n_cells` cells of a slot that has at least as many, even if the ledger has fewer."""
         n_more = n_cells - self.ledger.n_cells[slot]
         if n_more > 0:
             self.ledger.add(slot, n_more)
         self.trim(slot, n_cells)
 
     def shift(self, driver: SequenceDriver, slot: Slot) -> None:
-        """Take tokens out of a full window, with their cells."""
+        """Remove tokens and their cells from a full window."""
         n_keep, n_cells = driver.shift()
         self.prefixes.forget(slot)
         self.ledger.trim(slot, self.ledger.n_cells[slot] - n_cells)
@@ -126,20 +126,20 @@ class SlotCells:
         self.rebinds[slot] = None
 
     def leave(self, driver: SequenceDriver, slot: Slot) -> None:
-        """Retain what a driver computed in the slot that it gives back, or empty the slot where that is of no use."""
+        """Retain a leaving sequence's cells in its slot, or empty the slot if they are of no use."""
         n_known = self.n_known(driver, slot)
         self.rebinds.pop(slot, None)
         if driver.finish_reason == "error" or not n_known or not self.prefixes.can_retain(driver):
             self.clear(slot)
             return
-        # the ledger has left out shifted cells already, the backend has them still: it cuts to what stands before them
+        # the ledger has dropped shifted cells already, the backend has not: it trims to the cells before them
         has_shift = self.shifts.pop(slot, None) is not None
         if has_shift or n_known < self.ledger.n_cells[slot]:
             self.trim(slot, n_known)
         self.prefixes.retain(slot, driver, n_known)
 
     def n_known(self, driver: SequenceDriver, slot: Slot) -> int:
-        """Return how many cells of a driver's slot are of use to others: a run may have sampled past a stop string."""
+        """Return how many cells of a sequence's slot match its tokens: a run may have sampled past a stop string."""
         n_cells = self.ledger.n_cells[slot]
         n_known = min(n_cells, driver.n_lasting)
         return n_known if self.ledger.memory.can_trim or n_known == n_cells else 0
@@ -147,7 +147,7 @@ class SlotCells:
     # ---- in a view ----
 
     def can_load(self, driver: SequenceDriver, source: PrefixSource | None) -> bool:
-        """Whether there is room for what a driver loads, its own or a checkpoint, once free slots are emptied."""
+        """Whether the cells that a sequence loads, its own or a checkpoint's, would fit if free slots were emptied."""
         ledger, n_cells = self.ledger, 0
         if driver.saved_key is not None:
             n_cells = driver.n_computed
@@ -158,7 +158,7 @@ class SlotCells:
         return ledger.n_in_use(self.prefixes.copied) + n_cells <= ledger.n_pool
 
     def fill(self, driver: SequenceDriver, slot: Slot, source: PrefixSource | None) -> int:
-        """Fill a driver's new slot with its saved cells, or with cells that others computed; return how many."""
+        """Fill a sequence's new slot with its saved cells or cells of others; return how many."""
         n_kept = source.n_cells if source is not None and source.slot == slot else 0
         key = driver.saved_key
         if key is not None:
@@ -177,9 +177,9 @@ class SlotCells:
         return self.ledger.n_cells[slot]
 
     def keep(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> int | None:
-        """Take a checkpoint of a slot that holds the first `n_cells` of a driver's text, and no more; return its key.
+        """Take a checkpoint of a slot that holds exactly the first `n_cells` of a sequence's text; return its key.
 
-        The cells are saved as they are before the plan. None where the budget has no room.
+        The cells are saved as they are before the plan. Returns None if the budget has no room.
         """
         found = self.prefixes.keep(driver, n_cells)
         if found is None:
@@ -190,7 +190,7 @@ class SlotCells:
         return found.key
 
     def move(self, driver: SequenceDriver, source: Slot, slot: Slot) -> None:
-        """Copy all cells of a driver to another slot; where that cannot be done, load those saved by its number."""
+        """Copy all cells of a sequence to another slot; if memory cannot copy, load those saved under its number."""
         n_cells, can_copy = self.ledger.n_cells[source], self.ledger.memory.can_copy
         self._empty(slot)
         if can_copy:
@@ -204,7 +204,7 @@ class SlotCells:
             self.prefixes.retain(source, driver, n_cells)
 
     def make_room(self, n_free_cells: int) -> None:
-        """Empty free slots until `n_free_cells` cells are free, first the one whose cells are unused for longest."""
+        """Empty free slots until `n_free_cells` cells are free, the least recently used first."""
         while self.ledger.n_free_cells < n_free_cells:
             slot = self.prefixes.oldest_retained()
             if slot is None:
@@ -216,7 +216,7 @@ class SlotCells:
             self.clear(slot)
 
     def _checkpoint_of(self, driver: SequenceDriver, source: PrefixSource) -> int | None:
-        """Return the key of what a driver goes on from: a checkpoint, or a slot of which one is taken."""
+        """Return the key of the source's checkpoint; for a slot, take one."""
         if source.slot is not None:
             return self.keep(driver, source.slot, source.n_cells)
         if source.key is not None:
@@ -237,7 +237,7 @@ class SlotCells:
 
 @dataclass(eq=False, slots=True)
 class _Saved:
-    """Cells in host memory of a sequence that waits to come back."""
+    """Cells in host memory of a sequence that waits for a slot."""
 
     driver: SequenceDriver
     n_bytes: int
@@ -246,9 +246,9 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class ToStore:
-    """An ended sequence whose cells are to be written to disk: the first `n_cells`, which are saved under `key`.
+    """An ended sequence whose first `n_cells` cells, saved under `key`, will be written to disk.
 
-    With a checkpoint, its key and its cells, the file can be begun with there too.
+    The key and cells of a checkpoint are written too, if there is one: sequences can also start from there.
     """
 
     driver: SequenceDriver
@@ -258,9 +258,9 @@ class ToStore:
 
 
 class SavedCells:
-    """Cells in host memory of sequences that come back, where the backend can save and the budget allows.
+    """Cells in host memory of sequences that lost their slots, within the budget and if the backend can save.
 
-    Other cells are lost, and computed again. The key of cells is the number of their sequence.
+    Other cells are lost and computed again. The key is the number of the sequence.
     """
 
     def __init__(self, memory: KvCapabilities, n_bytes_max: int) -> None:
@@ -271,12 +271,12 @@ class SavedCells:
 
     @property
     def can_save(self) -> bool:
-        """Whether the backend can copy cells out."""
+        """Whether the backend can copy cells to host memory."""
         return self._memory.can_save
 
     @property
     def n_counted(self) -> int:
-        """The bytes of all saved cells, counted anew."""
+        """Bytes of all saved cells, summed again."""
         return sum(saved.n_bytes for saved in self._saved.values())
 
     @property
@@ -285,17 +285,17 @@ class SavedCells:
         return [*self._saved]
 
     def n_bytes_of(self, n_cells: int) -> int:
-        """Return what saved cells of one sequence take; 0 where none can be saved."""
+        """Return the bytes of `n_cells` saved cells of one sequence; 0 if cells cannot be saved."""
         return self._memory.n_saved_bytes(n_cells) if self.can_save and n_cells else 0
 
     def add(self, driver: SequenceDriver) -> None:
-        """Record that a driver's cells were saved."""
+        """Record that a sequence's cells were saved."""
         driver.saved_key = driver.number
         saved = self._saved[driver.number] = _Saved(driver, self.n_bytes_of(driver.n_computed))
         self.n_bytes += saved.n_bytes
 
     def add_from_disk(self, driver: SequenceDriver, n_cells: int) -> int:
-        """Return a key under which the backend is to get cells from disk, for a waiting driver to begin with."""
+        """Return a new key for `n_cells` cells from disk, with which a waiting sequence will start."""
         driver.saved_key, driver.n_computed = driver.number, n_cells
         self._saved[driver.number] = _Saved(driver, 0, is_from_disk=True)
         return driver.number
@@ -308,9 +308,9 @@ class SavedCells:
         return saved.is_from_disk
 
     def give_up(self, keys: Iterable[int]) -> list[SequenceDriver]:
-        """Give up saved cells: their tokens are pending again; return the sequences whose cells came from disk.
+        """Drop saved cells, so that their tokens are pending again; return the sequences whose cells came from disk.
 
-        A key that was loaded already, by a plan that was half committed, is passed over.
+        Keys that a partly committed plan has loaded already are skipped.
         """
         from_disk = []
         for saved in [self._saved[key] for key in keys if key in self._saved]:

@@ -1,4 +1,4 @@
-"""Books of checkpoints: cells or states in host memory that any number of sequences go on from, within a budget."""
+"""Checkpoints: cells or states in host memory, within a budget, from which any number of sequences continue."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ if TYPE_CHECKING:
     from cbatch.core.plan import KvCapabilities
 
 N_CHECKPOINTS_MAX = 512
-"""Most checkpoints, however small: each plan that changes slots copies their books. Our choice."""
+"""Most checkpoints, because each plan that changes slots copies the table of checkpoints. Our choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a key stands for: the first `n_cells` tokens of a text, which the prefix index knows by the same key."""
+    """The first `n_cells` tokens of a text; the prefix index has the text under the same key."""
 
     n_cells: int
     n_bytes: int
 
 
 class KeptCheckpoint(NamedTuple):
-    """A checkpoint that a plan takes, or finds taken."""
+    """A checkpoint that a plan takes, or that exists already."""
 
     key: int
     is_new: bool = False
     gone: Sequence[int] = ()
-    """The keys of checkpoints that make room for it."""
+    """The keys of checkpoints that are dropped to make room."""
 
 
 class Checkpoints:
-    """Checkpoints by key, the least recently used first; those go first where the budget is full.
+    """Checkpoints by key, the least recently used first, which are dropped first when the budget is full.
 
-    Keys are below 0: the saved cells of one sequence have its number. A plan changes a `view`, which takes the place
-    of this once the plan was run.
+    Keys are negative, because the saved cells of a sequence have its number as key. A plan changes a `view`, which
+    replaces this object once the plan was run.
     """
 
     def __init__(self, memory: KvCapabilities, n_bytes_max: int) -> None:
         self.is_on = memory.can_save and not memory.can_trim and n_bytes_max > 0
-        """Whether checkpoints are taken: memory that can be trimmed shares the cells in its slots."""
+        """Whether checkpoints are used. Memory that can be trimmed needs none: it shares the cells in its slots."""
         self.n_bytes = 0
         self.n_bytes_max = n_bytes_max
         self._memory = memory
         self.kept: dict[int, Checkpoint] = {}
-        """Changed by methods alone."""
+        """Read-only outside this class."""
         self._n_made = 0
         self._in_plan: set[int] = set()
-        """In a view: the keys that the plan saves or loads."""
+        """Keys that the plan saves or loads; only in a view."""
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def view(self) -> Checkpoints:
-        """Return what a plan changes in place of this."""
+        """Return a copy for a plan to change."""
         if not self.is_on:
             return self
         view = copy(self)
@@ -63,11 +63,11 @@ class Checkpoints:
         return view
 
     def settle(self) -> None:
-        """Let go of the keys of a plan that was run."""
+        """Release the keys of a plan that was run."""
         self._in_plan.clear()
 
     def has_room(self, n_cells: int) -> bool:
-        """Whether a checkpoint of so many cells can be taken: nobody waits for one that is larger than the budget."""
+        """Whether a checkpoint of `n_cells` cells fits the budget; no sequence waits for one that does not."""
         return self.is_on and self._memory.n_saved_bytes(n_cells) <= self.n_bytes_max
 
     def n_cells(self, key: int) -> int:
@@ -75,7 +75,7 @@ class Checkpoints:
         return self.kept[key].n_cells
 
     def add(self, n_cells: int) -> KeptCheckpoint | None:
-        """Count one more, in place of the least useful; None where there is no room."""
+        """Add a checkpoint, and drop the least recently used ones if needed; None if there is no room."""
         n_bytes, n_freed, gone = self._memory.n_saved_bytes(n_cells), 0, list[int]()
         for key, kept in self.kept.items():
             has_room = self.n_bytes - n_freed + n_bytes <= self.n_bytes_max
@@ -95,16 +95,16 @@ class Checkpoints:
         return KeptCheckpoint(-self._n_made, True, gone)
 
     def use(self, key: int) -> None:
-        """Mark a checkpoint as recently used: the plan loads it, or would take it again."""
+        """Mark a checkpoint as recently used and as one that the plan needs."""
         self.touch(key)
         self._in_plan.add(key)
 
     def touch(self, key: int) -> None:
-        """Mark a checkpoint as recently used, so that others go first."""
+        """Mark a checkpoint as recently used, so that others are dropped first."""
         self.kept[key] = self.kept.pop(key)
 
     def drop(self, keys: Collection[int]) -> list[int]:
-        """Strike out checkpoints; return those of the keys that were there. None of the keys is used again."""
+        """Remove checkpoints; return the keys that existed. None of the keys is used again."""
         found = [key for key in dict.fromkeys(keys) if key in self.kept]
         for key in found:
             self.n_bytes -= self.kept.pop(key).n_bytes
@@ -112,7 +112,7 @@ class Checkpoints:
         return found
 
     def learn(self, saved_bytes: Mapping[int, int]) -> None:
-        """Take the true sizes of what was saved: windows drop what they are past, so most are smaller than counted."""
+        """Record the true sizes. Sliding windows drop old cells, so most sizes are smaller than expected."""
         for key, n_bytes in saved_bytes.items():
             if kept := self.kept.get(key):
                 self.n_bytes += n_bytes - kept.n_bytes

@@ -1,4 +1,4 @@
-"""One request from submission to its end: its statuses, its tokens, and why it ended; see docs/lifecycle.md."""
+"""One request from submission to end: statuses, tokens, finish reason; see docs/understand/lifecycle.md."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Status(Enum):
     """Where a sequence is in its life; prefill and decode are derived from its counters."""
 
     WAITING = "waiting"
-    """In the queue, or held outside of it; without a slot, because it never had one or has lost it."""
+    """Without a slot: in the queue, or held outside it."""
     RUNNING = "running"
     PAUSED = "paused"
-    """With its slot and cells until another sequence needs them, or without."""
+    """Stopped. It keeps its slot and cells until another sequence needs them."""
     STORING = "storing"
-    """Ended; its slot is given back, and its cells are being written to disk."""
+    """Ended and without a slot; its cells are being written to disk."""
     FINISHED = "finished"
 
 
@@ -51,9 +51,9 @@ class Event(Enum):
     LOSE_SLOT = "lose slot"
     PAUSE = "pause"
     RESUME = "resume"
-    """It kept its slot."""
+    """Resumed with the slot that it kept."""
     REQUEUE = "requeue"
-    """It is resumed without a slot."""
+    """Resumed without a slot."""
     STORE = "store"
     FINISH = "finish"
 
@@ -72,14 +72,14 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.PAUSED, Event.FINISH): Status.FINISHED,
     (Status.STORING, Event.FINISH): Status.FINISHED,
 }
-"""Every change of status there is; a pair that is not here raises and changes nothing."""
+"""All changes of status. Any other pair raises an error and changes nothing."""
 
 
 class Wait(Enum):
-    """What a waiting sequence is held for, outside the queue: others pass it meanwhile."""
+    """What a sequence outside the queue waits for; others pass it meanwhile."""
 
     PROMPT = "prompt"
-    """The tokens of a long prompt, or of any prompt that decides the sequence's grammar or its place in the queue."""
+    """The tokens of its prompt, if the prompt is long or decides the grammar or the place in the queue."""
     COMPILE = "compile"
     """Its grammar, or what DRY needs of the vocabulary."""
     LEADER = "leader"
@@ -90,12 +90,12 @@ class Wait(Enum):
 
 @dataclass(eq=False, slots=True)
 class SequenceDriver:
-    """The tokens of one request, how many have cells, and what the sequence waits for or ended by.
+    """The state of one request: its tokens, how many have cells, what it waits for, why it ended.
 
     # [0, n_prompt) prompt   [n_prompt, n_tokens) output
     # [0, n_computed) have cells   [n_computed, n_tokens) pending
 
-    Tokens that a moving window has lost are no longer in `tokens` and its counters; `output` keeps all of the output.
+    Tokens that left a moving window are gone from `tokens` and its counters; `output` keeps all of the output.
     """
 
     request: Request
@@ -104,52 +104,52 @@ class SequenceDriver:
     status: Status = Status.WAITING
     waits_for: Wait | None = None
     number: int = 0
-    """Its place in the order of submission, never used again: the older of two sequences has the lower number."""
+    """Its place in the order of submission, used once. An older sequence has a lower number."""
     slot: Slot | None = None
     tokens: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the tokens that it sampled itself, where the request asks for them."""
+    """Of the tokens sampled for this request, if it asks for them."""
     n_prompt: int = 0
     n_computed: int = 0
     n_reached: int = 0
-    """The most tokens that ever had cells: computing one of them again is recomputing."""
+    """Most tokens that had cells at one time; computing one of them again counts as recomputed."""
     n_reused: int = 0
-    """Tokens whose cells were there when it first got a slot."""
+    """Tokens that had cells already when the sequence first got a slot."""
     n_cap: int = 0
     n_due: int = 0
-    """Output at which it is to pause, or ends by its cap."""
+    """Number of output tokens at which the sequence pauses, or ends because of its cap."""
     pause_every: int | None = None
-    """Tokens that it may sample before it pauses, as the request or `resume` has it; None for all."""
+    """Tokens to sample before the next pause, from the request or `resume`; None for no pause."""
     held: GrammarStep | None = None
-    """What its grammar forces after the place where it paused: the tokens come when it goes on."""
+    """Grammar-forced tokens, appended on resume."""
     n_window: int = 0
     n_before_turn: int = 0
-    """Output it had when it got its slot."""
+    """Number of output tokens when the sequence got its slot."""
     n_prompts_before: int | None = None
-    """Prompt tokens that the engine had computed when it first got a slot."""
+    """Prompt tokens that the engine had computed when the sequence first got a slot."""
     n_preempted: int = 0
-    """Preemptions for want of cells."""
+    """How often the sequence lost its slot because the pool was full."""
     n_overtaken: int = 0
-    """Sequences admitted before it while it waited for cells at the head of the queue."""
+    """Sequences that were admitted while this one waited for cells at the head of the queue."""
     scores: PromptScores | None = None
     window: MovingWindow | None = None
     is_early: bool = False
-    """Whether its prompt is tokenized on submission, however many requests wait."""
+    """Whether its prompt is tokenized on submission, regardless of the queue's length."""
     takes_long: bool | None = None
-    """Whether its prompt takes long to become tokens; None until somebody asks."""
+    """Whether its prompt takes long to tokenize; None if not estimated yet."""
     is_done_with_disk: bool = False
-    """Whether its file is not to be asked for (again)."""
+    """Whether its file of cells must not be read (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)
-    """What was compiled of the request's grammar and DRY breakers."""
+    """The compiled grammar and DRY breakers of the request."""
     saved_key: int | None = None
-    """The key of its cells in host memory, while it has no slot."""
+    """The key of its cells in host memory while it has no slot."""
     marks: tuple[int, ...] = ()
-    """Places in its tokens, ascending, at which a chunk ends and a checkpoint is taken."""
+    """Positions, ascending, at which a chunk ends and a checkpoint is taken."""
     warnings: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CBatchError | None = None
-    """What it ends with; before its end, why its prompt cannot be computed, or that its required file is of no use."""
+    """The error it ends with. Before the end: why its prompt cannot be computed, or its required file not be used."""
 
     @classmethod
     def of(
@@ -169,7 +169,7 @@ class SequenceDriver:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that exist."""
+        """Tokens of prompt and output, computed or pending."""
         return len(self.tokens)
 
     @property
@@ -179,12 +179,12 @@ class SequenceDriver:
 
     @property
     def n_cached(self) -> int:
-        """Prompt tokens whose cells were there when it first got a slot."""
+        """Prompt tokens that had cells already when the sequence first got a slot."""
         return min(self.n_reused, self.n_given)
 
     @property
     def is_capped(self) -> bool:
-        """Whether the request's own cap ends the output: else the window does."""
+        """Whether the request's own cap ends the output, and not the window."""
         return self.n_cap == self.request.options.max_tokens
 
     @property
@@ -194,13 +194,13 @@ class SequenceDriver:
 
     @property
     def n_room(self) -> int:
-        """Tokens that may still be sampled before it pauses, or some are taken out of the window."""
+        """Tokens that may still be sampled before the sequence pauses or its window moves."""
         n_due, n_free = self.n_due - len(self.output), self.n_window + 1 - len(self.tokens)
         return n_due if n_due < n_free else n_free  # asked for each row of each step
 
     @property
     def n_turn(self) -> int:
-        """Tokens sampled since it got its slot."""
+        """Tokens sampled since the sequence got its slot."""
         return len(self.output) - self.n_before_turn
 
     @property
@@ -210,19 +210,19 @@ class SequenceDriver:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether a token of the output is all that is pending."""
+        """Whether the only pending token is one of the output."""
         return bool(self.output) and self.n_computed == len(self.tokens) - 1
 
     @property
     def n_reusable(self) -> int:
-        """The most tokens whose cells it can reuse: one whose logits are wanted has to be computed."""
+        """Most tokens whose cells the sequence can reuse; a token whose logits are needed must be computed."""
         if self.scores is not None and not self.scores.is_complete:
             return self.scores.n_scored
         return len(self.tokens) - 1
 
     @property
     def n_lasting(self) -> int:
-        """Tokens whose cells are good for any text that begins alike: those before the place where a window moved."""
+        """Leading tokens whose cells other sequences may reuse: those before the first shift of a moving window."""
         window = self.window
         has_moved = window is not None and window.n_shifts > window.n_early
         n_lasting = window.n_keep if window and has_moved else len(self.tokens)
@@ -230,36 +230,36 @@ class SequenceDriver:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The prompt's tokens, also the tokens that were taken out of the window."""
+        """The prompt's tokens, including those that left the window."""
         return self.window.prompt if self.window else tuple(self.tokens[: self.n_prompt])
 
     @property
     def n_given(self) -> int:
-        """How many tokens `given` has."""
+        """The number of tokens in `given`."""
         return len(self.window.prompt) if self.window else self.n_prompt
 
     @property
     def n_shifts(self) -> int:
-        """How often tokens were taken out of the window."""
+        """How often the window has moved."""
         return self.window.n_shifts if self.window else 0
 
     @property
     def chosen_slot(self) -> Slot | None:
-        """The slot that its request asks for; None for any."""
+        """The slot that the request asks for; None for any."""
         slot = self.request.options.slot
         return None if slot is None else Slot(slot)
 
     @property
     def has_run(self) -> bool:
-        """Whether it ever had a slot."""
+        """Whether the sequence ever had a slot."""
         return self.clock.admitted_s is not None
 
     def own_cuts(self, cuts: PromptCuts) -> PromptCuts:
-        """Return where this prompt is cut: at more places than others where it is scored."""
+        """Return where this prompt is cut; a scored prompt is cut at more places."""
         return cuts.when_scored if self.request.options.n_prompt_logprobs is not None else cuts
 
     def n_whole(self, cuts: PromptCuts, n: int) -> int:
-        """Return with how many of its first `n` cells it can go on."""
+        """Return how many of its first `n` cells the sequence can keep and continue from."""
         if not cuts or n >= self.n_prompt:
             return n
         cuts = self.own_cuts(cuts)
@@ -269,19 +269,20 @@ class SequenceDriver:
 
     @property
     def is_tokenized(self) -> bool:
-        """Whether its prompt is tokens already, or was refused."""
+        """Whether its prompt was tokenized or refused."""
         return bool(self.tokens) or self.error is not None
 
     def set_grammar(self, grammar: Grammar | None) -> None:
-        """Take the grammar of a request for which it was open."""
+        """Set the grammar, once the prompt's text has decided it."""
         self.request = replace(self.request, grammar=grammar, is_grammar_open=False)
 
     def set_prompt(
         self, tokens: Sequence[int], n_window: int, n_first: int = 0, n_before: int = 0
     ) -> None:
-        """Take the prompt's tokens; with a moving window its first `n_first` stay, where the request says nothing.
+        """Set the prompt's tokens.
 
-        Of a prompt that is scored, those behind `n_before` are, or behind as many as the request says.
+        A moving window keeps the first `n_first` of them, unless the request says otherwise. A scored prompt is scored
+        from token `n_before` on; with 0, from where the request says.
 
         Raises:
             RequestFailedError: the prompt has no token.
@@ -302,13 +303,13 @@ class SequenceDriver:
             self._keep_in_window(n_first)
 
     def _keep_in_window(self, n_first: int) -> None:
-        """Have the window move when it is full, which it may be before anything is computed."""
+        """Make the window a moving one, and move it at once if the prompt does not fit."""
         n_asked = self.request.n_keep(self.n_prompt, n_first)
         self.window, warnings = MovingWindow.of(
             n_asked, self.request.options.n_discard or 0, self.given, self.n_window
         )
         self.warnings += warnings
-        while self.n_prompt > self.n_window:  # output to go on from may have cells, which then move
+        while self.n_prompt > self.n_window:  # continued output may have cells, which move too
             self.shift()
         if n_early := self.window.n_shifts:
             self.window.n_early = n_early
@@ -319,17 +320,17 @@ class SequenceDriver:
 
     @property
     def lacks(self) -> tuple[Grammar | DryBreakers, ...]:
-        """What has to be compiled before it can run, and is not yet."""
+        """What must still be compiled before the sequence can run."""
         wants = self.request.grammar, self.request.dry_breakers
         return tuple(want for want in wants if want is not None and want not in self.compiled)
 
     # ---- slots ----
 
     def undergo(self, event: Event) -> None:
-        """Change the status as the table has it.
+        """Change the status by the table of transitions.
 
         Raises:
-            SequenceStateError: the status has no such event; nothing has changed.
+            SequenceStateError: the status allows no such event; nothing has changed.
         """
         status = TRANSITIONS.get((self.status, event))
         if status is None:
@@ -339,13 +340,13 @@ class SequenceDriver:
         self.status = status
 
     def go_on_for(self, n_tokens: int | None) -> None:
-        """Have it pause when it has sampled `n_tokens` more; None for never."""
+        """Make the sequence pause after `n_tokens` more sampled tokens; None for never."""
         n_left = self.n_left
         self.pause_every = n_tokens
         self.n_due = len(self.output) + (n_left if n_tokens is None else min(n_tokens, n_left))
 
     def admit(self, slot: Slot, now: float) -> None:
-        """Take `slot`: for the first time, or again."""
+        """Enter `slot`, for the first time or again."""
         self.undergo(Event.ADMIT)
         self.slot, self.waits_for = slot, None
         self.n_before_turn = len(self.output)
@@ -353,23 +354,25 @@ class SequenceDriver:
             self.clock.admitted_s = now
 
     def enter(self, n_prompts: int) -> None:
-        """Note how many prompt tokens the engine had computed when it first got a slot."""
+        """Record how many prompt tokens the engine had computed when the sequence first got a slot."""
         if self.n_prompts_before is None:
             self.n_prompts_before = n_prompts
 
     def binding(
         self, slot: Slot, *, has_drafts: bool = False, shares_drafts: bool = False
     ) -> Binding:
-        """Return what the backend must know of this sequence in `slot`.
+        """Return the backend's settings for this sequence in `slot`.
 
         Args:
-            has_drafts: whether it may have draft tokens.
-            shares_drafts: whether they may come from other answers of its job.
+            has_drafts: allow draft tokens.
+            shares_drafts: allow draft tokens from other answers of its job.
         """
         request = self.request
-        output_origin = len(self.tokens) - len(self.output)  # tokens that left the window lower it
+        output_origin = len(self.tokens) - len(
+            self.output
+        )  # lower by the tokens that left the window
         constraint = self.compiled.get(request.grammar) if request.grammar else None
-        # of held tokens none is sampled: they have all come before the next token is
+        # held tokens are not sampled: all of them are appended before the next one is
         held = self.held.forced if self.held else ()
         process = request.options.logits_processor
         return Binding(
@@ -397,14 +400,18 @@ class SequenceDriver:
     # ---- cells ----
 
     def reuse(self, n_cells: int) -> None:
-        """Begin with `n_cells` cells that are there: another sequence's, or its own."""
+        """Count the first `n_cells` tokens as computed: their cells are in the slot."""
         if not self.n_reached:
             self.n_reused = n_cells
         self.n_computed = n_cells
         self.n_reached = max(self.n_reached, n_cells)
 
     def shift(self) -> tuple[int, int]:
-        """Take tokens out of the full window; return how many are kept before them, and how many had cells."""
+        """Remove tokens from the full window.
+
+        Returns:
+            How many tokens before them stay, and how many of the removed tokens had cells.
+        """
         if self.window is None:
             raise SequenceStateError(f"the window of {self.request.id!r} does not move")
         n_keep, n_discard = self.window.n_keep, self.window.n_discard
@@ -417,9 +424,9 @@ class SequenceDriver:
         return n_keep, n_cells
 
     def proceed_uncached(self, error: CacheError) -> None:
-        """Begin without cells from disk: a refusal where the request needs them, else a warning.
+        """Run without cells from disk: with an error if the request requires them, else with a warning.
 
-        A request that saves under a key with no file yet gets no warning.
+        If the file does not exist yet and the request will write it, there is no warning.
         """
         options = self.request.options
         if options.cache_required:
@@ -430,7 +437,7 @@ class SequenceDriver:
     # ---- a step ----
 
     def chunk(self, slot: Slot, start: int, n_tokens: int) -> Chunk:
-        """Return `n_tokens` tokens from `start` as a part of a plan."""
+        """Return the chunk of `n_tokens` tokens from `start`."""
         end, tokens = start + n_tokens, self.tokens
         part = (tokens[start],) if n_tokens == 1 else tokens[start:end]
         has_output = end == len(tokens) and self.n_cap > 0 and self.held is None
@@ -449,15 +456,15 @@ class SequenceDriver:
         *,
         later_s: float = 0.0,
     ) -> None:
-        """Take what a run brought: `n_chunk` tokens of the plan got cells, then `sampled` came one a step.
+        """Take the results of a run: `n_chunk` planned tokens have cells now, and `sampled` were sampled after them.
 
-        Ends the sequence where its last token ends it. A stop token, and the end of the grammar, come before the cap
-        when they fall together.
+        Ends the sequence if its last token does. If a stop token or the grammar's end coincides with the cap, the
+        finish reason is not the cap's.
 
         Args:
             now: when the run ended; its first step ended `later_s` before that.
-            guidance: what the grammar says after the sampled token.
-            logprobs: of the sampled tokens, where the request asks for them; no token is forced then.
+            guidance: the grammar's state after the sampled token.
+            logprobs: of the sampled tokens, if the request asks for them; no token is forced then.
         """
         n_sampled = len(sampled)
         self.n_computed += n_chunk + n_sampled - 1 if n_sampled else n_chunk
@@ -483,14 +490,14 @@ class SequenceDriver:
             self._follow(guidance, now, sampled[-1] if is_broken else None)
 
     def take_scores(self, start: int, scores: Sequence[TokenLogprobs], now: float) -> bool:
-        """Take log-probabilities of the tokens after those from `start`; where one is NaN end and return False."""
+        """Take the scores of the tokens from `start + 1` on; if one is NaN, end the sequence and return False."""
         if self.scores is None or self.scores.take(start, scores):
             return True
         self._fail_row(now, BROKEN_ROW)
         return False
 
     def _go_on_unsampled(self, now: float) -> None:
-        """Go on where nothing is to be sampled: with the tokens that were held, or to the end."""
+        """Continue without sampling: append the held tokens, or end the sequence."""
         held, self.held = self.held, None
         if held is not None:
             self._follow(held, now)
@@ -499,9 +506,9 @@ class SequenceDriver:
             self.finish("length", now)
 
     def _append(self, tokens: list[int], now: float, *, is_last: bool) -> int:
-        """Add tokens to the output; end the sequence where they end it, and pause it where it is to.
+        """Append tokens to the output, and end or pause the sequence if it is due.
 
-        Returns how many tokens were cut off again.
+        Returns how many of the tokens were removed again.
         """
         output, text, n_dropped = self.output, self.reply.text, 0
         self.tokens += tokens
@@ -517,7 +524,7 @@ class SequenceDriver:
         return n_dropped
 
     def _cut_behind_stop(self) -> int:
-        """Look for a stop string in the new tokens; take off the tokens after it and return how many they are."""
+        """Look for a stop string in the new tokens; remove the tokens after it and return their number."""
         text = self.reply.text
         self.reply.feed(self.output)
         n_past = 0 if text.stop is None else len(self.output) - text.n_fed
@@ -526,9 +533,9 @@ class SequenceDriver:
         return n_past
 
     def _follow(self, guidance: GrammarStep, now: float, stands_for: int | None = None) -> None:
-        """Append the tokens that the grammar forces, or fail: with its problem, or where `stands_for` replaces a token.
+        """Append the grammar's forced tokens; fail if the grammar has a problem or `stands_for` replaces a token.
 
-        Where the sequence pauses, the rest is held: in parts an answer has the same tokens as in one.
+        If the sequence pauses, the remaining tokens are held, so pauses do not change an answer.
         """
         if self.finish_reason is None:
             if guidance.problem:
@@ -537,7 +544,7 @@ class SequenceDriver:
                 self._fail_row(now, stands_for)
         n_forced = len(guidance.forced)
         for i, token in enumerate(guidance.forced, 1):
-            # a full window has no place for the rest: it is sampled under the grammar when the window has moved
+            # the rest does not fit the full window: it is sampled under the grammar after the shift
             if self.finish_reason is not None or len(self.tokens) > self.n_window:
                 break
             if self.status is Status.PAUSED:
@@ -549,7 +556,7 @@ class SequenceDriver:
     # ---- the end ----
 
     def _fail_row(self, now: float, stands_for: int) -> None:
-        """End a sequence whose row brought no token, by the number that stands in the token's place."""
+        """End a sequence whose row gave no token; `stands_for` is the number in the token's place."""
         bias = self.request.options.logit_bias or {}
         if stands_for != EMPTY_ROW:
             reason = "the model's logits are not numbers"
@@ -567,7 +574,7 @@ class SequenceDriver:
 
     @property
     def _bans(self) -> str:
-        """What can rule out tokens, for errors."""
+        """What can ban tokens in this request, for error messages."""
         own = "" if self.request.options.logits_processor is None else "logits_processor, "
         return f"{own}logit_bias, the model file's suppressed tokens or logits of −∞"
 
@@ -577,17 +584,17 @@ class SequenceDriver:
         self.finish("error", now, GrammarError(grammar.kind if grammar else "", reason))
 
     def cancel(self, now: float) -> None:
-        """End on demand: with the text so far, or with an error where it never ran."""
+        """Cancel the sequence: it keeps its text, or ends with an error if it never ran."""
         never_ran = RequestCancelledError("cancelled before it got a slot")
         self.finish("cancelled", now, None if self.has_run else never_ran)
 
     def expire(self, now: float) -> None:
-        """End because its time is over: with the text so far, or with an error where it never ran."""
+        """End the sequence at its deadline: it keeps its text, or ends with an error if it never ran."""
         never_ran = DeadlineError(now - self.clock.submitted_s)
         self.finish("timeout", now, None if self.has_run else never_ran)
 
     def finish(self, reason: FinishReason, now: float, error: CBatchError | None = None) -> None:
-        """End with `reason`; text that was held back comes out. Cells that are to be stored delay the last status."""
+        """End with `reason` and release held-back text. The last status waits until cells are stored, if any are."""
         can_store = self.slot is not None and error is None
         self.undergo(Event.STORE if can_store and self.request.options.save_cache else Event.FINISH)
         self.waits_for = None
@@ -597,7 +604,7 @@ class SequenceDriver:
             self.finish_reason = "tool_calls"
 
     def _is_cut(self, reason: FinishReason) -> bool:
-        """Whether something else than the model ended the output: a limit, a cancel, or a stop token of the request."""
+        """Whether a limit, a cancel or the request's stop token ended the output, and not the model."""
         if reason != "stop":
             return True
         stop_tokens = self.request.options.stop_token_ids or ()

@@ -1,4 +1,4 @@
-"""The ledger of slots and of the KV cache's cells: which sequence has each slot, and how many cells it holds."""
+"""The ledger: which sequence has each slot, and how many cells of the KV cache the slot holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A run of cells that slots share as a whole: a slot has all of them or none."""
+    """A run of cells that one or more slots share; a slot has all of them or none."""
 
     n: int
     n_slots: int = 1
@@ -27,11 +27,11 @@ class _Block:
 class KvLedger:
     """`n_slots` slots of at most `n_window` cells each.
 
-    Partitioned and recurrent memory have room for every slot's window. Unified memory has `n_pool` cells for all slots;
-    where it is overcommitted, a cell that several slots share is counted once.
+    Partitioned and recurrent memory have room for every slot's window. Unified memory has `n_pool` cells for all slots.
+    If it is overcommitted, a cell that several slots share counts once.
     """
 
-    # with a dict instead of slots, each step of 16 rows takes 8 µs more
+    # without __slots__, each step of 16 rows takes 8 µs more
     __slots__ = (
         "_blocks",
         "holders",
@@ -51,9 +51,9 @@ class KvLedger:
         self.n_window = n_window
         self.n_pool = memory.n_cells if memory.kind == "unified" else n_slots * n_window
         self.is_overcommitted = self.n_pool < n_slots * n_window
-        """Whether all windows together are more than the pool: slots can take cells from each other."""
+        """Whether all windows together exceed the pool, so that slots compete for cells."""
         self.holders: list[SequenceDriver | None] = [None] * n_slots
-        """The sequence in each slot, also a paused one. A free slot may hold cells."""
+        """The sequence in each slot, running or paused. A free slot may hold cells."""
         self.n_free_slots = n_slots
         self.n_cells = [0] * n_slots
         self.n_used = 0
@@ -76,25 +76,25 @@ class KvLedger:
 
     @property
     def free_slots(self) -> list[Slot]:
-        """The slots that no sequence has, ascending."""
+        """Slots without a sequence, ascending."""
         return [Slot(i) for i, driver in enumerate(self.holders) if driver is None]
 
     def assign(self, slot: Slot, driver: SequenceDriver) -> None:
-        """Give a free slot to a sequence; raises a `LedgerError` where it is not free."""
+        """Give a free slot to a sequence; raises `LedgerError` if it is not free."""
         if self.holders[slot] is not None:
             raise LedgerError(f"slot {slot} is in use")
         self.holders[slot] = driver
         self.n_free_slots -= 1
 
     def free(self, slot: Slot) -> None:
-        """Take a slot back, with its cells in it; raises a `LedgerError` where it is free."""
+        """Take a slot back; its cells stay. Raises `LedgerError` if it is free."""
         if self.holders[slot] is None:
             raise LedgerError(f"slot {slot} is free")
         self.holders[slot] = None
         self.n_free_slots += 1
 
     def add(self, slot: Slot, n_cells: int) -> None:
-        """Record `n_cells` more cells of a slot in use; raises as `add_all`."""
+        """Record `n_cells` more cells of a slot in use; raises the errors of `add_all`."""
         self.add_all([(slot, n_cells)])
 
     def add_all(self, cells: Iterable[tuple[Slot, int]]) -> None:
@@ -124,7 +124,7 @@ class KvLedger:
                     blocks.append(_Block(n_more))
 
     def trim(self, slot: Slot, n_cells: int) -> None:
-        """Strike out all but the first `n_cells` cells of a slot."""
+        """Remove all but the first `n_cells` cells of a slot."""
         n_less = self.n_cells[slot] - n_cells
         if n_less < 0:
             raise LedgerError(f"slot {slot} has {self.n_cells[slot]} cells, not {n_cells}")
@@ -132,7 +132,7 @@ class KvLedger:
         self.n_used -= self._drop_blocks(slot, n_less) if self.is_overcommitted else n_less
 
     def share(self, source: Slot, slot: Slot, n_cells: int) -> None:
-        """Record that an empty slot shares another's first `n_cells`; in an overcommitted pool they take no room."""
+        """Record that an empty slot shares another's first `n_cells`; an overcommitted pool counts them once."""
         if not self.is_overcommitted:
             self.add(slot, n_cells)
             return
@@ -150,7 +150,7 @@ class KvLedger:
         self.n_cells[slot] = n_cells
 
     def view(self) -> KvLedger:
-        """Return what a plan changes in place of this: a copy that changes on its own."""
+        """Return an independent copy for a plan to change."""
         view = copy(self)
         view.n_cells, view.holders = self.n_cells.copy(), self.holders.copy()
         if self.is_overcommitted:
@@ -159,19 +159,19 @@ class KvLedger:
         return view
 
     def n_own(self, slot: Slot) -> int:
-        """Return the cells that would be free if the slot were emptied."""
+        """Return how many cells emptying the slot would free."""
         if not self.is_overcommitted:
             return self.n_cells[slot]
         return sum(block.n for block in self._blocks[slot] if block.n_slots == 1)
 
     def n_in_use(self, copied: Collection[Slot] = ()) -> int:
-        """Return the cells of slots in use or `copied`, each once, of an overcommitted pool; 0 of any other."""
+        """Return the distinct cells of slots in use or in `copied`; 0 unless the pool is overcommitted."""
         slots = (s for s, d in enumerate(self.holders) if d is not None or s in copied)
         used = [self._blocks[s] for s in slots]
         return sum({id(b): b.n for blocks in used for b in blocks}.values())
 
     def _drop_blocks(self, slot: Slot, n_less: int) -> int:
-        """Take `n_less` cells off the end of a slot; return how many of them no other slot has."""
+        """Remove `n_less` cells from the end of a slot; return how many of them no other slot shares."""
         blocks, n_freed = self._blocks[slot], 0
         while n_less:
             block = blocks[-1]
@@ -185,7 +185,7 @@ class KvLedger:
         return n_freed
 
     def _split(self, block: _Block, n: int) -> None:
-        """Make the cells of a block after the first `n` a block of their own, in every slot that has it."""
+        """Split a block after its first `n` cells, in every slot that has it."""
         rest = _Block(block.n - n, block.n_slots)
         block.n = n
         for blocks in self._blocks:

@@ -1,4 +1,4 @@
-"""Parts of a sequence: its times; and what a plain one does not have, scores of its prompt and a window that moves."""
+"""Parts of a sequence: its times, the scores of its prompt, and its moving window."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class RequestClock:
-    """When one request passed its stations, in seconds of the engine's clock."""
+    """When a request was submitted, admitted and so on, in seconds of the engine's clock."""
 
     submitted_s: float
     admitted_s: float | None = None
     computed_s: float | None = None
-    """When the prompt was computed, where nothing is sampled."""
+    """When the prompt was computed; set only if nothing is sampled."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
 
     def after_s(self, when_s: float | None) -> float | None:
-        """Return how long after submission a station was passed; None where it was not."""
+        """Return the seconds from submission to `when_s`; None if that is None."""
         return None if when_s is None else when_s - self.submitted_s
 
 
@@ -33,19 +33,18 @@ class RequestClock:
 class PromptScores:
     """Log-probabilities of a prompt's tokens, in order, as they are computed.
 
-    # tokens [first, n_scored) of the prompt were computed with a score for the token after each
-    # tokens [n_scored, end) are to be
+    # [first, n_scored) computed, with a score for the token after each   [n_scored, end) still to score
     """
 
     end: int
-    """The last token of the prompt: nothing is behind it to score."""
+    """Index of the prompt's last token; no token after it needs a score."""
     first: int = 0
-    """The token before the first one that is scored."""
+    """Index of the token before the first scored one."""
     found: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def n_scored(self) -> int:
-        """Tokens from the prompt's first on that need not be computed for a score (any more)."""
+        """Leading tokens of the prompt that no missing score depends on."""
         return self.first + len(self.found)
 
     @property
@@ -54,25 +53,25 @@ class PromptScores:
         return self.n_scored >= self.end
 
     def n_targets(self, start: int, n_tokens: int) -> int:
-        """Return how many of `n_tokens` tokens from `start` a step scores the next token of: all, or none.
+        """Return for how many of the `n_tokens` tokens from `start` a step scores the next token: all, or none.
 
-        Where prompts are cut at fixed places, those before `first` in the chunk that has `first` are scored, too.
+        If prompts are cut at fixed places, the whole chunk that contains `first` is scored.
         """
         if self.is_complete or start + n_tokens <= self.n_scored:
             return 0
         return max(0, min(n_tokens, self.end - start))
 
     def n_within(self, start: int, n_tokens: int, n_targets: int) -> int:
-        """Return how many of `n_tokens` tokens from `start` a step takes that can score `n_targets`.
+        """Return how many of the `n_tokens` tokens from `start` a step takes if it can score `n_targets`.
 
-        Tokens that need no score are computed in chunks of their own: these end where scoring begins or goes on.
+        Tokens that need no score are computed in chunks of their own, which end where scoring begins or continues.
         """
         if not self.is_complete and start < self.n_scored:
             return min(n_tokens, self.n_scored - start)
         return n_tokens if self.n_targets(start, n_tokens) <= n_targets else n_targets
 
     def take(self, start: int, scores: Sequence[TokenLogprobs]) -> bool:
-        """Append the wanted scores of a run, of the tokens after those from `start`; return whether none is NaN."""
+        """Append the wanted ones of the scores of the tokens from `start + 1` on; return whether none is NaN."""
         wanted = scores[self.n_scored - start :]
         self.found += wanted
         return not any(math.isnan(score.logprob) for score in wanted)
@@ -80,15 +79,15 @@ class PromptScores:
 
 @dataclass(eq=False, slots=True)
 class MovingWindow:
-    """How a full window goes on: `n_discard` tokens after the first `n_keep` are taken out at once."""
+    """How a full window moves: `n_discard` tokens after the first `n_keep` are removed at once."""
 
     n_keep: int
     n_discard: int
     prompt: tuple[int, ...] = ()
-    """All of the prompt, also when some was taken out."""
+    """The whole prompt, including removed tokens."""
     n_shifts: int = 0
     n_early: int = 0
-    """Shifts, of these, before anything was computed: the prompt did not fit."""
+    """How many of these shifts came before anything was computed, because the prompt did not fit."""
 
     @property
     def n_left_out(self) -> int:
@@ -99,7 +98,7 @@ class MovingWindow:
     def of(
         cls, n_asked: int, n_discard: int, prompt: tuple[int, ...], n_window: int
     ) -> tuple[MovingWindow, list[str]]:
-        """Return the window that keeps `n_asked` tokens, and what could not be."""
+        """Return a window that keeps `n_asked` tokens, or the nearest possible, with warnings about the difference."""
         n_prompt = len(prompt)
         n_keep = min(n_asked, n_prompt, n_window - 2)
         window, warnings = cls(n_keep, min(n_discard, n_window - n_keep - 1), prompt), []

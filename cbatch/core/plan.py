@@ -1,4 +1,4 @@
-"""What a step is: a plan says everything the backend has to do, a result everything it found."""
+"""Data of a step: the plan, which says what the backend has to do, and the result."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 Slot = NewType("Slot", int)
 
 BROKEN_ROW = -1
-"""Stands for a token where a row's logits held a NaN or +∞, or where there was no row.
+"""In place of a token: the row's logits had a NaN or +∞, or there was no row.
 
-Tokens that are none are below 0; they are no codes of `llama_decode`, which are in `StepResult.code`."""
+Such values are negative. They are not return codes of `llama_decode`; `StepResult.code` has those."""
 
 EMPTY_ROW = -3
-"""Stands for a token where every logit was −∞ after mask, bias and penalties: no token was left."""
+"""In place of a token: every logit was −∞ after mask, bias and penalties."""
 
 UNCHANGED = (0, 1, -1)
-"""Return codes of `llama_decode` after which every cell is where the result says. Source: include/llama.h."""
+"""Return codes of `llama_decode` after which the cells are as the result says. Source: include/llama.h."""
 
 N_STEPS_MAX = 64
-"""Most steps in one run. In an overcommitted pool, retained cells are emptied for so many."""
+"""Most steps in one run. In an overcommitted pool, retained cells are dropped to make room for that many."""
 
 N_TARGETS_MAX = 64
 """Most targets of all chunks of one step: with a vocabulary of 256,000 their logits take 64 MB. Our choice."""
@@ -33,33 +33,33 @@ N_TARGETS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptCuts:
-    """Where prompts are cut into chunks, so that no bits depend on company.
+    """Where prompts are cut into chunks, so that results do not depend on other requests in the batch.
 
-    Where `most` is more than `multiple`, a token's bits are the same however its prompt is cut at multiples, and a
-    chunk may be as long as a step has room for. Else a prompt is cut at every multiple.
+    If `most` is greater than `multiple`, cuts at any multiples give identical bits, and a chunk may be as long as a
+    step has room for. Otherwise a prompt is cut at every multiple.
     """
 
     multiple: int = 0
-    """Chunks begin at multiples of this; 0: anywhere."""
+    """Chunks begin at multiples of this; 0 for anywhere."""
     most: int = 0
     """Most tokens of a chunk."""
     least: int = 1
     """Fewest tokens of a prompt's last chunk, unless it is the only one."""
     ends_in_row: bool = False
-    """Whether the last token of a prompt whose next token is sampled is computed as a row, beside those that decode,
-    unless the prompt ends at a multiple: cells before that are shared."""
+    """Whether the last token of a prompt is computed as a row beside decoding rows, if its next token is sampled and
+    the prompt does not end at a multiple. Cells before that token can be shared."""
 
     @classmethod
     def every(cls, n: int) -> PromptCuts:
-        """Return cuts at every multiple of `n`; anywhere where it is 0."""
+        """Return cuts at every multiple of `n`; 0 for anywhere."""
         return cls(n, n)
 
     def __bool__(self) -> bool:
-        """Whether there are rules at all."""
+        """Whether there are any rules."""
         return self.multiple > 0
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return a description in words."""
         return str(self.multiple) if self.is_every else f"any multiple of {self.multiple}"
 
     @property
@@ -69,30 +69,30 @@ class PromptCuts:
 
     @property
     def n_room(self) -> int:
-        """The tokens that a step must have room for, so that every prompt can go on."""
+        """Tokens that a step must have room for, so that every prompt can continue."""
         return self.most if self.is_every else self.multiple + self.least - 1
 
     @property
     def when_scored(self) -> PromptCuts:
-        """The cuts of a prompt that is scored."""
+        """These cuts, adapted to a scored prompt."""
         return PromptCuts.every(min(self.multiple, N_TARGETS_MAX))
 
     def whole(self, n: int) -> int:
-        """Return the last place up to `n` where a chunk may begin."""
+        """Return the last position up to `n` at which a chunk may begin."""
         return n - n % self.multiple if self.multiple else n
 
     def n_before_row(self, n_prompt: int) -> int:
-        """Return how many tokens of a prompt are computed in chunks: all, or all before the row in which it ends."""
+        """Return how many tokens of a prompt are computed in chunks: all, or all before its final row."""
         return n_prompt - bool(self.ends_in_row and n_prompt % self.multiple)
 
     def parts(self, chunk: Chunk) -> Sequence[Chunk]:
-        """Return a chunk as it is computed: without the row in which its prompt ends, and that row."""
+        """Return the parts in which a chunk is computed: its prompt's final row is separate."""
         end = chunk.start + len(chunk.tokens)
         is_end = chunk.has_output and not chunk.targets and len(chunk.tokens) > 1
         return chunk.split() if is_end and self.n_before_row(end) < end else (chunk,)
 
     def n_chunk(self, start: int, n_prompt: int, room: int) -> int:
-        """Return how long a prompt's chunk from `start` is with room for so many tokens; 0 where none fits."""
+        """Return the length of a prompt's chunk from `start` if `room` tokens fit; 0 if no chunk does."""
         n_left = n_prompt - start
         n_next = min(n_left, self.multiple - start % self.multiple)
         if self.is_every or start % self.multiple:
@@ -109,63 +109,64 @@ ANYWHERE = PromptCuts()
 
 @dataclass(frozen=True, slots=True)
 class OwnProcessor:
-    """A request's logits processor, and the tokens that it is given."""
+    """A request's logits processor, and the tokens that it receives."""
 
     function: LogitsProcessor
     prompt: tuple[int, ...] = field(repr=False)
     output: Sequence[int] = field(repr=False)
-    """The sequence's own list; do not change it. When a row is sampled, it has all output so far."""
+    """The sequence's own list: do not change it. It has all output so far when a row is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What the backend must know of a sequence that enters a slot; it holds until the slot is bound again."""
+    """The backend's settings for a sequence that enters a slot; valid until the slot is bound again."""
 
     slot: Slot
     output_origin: int
-    """The position of the first output token. The random generator is keyed by a token's number in the output, which is
-    its position minus this, so a sequence that is computed again draws the same tokens. Each token that is removed from
-    the window lowers the origin by one; it may be negative."""
+    """The position of the first output token. The random generator is keyed by a token's index in the output, which is
+    its position minus this, so a recomputed sequence draws the same tokens. Each token that leaves the window lowers
+    the origin by one; it may be negative."""
     sampling: Sampling
     stop_tokens: tuple[int, ...]
-    """Every token id that ends the sequence, the model's end-of-generation ids included unless ignored."""
+    """All token ids that end the sequence, including the model's end-of-generation ids unless ignored."""
     history: tuple[int, ...] = field(default=(), repr=False)
-    """All its tokens so far, prompt and output, also without a cell or taken out of the window.
-    Penalties and DRY see them, and every token that is computed after them."""
+    """All tokens so far, prompt and output, including pending ones and those that left the window.
+    Penalties and DRY see them, and every token computed later."""
     n_logprobs: int | None = None
-    """How many alternatives to report with the log-probability of each sampled token; None reports nothing."""
+    """Alternatives to report with the log-probability of each sampled token; None reports nothing."""
     n_target_top: int = 0
-    """How many alternatives to report with each of `Chunk.targets`."""
+    """Alternatives to report with each of `Chunk.targets`."""
     constraint: object = None
-    """What the sequence must match, as the backend's `Grammars` compiled it; None for anything."""
+    """The compiled constraint of the output, from the backend's `Grammars`; None for no constraint."""
     output: tuple[int, ...] = ()
-    """With a constraint: the output so far, which it has followed."""
+    """The output so far, if there is a constraint; it satisfies the constraint."""
     processor: OwnProcessor | None = None
-    """Changes each row of logits before anything else; None: no processor."""
+    """Changes each row of logits before anything else; None for no processor."""
     has_drafts: bool = False
-    """Whether the backend may draft tokens of it: `StepPlan.n_drafts`."""
+    """Whether the backend may draft tokens for the sequence; see `StepPlan.n_drafts`."""
     draft_group: int = 0
-    """Not 0: drafts may come from the answers of sequences with the same number, too."""
+    """If not 0, draft tokens may also come from answers of sequences with the same number."""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """The part of one sequence in this step: `tokens` stand at positions `start`, `start + 1`, …
+    """What a step computes of one sequence: `tokens` at positions `start`, `start + 1`, …
 
-    Nothing changes one. It is not frozen: a step makes one a row, and a frozen one takes four times as long to make.
+    Never changed after construction. The class is not frozen, because a step makes one for each row, and construction
+    of a frozen one takes four times as long.
     """
 
     slot: Slot
     start: int
     tokens: Sequence[int]
     has_output: bool
-    """Whether the last token's logits are sampled: it is the sequence's last pending token."""
+    """Whether the last token's logits are sampled; it is the sequence's last pending token then."""
     targets: Sequence[int] = ()
-    """The tokens that follow the chunk's first `len(targets)` tokens, whose log-probabilities are to be reported; none
-    for a last token that has an output."""
+    """Tokens whose log-probabilities to report: those that follow the chunk's first `len(targets)` tokens. A last token
+    with an output has no target."""
 
     def split(self) -> tuple[Chunk, Chunk]:
-        """Return the tokens before the last one, and the last one, which has the output; there are no targets."""
+        """Split off the last token, which has the output, into a second chunk; only for chunks without targets."""
         end = self.start + len(self.tokens) - 1
         before = Chunk(self.slot, self.start, self.tokens[:-1], has_output=False)
         return before, Chunk(self.slot, end, self.tokens[-1:], has_output=self.has_output)
@@ -173,10 +174,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one token by the model's own logits, before any option changes them.
+    """The log-probability of one token by the model's own logits, before any option changes them.
 
-    `top` are the likeliest tokens with theirs, the likeliest first and the lower id first among equals: as many as
-    are asked for, but none whose probability is 0. For a broken row `logprob` is NaN.
+    `top` has the requested number of likeliest tokens, sorted by probability and then by id, without those of
+    probability 0. For a broken row, `logprob` is NaN.
     """
 
     logprob: float
@@ -187,105 +188,106 @@ class TokenLogprobs:
 class StepPlan:
     """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
-    A slot that is bound with a constraint samples only tokens that it allows. A chunk with an output in a slot with a
-    constraint or a processor needs `n_steps` = 1, because its next step depends on the token sampled.
-    `chunks` are in ascending order of slot, one a slot at most, with `N_TARGETS_MAX` targets at most in all. With
-    `n_steps` > 1 every chunk has an output and none has targets, and each further step computes the token that the
-    step before sampled, one a slot. The run ends early after a step in which a row sampled one of its stop tokens or
-    was broken, after the first that ends later than `slice_s`, when it is interrupted, or when decoding failed; a
-    backend may also end it after any step.
+    A slot with a constraint samples only tokens that the constraint allows. A chunk with an output in a slot with a
+    constraint or a processor needs `n_steps` = 1, because its next step depends on the sampled token. `chunks` are in
+    ascending order of slot, at most one for each slot, with at most `N_TARGETS_MAX` targets together.
+
+    With `n_steps` > 1, every chunk has an output and none has targets, and each further step computes the tokens that
+    the previous step sampled. The run ends early after a step in which a row sampled a stop token or was broken, after
+    the first step that ends later than `slice_s`, when it is interrupted, or when decoding fails. A backend may also
+    end it after any step.
     """
 
     chunks: tuple[Chunk, ...]
     n_steps: int = 1
     slice_s: float = 0.0
-    """Seconds of the run, from where computing begins; 0 for no limit."""
+    """Time limit of the run in seconds, from the beginning of computing; 0 for no limit."""
     n_drafts: int = 0
-    """Most draft tokens that a step may compute behind a row's own token: only in a run of several steps, and where
-    `KvCapabilities.can_draft`. A draft that equals the token sampled before it is accepted: its own row is sampled in
-    the same step. So a row samples one token a step or more, and a run ends when one has sampled `n_steps`."""
+    """Most draft tokens that a step may compute after a row's own token; only in a run of several steps and with
+    `KvCapabilities.can_draft`. A draft token that equals the token sampled before it is accepted, and its row is sampled
+    in the same step. So a row samples at least one token each step, and a run ends when a row has `n_steps`."""
     clears: tuple[Slot, ...] = ()
-    """Slots to empty, whatever is in them."""
+    """Slots to empty; they may be empty already."""
     binds: tuple[Binding, ...] = ()
     trims: tuple[tuple[Slot, int], ...] = ()
-    """(slot, n): keep its first n cells. Only where `KvCapabilities.can_trim`."""
+    """(slot, n): keep its first n cells. Needs `KvCapabilities.can_trim`."""
     copies: tuple[tuple[Slot, Slot, int], ...] = ()
-    """(from, to, n): copy the first n cells to an empty slot. Only where `KvCapabilities.can_copy`."""
+    """(from, to, n): copy the first n cells to an empty slot. Needs `KvCapabilities.can_copy`."""
     saves: tuple[tuple[Slot, int], ...] = ()
-    """(slot, key): copy its cells to host memory under a key that is free. Only where `KvCapabilities.can_save`."""
+    """(slot, key): copy its cells to host memory under an unused key. Needs `KvCapabilities.can_save`."""
     loads: tuple[tuple[Slot, int, int], ...] = ()
-    """(slot, key, n): put the first n of saved cells into an empty slot: all of them where memory cannot trim. Other
-    slots and plans may load the same cells until they are forgotten."""
+    """(slot, key, n): load the first n saved cells into an empty slot; without `can_trim`, all of them. Other slots and
+    plans may load the same cells until they are forgotten."""
     shifts: tuple[tuple[Slot, int, int], ...] = ()
-    """(slot, n_keep, n): remove `n` cells after the first `n_keep`; the rest move up. `KvCapabilities.can_shift`.
-    Not done where the slot's cells were lost by a load that failed."""
+    """(slot, n_keep, n): remove `n` cells after the first `n_keep`; the rest move up. Needs `KvCapabilities.can_shift`.
+    Skipped if a failed load has lost the slot's cells."""
     forgets: tuple[int, ...] = ()
-    """Keys of saved cells that no later plan will load: gone at once, or when this plan has loaded them. What is saved
-    under such a key is kept only until then; an unknown key does no harm."""
+    """Keys of saved cells that no later plan will load. They are dropped at once, or after this plan's loads.
+    This includes cells that this plan saves. Unknown keys are ignored."""
     adapters: AdapterSet = ()
-    """What all chunks are computed with."""
+    """The adapters with which all chunks are computed."""
     is_rebuild: bool = False
-    """Make the context anew first: every slot is empty and unbound then; saved cells stay."""
+    """Rebuild the context first: all slots are empty and unbound then; saved cells stay."""
 
     @property
     def dropped(self) -> frozenset[int]:
-        """Keys that are gone before anything is loaded: nothing need be saved under them."""
+        """Keys that are dropped before anything is loaded; nothing need be saved under them."""
         return frozenset(self.forgets).difference(key for _, key, _ in self.loads)
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarStep:
-    """What a constraint says once a token was sampled under it."""
+    """The state of a constraint after a sampled token."""
 
     forced: tuple[int, ...] = ()
-    """What must follow, without a choice: output that has no cells yet. Nothing where log-probabilities are asked."""
+    """Tokens that must follow: output without cells. Empty if log-probabilities were asked for."""
     is_complete: bool = False
-    """Whether nothing more may follow, after the forced ones."""
+    """Whether nothing may follow the forced tokens."""
     problem: str = ""
-    """Why the constraint cannot be followed any further; a broken row stands for the token sampled then."""
+    """Why the constraint cannot be followed further; the sampled token is a broken row then."""
 
 
 FREE = GrammarStep()
-"""What is said of a sequence without a constraint: nothing."""
+"""The state of a sequence without a constraint."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a run did. `tokens[i]` are the tokens sampled for `chunks[i]`: one a step, more where drafts were
-    accepted, or none without output."""
+    """What a run did. `tokens[i]` are the tokens sampled for `chunks[i]`: one for each step, more with accepted drafts,
+    none without output."""
 
     tokens: list[list[int]]
     n_steps: int
-    """Steps done in full. A failing step is not among them and has sampled nothing."""
+    """Number of completed steps. A failed step does not count and has sampled nothing."""
     code: int = 0
-    """The return code of the last `llama_decode`; not 0 means that the step after the `n_steps` failed."""
+    """The return code of the last `llama_decode`. If it is not 0, the step after the `n_steps` failed."""
     decode_s: float = 0.0
     sample_s: float = 0.0
     first_s: float = 0.0
-    """Decoding and sampling of the first step; the later ones of a run compute one token a row."""
+    """Seconds of decoding and sampling in the first step. Later steps of a run compute one token for each row."""
     n_kept: tuple[int, ...] = ()
-    """After code 2 or below −1: how many cells each chunk's slot holds now, as far as is known."""
+    """After code 2 or a code below −1: cells that each chunk's slot holds now, as far as is known."""
     lost: tuple[int, ...] = ()
-    """Keys that could not be saved or loaded. Where a load failed nothing was copied or computed: `n_steps` is 0."""
+    """Keys that could not be saved or loaded. If a load failed, nothing was copied or computed, and `n_steps` is 0."""
     n_pad_rows: int = 0
-    """Rows of no sequence that were computed to give steps their shape, of all steps that were done."""
+    """Pad rows of all completed steps."""
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
-    """The host memory that saved cells take, by their keys."""
+    """Bytes of host memory of saved cells, by key."""
     move_s: float = 0.0
-    """Copying cells from slot to slot, as far as it was done before decoding."""
+    """Seconds spent before decoding on copies of cells between slots."""
     logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    """`logprobs[i][j]` are those of `tokens[i][j]`; nothing for a chunk whose slot reports none, and empty where all
-    report none."""
+    """`logprobs[i][j]` belongs to `tokens[i][j]`. Empty for a chunk whose slot reports none; the whole is empty if no
+    slot reports any."""
     scores: Mapping[Slot, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
+    """Log-probabilities of the targets of each chunk with targets; empty if the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
-    """What constraints say of the tokens sampled in their slots; a constraint with nothing to say is left out."""
+    """States of constraints after the sampled tokens; unremarkable ones are left out."""
     n_drafts: tuple[int, int, int] = (0, 0, 0)
-    """Draft tokens that were computed: that the sequence repeats, of its group, of a draft model."""
+    """Draft tokens that were computed: repeated by the sequence, from its group, from a draft model."""
     n_accepted: tuple[int, int, int] = (0, 0, 0)
-    """Those of them that were accepted."""
+    """Draft tokens that were accepted, by the same sources."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
-    """Errors of logits processors; their slots have broken rows in place of tokens."""
+    """Errors of logits processors; their slots have broken rows instead of tokens."""
 
     @property
     def later_s(self) -> float:
@@ -295,30 +297,29 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class KvCapabilities:
-    """What a backend's memory is and can do; found out by trying, not by the model's name."""
+    """What a backend's memory can do; found out by trying, not by the model's name."""
 
     kind: Literal["partitioned", "unified", "recurrent"]
-    """`partitioned`: `n_cells / n_slots` cells for each slot. `unified`: one pool for all. `recurrent`: a state for
-    each slot, of one size however long the sequence is, alone or beside cells of its own; where states are beside one
-    pool of cells, the kind is `unified`."""
+    """`partitioned`: `n_cells / n_slots` cells for each slot. `unified`: one pool for all slots, with or without states
+    beside it. `recurrent`: a state of fixed size for each slot, with or without cells of its own."""
     n_cells: int
-    """Cells in total."""
+    """Total number of cells."""
     can_trim: bool = True
-    """Whether the end of a sequence can be taken off."""
+    """Whether the end of a sequence can be removed."""
     can_draft: bool = False
-    """Whether steps may have draft tokens: `StepPlan.n_drafts`. Implies `can_trim`."""
+    """Whether steps may have draft tokens; see `StepPlan.n_drafts`. Implies `can_trim`."""
     can_save: bool = False
-    """Whether a sequence's cells can be copied out and into another slot."""
+    """Whether a sequence's cells can be copied to host memory and into another slot."""
     can_check: bool = True
-    """Whether cells from elsewhere can be told from what would do harm: otherwise none are kept on disk."""
+    """Whether foreign cells can be validated before they are loaded; otherwise no cells are kept on disk."""
     can_copy: bool = False
-    """Whether the beginning of one sequence can be had in another slot. Implies `can_trim`."""
+    """Whether the first cells of one slot can be copied to another. Implies `can_trim`."""
     can_shift: bool = False
-    """Whether cells can be taken out of the middle of a sequence. Implies `can_trim`."""
+    """Whether cells can be removed from the middle of a sequence. Implies `can_trim`."""
     saved_bytes: int = 0
-    """Host memory of a saved sequence, without its cells."""
+    """Bytes of host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0
 
     def n_saved_bytes(self, n_cells: int) -> int:
-        """Return the host memory that `n_cells` saved cells of one sequence take."""
+        """Return the bytes of host memory of a saved sequence with `n_cells` cells."""
         return self.saved_bytes + n_cells * self.saved_bytes_per_cell

@@ -1,4 +1,4 @@
-"""How many cells sequences with slots will want, and which of them gives up its slot where there are too few."""
+"""How many cells sequences with slots will need, and which of them loses its slot when the pool is full."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from cbatch.core.kv import KvLedger
 
 N_PREEMPTED_MAX = 3
-"""How often a sequence may be a victim while any cell is free; then all with slots get room for their worst case."""
+"""Most preemptions of one sequence while any cell is free; after that, all slots are admitted by the worst case."""
 
 _FIRST_RATIO = 0.7
-"""Expected share of the cap before anything has ended. Source: SGLang's initial new-token ratio."""
+"""Share of the cap that an output is expected to use before any has ended. Source: SGLang's initial new-token ratio."""
 
 _N_REMEMBERED = 32
-"""About as many of the last requests decide what is expected of the next."""
+"""The expectation follows about this many of the last requests."""
 
 
 class KvDemandEstimator:
-    """Expects how many cells a sequence will want, in the worst case or by what earlier ones wanted.
+    """Estimates how many cells a sequence will need: in the worst case, or judged by earlier ones.
 
-    The expectation is a share of the cap, `ratio`: it follows what ended, and rises where the pool was full. Without a
-    cap it is at first a slot's share of the pool: the rest of the window says nothing about an answer.
+    The estimate is a share of the cap, `ratio`, which follows ended requests and rises when the pool was full. Without
+    a cap it starts as a slot's share of the pool, because the rest of the window says nothing about an answer.
     """
 
     def __init__(self, ledger: KvLedger, *, is_optimistic: bool) -> None:
@@ -34,7 +34,7 @@ class KvDemandEstimator:
         self._n_unknown = ledger.n_pool // ledger.n_slots
 
     def learn(self, driver: SequenceDriver) -> None:
-        """Learn how much of its cap a sequence needed that ended by itself."""
+        """Learn which share of its cap an ended sequence used, if it ended by itself."""
         if driver.is_capped and driver.n_cap > 0 and driver.finish_reason in ("stop", "length"):
             self.ratio += (driver.n_output / driver.n_cap - self.ratio) / _N_REMEMBERED
 
@@ -43,7 +43,7 @@ class KvDemandEstimator:
         self.ratio = min(1.0, self.ratio * 1.1 + 0.05)
 
     def n_expected(self, driver: SequenceDriver, *, is_worst_case: bool) -> int:
-        """Return how many cells a sequence will want for tokens to come; the most, if `is_worst_case`."""
+        """Return how many more cells a sequence will need, as an estimate or in the worst case."""
         n_left = driver.n_left
         n_most = max(0, min(n_left, driver.n_window - driver.n_tokens))
         if is_worst_case:
@@ -54,7 +54,7 @@ class KvDemandEstimator:
 
 
 class Demand:
-    """The cells that sequences with slots will want in a shared pool: decides whether one more fits."""
+    """The cells that sequences with slots will need in a shared pool; decides whether one more fits."""
 
     def __init__(self, estimator: KvDemandEstimator) -> None:
         self._estimator = estimator
@@ -62,7 +62,7 @@ class Demand:
         self._n_coming = self._n_coming_at_worst = 0
 
     def join(self, driver: SequenceDriver, n_computed: int) -> None:
-        """Count one more that runs, with `n_computed` cells."""
+        """Add a running sequence with `n_computed` cells."""
         self._is_worst_case |= driver.n_preempted >= N_PREEMPTED_MAX
         n_pending = driver.n_tokens - n_computed
         self._n_coming += n_pending + self._estimator.n_expected(driver, is_worst_case=False)
@@ -71,7 +71,7 @@ class Demand:
         )
 
     def fits(self, driver: SequenceDriver, ledger: KvLedger, n_shared: int = 0) -> bool:
-        """Return whether the pool holds `driver` besides those with slots, which have `n_shared` of its cells."""
+        """Return whether the pool has room for `driver`; `n_shared` of its cells are in other slots already."""
         if not ledger.is_overcommitted:
             return True
         is_worst_case = self._is_worst_case or driver.n_preempted >= N_PREEMPTED_MAX
@@ -82,10 +82,10 @@ class Demand:
 
 
 def choose_victim(ledger: KvLedger) -> SequenceDriver | None:
-    """Return the sequence that can best give up its cells: never the oldest, none too often, the least computed.
+    """Return the sequence to preempt: the one with the fewest computed tokens, but never the oldest.
 
-    Where no cell is free it may be one that was a victim too often, and one that shares all its cells: those are free
-    when all that share them have left.
+    Sequences that were preempted too often, or share all their cells, are chosen only if no cell is free. Shared cells
+    become free when all sequences that share them have left.
     """
     by_age = sorted([d for d in ledger.holders if d is not None], key=BY_AGE)
     eligible = [d for d in by_age[1:] if d.slot is not None and ledger.n_own(d.slot)]

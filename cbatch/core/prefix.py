@@ -1,4 +1,4 @@
-"""Which slot or checkpoint holds, or is about to hold, the beginning of a prompt."""
+"""Finds the slot or checkpoint that has, or will soon have, the beginning of a prompt."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ if TYPE_CHECKING:
     from cbatch.options import AdapterSet
 
 MIN_SHARED_TOKENS = 32
-"""Cells worth a copy, or waiting for: fewer are computed in about the time of one small step."""
+"""Fewest cells worth copying or waiting for. Fewer are computed in about the time of one small step."""
 
 N_BETWEEN = 2048
-"""Tokens of a long prompt after which a checkpoint is taken, for those who come later and part from it somewhere."""
+"""A checkpoint is taken after each so many tokens of a long prompt, for later prompts that share some of it."""
 
 N_TAIL_MAX = 16
-"""Most tokens at the end of a chat's prompt that its next turn may have otherwise, such as the mark of a thought."""
+"""Most tokens at the end of a chat's prompt that may differ in the next turn, such as a reasoning marker."""
 
 _N_BLOCK = 16
-"""Tokens compared at first; four times as many each time, by the interpreter's own loop, not by ours."""
+"""Tokens in the first comparison. Each further comparison has four times as many; list comparison is fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """`n_cells` cells of a slot, or those of a checkpoint, that are the beginning of a prompt."""
+    """The first `n_cells` cells of a slot, or of a checkpoint, that match the beginning of a prompt."""
 
     slot: Slot | None
     n_cells: int
     key: int | None = None
-    """Of a checkpoint, which is in no slot."""
+    """The checkpoint's key; None for a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is in memory of a prompt's beginning: cells to take over, and a sequence that will soon have many more."""
+    """What is in memory of a prompt's beginning: cells to reuse, and a sequence that will soon have many more."""
 
     source: PrefixSource | None = None
     leader: SequenceDriver | None = None
     n_leader_cells: int = 0
-    """Cells that the leader will have to give."""
+    """Cells of the leader that can be reused later."""
     n_known: int = 0
-    """Tokens of the prompt that some text in memory begins with, whether or not its cells are to be had."""
+    """Length of the longest prefix in the index, reusable or not."""
     n_short: int = 0
-    """How many tokens before the end of the most similar checkpoint the prompt parts from it, if they are few."""
+    """How many tokens at the end of the most similar checkpoint differ from the prompt, if only a few do; else 0."""
 
 
 class PrefixCache:
-    """Finds the cells that a newcomer can take over: in a free slot, or by a copy from one that is in use.
+    """Finds cells that a new sequence can reuse: in a free slot, or by a copy from a slot in use.
 
-    Memory that cannot be trimmed is taken over at its exact end alone. There a newcomer goes on from a checkpoint: of a
-    sequence that was stopped where others branch off, at one of its `marks`.
+    Memory that cannot be trimmed can only be reused at its exact end. There a new sequence continues from a checkpoint,
+    which was taken at one of the `marks` of an earlier sequence, where prompts diverge.
 
-    `cuts` as of a backend: with them beginnings end where prompts may be cut, and output is taken over only by the
-    request that goes on from it. Cells computed with other adapters belong to another text.
+    With the backend's `cuts`, a reused prefix ends where prompts may be cut, and output is reused only by the request
+    that continues it. Cells computed with different adapters never match.
 
-    A plan changes a `view`, which takes the place of this once the plan was run.
+    A plan changes a `view`, which replaces this object once the plan was run.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class PrefixCache:
         self._is_unified = memory.kind == "unified"
         self._index = PrefixIndex()
         self._changed: dict[int, list[Hashable]] = {}
-        """The texts of slots and checkpoints that the index has not been told of; views share the index."""
+        """Texts of slots and checkpoints that are not in the index yet; views share the index."""
         self._left_by: dict[Slot, tuple[int, list[Hashable]]] = {}
-        """The number of the sequence that has left its cells in a slot, and their text."""
+        """By slot: the number of the sequence that left its cells there, and their text."""
         self._used_at = [0] * ledger.n_slots
         self.copied: dict[Slot, int] = {}
-        """In a view: the free slots that the plan copies, with the cells that they keep until then."""
+        """In a view: the free slots from which the plan copies, with the cells that they keep until then."""
         self.loaded: set[Slot] = set()
-        """In a view: the slots whose cells the plan loads."""
+        """In a view: the slots into which the plan loads cells."""
         self._n_tail = 0
-        """Tokens at the end of a chat's prompt that next turns were seen to have otherwise."""
+        """Tokens at the end of a chat's prompt that differed in the next turn of earlier chats."""
 
     def view(self, ledger: KvLedger) -> PrefixCache:
-        """Return what a plan changes in place of this, over the plan's own ledger."""
+        """Return a copy for a plan to change, with the plan's own ledger."""
         view = copy(self)
         view._ledger = ledger
         view._changed, view._left_by = self._changed.copy(), self._left_by.copy()
@@ -105,7 +105,7 @@ class PrefixCache:
         return view
 
     def settle(self) -> None:
-        """Tell the index, which views share, what has changed; a plan that changed it was run, or there was none."""
+        """Update the index, which views share. Call it only without a plan, or once the plan was run."""
         for place, text in self._changed.items():
             self._index.put(place, text)
         self._changed.clear()
@@ -116,7 +116,7 @@ class PrefixCache:
     # ---- what slots hold ----
 
     def record(self, slot: Slot, driver: SequenceDriver) -> None:
-        """Record that a sequence has a slot, where its prompt will stand."""
+        """Record that a slot will hold a sequence's prompt."""
         self._use(slot)
         window = driver.window
         n_known = window.n_keep if window and window.n_shifts else driver.n_prompt
@@ -125,13 +125,13 @@ class PrefixCache:
             self._changed[slot] = _text(driver, n_known)
 
     def retain(self, slot: Slot, driver: SequenceDriver, n_cells: int) -> None:
-        """Keep the first `n_cells` of a sequence that ended, left its slot, or was moved to another."""
+        """Record that a slot retains the first `n_cells` cells of a sequence that ended or left it."""
         text = _text(driver, n_cells)
         self._left_by[slot] = driver.number, text
         self._changed[slot] = text[: driver.n_prompt + 1] if self._cuts else text
 
     def forget(self, slot: Slot) -> None:
-        """Record that a slot was emptied, or holds no text's beginning."""
+        """Record that a slot is empty or holds nothing reusable."""
         self._changed[slot] = []
         self._left_by.pop(slot, None)
 
@@ -146,9 +146,9 @@ class PrefixCache:
             self.copied[slot] = max(n_cells, self.copied.get(slot, 0))
 
     def is_private(self, driver: SequenceDriver) -> bool:
-        """Whether no other sequence may take over a driver's cells.
+        """Whether no other sequence may reuse a sequence's cells.
 
-        In a pool the cells of a moving window would move for all; and chunks of another size are other bits.
+        In unified memory a shift would move shared cells. Other chunk sizes are not bit-identical.
         """
         options = driver.request.options
         is_other = driver.own_cuts(self._cuts).multiple != self._cuts.multiple
@@ -156,17 +156,17 @@ class PrefixCache:
         return is_other or (self._is_unified and is_moving)
 
     def can_retain(self, driver: SequenceDriver) -> bool:
-        """Whether a slot keeps a driver's cells for others when it is given back."""
+        """Whether a slot retains a sequence's cells for others after the sequence left."""
         return self.is_on and not self.is_private(driver)
 
     def can_share(self, driver: SequenceDriver) -> bool:
-        """Whether a driver's slot can have the cells of another's, and the other way round."""
+        """Whether a sequence can reuse cells of others, and others can reuse its cells."""
         return self._can_copy and self.can_retain(driver)
 
     # ---- checkpoints ----
 
     def keep(self, driver: SequenceDriver, n_cells: int) -> KeptCheckpoint | None:
-        """Count a checkpoint of the first `n_cells` of a driver's text; None where there is no room."""
+        """Record a checkpoint of the first `n_cells` of a sequence's text; None if there is no room."""
         text = _text(driver, n_cells)
         for place, n in self._alike_places(text).items():
             if place < 0 and n == len(text) and self.checkpoints.n_cells(place) == n_cells:
@@ -179,7 +179,7 @@ class PrefixCache:
         return kept
 
     def adopt(self, driver: SequenceDriver, n_cells: int) -> KeptCheckpoint | None:
-        """Count a checkpoint of a driver's first tokens that comes from elsewhere, outside of a plan; None: no room."""
+        """Record a checkpoint that comes from a file, outside of a plan; None if there is no room."""
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return None
         kept = self.keep(driver, n_cells)
@@ -187,9 +187,9 @@ class PrefixCache:
         return kept
 
     def checkpoint_in(self, driver: SequenceDriver, n_most: int) -> tuple[int, int] | None:
-        """Return key and cells of the longest checkpoint within a driver's first `n_most` tokens, and mark it as used.
+        """Return key and cells of the longest checkpoint in a sequence's first `n_most` tokens, and mark it as used.
 
-        None where there is none. Outside of a plan.
+        None if there is none. For use outside of a plan.
         """
         if not self.checkpoints.is_on:
             return None
@@ -203,17 +203,17 @@ class PrefixCache:
         return key, n_cells
 
     def drop(self, keys: Collection[int]) -> None:
-        """Record that checkpoints are lost or given up; other keys do no harm."""
+        """Record that checkpoints are lost or dropped; other keys are ignored."""
         if keys:
             self._changed.update((key, []) for key in self.checkpoints.drop(keys))
 
     def marks(self, driver: SequenceDriver, n_cells: int, found: PrefixMatch) -> tuple[int, ...]:
-        """Return where a newcomer with `n_cells` is to leave checkpoints; learn from it where turns of chats part.
+        """Return where a new sequence with `n_cells` cells shall leave checkpoints; learn where turns of chats diverge.
 
-        That is where its prompt parts from a text in memory, for more may come that part there; at the end of a chat's
-        prompt, where its next turn goes on; before what is scored, for other continuations of the same context; at
-        some places of a long prompt; and before the last token of a prompt whose cells go to disk, where the same
-        prompt begins.
+        The places are: where its prompt diverges from a text in memory, because other prompts may do the same; the end
+        of a chat's prompt, where the next turn continues; before scored tokens, for other continuations of the same
+        context; some places in a long prompt; and before the last token of a prompt whose cells go to disk, from where
+        the same prompt can start.
         """
         if not (self.checkpoints.is_on and self.can_retain(driver)):
             return ()
@@ -234,7 +234,7 @@ class PrefixCache:
     # ---- what a newcomer can begin with ----
 
     def find(self, driver: SequenceDriver) -> PrefixMatch:
-        """Return what is in memory of a prompt's beginning; changes nothing."""
+        """Return what is in memory of a prompt's beginning. Changes nothing."""
         if driver.saved_key is not None:
             return PrefixMatch()
         alike = self._alike(driver)
@@ -257,13 +257,13 @@ class PrefixCache:
         return PrefixMatch(source, n_known=n_known, n_short=n_short)
 
     def _n_short(self, alike: Sequence[tuple[int, int]]) -> int:
-        """Return how many tokens of the most similar checkpoint a prompt lacks, if they are few; else 0."""
+        """Return how many final tokens of the most similar checkpoint the prompt lacks, if only a few; else 0."""
         lacking = (self.checkpoints.n_cells(place) - n for n, place in alike if place < 0)
         n_short = next(lacking, 0)
         return n_short if 0 < n_short <= N_TAIL_MAX else 0
 
     def _alike(self, driver: SequenceDriver) -> list[tuple[int, int]]:
-        """Return (tokens in common with a prompt, slot or key) of what has the same adapters, the most first."""
+        """Return (tokens in common with the prompt, slot or key) of matches with the same adapters, longest first."""
         if not self.can_retain(driver):
             return []
         text = [driver.request.adapters, *driver.tokens[: self._n_most(driver)]]
@@ -271,12 +271,12 @@ class PrefixCache:
         return sorted(((n - 1, place) for place, n in common.items()), key=lambda alike: -alike[0])
 
     def common(self, adapters: AdapterSet, tokens: Sequence[int]) -> dict[Slot, int]:
-        """Return how many of a text's tokens each slot begins with that is computed with the same adapters."""
+        """Return for each slot with the same adapters how many leading tokens it has in common with a text."""
         found = self._alike_places([adapters, *tokens])
         return {Slot(place): n - 1 for place, n in found.items() if place >= 0}
 
     def _alike_places(self, text: Sequence[Hashable]) -> dict[int, int]:
-        """Return how much of a text, its adapters included, each slot and checkpoint begins with, if anything."""
+        """Return for each slot and checkpoint the length of the prefix it shares with a text, adapters included."""
         found = {p: n for p, n in self._index.find(text).items() if p not in self._changed}
         found.update((p, n_common(text, other)) for p, other in self._changed.items())
         return {place: n for place, n in found.items() if n}
@@ -284,9 +284,9 @@ class PrefixCache:
     def _best(
         self, driver: SequenceDriver, alike: Sequence[tuple[int, int]]
     ) -> PrefixSource | None:
-        """Return the source of most cells, a free slot before one in use.
+        """Return the source with the most cells, free slots before slots in use.
 
-        Among free slots the most recently used comes first: waiting requests may continue the rest.
+        Among free slots, the most recently used one comes first, because waiting requests may continue the others.
         """
         best, best_rank, chosen = None, (0, 0, 0, 0), driver.chosen_slot
         for n_alike, place in alike:
@@ -307,11 +307,11 @@ class PrefixCache:
         return best
 
     def _n_common_cells(self, driver: SequenceDriver, slot: Slot, n_alike: int) -> int:
-        """Return how many cells a prompt can have of a slot that has `n_alike` of its tokens."""
+        """Return how many cells of a slot a prompt can reuse that shares `n_alike` tokens with it."""
         n_cells = self._ledger.n_cells[slot]
         number, left = self._left_by.get(slot, (None, []))
         if number is not None and number == driver.request.continues:
-            # a result that comes from another program may name another request's number
+            # a result from another program may have the number of another request
             is_own = n_common(_text(driver, n_cells), left) > n_cells
             if is_own and n_cells <= driver.n_reusable:
                 return n_cells
@@ -320,16 +320,16 @@ class PrefixCache:
         return self._cuts.whole(min(n_alike, n_cells))
 
     def _can_take(self, slot: Slot, n_cells: int) -> bool:
-        """Whether a free slot may be taken over: a short match does not justify losing many cells."""
+        """Whether to reuse a free slot in place; a short match does not justify losing many cells."""
         if n_cells < self.copied.get(slot, 0):
             return False
         n_lost = self._ledger.n_cells[slot] - n_cells
         return n_cells >= MIN_SHARED_TOKENS or n_lost < MIN_SHARED_TOKENS
 
     def _can_copy_from(self, slot: Slot, n_cells: int) -> bool:
-        """Whether it pays to copy from a slot; a paused sequence may lose it in the same plan.
+        """Whether it pays to copy from a slot; a paused sequence may lose the slot in the same plan.
 
-        Without copies in memory the cells are kept as a checkpoint: as they are before the plan.
+        Memory that cannot copy takes a checkpoint of the cells, as they are before the plan.
         """
         can_copy = self._can_copy or (self.checkpoints.is_on and slot not in self.loaded)
         if not can_copy or n_cells < MIN_SHARED_TOKENS:
@@ -338,25 +338,25 @@ class PrefixCache:
         return holder is None or (holder.status is not Status.PAUSED and holder.saved_key is None)
 
     def _is_leading(self, driver: SequenceDriver, slot: Slot, n_cells: int) -> bool:
-        """Whether a sequence will soon have the first `n_cells` of its slot: it computes or loads them.
+        """Whether a sequence will soon have the first `n_cells` cells of its slot, because it computes or loads them.
 
-        For a checkpoint it has to stop there, so it must not be past that place.
+        For a checkpoint the sequence must not be past that place.
         """
         is_loading = self._can_copy and driver.saved_key is not None
         is_coming = self._ledger.n_cells[slot] < n_cells or is_loading
         return is_coming and driver.status is not Status.PAUSED
 
     def can_begin_with(self, n_cells: int, n_saved: int) -> bool:
-        """Whether a sequence can begin with the first `n_cells`, some or none, of `n_saved` that were saved."""
+        """Whether a sequence can start with the first `n_cells` (0 allowed) of `n_saved` saved cells."""
         return n_cells in (0, n_saved) or (self._can_trim and n_cells < n_saved)
 
     def n_usable(
         self, driver: SequenceDriver, tokens: Sequence[int], n_given: int, n_checkpoint: int = 0
     ) -> int:
-        """Return how many saved cells are the beginning of a prompt; of their `tokens` `n_given` were a prompt.
+        """Return how many saved cells match the beginning of a prompt; the first `n_given` of `tokens` were a prompt.
 
-        Few of many are none: every chat begins with the same tokens of its template. Where memory cannot be trimmed it
-        is all of them, or the first `n_checkpoint`.
+        A few of many count as none, because every chat begins with the same tokens of its template. In memory that
+        cannot be trimmed, the result is all cells, the first `n_checkpoint`, or none.
         """
         n_there, n_wanted = n_given if self._cuts else len(tokens), self._n_most(driver)
         n = self._cuts.whole(n_common([*tokens[:n_there]], driver.tokens[:n_wanted]))
@@ -366,13 +366,13 @@ class PrefixCache:
         return n_checkpoint if n_checkpoint <= n else 0
 
     def _n_most(self, driver: SequenceDriver) -> int:
-        """Return the most tokens to take over."""
+        """Return how many tokens a sequence may reuse at most."""
         if not self._cuts:
             return driver.n_reusable
         return max(0, min(driver.n_reusable, driver.n_prompt - driver.own_cuts(self._cuts).least))
 
     def _n_stop(self, driver: SequenceDriver, n: int) -> int:
-        """Return the last place up to `n` where a sequence can stop: its prompt is cut or ends there."""
+        """Return the last position up to `n` where a sequence can stop: a cut, or the end of its prompt."""
         if n < driver.n_prompt or self._cuts.whole(n) != n:
             n = min(n, driver.n_prompt - driver.own_cuts(self._cuts).least) if self._cuts else n
         return self._cuts.whole(max(0, n))
@@ -380,7 +380,7 @@ class PrefixCache:
     # ---- which slot to give or to empty ----
 
     def oldest_retained(self) -> Slot | None:
-        """Return the free slot with cells that is unused for longest and that the plan does not copy, or None."""
+        """Return the least recently used free slot that has cells and is not copied by the plan, or None."""
         n_cells, copied = self._ledger.n_cells, self.copied
         slots = (s for s in self._ledger.free_slots if n_cells[s] and s not in copied)
         return min(slots, key=self._used_at.__getitem__, default=None)
@@ -393,16 +393,16 @@ class PrefixCache:
         reserved: Collection[Slot] = (),
         avoided: Collection[Slot] = (),
     ) -> Slot | None:
-        """Return which free slot to give: the source's own, else the best; None where there is none.
+        """Return the free slot for a sequence: the source's own or the best one; None if no slot is free.
 
-        Where another slot is to spare that is empty or unused for longer, the source's slot keeps the cells after the
-        common beginning, for a sequence that may come back.
+        If another free slot is empty or older, the source's slot is copied and keeps its other cells, for a sequence
+        that may come back.
 
         Args:
-            source: the cells to begin with.
-            has_room: whether a slot is to spare.
-            reserved: slots that are not to be given.
-            avoided: slots that are to be given last.
+            source: the cells to start with.
+            has_room: whether there are more free slots than needed.
+            reserved: slots that must not be used.
+            avoided: slots to use last.
         """
         best = self._best_slot(reserved, avoided)
         if (
@@ -418,15 +418,15 @@ class PrefixCache:
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
     def can_reach(self, source: PrefixSource, slot: Slot) -> bool:
-        """Whether cells are in a slot, or can be copied there."""
+        """Whether the source's cells are in a slot, or can be copied there."""
         if source.slot is None:
             return True
         return source.slot == slot or self._can_copy_from(source.slot, source.n_cells)
 
     def _best_slot(self, reserved: Collection[Slot], avoided: Collection[Slot]) -> Slot | None:
-        """Return the best free slot: with the most neighbours in use, for a gap costs a graph run.
+        """Return the best free slot: the one with the most neighbours in use, because a gap costs a graph run.
 
-        Among equals an empty slot comes first, then the least recently used.
+        Among equals, empty slots come first, then the least recently used.
         """
         n_cells = self._ledger.n_cells
         ranks: list[tuple[bool, int, int, Slot]] = []
@@ -441,20 +441,20 @@ class PrefixCache:
         return min(ranks)[3] if ranks else None
 
     def _is_worth_leaving(self, slot: Slot, n_cells: int) -> bool:
-        """Whether a free slot is better copied than taken over: it has many cells after those in common."""
+        """Whether to copy from a free slot and not reuse it in place: it has many cells after the common prefix."""
         n_lost = self._ledger.n_cells[slot] - n_cells
         return self._can_copy and min(n_lost, n_cells) >= MIN_SHARED_TOKENS
 
 
 def with_mark(marks: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """Return marks with one at `n`, or at most a few tokens before it: one checkpoint serves all who part nearby."""
+    """Return marks with one at `n`, or a few tokens before it: one checkpoint serves all that diverge nearby."""
     if any(n - MIN_SHARED_TOKENS < mark <= n for mark in marks):
         return marks
     return tuple(sorted([*(m for m in marks if not n < m < n + MIN_SHARED_TOKENS), n]))
 
 
 def _text(driver: SequenceDriver, n_tokens: int) -> list[Hashable]:
-    """Return what tells a driver's cells from others: its adapters, then its first tokens."""
+    """Return the index key of a sequence's cells: its adapters, then its first tokens."""
     return [driver.request.adapters, *driver.tokens[:n_tokens]]
 
 
@@ -463,7 +463,7 @@ def _text(driver: SequenceDriver, n_tokens: int) -> list[Hashable]:
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """Tokens that follow the tokens of the parent, and the places that hold them in the order they were put."""
+    """Tokens that follow the parent's tokens, and the places that end with them, in order of insertion."""
 
     tokens: Sequence[Hashable]
     parent: Branch | None
@@ -472,9 +472,9 @@ class Branch:
 
 
 class PrefixIndex:
-    """The token sequences of slots and checkpoints. Memory is linear in their tokens, common beginnings counted once.
+    """The token sequences of slots and checkpoints, as a tree. Common prefixes are stored once.
 
-    A place is a slot, or the key of a checkpoint.
+    A place is a slot or the key of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -482,7 +482,7 @@ class PrefixIndex:
         self._ends: dict[int, Branch] = {}
 
     def put(self, slot: int, tokens: Sequence[Hashable]) -> None:
-        """Say what stands in a place, instead of what was said before; an empty one is forgotten."""
+        """Set the tokens of a place; without tokens, remove the place."""
         self.remove(slot)
         if not tokens:
             return
@@ -501,7 +501,7 @@ class PrefixIndex:
         self._ends[slot] = node
 
     def remove(self, slot: int) -> None:
-        """Forget a place; an unknown one does no harm."""
+        """Remove a place; an unknown one is ignored."""
         node = self._ends.pop(slot, None)
         while node is not None and node.parent is not None:
             del node.slots[slot]
@@ -512,7 +512,7 @@ class PrefixIndex:
             node = node.parent
 
     def find(self, tokens: Sequence[Hashable]) -> dict[int, int]:
-        """Return how many tokens each place has in common, the most first; looks at each token once."""
+        """Return the length of each place's common prefix with `tokens`, longest first. Linear in the tokens."""
         path: list[tuple[int, Branch]] = []
         node, i = self._root, 0
         while i < len(tokens) and (child := node.children.get(tokens[i])) is not None:
@@ -529,7 +529,7 @@ class PrefixIndex:
         return found
 
     def _join(self, node: Branch) -> None:
-        """Make one node of one and its only child, unless a slot ends between the two."""
+        """Merge a node with its only child, unless a place ends between the two."""
         [child] = node.children.values()
         if len(child.slots) < len(node.slots):
             return
@@ -543,7 +543,7 @@ class PrefixIndex:
 
 
 def n_common(tokens: Sequence[object], others: Sequence[object], start: int = 0) -> int:
-    """Return how many tokens are equal at the beginning of `tokens` and of `others[start:]`."""
+    """Return the length of the common prefix of `tokens` and `others[start:]`."""
     n, size = 0, _N_BLOCK
     n_most = min(len(tokens), len(others) - start)
     while n < n_most:
@@ -560,7 +560,7 @@ def n_common(tokens: Sequence[object], others: Sequence[object], start: int = 0)
 
 
 def _split(parent: Branch, child: Branch, n: int) -> Branch:
-    """Put a node with the first `n` of the child's tokens between the two; return it."""
+    """Insert a node with the child's first `n` tokens between parent and child; return it."""
     upper = Branch(child.tokens[:n], parent, slots=dict(child.slots))
     parent.children[child.tokens[0]] = upper
     child.tokens, child.parent = child.tokens[n:], upper

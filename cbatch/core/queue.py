@@ -1,4 +1,4 @@
-"""The order of sequences without a slot, by policy; and when the time of a request is over."""
+"""The order of sequences that wait for a slot, by policy, and the deadlines of requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_AGEING_S = 10.0
 """Seconds of waiting worth one point of priority: our choice; ten points are passed by in less than two minutes."""
 
 BY_PROMPT = ("shortest",)
-"""Policies that look at the tokens of a prompt: it becomes tokens before its sequence is queued."""
+"""Policies that depend on a prompt's tokens: the prompt is tokenized before its sequence is queued."""
 
 _N_ENDED_MIN = 64
 
@@ -34,11 +34,11 @@ _Entry: TypeAlias = "tuple[float, int, SequenceDriver]"
 """A sequence with its negated rank."""
 
 _Line: TypeAlias = "deque[_Entry]"
-"""Ascending: newcomers mostly join at the beginning, and the next sequence leaves at the end."""
+"""Ascending: new sequences mostly join at the beginning, and the next one leaves at the end."""
 
 
 def make_policy(options: ScheduleOptions) -> Callable[[SequenceDriver], Rank]:
-    """Return what gives a newcomer its rank, which must not change while it waits.
+    """Return the function that gives a new sequence its rank, which must not change while it waits.
 
     Raises:
         ConfigError: no rank is known for the policy.
@@ -56,25 +56,25 @@ def make_policy(options: ScheduleOptions) -> Callable[[SequenceDriver], Rank]:
 
 
 def length_and_age(driver: SequenceDriver) -> float:
-    """Return a key for the fewest prompt tokens first: every later submission counts as one token more.
+    """Return a key that puts the fewest prompt tokens first, with one token more for each later submission.
 
-    So a sequence is overtaken by at most as many later ones as its prompt has tokens.
+    So at most as many later sequences overtake a sequence as its prompt has tokens.
     """
     return driver.n_prompt + driver.number
 
 
 def virtual_arrival_s(driver: SequenceDriver, ageing_s: float) -> float:
-    """Return when a sequence would have come had it no priority: a key that ages without being touched.
+    """Return the submission time minus `ageing_s` seconds for each point of priority.
 
-    Nobody waits for a sequence that came more than `ageing_s` × (difference of priority) later.
+    So no sequence waits for one that was submitted more than `ageing_s` × (difference of priority) later.
     """
     return driver.clock.submitted_s - ageing_s * (driver.request.options.priority or 0)
 
 
 class AdmissionQueue:
-    """Sequences that could take a slot: returning sequences, the oldest first, then newcomers as the policy has them.
+    """Sequences that wait for a slot: returning ones, the oldest first, then new ones in the policy's order.
 
-    Sequences that chose their slot stand in a line of their own for each slot, so they hold up no other; all lines
+    Each chosen slot has a line of its own, so a sequence that waits for a certain slot blocks no other. All lines
     together have one order.
     """
 
@@ -82,15 +82,15 @@ class AdmissionQueue:
         self._rank = make_policy(options)
         self._ranks: dict[SequenceDriver, Rank] = {}
         self._lines: defaultdict[Slot | None, _Line] = defaultdict(deque, {None: deque()})
-        """By chosen slot; None for sequences that take any."""
+        """By chosen slot; None for sequences that accept any."""
 
     def __len__(self) -> int:
-        """Return how many sequences there are. From any thread."""
+        """Return the number of sequences in the queue. From any thread."""
         return len(self._ranks)
 
     @property
     def n_chosen(self) -> int:
-        """Sequences that wait for a slot that they chose."""
+        """Number of sequences that wait for a chosen slot."""
         return len(self._ranks) - len(self._lines[None])
 
     @property
@@ -101,7 +101,7 @@ class AdmissionQueue:
     def candidates(
         self, holders: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
     ) -> Iterator[SequenceDriver]:
-        """Yield in order the sequences that could have a slot; for each slot, the first that chose it.
+        """Yield in order the sequences that may get a slot; of those that chose the same slot, only the first.
 
         Args:
             holders: the sequence in each slot.
@@ -115,7 +115,7 @@ class AdmissionQueue:
         return (driver for _, _, driver in entries)
 
     def add(self, drivers: Iterable[SequenceDriver]) -> None:
-        """Put newcomers in their places; many at once cost one pass over the queue."""
+        """Insert new sequences; many at once cost one pass over the queue."""
         new: defaultdict[Slot | None, list[_Entry]] = defaultdict(list)
         for driver in drivers:
             self._ranks[driver] = self._rank(driver)
@@ -130,7 +130,7 @@ class AdmissionQueue:
                 line.appendleft(entries[0])
 
     def put_back(self, driver: SequenceDriver) -> None:
-        """Put a sequence that lost its slot, or was held, among the first; one whose quantum ended is added anew."""
+        """Insert a sequence that lost its slot or was held, among the first; after a quantum, use `add`."""
         self._ranks[driver] = (-math.inf, driver.number)
         insort(self._lines[driver.chosen_slot], self._entry(driver))
 
@@ -146,25 +146,25 @@ class AdmissionQueue:
 
 
 def is_to_be_had(holder: SequenceDriver | None, ending: Collection[SequenceDriver] = ()) -> bool:
-    """Whether a slot with this holder can be given to another sequence: a paused holder gives it up."""
+    """Whether a slot with this holder can be given to another sequence: if it is free, paused or about to be left."""
     return holder is None or holder.status is Status.PAUSED or holder in ending
 
 
 class Deadlines:
-    """The sequences that have a deadline; sequences that ended before theirs are thrown out now and then."""
+    """Sequences with a deadline. Ended ones are removed from time to time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceDriver]] = []
         self._n_ended = 0
 
     def add(self, driver: SequenceDriver) -> None:
-        """Watch a driver's deadline, if it has one."""
+        """Watch a sequence's deadline, if it has one."""
         deadline_s = driver.request.deadline_s
         if deadline_s < math.inf:
             heapq.heappush(self._heap, (deadline_s, driver.number, driver))
 
     def pop_due(self, now: float) -> SequenceDriver | None:
-        """Return a sequence whose time is over and that has not ended, or None."""
+        """Remove and return a sequence that is past its deadline and has not ended, or None."""
         while self._heap and self._heap[0][0] <= now:
             driver = heapq.heappop(self._heap)[2]
             if driver.finish_reason is None:
@@ -172,7 +172,7 @@ class Deadlines:
         return None
 
     def note_end(self) -> None:
-        """Count a sequence that ended; many dead entries are thrown out at once, so each costs the same."""
+        """Count an ended sequence. Ended entries are removed many at once, at constant cost for each."""
         self._n_ended += 1
         if self._n_ended > max(_N_ENDED_MIN, len(self._heap) // 2):
             self._heap = [e for e in self._heap if e[2].finish_reason is None]
@@ -180,5 +180,5 @@ class Deadlines:
             self._n_ended = 0
 
     def next_s(self) -> float | None:
-        """Return a time before which no deadline passes; None where there is none."""
+        """Return a time before which no deadline passes; None without deadlines."""
         return self._heap[0][0] if self._heap else None

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from cbatch.response import TokenLogprob
 
 MAX_OUTPUT = 2**31 - 1
-"""Stands for an output without end, where the window moves on."""
+"""The cap of an unlimited output, possible with a moving window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked: the options are merged and the seed is drawn."""
+    """What was asked, with merged options and a seed."""
 
     id: str
     prompt: BatchPrompt
@@ -27,56 +27,56 @@ class Request:
     sampling: Sampling
     stop_tokens: tuple[int, ...] = ()
     deadline_s: float = math.inf
-    """When it ends at the latest, in seconds of the engine's clock."""
+    """The deadline, in seconds of the engine's clock."""
     adapters: AdapterSet = ()
     n_logprobs: int | None = None
-    """Alternatives to report for each sampled token; None where no log-probabilities are asked for."""
+    """Alternatives to report for each sampled token; None reports no log-probabilities."""
     n_prompt_logprobs: int | None = None
-    """Alternatives to report for each token of the prompt; None where it is not scored."""
+    """Alternatives to report for each token of the prompt; None for a prompt that is not scored."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Log-probabilities of the prompt, where an earlier request found them."""
+    """Log-probabilities of the prompt, if an earlier request computed them."""
     job: int = 0
-    """The number of the call it belongs to; 0 for none. Drafts may come from the answers of one call, too."""
+    """The number of the call that it belongs to; 0 for none. Answers of one call may draft from each other."""
     owner: str = ""
-    """The mark of the engine that it was submitted to."""
+    """Identifies the engine that the request was submitted to."""
     output: tuple[int, ...] = ()
-    """Output to go on from: tokens that an earlier request with this prompt sampled."""
+    """Output to continue: tokens that an earlier request with this prompt sampled."""
     output_logprobs: tuple[TokenLogprob, ...] = ()
-    """Log-probabilities of `output`, where they are asked for."""
+    """Log-probabilities of `output`, if asked for."""
     continues: int | None = None
     """The number of the earlier request's sequence."""
     grammar: Grammar | None = None
     """What the output must match."""
     is_grammar_open: bool = False
-    """Whether the end of the prompt's text decides its grammar, which is None until then."""
+    """Whether the grammar depends on the end of the prompt's text; `grammar` is None until that is known."""
     ending: str = ""
-    """Text that is put behind the prompt, and scored."""
+    """Text that is appended to the prompt and scored."""
     dry_breakers: DryBreakers | None = None
-    """Strings past which DRY looks for no repetition."""
+    """Strings at which DRY's search for repetitions stops."""
     can_shift: bool = False
-    """Whether the engine could serve `n_discard`."""
+    """Whether the engine supports `n_discard`."""
     n_trained: int = 0
-    """Tokens that the model was trained for; 0 where unknown."""
+    """The model's training context in tokens; 0 if unknown."""
 
     @property
     def slides(self) -> bool:
-        """Whether tokens of a prompt that does not fit the window are left out, so that the rest fits."""
+        """Whether tokens are left out of a prompt that is larger than the window."""
         options = self.options
         is_scored = self.n_prompt_logprobs is not None
         return bool(options.n_discard) and not options.prefill_only and not is_scored
 
     def n_keep(self, n_prompt: int, n_first: int) -> int:
-        """Return the tokens that a moving window is to keep: by default `n_first`; −1 stands for the whole prompt."""
+        """Return how many tokens a moving window keeps: by default `n_first`; the option −1 means the whole prompt."""
         n_keep = n_first if self.options.n_keep is None else self.options.n_keep
         return n_prompt if n_keep < 0 else n_keep
 
     def cap(self, n_prompt: int, n_window: int, n_first: int = 0) -> tuple[int, list[str]]:
-        """Return the most tokens of output for a prompt of `n_prompt` tokens, with a warning where more are asked for.
+        """Return the maximum output length for a prompt of `n_prompt` tokens, with a warning if more was asked for.
 
         Raises:
             RequestFailedError: the prompt has no token.
-            PromptTooLongError: the prompt does not fit the window, or not with all of a strict cap, or it slides and
-                what is kept of it does not fit.
+            PromptTooLongError: the window is too small for the prompt, for the prompt and a strict cap, or for what is
+                kept of a prompt with left-out tokens.
         """
         if not n_prompt:
             raise PromptError("the prompt is empty: it has no token")
@@ -101,12 +101,12 @@ class Request:
         return n_most, [f"max_tokens is {n_most}, not {cap}: {why}"]
 
     def _could_slide(self, n_keep: int, n_window: int) -> bool:
-        """Return whether the prompt would fit with `n_discard`, which it does not set."""
+        """Return whether the prompt would fit if the request set `n_discard`."""
         is_whole = self.options.prefill_only or self.n_prompt_logprobs is not None
         return self.can_shift and not is_whole and n_keep <= n_window - 2
 
     def _n_least(self, cap: int | None) -> int:
-        """Return how much output there must be room for: all of a strict cap, or one token more than there is."""
+        """Return the output length that must fit: a strict cap, or one token more than there is."""
         n_next = 1
         if not self.options.n_discard:
             n_next += len(self.output)

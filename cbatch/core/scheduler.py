@@ -1,4 +1,4 @@
-"""What each step computes: every decode row, then prompt chunks within the token budget."""
+"""Decides what each step computes: every decoding row, then prompt chunks within the token budget."""
 
 from __future__ import annotations
 
@@ -32,56 +32,56 @@ if TYPE_CHECKING:
     from cbatch.stats import EngineStats
 
 RUN_S = 0.5
-"""How long a run takes: a step that ends later is its last. A command or a deadline ends the run earlier."""
+"""Time limit of a run in seconds: a step that ends later is its last. A command or deadline ends a run earlier."""
 
 SHORT_RUN_S = 0.02
-"""The same where output is streamed, where a stop string may end it, or where a slot is free while a sequence waits."""
+"""The same limit if output is streamed, a stop string may end it, or a slot is free while a sequence waits."""
 
 DEFAULT_QUANTUM = 64
-"""Tokens of a turn in `round_robin`: at some 10 ms a token, a turn a second where cells are saved and put back."""
+"""Tokens of a turn in `round_robin`: about a second at 10 ms a token, so cells are not saved and loaded too often."""
 
 LEAST_OVER_ROWS = 3.0
-"""How much longer than the rest of a step its prompts may take at least while output is streamed: one newcomer's prompt
-then takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, for output does not come more
+"""How many times as long as the rest of a step its prompts may take while output is streamed, at least. A single new
+prompt then takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, because output does not come more
 often."""
 
 FAIR_OVER_ROWS = 4.0
-"""The same where as many newcomers wait for a first token as rows for their next; with more or fewer, in proportion."""
+"""The same if equally many new sequences wait for a first token and rows for their next; otherwise in proportion."""
 
 MOST_OVER_ROWS = 9.0
-"""The same where nobody waits for the next token: a tenth of the step is not spent on prompts, and larger steps are
-hardly any faster."""
+"""The same if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
+hardly faster."""
 
 LEAST_BURST_S = 0.2
-"""Least seconds of prompts in a step of a burst: a reader does not notice less. Each step costs time of the interpreter
-and of readers besides."""
+"""Least seconds of prompts in a step of a burst: readers do not notice shorter waits, and each step has its own cost in
+Python and in readers."""
 
 N_DRAFTS_MAX = 7
-"""Most draft tokens behind a row's own. Our choice: steps of more than eight rows are seldom as short."""
+"""Most draft tokens after a row's own token. Our choice: a step of more than eight rows is seldom as short."""
 
 N_FIRST = 64
-"""Prompt tokens of a step as long as nobody knows what they cost."""
+"""Prompt tokens of a step while their cost is unknown."""
 
 N_FAILURES_MAX = 16
-"""Most failed computations in a row; one more ends the engine. They are enough to find one culprit among 256."""
+"""Most failed computations in a row; one more stops the engine. Enough to find one culprit among 256 sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What happens next: `step` for the backend, and what `apply` commits besides once that was run."""
+    """What happens next: `step` for the backend, and what `apply` commits after the run."""
 
     step: StepPlan
     rows: tuple[SequenceDriver, ...]
     """The sequence of each chunk."""
     slot_plan: SlotPlan
-    """What becomes of slots."""
+    """Changes of slots."""
     adapter_turns: Mapping[AdapterSet, int] | None
-    """When each set of adapters in use had its turn, where there are several."""
+    """When each set of adapters in use had its turn; None if there is only one."""
     now: float
 
 
 class _Prefill(NamedTuple):
-    """A sequence with more than one token to compute, and where it stands in the plan."""
+    """A sequence with more than one token to compute, and its place in the plan."""
 
     driver: SequenceDriver
     slot: Slot
@@ -96,12 +96,11 @@ class _Prefill(NamedTuple):
 class ContinuousBatchScheduler:
     """Plans steps over the sequences of a batcher, and applies their results.
 
-    `plan` decides and changes nothing: called twice it returns equal plans. `apply` commits what the backend did of it.
-    Between the two no command may change the batcher: nothing is submitted, cancelled, paused or given up.
+    `plan` decides and changes nothing: two calls return equal plans. `apply` commits what the backend did. Between the
+    two no command may change the batcher: nothing is submitted, cancelled, paused or dropped.
 
-    After a step that failed, its sequences are computed in halves, apart from each other, until each is past the
-    place of the failure: so a passing failure does no harm, and one that fails alone is the culprit and ends with an
-    error.
+    After a failed step, its sequences are computed in separate halves until each is past the place of the failure. So
+    a temporary failure does no harm, and a sequence that fails alone ends with an error.
     """
 
     def __init__(
@@ -138,15 +137,15 @@ class ContinuousBatchScheduler:
         self._n_failures = 0
         self._has_rebuilt = self._must_rebuild = False
         self._is_pool_full = False
-        """Whether the last run found no free cell, and the next plan can free some."""
+        """Whether the last run found no free cell and the next plan can free some."""
 
     def begin_step(self, now: float) -> None:
-        """Do what the clock brings before a plan; see `MultiRequestBatcher.begin_step`."""
+        """Handle deadlines and finished waits before a plan; see `MultiRequestBatcher.begin_step`."""
         ending = self._past_quantum(self._batcher.slot_plan()) if self._quantum else ()
         self._batcher.begin_step(now, ending)
 
     def plan(self, now: float) -> Plan | None:
-        """Return what happens next, or None where there is nothing to do; changes nothing."""
+        """Return what happens next, or None if there is nothing to do. Changes nothing."""
         slot_plan = self._batcher.slot_plan()
         if self._must_rebuild and self._batcher.in_flight:
             step = slot_plan.cells.step(binds=self._bindings(slot_plan), is_rebuild=True)
@@ -174,13 +173,15 @@ class ContinuousBatchScheduler:
         """Commit a plan by the result of its run; return the sequences of its rows.
 
         Raises:
-            DecodeError: steps go on failing, whatever is in them: the engine cannot go on.
+            DecodeError: steps keep failing regardless of their contents, so the engine must stop.
             PlanError: a sequence of the plan has ended since.
         """
         drivers, step = plan.rows, plan.step
         for driver, chunk in zip(drivers, step.chunks, strict=True):
             if driver.finish_reason is not None:
-                raise PlanError(f"slot {chunk.slot} is in the plan but nothing runs there")
+                raise PlanError(
+                    f"internal error: the sequence in slot {chunk.slot} ended between plan and apply"
+                )
         self._commit(plan, result, now)
         if result.n_steps:
             self._n_failures, self._has_rebuilt = 0, False
@@ -191,10 +192,10 @@ class ContinuousBatchScheduler:
         self._shift_full_windows(plan)
         return drivers
 
-    # ---- what becomes of slots ----
+    # ---- changes of slots ----
 
     def _change_slots(self, slot_plan: SlotPlan) -> None:
-        """Take the slots that others need, and admit the waiting sequences that fit then."""
+        """Free the slots and cells that others need, then admit the waiting sequences that fit."""
         n_waiting = slot_plan.n_waiting
         if self._has_checkpoints:
             slot_plan.take_checkpoints()
@@ -202,16 +203,16 @@ class ContinuousBatchScheduler:
             self._end_turns(slot_plan)
         must_wait = self._is_overcommitted and self._free_cells_for_rows(slot_plan)
         if must_wait and slot_plan.running_then():
-            return  # one that waits, such as an earlier victim, would take the cells just freed
+            return  # a waiting sequence, such as an earlier victim, would take the cells just freed
         if n_waiting and slot_plan.can_admit:
             slot_plan.admit(self._n_copied_max(slot_plan))
         elif not n_waiting and not slot_plan.n_held and not slot_plan.cells.rebinds:
             slot_plan.compact()
 
     def _end_turns(self, slot_plan: SlotPlan) -> None:
-        """Take the slots of sequences that had their quantum: chosen slots, and as many more as others wait for.
+        """Take the slots of sequences past their quantum: chosen slots, and as many others as sequences wait for.
 
-        Cells that are about to move cannot be saved: their sequence keeps its slot for one more step.
+        Cells with a pending shift cannot be saved, so their sequence keeps its slot for one more step.
         """
         queue, n_free = slot_plan.state.queue, slot_plan.ledger.n_free_slots
         over = [d for d in self._past_quantum(slot_plan) if d.slot not in slot_plan.cells.shifts]
@@ -222,17 +223,17 @@ class ContinuousBatchScheduler:
             slot_plan.leave(driver, "turn")
 
     def _past_quantum(self, slot_plan: SlotPlan) -> list[SequenceDriver]:
-        """Return the running sequences that have had their quantum."""
+        """Return the running sequences that are past their quantum."""
         return [d for d in slot_plan.running_then() if d.n_turn >= self._quantum]
 
     def _free_cells_for_rows(self, slot_plan: SlotPlan) -> bool:
-        """Free cells for each row of one token, for one row at least; return whether waiting sequences must stay out.
+        """Free a cell for each decoding row, and at least one cell; return whether no sequence may be admitted.
 
-        Slots that retain cells are emptied first.
+        Free slots with retained cells are emptied first.
         """
         is_tight = self._is_pool_full
         if is_tight and _make_room_or_free_slot(slot_plan):
-            slot_plan.make_room(slot_plan.ledger.n_pool)  # also what a victim has left in its slot
+            slot_plan.make_room(slot_plan.ledger.n_pool)  # including the slot of a victim
         while running := slot_plan.running_then():
             n_rows = max(1, _n_single(running))
             slot_plan.make_room(n_rows)
@@ -244,12 +245,12 @@ class ContinuousBatchScheduler:
         return is_tight
 
     def _n_copied_max(self, slot_plan: SlotPlan) -> int | None:
-        """Return how many cells may be copied in a step: no more than take as long as decoding, where others wait."""
+        """Return how many cells a step may copy: if others wait, as many as take as long as decoding."""
         n_rows = _n_single(slot_plan.running_then())
         return self.costs.n_copied_within(self.costs.seen_s(n_rows)) if n_rows else None
 
     def _bindings(self, slot_plan: SlotPlan) -> tuple[Binding, ...]:
-        """Return what the backend must know of the sequences that are new in their slots, or stand otherwise there."""
+        """Return bindings for the sequences that are new in their slots or whose positions have changed."""
         holders, placed = slot_plan.ledger.holders, slot_plan.placed
         if not (placed or slot_plan.cells.rebinds):
             return ()
@@ -269,7 +270,7 @@ class ContinuousBatchScheduler:
     def _take_adapter_turn(
         self, running: Sequence[SequenceDriver], slot_plan: SlotPlan
     ) -> tuple[Sequence[SequenceDriver], dict[Slot, int], Mapping[AdapterSet, int] | None]:
-        """Return the sequences of one set of adapters and what each slot computes: each set in use has its turn."""
+        """Return the sequences of one set of adapters and the tokens of each slot. The sets in use take turns."""
         sets = dict.fromkeys(d.request.adapters for d in running) if self._has_adapters else {}
         if len(sets) < 2:
             return running, self._shares(running, slot_plan), None
@@ -278,13 +279,13 @@ class ContinuousBatchScheduler:
         }
         for adapters in sorted(adapter_turns, key=adapter_turns.__getitem__):
             group = [d for d in running if d.request.adapters == adapters]
-            if shares := self._shares(group, slot_plan):  # a full pool may have no room
+            if shares := self._shares(group, slot_plan):  # a full pool may have no room for them
                 break
         adapter_turns[group[0].request.adapters] = self._n_adapter_turns + 1
         return group, shares, adapter_turns
 
     def _shares(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> dict[Slot, int]:
-        """Return how many tokens each slot computes: 1 where one is pending and a cell is free; then prefills."""
+        """Return how many tokens each slot computes: 1 for a sequence with one pending token, then prefills."""
         if self._is_overcommitted:
             self._make_room_for_step(group, slot_plan)
         shares: dict[Slot, int] = {}
@@ -294,7 +295,7 @@ class ContinuousBatchScheduler:
         for driver in group:
             slot, start = placed.get(driver) or (driver.slot, driver.n_computed)
             n_tokens = len(driver.tokens)
-            if slot is None or n_tokens > driver.n_window:  # its window moves before it goes on
+            if slot is None or n_tokens > driver.n_window:  # its window must move first
                 continue
             if n_tokens - start > 1:
                 prefills.append(_Prefill(driver, slot, start))
@@ -319,10 +320,10 @@ class ContinuousBatchScheduler:
         return shares
 
     def _turn_of(self, prefill: _Prefill) -> int:
-        """Return by what prompts that wait together take their turns: the fewest tokens before the first output first.
+        """Return the sort key of prompts that share a step: fewest tokens before the first output first.
 
-        What others have computed since it got its slot counts as less of it, so it is passed by at most as many tokens
-        of later ones as it has itself.
+        Prompt tokens computed since the sequence got its slot are subtracted, so at most as many tokens of later
+        prompts pass a prompt as it has itself.
         """
         n_before = prefill.driver.n_prompts_before
         return prefill.n_left + (self._n_prompts if n_before is None else n_before)
@@ -335,7 +336,7 @@ class ContinuousBatchScheduler:
         room: int,
         n_enough: int | None,
     ) -> None:
-        """Give the prefills, which want `wanted`, their shares of a step's prompt tokens; mutates `shares`."""
+        """Share a step's prompt tokens among prefills, which can use `wanted`; writes to `shares`."""
         if self._cuts:
             driver, _, start = prefills[0]
             wanted[0] = self._n_chunk(driver, start, min(room, wanted[0]))
@@ -347,7 +348,7 @@ class ContinuousBatchScheduler:
                 shares[slot] = n
 
     def _make_room_for_step(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> None:
-        """Empty retained slots for what the sequences of a step can use, and for the steps after it."""
+        """Empty slots with retained cells, to make room for this step's tokens and the later steps of the run."""
         n_wanted, n_steps = 0, N_STEPS_MAX
         for driver in group:
             n_wanted += len(driver.tokens) - slot_plan.n_computed(driver)
@@ -370,7 +371,7 @@ class ContinuousBatchScheduler:
     def _n_chunk(self, driver: SequenceDriver, start: int, room: int) -> int:
         """Return the tokens of a sequence's next chunk.
 
-        What was computed as rows, output and the end of the prompt, is computed again one token at a time.
+        Tokens that were computed as rows (output, and the end of a prompt) are recomputed one at a time.
         """
         cuts = driver.own_cuts(self._cuts)
         if start >= driver.n_prompt:
@@ -380,7 +381,7 @@ class ContinuousBatchScheduler:
         return cuts.n_chunk(start, n_before_row if is_again else driver.n_prompt, room)
 
     def _limit_targets(self, prefills: Sequence[_Prefill], wanted: list[int]) -> None:
-        """Have no more to score than a step can, those whose turn is first; aligned chunks are whole or not at all."""
+        """Limit scored tokens to what a step can score, in order; aligned chunks are whole or left out."""
         n_left = N_TARGETS_MAX
         for i, (driver, _, start) in enumerate(prefills):
             if driver.scores is not None:
@@ -394,10 +395,8 @@ class ContinuousBatchScheduler:
     def _budget(
         self, prefills: Sequence[_Prefill], n_rows: int, wanted: Sequence[int], *, is_watched: bool
     ) -> tuple[int | None, int | None]:
-        """Return how many prompt tokens may join `n_rows` decoding rows, and with how many it is enough.
-
-        None for any number. Where readers of newcomers wait for first tokens, a step ends with a prompt once it has
-        enough tokens.
+        """Return the most prompt tokens beside `n_rows` decoding rows, and how many are enough; None for no limit.
+        If readers wait for first tokens, a step takes no part of another prompt once it has enough tokens.
         """
         options, n_new = self.options, self._n_eager(prefills)
         if n_rows and options.prefill_budget is not None:
@@ -409,30 +408,30 @@ class ContinuousBatchScheduler:
             n_most = self._n_beside(n_rows, len(prefills), n_new)
         elif n_new and len(prefills) > 1:
             n_known = self.costs.n_prompt_for(n_rows, 1 / (1 + MOST_OVER_ROWS), LEAST_BURST_S)
-            # the first prompt is not cut: that would make no first token earlier
+            # the first prompt is not cut, because that would make no first token earlier
             n_most = max(wanted[0], n_known or N_FIRST)
         else:
             return None, None
         return n_most, (n_most + 1) // 2
 
     def _n_eager(self, prefills: Sequence[_Prefill]) -> int:
-        """Return for how many prompts the first token comes before the fastest shape of steps."""
+        """Return for how many prompts an early first token matters more than the fastest steps."""
         if self.options.ttft == "auto":
             return sum(driver.reply.is_read for driver, _, _ in prefills)
         return len(prefills) if self.options.ttft == "first" else 0
 
     def _n_within(self, n_rows: int, seconds: float) -> int:
-        """Return how many prompt tokens keep a step within `seconds`, by what steps took so far; at least one."""
+        """Return how many prompt tokens keep a step within `seconds` by the measured costs; at least one."""
         if not self.costs.has_decoded:
-            return 0  # this step tells what decoding takes
+            return 0  # this step measures what decoding takes
         n_tokens = self.costs.n_prompt_within(n_rows, seconds)
         return N_FIRST if n_tokens is None else n_tokens
 
     def _n_beside(self, n_rows: int, n_prefills: int, n_new: int) -> int:
         """Return how many prompt tokens may join rows whose readers wait for the next token.
 
-        The more newcomers wait for their first token and the fewer rows for their next, the longer their prompts may
-        take beside the rest of the step, by the width that it has when all prompts are through.
+        The more new sequences wait for their first token, and the fewer rows for their next, the longer prompts may
+        take in relation to the rest of the step. The rest is judged by the step's width when all prompts are done.
         """
         n_short = self._n_within(n_rows, SHORT_RUN_S)
         over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows))
@@ -461,16 +460,16 @@ class ContinuousBatchScheduler:
         slot_plan: SlotPlan,
         now: float,
     ) -> tuple[int, float]:
-        """Return how many steps a run has at most, and its seconds.
+        """Return the most steps of a run, and its time limit in seconds.
 
-        A plan is repeated while no row ends, no turn ends, and no sequence is left out.
+        A plan may be repeated while no row ends, no turn ends, and no sequence is left out.
         """
         if not chunks or len(chunks) < len(group) or slot_plan.n_following:
             return 1, 0.0
         for chunk in chunks:
             if not chunk.has_output or chunk.targets:
                 return 1, 0.0
-        # the next plan may let in a sequence that this one had no room for
+        # the next plan may have room for a sequence that this one leaves out
         n_waiting, n_steps = slot_plan.n_waiting, min(N_STEPS_MAX, *[d.n_room for d in group])
         is_short = bool(n_waiting and slot_plan.ledger.n_free_slots)
         is_turn = self._quantum and n_waiting
@@ -480,7 +479,7 @@ class ContinuousBatchScheduler:
                 return 1, 0.0
             if has_checkpoints and slot_plan.n_to_mark(d, d.n_computed) is not None:
                 return 1, 0.0  # the next plan takes a checkpoint
-            # what is sampled after a stop string is computed in vain
+            # tokens sampled after a stop string are wasted
             is_short = is_short or d.reply.is_watched or d.reply.text.has_stops
             if is_turn:
                 n_turn = 0 if d in slot_plan.placed else d.n_turn
@@ -495,7 +494,7 @@ class ContinuousBatchScheduler:
         return n_steps, max(SHORT_RUN_S, min(RUN_S, left_s))
 
     def _n_drafted(self, n_steps: int, chunks: Sequence[Chunk], slot_plan: SlotPlan) -> int:
-        """Return how many draft tokens may stand behind a row: none where a pool may not have the cells for them."""
+        """Return the most draft tokens after a row; 0 if the pool may lack cells for them."""
         if not self._is_overcommitted:
             return self._n_drafts
         n_tokens = sum([len(c.tokens) for c in chunks]) + (n_steps - 1) * len(chunks)
@@ -513,21 +512,21 @@ class ContinuousBatchScheduler:
         stats.n_model_accepted_tokens += n_model
 
     def _check_progress(self, slot_plan: SlotPlan) -> None:
-        """Refuse to sleep while a sequence could be served.
+        """Check that an empty plan leaves no sequence waiting for ever.
 
         Raises:
-            PlanError: no sequence runs although one waits, or none that runs can be computed.
+            PlanError: a sequence waits and none runs, or none of the running ones can be computed.
         """
         seen, n_running = self._batcher.occupancy(), len(slot_plan.running_then())
         is_idle = seen.n_ended or slot_plan.n_held or seen.n_storing or slot_plan.awaits_prompts
         if n_running or (seen.n_waiting and not is_idle):
             ledger = slot_plan.ledger
             raise PlanError(
-                f"no progress: {n_running} run, {seen.n_waiting} wait, "
+                f"internal error: no progress: {n_running} run, {seen.n_waiting} wait, "
                 f"{ledger.n_free_cells} cells and {ledger.n_free_slots} slots are free"
             )
 
-    # ---- what a step brought ----
+    # ---- results of a step ----
 
     def _commit(self, plan: Plan, result: StepResult, now: float) -> None:
         """Commit what the run did to slots and cells."""
@@ -558,7 +557,7 @@ class ContinuousBatchScheduler:
             n_new = len(sampled) - (sampled[-1] < 0) + len(guidance.forced) if sampled else 0
             gap = driver.clock.last_token_s, n_new
             n_rows_by_gap[gap] = n_rows_by_gap.get(gap, 0) + 1
-            if n_chunk == 1 and n_computed >= driver.n_prompt:  # as `EngineStats` has it
+            if n_chunk == 1 and n_computed >= driver.n_prompt:  # the definition of `EngineStats`
                 n_decode += 1
             else:
                 n_prompt += n_chunk
@@ -586,7 +585,7 @@ class ContinuousBatchScheduler:
         self._batcher.record_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
 
     def _count(self, n_decode: int, n_prompt: int, n_rows: int, result: StepResult) -> None:
-        """Count a run in the statistics and the costs."""
+        """Add a run to the statistics and to the costs of steps."""
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
         self._stats.n_pad_rows += result.n_pad_rows
@@ -602,7 +601,7 @@ class ContinuousBatchScheduler:
             self.costs.learn_decode(n_rows, later_s / n_later)
 
     def _shift_full_windows(self, plan: Plan) -> None:
-        """Take tokens out of windows that are full, where that was asked for; their cells go with the next plan."""
+        """Move full windows of requests that ask for it; their cells are removed with the next plan."""
         for driver in (*plan.rows, *plan.slot_plan.placed):
             if len(driver.tokens) > driver.n_window and driver.finish_reason is None:
                 self._batcher.shift(driver)
@@ -612,7 +611,7 @@ class ContinuousBatchScheduler:
     def _contain(
         self, drivers: Sequence[SequenceDriver], step: StepPlan, result: StepResult, now: float
     ) -> None:
-        """Handle a failed step by its code: what becomes of the cells, and which sequence is the culprit."""
+        """Handle a failed step by its return code: correct the cells, and search for the culprit."""
         n_past = {
             d: c.start + len(c.tokens) + (len(result.tokens[i]) if result.n_steps else 0)
             for i, (d, c) in enumerate(zip(drivers, step.chunks, strict=True))
@@ -621,7 +620,7 @@ class ContinuousBatchScheduler:
         if result.code not in UNCHANGED:
             self._settle_cells(drivers, result)
         is_full = result.code == 1 and self._is_overcommitted
-        # only asked, on a plan that is thrown away: the next plan does it
+        # only a question, on a plan that is discarded; the next plan does it
         if is_full and _make_room_or_free_slot(self._batcher.slot_plan()):
             self._is_pool_full = True
             return
@@ -629,24 +628,24 @@ class ContinuousBatchScheduler:
         if result.code < -1:
             self._note_failure(result.code)
             if self._must_rebuild and len(n_past) == 1:
-                return  # the only suspect gets one try on the new context
+                return  # the only suspect gets one more try on the new context
         if not is_again:
             self.bisection.suspect(n_past)
         elif culprit := self.bisection.split(n_past):
             self._fail(culprit, step, result.code, now)
 
     def _settle_cells(self, drivers: Sequence[SequenceDriver], result: StepResult) -> None:
-        """Keep the cells that are still known after an abort; drop the cells of a computation that failed."""
+        """After an abort, keep the cells that are still known; after a failure, drop the cells of the step."""
         n_kept = result.n_kept if result.code == 2 and self._can_trim else ()
         for i, driver in enumerate(drivers):
-            if driver.status is not Status.RUNNING:  # it ended by an earlier step of this run
+            if driver.status is not Status.RUNNING:  # it ended in an earlier step of this run
                 continue
             # the last token is computed again for its logits
             n = min(n_kept[i], driver.n_reusable) if n_kept else 0
             self._batcher.keep_cells(driver, driver.n_whole(self._cuts, n))
 
     def _note_failure(self, code: int) -> None:
-        """Have the context made anew when a computation failed twice in a row; give up when that does not help."""
+        """Rebuild the context when a computation failed twice in a row; raise when that does not help."""
         self._n_failures += 1
         if self._n_failures > N_FAILURES_MAX:
             raise DecodeError(code)
@@ -663,10 +662,10 @@ class ContinuousBatchScheduler:
 
 
 def _make_room_or_free_slot(slot_plan: SlotPlan) -> bool:
-    """Empty all free slots, or else take the slot of one sequence; False where neither can be."""
+    """Empty all free slots, or else take the slot of one sequence; False if neither is possible."""
     return slot_plan.make_room(slot_plan.ledger.n_pool) or slot_plan.free_a_slot()
 
 
 def _n_single(drivers: Sequence[SequenceDriver]) -> int:
-    """Return how many sequences have one pending token."""
+    """Return the number of sequences with one pending token."""
     return len([d for d in drivers if len(d.tokens) - d.n_computed == 1])

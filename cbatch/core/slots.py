@@ -1,4 +1,4 @@
-"""What a plan does to slots: which sequences leave, enter, move and wait, decided against a view of slots and cells."""
+"""What a plan does to slots: which sequences leave, enter, move and wait. Decided on a view of slots and cells."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
     from cbatch.core.waiting import CacheReads, PrefixWaiters
 
 N_LOOK = 4
-"""How many waiting sequences are looked at where the first cannot have a slot."""
+"""How many waiting sequences are tried if the first cannot get a slot."""
 
 N_OVERTAKEN_MAX = 16
-"""How many sequences may pass one that waits for cells; then it holds up all that come after it."""
+"""How many sequences may pass one that waits for cells; after that, it blocks all later ones."""
 
 N_WORTH_MOVE = 8
-"""Tokens to come that are worth moving a sequence for: a copy takes less than a step."""
+"""Fewest remaining tokens for which a sequence is moved; the copy takes less than a step."""
 
 N_READ_PER_SLOT = 2
-"""How many sequences may wait for cells from disk, which take memory once read. Further ones wait in the queue."""
+"""For each slot, how many sequences may wait for cells from disk, which take memory once read. Others stay queued."""
 
 N_STORING_PER_SLOT = 2
-"""How many sequences may wait for their cells to be written, in host memory meanwhile; then none that saves enters."""
+"""For each slot, how many sequences may wait in host memory for their cells to be written. At the limit, no sequence
+that saves its cells is admitted."""
 
 
 @dataclass(eq=False, slots=True)
 class BatcherState:
-    """What the batcher knows: slots, cells, waiting sequences. Commands and `apply` change it; a plan never does."""
+    """The batcher's state: slots, cells, waiting sequences. Commands and `apply` change it; a plan never does."""
 
     cells: SlotCells
     saved: SavedCells
@@ -50,18 +51,18 @@ class BatcherState:
     reads: CacheReads
     demand: KvDemandEstimator
     storing: dict[int, ToStore]
-    """Ended sequences that wait for their cells to be on disk, by number."""
+    """Ended sequences whose cells are not on disk yet, by number."""
     n_ahead: int = 0
-    """Number of waiting sequences whose prompts are tokenized before a slot is free."""
+    """How many prompts of waiting sequences are tokenized before a slot is free."""
 
 
 Reason = Literal["turn", "cells", "parked"]
-"""Why a sequence leaves its slot. "turn": its quantum is over; "cells": a full pool needs its cells; "parked": it is
-paused, and its slot or cells are needed."""
+"""Why a sequence leaves its slot. "turn": its quantum is over; "cells": the pool is full; "parked": it is paused, and
+its slot or cells are needed."""
 
 
 class Leave(NamedTuple):
-    """A sequence that gives up its slot, and its cells unless they are saved."""
+    """A sequence that leaves its slot. Its cells are lost unless they are saved."""
 
     driver: SequenceDriver
     reason: Reason
@@ -69,7 +70,7 @@ class Leave(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A slot that a sequence gets, and the cells that it begins with: loaded, copied, or in the slot already."""
+    """The slot of an entering sequence, and the cells it starts with: loaded, copied, or in the slot already."""
 
     slot: Slot
     n_cells: int
@@ -77,9 +78,9 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class SlotPlan:
-    """What a plan does to slots. The first change makes a view of slots and cells; without one nothing is copied.
+    """What a plan does to slots. The first change makes a view of slots and cells; without changes nothing is copied.
 
-    Plans are equal that do the same.
+    Two plans are equal if they do the same.
     """
 
     state: BatcherState = field(compare=False)
@@ -87,13 +88,13 @@ class SlotPlan:
     """The running sequences before the plan, the oldest first."""
     leaves: list[Leave] = field(default_factory=list)
     placed: dict[SequenceDriver, Place] = field(default_factory=dict)
-    """The sequences that are new in their slots: waiting ones, or one that moves to a lower slot."""
+    """Sequences that are new in their slots: admitted ones, or one that moves to a lower slot."""
     holds: dict[SequenceDriver, tuple[Wait, PrefixMatch]] = field(default_factory=dict)
-    """The sequences that leave the queue to wait for their leader, or for cells from disk."""
+    """Sequences that leave the queue to wait for their leader or for cells from disk."""
     overtaken: dict[SequenceDriver, int] = field(default_factory=dict)
-    """How many sequences pass one that was first."""
+    """How many sequences pass the first one in the queue."""
     marks: dict[SequenceDriver, tuple[int, ...]] = field(default_factory=dict)
-    """Where sequences are to leave checkpoints from now on, where that changes."""
+    """New positions for checkpoints, for sequences whose positions change."""
     cells: SlotCells = field(init=False, compare=False)
     ledger: KvLedger = field(init=False, compare=False)
     """The ledger of `cells`."""
@@ -112,11 +113,11 @@ class SlotPlan:
 
     @property
     def has_changes(self) -> bool:
-        """Whether there is anything for `apply` to commit."""
+        """Whether `apply` has anything to commit."""
         return self.has_view or bool(self.holds or self.overtaken or self.marks)
 
     def running_then(self) -> list[SequenceDriver]:
-        """Return the sequences that run then, the oldest first."""
+        """Return the sequences that run after these changes, the oldest first."""
         if not (self.leaves or self.placed):
             return self.running
         gone = {*self.leaving(), *self.placed}
@@ -124,17 +125,17 @@ class SlotPlan:
         return sorted([*rows, *self.placed], key=BY_AGE)
 
     def leaving(self) -> list[SequenceDriver]:
-        """Return the sequences that give up their slots."""
+        """Return the sequences that leave their slots."""
         return [leave.driver for leave in self.leaves]
 
     @property
     def n_entering(self) -> int:
-        """Waiting sequences that get a slot."""
+        """Number of waiting sequences that get a slot."""
         return len([d for d in self.placed if d.slot is None])
 
     @property
     def n_waiting(self) -> int:
-        """Sequences that wait for a slot then."""
+        """Number of sequences that wait for a slot after these changes."""
         if not (self.leaves or self.placed or self.holds):
             return len(self.state.queue)
         n_left = sum(leave.reason != "parked" for leave in self.leaves)
@@ -148,7 +149,7 @@ class SlotPlan:
 
     @property
     def n_following(self) -> int:
-        """Sequences that wait for another's prefix; a slot stays free for each."""
+        """Number of sequences that wait for another's prefix; a slot stays free for each."""
         n_following = len(self.state.followers)
         if self.holds:
             n_following += sum(reason is Wait.LEADER for reason, _ in self.holds.values())
@@ -156,22 +157,22 @@ class SlotPlan:
 
     @property
     def n_held(self) -> int:
-        """Sequences that wait for a prefix or for cells from disk."""
+        """Number of sequences that wait for a prefix or for cells from disk."""
         return len(self.state.followers) + len(self.state.reads) + len(self.holds)
 
     def n_computed(self, driver: SequenceDriver) -> int:
-        """Return the cells of a sequence as the plan leaves them."""
+        """Return how many cells a sequence has after these changes."""
         return self.placed[driver].n_cells if driver in self.placed else driver.n_computed
 
     def n_to_mark(self, driver: SequenceDriver, start: int) -> int | None:
-        """Return how many tokens from `start` reach the next place of a checkpoint; None where there is none."""
+        """Return the number of tokens from `start` to the next checkpoint's position; None if there is none."""
         marks = self.marks.get(driver, driver.marks)
         return next((mark - start for mark in marks if mark > start), None)
 
     # ---- checkpoints ----
 
     def take_checkpoints(self) -> None:
-        """Take a checkpoint of each sequence that stands where others will go on."""
+        """Take a checkpoint of each sequence that is at one of its marks."""
         for driver in self.running:
             n_cells = driver.n_computed
             if driver.marks and n_cells >= driver.marks[0]:
@@ -190,7 +191,7 @@ class SlotPlan:
         return True
 
     def free_a_slot(self) -> bool:
-        """Take the slot, not yet its cells, of a paused sequence, else of a victim; False if there is neither."""
+        """Take the slot of a paused sequence or else of a victim, but not its cells yet; False if there is neither."""
         if paused := self._paused():
             self.leave(paused[0], "parked")
         elif victim := choose_victim(self.ledger):
@@ -200,7 +201,7 @@ class SlotPlan:
         return True
 
     def leave(self, driver: SequenceDriver, reason: Reason) -> None:
-        """Take the slot of a sequence."""
+        """Make a sequence leave its slot."""
         cells, slot = self._edit(), driver.slot
         if slot is None:
             return
@@ -209,7 +210,7 @@ class SlotPlan:
         cells.leave(driver, slot)
 
     def _save(self, driver: SequenceDriver, slot: Slot) -> bool:
-        """Save the cells of a sequence that leaves its slot, where that can be."""
+        """Save the cells of a leaving sequence if possible; return whether they are saved."""
         cells, saved = self.cells, self.state.saved
         n_bytes = saved.n_bytes_of(driver.n_computed)
         has_room = self._n_saved_bytes + n_bytes <= saved.n_bytes_max
@@ -222,7 +223,7 @@ class SlotPlan:
     # ---- moving ----
 
     def compact(self) -> None:
-        """Move the sequence of the highest slot into a gap below it, where that can be and pays."""
+        """Move the sequence in the highest slot to a free slot below, if that is possible and pays."""
         mover = choose_mover(self.ledger)
         if mover is None or mover.slot is None:
             return
@@ -237,9 +238,9 @@ class SlotPlan:
     # ---- entering ----
 
     def admit(self, n_copied_max: int | None = None) -> None:
-        """Give slots to waiting sequences that can have one, in the order of the queue.
+        """Admit waiting sequences in the order of the queue.
 
-        Admission stops once the plan copies more than `n_copied_max` cells; the copy past the limit is still made.
+        Stops once the plan copies more than `n_copied_max` cells; the copy that exceeds the limit is still made.
         """
         waiting = self._tokenized()
         first = [*islice(waiting, N_LOOK)]
@@ -256,14 +257,14 @@ class SlotPlan:
 
     @property
     def awaits_prompts(self) -> bool:
-        """Whether prompts of the first waiting sequences are being tokenized."""
+        """Whether the prompts of the first waiting sequences are still being tokenized."""
         first = islice(self.state.queue.candidates(self.ledger.holders), self.state.n_ahead)
         return not all(driver.is_tokenized for driver in first)
 
     def _tokenized(self) -> Iterator[SequenceDriver]:
-        """Yield in order the sequences that can begin; they pass sequences whose prompts are not tokenized yet.
+        """Yield in order the waiting sequences with tokenized prompts; they pass the others.
 
-        A sequence with a refused prompt ends before the next plan.
+        Sequences with refused prompts are left out; they end before the next plan.
         """
         n_passed = 0
         for driver in self.state.queue.candidates(self.ledger.holders):
@@ -277,17 +278,17 @@ class SlotPlan:
     def _admit_next(
         self, waiting: Sequence[SequenceDriver], demand: Demand
     ) -> SequenceDriver | None:
-        """Give a slot to the first that can have one, or hold it until it can begin further on; return it, or None.
+        """Admit the first sequence that can get a slot, or hold one that waits for a prefix; return it, or None.
 
-        A sequence that waits for the disk is passed by others, one that waits for cells only so often. A slot that a
-        sequence chose is not given to a later one.
+        Any number of sequences may pass one that waits for the disk; `N_OVERTAKEN_MAX` may pass one that waits for
+        cells. A chosen slot is not given to a later sequence.
         """
         passed: SequenceDriver | None = None
         reserved: list[Slot] = []
         for driver in waiting:
             chosen = driver.chosen_slot
             if chosen is not None and not is_to_be_had(self.ledger.holders[chosen]):
-                continue  # the plan gave it to one before
+                continue  # an earlier sequence got it in this plan
             if self.ledger.n_free_slots + len(self._paused()) <= self.n_following:
                 return None
             found, reads = self.cells.prefixes.find(driver), self.state.reads
@@ -310,7 +311,7 @@ class SlotPlan:
         return None
 
     def _hold(self, driver: SequenceDriver, found: PrefixMatch, *, must_read: bool) -> None:
-        """Have a sequence wait for its file, or for its leader, which stops where the two part if it must."""
+        """Make a sequence wait for its file or for its leader, which leaves a checkpoint for it if needed."""
         self.holds[driver] = Wait.CACHE if must_read else Wait.LEADER, found
         leader = found.leader
         if leader is not None and self.cells.prefixes.checkpoints.is_on:
@@ -318,7 +319,7 @@ class SlotPlan:
             self.marks[leader] = with_mark(marks, found.n_leader_cells)
 
     def _waits_for_disk(self, driver: SequenceDriver, *, must_read: bool) -> bool:
-        """Whether a sequence waits until fewer cells are on their way from or to the disk."""
+        """Whether a sequence must wait because too many cells are being read or written."""
         n_slots = self.ledger.n_slots
         n_read = self.n_held - self.n_following
         if must_read and n_read >= N_READ_PER_SLOT * n_slots:
@@ -327,7 +328,7 @@ class SlotPlan:
         return is_saving and len(self.state.storing) >= N_STORING_PER_SLOT * n_slots
 
     def _place_in_paused(self, driver: SequenceDriver, reserved: Collection[Slot]) -> bool:
-        """Take slots of paused sequences until a waiting one can be admitted; take none where it cannot even then."""
+        """Take slots of paused sequences until a waiting one can be admitted; take none if that is not enough."""
         paused = self._paused(driver.chosen_slot)
         if not paused:
             return False
@@ -342,7 +343,7 @@ class SlotPlan:
         return False
 
     def _paused(self, slot: Slot | None = None) -> list[SequenceDriver]:
-        """Return the paused sequences that have slots, first the one in `slot`."""
+        """Return the paused sequences with slots; the one in `slot` comes first."""
         had_none_paused = len(self.running) == self.state.cells.ledger.n_used_slots
         if had_none_paused:
             return []
@@ -350,7 +351,7 @@ class SlotPlan:
         return sorted(paused, key=lambda d: d.slot != slot)
 
     def _demand(self) -> Demand:
-        """Return what sequences with slots will want; each sequence that the plan admits joins them."""
+        """Return the demand for cells of sequences with slots; admitted sequences are added to it."""
         demand = Demand(self.state.demand)
         for driver in self.ledger.holders if self.ledger.is_overcommitted else ():
             if driver is not None:
@@ -364,14 +365,14 @@ class SlotPlan:
         demand: Demand,
         reserved: Collection[Slot],
     ) -> bool:
-        """Give a free slot, none of `reserved`, to a sequence whose cells fit; False where there is none or no room."""
+        """Admit a sequence to a free slot that is not `reserved`; False if there is none or the cells do not fit."""
         ledger, source, n_shared = self.ledger, found.source, 0
         if ledger.memory.can_copy and source is not None and source.slot is not None:
             n_shared = source.n_cells if ledger.holders[source.slot] is not None else 0
         if ledger.n_free_slots <= self.n_following or not demand.fits(driver, ledger, n_shared):
             return False
         slot = self._slot_for(driver, source, reserved)
-        # saved cells that do not fit because of copies fit in the next plan, which copies nothing
+        # saved cells that do not fit beside copies fit in the next plan, which copies nothing
         if slot is None or not self.cells.can_load(driver, source):
             return False
         cells = self._edit()
@@ -389,7 +390,7 @@ class SlotPlan:
     def _slot_for(
         self, driver: SequenceDriver, source: PrefixSource | None, reserved: Collection[Slot]
     ) -> Slot | None:
-        """Return the free slot that a sequence gets; None where it has to wait for one."""
+        """Return the free slot for a sequence; None if it must wait for one."""
         prefixes, slot = self.cells.prefixes, driver.chosen_slot
         if slot is None:
             avoided = self.state.queue.chosen_slots
@@ -403,34 +404,34 @@ class SlotPlan:
         )
 
     def _has_slot_to_spare(self) -> bool:
-        """Whether a slot stays free when each sequence that wants one has one."""
+        """Whether more slots are free than waiting sequences will take."""
         n_waiting = len(self.state.queue) - self.n_entering - len(self.holds)
         n_taken = self.n_following + len(self.cells.prefixes.copied) + n_waiting - 1
         return self.ledger.n_free_slots - n_taken > 1
 
     def _edit(self) -> SlotCells:
-        """Return the view of the cells, which the first change makes."""
+        """Return the view of the cells; the first call makes it."""
         if not self.has_view:
             self._branch()
         return self.cells
 
     def _branch(self) -> None:
-        """Go on in a view of slots and cells as they are."""
+        """Make a view of slots and cells, and continue with it."""
         self.cells = self.cells.view()
         self.ledger = self.cells.ledger
 
 
 def _first_gap(ledger: KvLedger) -> Slot:
-    """Return the lowest free slot above one in use, which there must be."""
+    """Return the lowest free slot above the lowest one in use; there must be one."""
     used = [d is not None for d in ledger.holders]
     return Slot(used.index(False, used.index(True)))
 
 
 def choose_mover(ledger: KvLedger) -> SequenceDriver | None:
-    """Return the sequence in the highest slot, if a gap is below it and moving there can be and pays.
+    """Return the sequence in the highest slot, if a lower slot is free and moving is possible and pays.
 
-    Where slots have memory of their own each gap costs a run of the graph, as long as a step; the move costs less than
-    one. A sequence that chose its slot stays there.
+    In partitioned memory each gap costs a graph run, which takes as long as a step; the move costs less. A sequence in
+    a chosen slot is not moved.
 
     Source: measured on hybrid, recurrent and sliding-window models of tests/zoo: three rows took 1.3 to 2 times as long
     with gaps, and saving and loading 210 cells or a state less than a step.

@@ -25,7 +25,7 @@ C = TypeVar("C", bound="Hashable")
 V = TypeVar("V")
 
 _N_FILES_MAX = 256
-"""Files on disk whose tokens are remembered, so that what is in memory anyway is not read again."""
+"""Files on disk whose tokens are remembered, so that a file whose cells are in memory is not read."""
 
 _N_GRAMMARS_MAX = 32
 """Compiled grammars that are kept for later requests: each holds up to some ten MiB. Our choice."""
@@ -33,7 +33,7 @@ _N_GRAMMARS_MAX = 32
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """A sequence that waits until its leader has `n_cells` cells, as long as the leader runs."""
+    """A sequence that waits for its leader to have `n_cells` cells, or to stop running."""
 
     driver: SequenceDriver
     leader: SequenceDriver
@@ -54,11 +54,11 @@ class PrefixWaiters:
         return len(self._followers)
 
     def add(self, driver: SequenceDriver, leader: SequenceDriver, n_cells: int) -> None:
-        """Have a held driver wait until `leader` has `n_cells` cells."""
+        """Make a held sequence wait until `leader` has `n_cells` cells."""
         self._followers[driver.number] = _Follower(driver, leader, n_cells)
 
     def pop_ready(self) -> list[SequenceDriver]:
-        """Return the sequences whose leader has computed what they share, or stopped, or left."""
+        """Remove and return the sequences whose leader has computed the common prefix, or no longer runs."""
         if not self._followers:
             return []
         over = [f.driver for f in self._followers.values() if f.is_over]
@@ -72,7 +72,7 @@ class PrefixWaiters:
 
 
 class PromptWaiters:
-    """Sequences outside the queue until their prompts are tokens; few are made tokens before they can run."""
+    """Sequences outside the queue until their prompts are tokenized; only a few are tokenized ahead."""
 
     def __init__(self, n_max: int) -> None:
         self._n_max = n_max
@@ -83,7 +83,7 @@ class PromptWaiters:
         return len(self._drivers)
 
     def add(self, driver: SequenceDriver) -> None:
-        """Have a driver wait."""
+        """Make a sequence wait."""
         self._drivers[driver.number] = driver
 
     def drop(self, driver: SequenceDriver) -> None:
@@ -91,12 +91,12 @@ class PromptWaiters:
         self._drivers.pop(driver.number, None)
 
     def let_go(self, driver: SequenceDriver) -> None:
-        """Have a driver wait no more: its prompt is tokens."""
+        """Release a sequence whose prompt is tokenized."""
         self.drop(driver)
         self._let_go.append(driver)
 
     def due(self) -> list[SequenceDriver]:
-        """Return the first sequences whose prompts may become tokens now."""
+        """Return the first sequences, whose prompts may be tokenized now."""
         if not self._drivers:
             return []
         self._let_go = [d for d in self._let_go if not d.has_run and d.finish_reason is None]
@@ -105,7 +105,7 @@ class PromptWaiters:
 
 
 class WantWaiters(Generic[C, V]):
-    """Sequences that wait for a file or a grammar, which is asked for once; what was found lately is remembered."""
+    """Sequences that wait for a file or a grammar. Each is requested once, and recent results are remembered."""
 
     def __init__(self, n_known_max: int) -> None:
         self._n_known_max = n_known_max
@@ -113,7 +113,7 @@ class WantWaiters(Generic[C, V]):
         self._known: dict[C, V] = {}  # learned longest ago first
 
     def __len__(self) -> int:
-        return sum(map(len, [*self._waiting.values()]))  # a copy: it is asked from any thread
+        return sum(map(len, [*self._waiting.values()]))  # a copy: called from any thread
 
     def drop(self, driver: SequenceDriver) -> None:
         """Forget a sequence, if it waits here."""
@@ -121,7 +121,7 @@ class WantWaiters(Generic[C, V]):
             drivers.pop(driver.number, None)
 
     def _add(self, driver: SequenceDriver, wanted: C) -> bool:
-        """Have a sequence wait; return whether no other has asked for the same."""
+        """Make a sequence wait; return whether it is the first to want this."""
         is_new = wanted not in self._waiting
         self._waiting.setdefault(wanted, {})[driver.number] = driver
         return is_new
@@ -130,7 +130,7 @@ class WantWaiters(Generic[C, V]):
         return [*self._waiting.pop(wanted, {}).values()]
 
     def learn(self, wanted: C, found: V) -> None:
-        """Remember what was found, and forget what was learned longest ago where there is too much."""
+        """Remember a result, and forget the oldest if there are too many."""
         self._known.pop(wanted, None)
         self._known[wanted] = found
         if len(self._known) > self._n_known_max:
@@ -139,7 +139,7 @@ class WantWaiters(Generic[C, V]):
 
 @dataclass(frozen=True, slots=True)
 class CacheRef:
-    """Names a file of cells: its key, and the adapters that the cells were computed with."""
+    """Identifies a file of cells: its key, and the adapters that the cells were computed with."""
 
     key: str
     adapters: AdapterSet = ()
@@ -152,7 +152,7 @@ class CacheRef:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """The tokens of a file of cells, `n_given` of them a prompt's; of the first `n_checkpoint` it has a checkpoint."""
+    """A file's tokens, the first `n_given` of them a prompt's, with a checkpoint after the first `n_checkpoint`."""
 
     tokens: Sequence[int]
     n_given: int
@@ -168,13 +168,12 @@ class CacheRead:
     n_usable: Callable[[SequenceDriver, CacheEntry], int]
     """Returns how many of the file's cells a sequence can use."""
     n_read: int = 0
-    """How many of the file's cells were read: its first."""
+    """How many cells were read, from the file's beginning."""
 
     def choose(self, found: CacheEntry) -> int:
-        """Return how many cells of the file are to be read: as many as any sequence can use; they are noted.
+        """Return how many cells of the file to read, and record the number: as many as any sequence can use.
 
-        Only a whole state, or window, is of any use: so it is all of them, a checkpoint or none where memory cannot
-        trim.
+        In memory that cannot be trimmed, it is all cells, a checkpoint's, or none.
         """
         drivers = tuple(self.drivers.values())
         self.n_read = max((self.n_usable(driver, found) for driver in drivers), default=0)
@@ -186,12 +185,12 @@ Want: TypeAlias = "ToCompile | CacheRead | ToStore"
 """What sequences want from outside: something compiled, a file read, or cells written to a file."""
 
 Given: TypeAlias = "int | CacheError | None"
-"""What a sequence gets of its file: the key under which the backend is to get cells for it, or why it gets none; None
-where it looks again at its turn: it copies from a slot, or asks again."""
+"""What a sequence gets from its file: the key under which the backend puts its cells, or why there are none. With None
+the sequence tries again at its turn: it copies from a slot, or waits for the file again."""
 
 
 class CacheReads(WantWaiters[CacheRef, CacheEntry]):
-    """Sequences that wait for cells from disk; each file is read once for all that want it at that time."""
+    """Sequences that wait for cells from disk. A file is read once for all sequences that wait for it."""
 
     def __init__(
         self, prefixes: Callable[[], PrefixCache], saved: SavedCells, wants: deque[Want]
@@ -201,16 +200,16 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
         self._prefixes, self._saved, self._wants = prefixes, saved, wants
 
     def is_needed(self, driver: SequenceDriver, prefixes: PrefixCache) -> bool:
-        """Whether a driver that could have a slot should wait for cells from disk first; `prefixes` are the plan's."""
+        """Whether a sequence that could get a slot should wait for cells from disk; `prefixes` are the plan's."""
         if not self._may_read(driver) or self.why_useless(driver) is not None:
             return False
         found = self._known.get(CacheRef.of(driver.request))
         return found is None or not self._is_in_memory(driver, found, prefixes)
 
     def why_useless(self, driver: SequenceDriver) -> CacheError | None:
-        """Return why a driver enters its slot without the cells of its file, where that file is known to be no use.
+        """Return why a sequence enters its slot without cells from its file, if the file is known to be useless.
 
-        A file that is required is read all the same: another may have been written meanwhile.
+        A required file is read anyway, because it may have been written again.
         """
         if driver.request.options.cache_required or not self._may_read(driver):
             return None
@@ -223,17 +222,17 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
         options = driver.request.options
         if options.cache_key is None or driver.is_done_with_disk or driver.has_run or driver.output:
             return False
-        return options.n_prompt_logprobs is None  # a scored prompt is computed in whole
+        return options.n_prompt_logprobs is None  # a scored prompt is computed as a whole
 
     def add(self, driver: SequenceDriver) -> None:
-        """Have a held driver wait for its file."""
+        """Make a held sequence wait for its file."""
         driver.is_done_with_disk = True
         ref = CacheRef.of(driver.request)
         if self._add(driver, ref):
             self._wants.append(CacheRead(ref, self._waiting[ref], self._n_usable))
 
     def resolve(self, want: CacheRead, found: object) -> dict[SequenceDriver, Given]:
-        """Take what reading a file brought; return what the sequences that waited for it get of it."""
+        """Take the result of reading a file; return what each waiting sequence gets from it."""
         drivers = self._pop_waiting(want.ref)
         if isinstance(found, CacheEntry):
             self.learn(want.ref, found)
@@ -250,7 +249,7 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
     def _give_cells(
         self, want: CacheRead, found: CacheEntry, drivers: Sequence[SequenceDriver]
     ) -> dict[SequenceDriver, Given]:
-        """Decide for each sequence what a file gives it."""
+        """Decide what each sequence gets from a file."""
         given: dict[SequenceDriver, Given] = {}
         n_loaded = 0
         for driver in drivers:
@@ -276,7 +275,7 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
     def _is_in_memory(
         self, driver: SequenceDriver, found: CacheEntry, prefixes: PrefixCache
     ) -> bool:
-        """Whether slots hold about as much of a prompt's beginning as the file does, which is something."""
+        """Whether slots hold about as many of a prompt's leading tokens as the file, and at least some."""
         n_cells = self._n_usable(driver, found)
         best = prefixes.find(driver).source
         return n_cells > 0 and best is not None and n_cells < best.n_cells + MIN_SHARED_TOKENS
@@ -286,14 +285,14 @@ class CacheReads(WantWaiters[CacheRef, CacheEntry]):
 
 
 class GrammarBuilds(WantWaiters[ToCompile, object]):
-    """Sequences that wait for their grammar, or DRY's breakers; each is compiled once for all, and kept."""
+    """Sequences that wait for a grammar or DRY breakers. Each is compiled once and kept."""
 
     def __init__(self, wants: deque[Want]) -> None:
         super().__init__(_N_GRAMMARS_MAX)
         self._wants = wants
 
     def wait(self, driver: SequenceDriver) -> bool:
-        """Give a driver what is kept of what it lacks; return whether it has to wait for the rest."""
+        """Give a sequence what is compiled already; return whether it must wait for the rest."""
         for want in driver.lacks:
             if want not in self._known:
                 if self._add(driver, want):
@@ -304,18 +303,18 @@ class GrammarBuilds(WantWaiters[ToCompile, object]):
         return False
 
     def is_wanted(self, want: ToCompile) -> bool:
-        """Whether a sequence waits for something. From any thread."""
+        """Whether a sequence waits for `want`. From any thread."""
         return bool(self._waiting.get(want))
 
     def pass_over(self, want: ToCompile) -> None:
-        """Note that something was not compiled, for no sequence waited for it; ask again if one does by now."""
+        """Record that `want` was not compiled because no sequence waited for it; request it again if one does now."""
         if self.is_wanted(want):
             self._wants.append(want)
         else:
             self._waiting.pop(want, None)
 
     def resolve(self, want: ToCompile, made: object) -> list[SequenceDriver]:
-        """Take what was compiled, None where that failed; return the sequences that waited for it."""
+        """Take the compiled result, None if it was not compiled; return the sequences that waited for it."""
         drivers = self._pop_waiting(want)
         if made is not None:
             for driver in drivers:

@@ -1,4 +1,4 @@
-"""Lines of `cbatch daemon` as commands: text alone, no state and no file. See docs/daemon.md."""
+"""Lines of `cbatch daemon` as commands: text alone, no state and no file. See docs/operate/processes.md."""
 
 from __future__ import annotations
 
@@ -209,9 +209,9 @@ class _Prefix:
         """Refuse an id or a slot that the command would ignore."""
         is_of_all = isinstance(command, Scheduled | ListSlots | ListRequests | ListSnapshots)
         if is_of_all and not self.is_empty:
-            raise _WrongError("REQ and SLOT stand before commands for one request alone")
+            raise _WrongError("REQ and SLOT are only allowed before commands for one request")
         if isinstance(command, LineCancel) and self.slot is not None:
-            raise _WrongError("CANCEL takes the id of a request, no SLOT")
+            raise _WrongError("CANCEL takes the id of a request, and no SLOT")
         if isinstance(command, Start) and not self.id:
             raise _WrongError(f"START needs REQ with an id of 1 … {MAX_ID}")
 
@@ -261,7 +261,7 @@ def _path_and_numbers(name: str, rest: str, form: str) -> list[str]:
     """Return a path, which may have blanks, and the words after it."""
     words = rest.rsplit(maxsplit=form.count("<") - 1)
     if len(words) != form.count("<"):
-        raise _WrongError(f"{name} is {name} {form}")
+        raise _WrongError(f"usage: {name} {form}")
     return words
 
 
@@ -282,7 +282,7 @@ def _restore(name: str, rest: str) -> Generate:
     number, *more = rest.split(None, 1)
     form = "<snapshot> <prompt_file> <n>"
     if not more:
-        raise _WrongError(f"{name} is {name} {form}")
+        raise _WrongError(f"usage: {name} {form}")
     path, n = _path_and_numbers(name, more[0], "<prompt_file> <n>")
     n_tokens = _number("the number of tokens", n, 1, MAX_INT)
     return Generate(path, n_tokens, _number("the snapshot", number, 0, MAX_SNAPSHOT))
@@ -298,7 +298,7 @@ def _numbered(command: Callable[[int], Command]) -> Callable[[str, str], Command
 def _alone(command: Command) -> Callable[[str, str], Command]:
     def read(name: str, rest: str) -> Command:
         if rest:
-            raise _WrongError(f"{name} takes nothing, not {shown(rest)}")
+            raise _WrongError(f"{name} takes no arguments, not {shown(rest)}")
         return command
 
     return read

@@ -1,4 +1,4 @@
-"""The requests, slots and turns behind the lines of `cbatch daemon`; see docs/daemon.md."""
+"""The requests, slots and turns behind the lines of `cbatch daemon`; see docs/operate/processes.md."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Lines:
             self._out.say(f"LIST_REQUESTS {self._slots.requests_said()}".rstrip())
         else:
             if isinstance(command, LineBatch) and not self._is_tagged:
-                raise LineError(None, "requests share steps with --stream-tagged alone")
+                raise LineError(None, "shared steps need --stream-tagged")
             self._put(self._scheduled, command)
 
     def _put(self, waiting: deque[_T], command: _T) -> None:
@@ -219,7 +219,7 @@ class Lines:
         if slot is None:
             slot = self._slots.first_free()
         if slot is None:
-            raise LineError(id, f"no slot of {len(self._slots)} is free")
+            raise LineError(id, f"all slots are in use: {len(self._slots)}")
         self._check_free(id, slot)
         try:
             tokens = self._prompt(command.path)
@@ -250,7 +250,7 @@ class Lines:
         if owner is not None:
             raise LineError(id, f"slot {slot} has request {owner.id}, which is active")
         if not self._is_tagged and self._slots.active:
-            raise LineError(id, "one request at a time runs without --stream-tagged")
+            raise LineError(id, "only one request can run at a time without --stream-tagged")
 
     def _check_slot(self, id: int, slot: int) -> None:
         if slot >= len(self._slots):
@@ -266,7 +266,7 @@ class Lines:
         kept = self._slots.kept(id)
         known = request or (kept and kept[0])
         if known is None:
-            raise LineError(id, f"request {id} is not active, and has nothing to go on from")
+            raise LineError(id, f"request {id} is not active and cannot be continued")
         if slot not in (None, known.slot):
             raise LineError(id, f"request {id} is in slot {known.slot}, not in {slot}")
         if request is None and kept is not None:

@@ -176,7 +176,7 @@ def socket_at(path: Path) -> socket.socket:
         ConfigError: another process listens there, or the path cannot be used.
     """
     if not hasattr(socket, "AF_UNIX"):
-        raise ConfigError(f"{path}: this system has no sockets of files: use --port")
+        raise ConfigError(f"{path}: this system has no Unix sockets: use --port")
     opened = socket.socket(socket.AF_UNIX)
     try:
         _bind(opened, path)
@@ -214,7 +214,7 @@ def _bind(opened: socket.socket, path: Path) -> None:
 def _remove_left(path: Path) -> None:
     """Remove a socket that a process has left behind."""
     if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigError(f"{readable(path)}: exists, and is no socket")
+        raise ConfigError(f"{readable(path)}: exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as asking:
         try:
             asking.connect(os.fspath(path))

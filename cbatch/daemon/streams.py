@@ -139,7 +139,7 @@ _PACK_VALUE = struct.Struct("<i").pack
 
 
 class FrameOutput:
-    """The frames of the daemon's lines, and their text: as lines, or as frames too. See docs/daemon.md."""
+    """The frames of the daemon's lines, and their text: as lines, or as frames too. See docs/operate/processes.md."""
 
     def __init__(self, frames: StreamWriter, text: StreamWriter | None, *, is_tagged: bool) -> None:
         """Write to these; without a place of its own, text goes among the frames, which are tagged then."""

@@ -129,7 +129,9 @@ def _format_of_lines(file: InputFile, line: bytes | LongLine, *, has_template: b
     start = b"" if isinstance(line, LongLine) else line.lstrip()
     if _suffix(file.path) not in _JSON_SUFFIXES and not start.startswith(b"{"):
         known = ", ".join(get_args(Format))
-        raise ConfigError(f"{file.name}: its format cannot be told by its name: give it ({known})")
+        raise ConfigError(
+            f"{file.name}: its name does not tell its format: give the format ({known})"
+        )
     if start.startswith(b"["):
         raise ConfigError(
             f"{file.name}: begins with [, as a JSON array does: give one object a line (jq -c '.[]' writes that)"
@@ -145,7 +147,7 @@ def _format_of_lines(file: InputFile, line: bytes | LongLine, *, has_template: b
 # ---- of answers ----
 
 _SPREADSHEETS = (".xlsx", ".xls", ".ods")
-_NO_TEXT = "answers are not written as plain text, for they have several lines"
+_NO_TEXT = "answers cannot be written as plain text, because they have several lines"
 
 
 def output_format(source: Source, asked: str = "auto", path: PurePath | None = None) -> Format:
@@ -180,10 +182,10 @@ def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
     """
     if path.suffix.lower() in (*COMPRESSED, *UNREAD):
         raise ConfigError(
-            f"{path}: answers are not written compressed, for a run goes on in its file: leave out {path.suffix}"
+            f"{path}: answers cannot be compressed, because a run continues in its file: leave out {path.suffix}"
         )
     if path.suffix.lower() in _SPREADSHEETS:
-        raise ConfigError(f"{path}: answers are not written as spreadsheets: give a name in .csv")
+        raise ConfigError(f"{path}: answers cannot be written as spreadsheets: give a name in .csv")
     named = named_format(path)
     if named is None or named == ("jsonl" if format in JSON_LINES else format):
         return

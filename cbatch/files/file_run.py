@@ -217,7 +217,7 @@ def stream_file(
     asked, load_settings = split_settings(settings)
     for name in (*load_settings, *_OF_OUTPUT, *OF_LOAD):
         if name in settings:
-            raise ConfigError(f"{name} has no effect here: the engine is there, and no output")
+            raise ConfigError(f"{name} has no effect with a loaded engine and without an output")
     settled = run_options_of(engine, options)
     stream = ItemStream(source, asked)
     nowhere = PipedOutput()

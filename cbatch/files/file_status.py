@@ -149,7 +149,7 @@ def _copied(home: Path, output: Path) -> Iterator[Manifest]:
             if _stamp(home) == before:
                 break
         else:
-            raise ConfigError(f"{readable(home)}: changes all the time: try again")
+            raise ConfigError(f"{readable(home)}: changes too often to be read: try again")
         with closing(Manifest(copy, output, home=home)) as manifest:
             yield manifest
 

@@ -105,7 +105,9 @@ class FileOptions:
         if self.replicas is not None and self.isolate is False:
             raise ConfigError("replicas are processes of their own: leave out isolate=False")
         if self.replicas == "auto" and self.isolate:
-            raise ConfigError("isolate: give a number of replicas, for auto may be no process")
+            raise ConfigError(
+                "isolate needs a number of replicas, because auto may mean no process"
+            )
 
     def n_workers(self, *, isolates: bool = False) -> int | Literal["auto"] | None:
         """Worker processes to load a model into, as `cbatch.load` takes them; None for this process.
@@ -141,7 +143,7 @@ def check_engine(engine: object) -> None:
         ConfigError: a value of another type.
     """
     if not isinstance(engine, Engine):
-        raise ConfigError(f"engine must be an Engine, as load returns it, not {shown(engine)}")
+        raise ConfigError(f"engine must be an Engine returned by load, not {shown(engine)}")
 
 
 @contextmanager

@@ -243,8 +243,8 @@ def _check_columns(dataset: Any, rows: Mapping[str, Any]) -> None:
     for name in RowPrompts(asking, [*types], "dataset").columns:
         if "binary" in types[name]:
             raise ConfigError(
-                f"column {name!r} is of type {types[name]}, and no text: cast it, or have Ray read Arrow tables "
-                "(batch_format='pyarrow' in map_batches, which pickles no chats)"
+                f"column {name!r} has type {types[name]}, not text: cast it, or give batch_format='pyarrow' to "
+                "map_batches, which does not pickle chats"
             )
 
 

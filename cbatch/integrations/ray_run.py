@@ -182,7 +182,7 @@ class _RayJob:
             names = metadata.schema.to_arrow_schema().names
             if _ROW_HASH in names:
                 raise ConfigError(
-                    f"{file.path}: has a column {_ROW_HASH!r}, by which Ray knows rows again: rename it"
+                    f"{file.path}: has a column {_ROW_HASH!r}, which cbatch uses to identify rows: rename it"
                 )
             self._layout = AnswerColumns(
                 [*names, _ROW_HASH],
@@ -287,7 +287,7 @@ class _RayJob:
             before = None
             if next(self._outputs(), None) is not None:
                 raise ConfigError(
-                    f"{self._output}: has files that are not of cbatch: give another -o"
+                    f"{self._output}: has files that cbatch did not write: give another -o"
                 ) from None
         differ = [name for name in said if before is not None and before.get(name) != said[name]]
         if differ and not self._asked.force:

@@ -61,7 +61,7 @@ class Continuations(NamedTuple):
             listed = [given[1]] if text_of(given[1]) is not None else list_of(given[1])
             if not listed:
                 raise ConfigError(
-                    f"continuations are texts or lists of token ids, not {shown(given[1])}"
+                    f"continuations must be texts or lists of token ids, not {shown(given[1])}"
                 )
             if int_of(listed[0]) is not None:
                 listed = [listed]
@@ -118,7 +118,7 @@ def _joined(
 ) -> ScoredTokens:
     if isinstance(continuation, str):
         raise PromptError(
-            "a context of tokens needs continuations of tokens, for texts are made tokens together"
+            "a context of tokens needs continuations of tokens, because a text is tokenized together with its context"
         )
     first = tokenizer.first_token
     if not before and first >= 0:
@@ -146,8 +146,8 @@ def n_joined(before: Sequence[int], tokens: Sequence[int]) -> int:
 def _start(n_before: int) -> int:
     if not n_before:
         raise PromptError(
-            "nothing stands before this continuation, and this model begins texts with no token of its own: a first "
-            "token has no log-probability, so give a context"
+            "this continuation has no context, and the model adds no token at the beginning: a first token has no "
+            "log-probability, so give a context"
         )
     return n_before
 

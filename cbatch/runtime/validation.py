@@ -131,12 +131,12 @@ def check_labels(prompt: BatchPrompt, options: RunOptions) -> None:
     if not options.choice_probs:
         return
     if options.choice is None:
-        raise ConfigError("choice_probs needs choice: the texts of which the answer is one")
+        raise ConfigError("choice_probs needs choice, the list of possible answers")
     for text, longer in pairwise(sorted(options.choice)):
         if longer.startswith(text):
             raise ConfigError(
-                f"choice_probs: {text!r} is the beginning of {longer!r}, and so never less likely; give texts of which "
-                "none begins another"
+                f"choice_probs: {text!r} is the beginning of {longer!r}, and so never less likely: give texts that do "
+                "not begin with each other"
             )
     if prompt.tokens is not None:
         raise ConfigError("choice_probs is for chats and texts, but this prompt is tokens")
@@ -214,6 +214,6 @@ def check_extension(result: BatchResult, n_tokens: int) -> int:
         )
     if result.usage.context_shifts:
         raise ConfigError(
-            f"result {result.id!r} had tokens taken out of its window and cannot be extended"
+            f"result {result.id!r} lost tokens from its moving window and cannot be extended"
         )
     return n_more

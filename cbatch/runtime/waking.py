@@ -166,7 +166,9 @@ class Readers:
         if self.is_their_process:
             self._check_thread()
         else:
-            raise EngineClosedError("this batch runs in the parent process: only there will it end")
+            raise EngineClosedError(
+                "this batch runs in the parent process: it can only be awaited there"
+            )
 
     def _step(self, is_ready: Callable[[], bool], pump: Callable[[], bool]) -> None:
         try:

@@ -208,7 +208,7 @@ def _endpoint(said: Any) -> str:
     if not isinstance(said, str) or said not in CALLS:
         served = ", ".join(CALLS)
         if isinstance(said, str):
-            raise refused(f"endpoint {shown(said)}", f"batches are served of {served}")
+            raise refused(f"endpoint {shown(said)}", f"batches support {served}")
         raise bad_request(f"endpoint must be one of {served}, not {shown(said)}", "endpoint")
     return said
 
@@ -229,9 +229,11 @@ def _metadata(said: Any) -> dict[str, str] | None:
     if said is None:
         return None
     if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise bad_request(f"metadata must be texts by name, not {shown(said)}", "metadata")
+        raise bad_request(f"metadata must be an object of strings, not {shown(said)}", "metadata")
     if len(said) > _N_PAIRS:
-        raise bad_request(f"metadata has {len(said)} pairs, of at most {_N_PAIRS}", "metadata")
+        raise bad_request(
+            f"metadata has {len(said)} pairs; at most {_N_PAIRS} are allowed", "metadata"
+        )
     for key, value in said.items():
         if len(key) > _N_KEY or len(value) > _N_VALUE:
             words = f"keys have at most {_N_KEY} characters, values {_N_VALUE}"

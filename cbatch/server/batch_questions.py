@@ -128,7 +128,7 @@ def _check_numbers(body: dict[str, Any]) -> None:
 def _check(call: Call, settings: ServerSettings) -> None:
     """Refuse what a line of a batch cannot be."""
     if call.asked.is_streamed:
-        raise refused("stream", "an answer in a batch comes whole")
+        raise refused("stream", "answers in a batch are not streamed")
     if len(call.prompts) != 1:
         words = f"{call.prompt_field} is a list of {len(call.prompts)} prompts"
         raise bad_request(f"{words}: give each a line of its own", call.prompt_field)

@@ -230,7 +230,7 @@ class BatchStore:
             self._sweep()
             (used,) = self._row("SELECT coalesce(sum(bytes), 0) FROM shown_files") or (0,)
             if used + self._n_arriving + n_bytes > self._n_bytes_max:
-                message = f"the files here have {used:,} bytes, of at most {self._n_bytes_max:,}"
+                message = f"the files here have {used:,} of at most {self._n_bytes_max:,} bytes"
                 raise no_room(f"{message}: delete some")
             self.release(-n_bytes)
 

@@ -82,7 +82,7 @@ def _lines_of(requests: Any, limit: SizeLimit) -> list[bytes]:
     if not isinstance(requests, list) or not requests:
         raise _wrong(f"requests must be a list of requests, not {shown(requests)}")
     if len(requests) > _N_REQUESTS:
-        raise _wrong(f"requests has {len(requests)} requests, of at most {_N_REQUESTS}")
+        raise _wrong(f"requests has {len(requests)} requests; at most {_N_REQUESTS} are allowed")
     seen: set[str] = set()
     lines = []
     for i, request in enumerate(requests):
@@ -94,7 +94,7 @@ def _lines_of(requests: Any, limit: SizeLimit) -> list[bytes]:
             words = f"{place}.custom_id must be 1 … 64 letters, digits, - or _, not {shown(id)}"
             raise _wrong(words)
         if id in seen:
-            raise _wrong(f"{place}.custom_id is that of a request before: each must be unique")
+            raise _wrong(f"{place}.custom_id occurs twice: it must be unique")
         seen.add(id)
         if not isinstance(params, dict):
             raise _wrong(f"{place}.params must be an object, not {shown(params)}")

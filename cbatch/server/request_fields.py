@@ -503,7 +503,7 @@ def asked_under(
     """
     for option, (given, _) in options.items():
         if option in rest:
-            raise bad_request(f"{given} and {option} say the same: give {given} alone", given)
+            raise bad_request(f"{given} and {option} mean the same: give only {given}", given)
     values = {option: value for option, (_, value) in options.items()}
     try:
         asked = asked_of(rest, tuple(own), defaults=values, is_strict=is_strict)

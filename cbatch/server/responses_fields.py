@@ -65,7 +65,7 @@ class ResponsesFields(DialectFields):
         if name != "background":
             super().sort(name, value)
         elif value is not False:
-            raise refused(name, "an answer is given at once")
+            raise refused(name, "answers are not computed in the background")
 
     @property
     def prompt(self) -> BatchPrompt:
@@ -229,7 +229,7 @@ def _item(place: str, item: Any) -> dict[str, Any]:
         id = _string(f"{place}.call_id", item.get("call_id"), "input", is_filled=True)
         output = _content(f"{place}.output", item.get("output"))
         return {"role": "tool", "tool_call_id": id, "content": output}
-    raise bad_request(f"{place} has the type {shown(kind)}, which is not there", "input")
+    raise bad_request(f"{place} has the type {shown(kind)}, which is unknown", "input")
 
 
 def _content(place: str, content: Any) -> str:

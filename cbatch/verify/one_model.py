@@ -101,7 +101,7 @@ def difference(
 
 
 def rounding_of(file_type: str) -> float:
-    """Return by how much log-probabilities may differ. Source: measured on tests/zoo, and docs/exactness.md.
+    """Return by how much log-probabilities may differ. Source: measured on tests/zoo, and docs/understand/exactness.md.
 
     Quantised weights round activations to 8 bits in every layer: a difference in the last bit grows to percents.
     """

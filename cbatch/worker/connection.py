@@ -156,7 +156,9 @@ class Connection:
                 window = check_int("n_window", ready.n_window, 1, MAX_INT)
                 return check_int("parallel", ready.parallel, 1, MAX_INT), window
         except Exception as wrong:
-            raise EngineError(f"what answers is no worker: {words_of(wrong)}") from None
+            raise EngineError(
+                f"the answer does not come from a worker: {words_of(wrong)}"
+            ) from None
         raise ready.error or EngineError(
             f"the worker speaks version {ready.cbatch} of the protocol, this cbatch {VERSION}"
         )
@@ -310,6 +312,6 @@ def _message_of(command: ProtocolCommand) -> bytes:
     data = encode_call(command)
     if len(data) > N_LINE_MAX:
         raise ConfigError(
-            f"{len(data):,} bytes are too many for a worker process, which takes {N_LINE_MAX:,}"
+            f"{len(data):,} bytes are too many for a worker process; at most {N_LINE_MAX:,} are allowed"
         )
     return framed(data, "msgpack")

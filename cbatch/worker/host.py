@@ -111,7 +111,7 @@ class _HostBatch:
 
 
 class Host:
-    """Does what messages say with an engine, and tells what came of it through an outbox. See docs/protocol.md.
+    """Does what messages say with an engine, and reports through an outbox. See docs/operate/processes.md.
 
     A message has `op` and that command's fields; with `n`, a number or text, it is answered by a reply
     `[n, value]` or `[n, null, error]`. What is wrong with another one is said among a frame's `errors`.
@@ -309,8 +309,8 @@ class Host:
         n_bytes = sum([*self._later.values()])  # a copy: threads that end change it
         if n_bytes and n_bytes + self._n_message > N_LATER_BYTES_MAX:
             raise ConfigError(
-                f"commands of {n_bytes:,} bytes wait or compute already, and this one has {self._n_message:,}; "
-                f"the limit is {N_LATER_BYTES_MAX:,} together: try again later"
+                f"pending commands have {n_bytes:,} bytes, and this one has {self._n_message:,}; "
+                f"at most {N_LATER_BYTES_MAX:,} are allowed together: try again later"
             )
 
     def _tell(self, number: object, value: object, error: Exception | None = None) -> None:

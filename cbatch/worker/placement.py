@@ -76,7 +76,7 @@ N_ROWS_LEAST = 16
 """Slots that the worker of a NUMA node needs to be worth it: each worker reads all weights for its own rows alone."""
 
 N_ROWS_LEAST_SMALL = 8
-"""The same where the weights stay in the cores' caches. Source: measured, docs/performance.md."""
+"""The same where the weights stay in the cores' caches. Source: measured, docs/understand/performance.md."""
 
 N_SMALL_BYTES = 64 * 2**20
 """Weights that stay in caches, about. Source: measured with 12 and 140 MiB; between them our choice."""
@@ -84,7 +84,7 @@ N_SMALL_BYTES = 64 * 2**20
 
 N_TAKEN = 0.5
 """Cores of two that other programs keep busy from which two workers are faster whatever the weights: threads of one
-context wait for the slowest, workers do not. Source: measured with an endless loop, docs/performance.md."""
+context wait for the slowest, workers do not. Source: measured with an endless loop, docs/understand/performance.md."""
 
 _SAMPLE_S = 0.25
 
@@ -160,7 +160,7 @@ def place(cores: object) -> None:
         return
     is_list = isinstance(cores, list) and all(type(c) is int and c >= 0 for c in cores)
     if not cores or not is_list:
-        raise ConfigError(f"cores is a list of core numbers, not {shown(cores)}")
+        raise ConfigError(f"cores must be a list of core numbers, not {shown(cores)}")
     if hasattr(os, "sched_setaffinity"):
         with suppress(OSError):  # cores that are gone meanwhile
             os.sched_setaffinity(0, cores)  # type: ignore[arg-type]

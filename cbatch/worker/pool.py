@@ -138,7 +138,7 @@ class Pool:
         n_all = len(self._replicas)
         while len(self.ready) < n_all and self.error is None:
             if is_stopped():
-                self.error = EngineClosedError("loading was broken off")
+                self.error = EngineClosedError("loading was cancelled")
             self._changed.wait_for(lambda: len(self.ready) == n_all or self.error, _GLANCE_S)
         if self.error is not None:
             self.is_closing = True

@@ -139,7 +139,7 @@ def serve_client(
     try:
         hello = read_hello(first)
         if hello.load is not None:
-            raise ConfigError("load: this process has its model; leave it out")
+            raise ConfigError("load: this process has loaded its model already; leave it out")
     except ConfigError as error:
         _refuse(first, sink, error)
         raise

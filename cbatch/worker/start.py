@@ -97,7 +97,7 @@ def path_of(model: Any) -> str | None:
         if isinstance(model, str | os.PathLike):
             return os.path.abspath(check_path("model", model))
     raise ConfigError(
-        f"a model for other processes is a path, not {type(model).__name__}: give its file, or leave replicas out"
+        f"worker processes need the model's path, not {type(model).__name__}: give its file, or leave replicas out"
     )
 
 
@@ -227,7 +227,9 @@ def connect(
     """
     if address is not None and (model is not None or settings):
         names = ", ".join(settings) or "model"
-        raise ConfigError(f"{names}: the worker at {shown(address)} has its model; leave it out")
+        raise ConfigError(
+            f"{names}: the worker at {shown(address)} has loaded its model already; leave it out"
+        )
     if address is None:
         path_of(model)
         opener = partial(open_workers, model, EngineOptions.of(settings), None, n=1)

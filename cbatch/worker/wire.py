@@ -108,7 +108,7 @@ def _told(value: object) -> object:
 def _refused(value: object) -> object:
     if isinstance(value, str):  # an id, of a class of its own
         return str(value)
-    raise ConfigError(f"a worker process takes plain values alone, not {shown(value)}")
+    raise ConfigError(f"a worker process takes only plain values, not {shown(value)}")
 
 
 def _heard(kind: type, value: object) -> object:
@@ -145,7 +145,7 @@ def _plain_alone() -> Iterator[None]:
     except CBatchError:
         raise
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"a worker process takes plain values alone: {error}") from None
+        raise ConfigError(f"a worker process takes only plain values: {error}") from None
 
 
 def encode_call(value: object, frames: Frames = "msgpack") -> bytes:

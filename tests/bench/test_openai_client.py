@@ -142,8 +142,8 @@ def test_answer_that_is_not_streamed_has_no_first_token() -> None:
             "sent an error: .*out of memory",
         ),
         (reply(b"data: hello\n\n"), "sent no JSON object: hello"),
-        (b"220 mail ready\r\n", "answered no HTTP: 220 mail ready"),
-        (b"", "answered no HTTP: nothing"),
+        (b"220 mail ready\r\n", "did not answer in HTTP: 220 mail ready"),
+        (b"", "did not answer in HTTP: nothing"),
         (reply(STREAM, n_chunk=9)[:-30], "the connection broke"),
     ],
 )
@@ -172,7 +172,7 @@ def test_server_that_is_not_there_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = OpenAIClient(Address.of(f"127.0.0.1:{port}"), tokenize)
-    with pytest.raises(ServerProblemError, match=f"http://127.0.0.1:{port}/v1 is not there"):
+    with pytest.raises(ServerProblemError, match=f"http://127.0.0.1:{port}/v1: cannot connect"):
         asyncio.run(client.find_model())
 
 
@@ -194,7 +194,7 @@ def test_server_without_a_list_of_models_is_asked_all_the_same() -> None:
     server.models = reply(b"no", 404)
     assert server.ask(lambda client: client.find_model()) == []
     server.models = reply(b"<html>")
-    with pytest.raises(ServerProblemError, match="is no list of models"):
+    with pytest.raises(ServerProblemError, match="did not return a list of models"):
         server.ask(lambda client: client.find_model())
 
 
@@ -262,7 +262,7 @@ def test_server_that_answers_as_the_model_does_may_be_measured() -> None:
 
 
 def test_server_that_answers_every_probe_otherwise_has_another_model() -> None:
-    with pytest.raises(SideError, match="answers 2 of 2 probes otherwise: it has another model"):
+    with pytest.raises(SideError, match="answers 2 of 2 probes differently: it has another model"):
         side(Server(reply(STREAM)), ["ab", "cd"])
 
 

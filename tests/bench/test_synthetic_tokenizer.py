@@ -182,7 +182,7 @@ def test_tokenizer_of_another_size_than_the_shape_is_refused(tmp_path: Path) -> 
 
 
 def test_made_up_vocabulary_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ConfigError, match="n_vocab is at least"):
+    with pytest.raises(ConfigError, match="n_vocab must be at least"):
         make_tokenizer(300)
 
 

@@ -78,7 +78,7 @@ def test_vocabulary_without_such_a_text_is_refused_with_the_way_out() -> None:
         (
             "burst",
             {"own": (9, 8)},
-            "tokens of prompts must be at least 1, the least first, not 9-8",
+            "tokens of prompts must be at least 1, the smaller number first, not 9-8",
         ),
         ("burst", {"output": (0, 8)}, "tokens of answers must be at least 1"),
         ("burst", {"n_common": -1}, "tokens in common must be at least 0"),
@@ -94,9 +94,9 @@ def test_wrong_workload_is_refused(name: str, sizes: dict[str, Any], words: str)
     [
         ("", "has no requests"),
         ("{", "line 1: "),
-        ('{"prompt": "a"}', 'line 1: a request has "max_tokens"'),
+        ('{"prompt": "a"}', 'line 1: a request needs "max_tokens"'),
         ('{"prompt": "a", "max_tokens": true}', "a whole number of at least 1"),
-        ('{"max_tokens": 3}', 'a "prompt" that is text'),
+        ('{"max_tokens": 3}', 'a "prompt" string'),
         ('{"prompt": "a", "max_tokens": 3, "heat": 1}', "line 1: .*heat"),
         ('{"prompt": "a", "max_tokens": 3}\n[]', "line 2: "),
     ],

@@ -1429,8 +1429,8 @@ def in_place_of(make: Callable[[Path], object]) -> Callable[[Path, bytes], None]
 
 
 BAD: dict[str, tuple[Callable[[Path, bytes], object], str]] = {
-    "foreign": (lambda p, _: put(p, b"GGUF" * 99), "is no file of cells"),
-    "empty": (lambda p, _: put(p, b""), "is no file of cells"),
+    "foreign": (lambda p, _: put(p, b"GGUF" * 99), "is not a file of cells"),
+    "empty": (lambda p, _: put(p, b""), "is not a file of cells"),
     "cut off": (lambda p, d: put(p, d[: len(d) // 2]), "should be"),
     "without its last byte": (lambda p, d: put(p, d[:-1]), "should be"),
     "one byte longer": (lambda p, d: put(p, d + b"\0"), "should be"),

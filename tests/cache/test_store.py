@@ -364,7 +364,7 @@ def test_file_larger_than_the_limit_is_refused_before_anything_is_written(folder
     exact.write("a", cells(), F16)
     before = list(folder.iterdir())
     with pytest.raises(
-        CacheError, match=rf"{size:,} bytes are more than the {size - 1:,} .* cache_mib"
+        CacheError, match=rf"{size:,} bytes exceed the limit of {size - 1:,} .* cache_mib"
     ):
         tight.write("a", cells(seed=1), F16)
     assert list(folder.iterdir()) == before
@@ -529,8 +529,8 @@ def test_checkpoint_that_says_nonsense_is_an_error(
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "is no file of cells"),
-        (b"GGUF" + bytes(400), "is no file of cells"),
+        (b"", "is not a file of cells"),
+        (b"GGUF" + bytes(400), "is not a file of cells"),
         (forged(GOOD, tokens=TOKEN, n_data=3, version=3), "is of version 3, and this cbatch reads 1 and 2"),
         (forged(GOOD, tokens=TOKEN, n_data=4), "bytes where"),
         (forged(GOOD, tokens=TOKEN, n_data=2), "bytes where"),
@@ -697,7 +697,7 @@ def test_file_that_others_may_write_is_refused_until_they_may_not(
     store.write("a", cells(), F16)
     [path] = folder.iterdir()
     path.chmod(mode)
-    assert "may be written by others" in fails(store)
+    assert "is writable by others" in fails(store)
     [file] = store.files()
     assert "chmod go-w" in (file.problem or "")
     path.chmod(mode & ~0o022)

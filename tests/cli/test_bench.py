@@ -46,11 +46,11 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
         (("--at-once", "0"), "at_once"),
         (("--rate", "-1"), "rate must be requests a second"),
         (("--rate", "inf"), "rate must be requests a second"),
-        (("--prompt-tokens", "9-8"), "the least first, not 9-8"),
+        (("--prompt-tokens", "9-8"), "the smaller number first, not 9-8"),
         (("--prompt-tokens", "many"), "prompt_tokens must be a number of tokens"),
-        (("--against", "ftp://a"), "ftp://a: is no URL of a server"),
+        (("--against", "ftp://a"), "ftp://a: is not a server's URL"),
         (("--api-key", "a"), "--against-model and --api-key are for --against"),
-        (("--llama-server", "/no/where"), "/no/where: is no file"),
+        (("--llama-server", "/no/where"), "/no/where: is not a file"),
         (("--case", "speed"), "unknown case 'speed'; known are static_batches"),
         (("--json", "."), "is a directory: give a file"),
         (("--html", "no/a.html"), "no/a.html: the folder no does not exist"),
@@ -177,7 +177,7 @@ def test_servers_are_measured_beside_ours_and_broken_ones_are_named(tmp_path: Pa
         file = tmp_path / "a.json"
         shown = invoke("bench", *args, "--against", url, "--against", gone, "--json", file)
     assert shown.exit_code == 1
-    assert f"refused: {gone}/v1: {gone}/v1 is not there: " in shown.stderr
+    assert f"refused: {gone}/v1: {gone}/v1: cannot connect: " in shown.stderr
     rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [row["side"] for row in rows] == ["engine", "serve", f"{url}/v1"]
     assert [row["ours"] for row in rows] == [None, None, "serve"]

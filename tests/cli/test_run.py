@@ -205,7 +205,7 @@ def test_what_no_item_could_follow_stops_the_run_before_the_model_loads(
         ({"prompt": "a", "options": {"temprature": 1}}, "unknown option 'temprature'"),
         ({"prompt": "a", "options": {"temperature": -1}}, "temperature must be 0 … 10000, not -1"),
         ({"prompt": "a", "options": {"max_tokens": "9"}}, "max_tokens must be a whole number"),
-        ({"prompt": "a", "options": [1]}, "options must be an object of names"),
+        ({"prompt": "a", "options": [1]}, "options must be an object"),
         ({"id": "first", "prompt": "a"}, "the id 'first' stands twice"),
         ({"id": 3, "prompt": "a"}, "an id must be a non-empty string, not 3"),
         ({"id": "", "prompt": "a"}, "an id must be a non-empty string, not ''"),

@@ -251,7 +251,7 @@ def test_server_without_a_usable_stderr_serves_and_ends(
         (["--tls-cert", __file__], f"the certificate {__file__}: "),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid: "),
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8080: Cannot assign requested address"),
-        (["--uds", __file__], "exists, and is no socket"),
+        (["--uds", __file__], "exists and is not a socket"),
         (["--uds", "/no/such/folder/socket"], "/no/such/folder/socket: No such file or directory"),
         (["--max-connections", "999999999"], "--max-connections 999999999 needs"),
         (["--max-queue-tokens", "-1"], "max_queue_tokens must be 0 …"),

@@ -62,7 +62,7 @@ def test_synth_with_wrong_values_names_them_and_writes_nothing(tmp_path: Path) -
         (("--type", "q4_k_m"), "q4_k_m needs rows of a multiple of 256"),
         (("--type", "mxfp4_moe"), "mxfp4_moe needs experts"),
         (("--seed", "-1"), "--seed"),
-        (("--n-vocab", "300"), "n_vocab is at least 356"),
+        (("--n-vocab", "300"), "n_vocab must be at least 356"),
         (("--n-embd", "65"), "a head is n_embd / n_head wide, an even number"),
         (("--n-head", "4", "--n-kv-head", "3"), "n_head is a multiple of n_kv_head"),
         (("--experts", "1"), "a mixture has at least 2 experts"),

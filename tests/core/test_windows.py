@@ -634,7 +634,7 @@ def test_mover_that_ended_at_the_border_is_extended(any_way: Place, n_first: int
 def test_result_whose_window_has_moved_is_not_extended(any_way: Place) -> None:
     engine = any_way.engine(2, W)
     [first] = any_way.results(engine.run(movers(1)))
-    with pytest.raises(ConfigError, match="taken out of its window"):
+    with pytest.raises(ConfigError, match="lost tokens from its moving window"):
         engine.extend(first, 5)
 
 

@@ -103,7 +103,7 @@ def test_start_without_a_free_slot_is_refused(tmp_path: Path) -> None:
     daemon.start(5, 8, 2)
     daemon.start(6, 8, 2)
     assert daemon.out.frames == [(6, END)]
-    assert daemon.out.said("no slot of 1 is free")
+    assert daemon.out.said("all slots are in use: 1")
 
 
 # ---- prompts ----
@@ -373,7 +373,7 @@ def test_request_that_reached_its_total_is_continued(daemon: Daemon) -> None:
     assert daemon.out.of(5)[-1] == END
     assert daemon.out.of(5).count(END) == 2
     daemon.say("CANCEL 5", "REQ 5 CONTINUE 1")
-    assert daemon.out.said("nothing to go on from")
+    assert daemon.out.said("cannot be continued")
 
 
 def test_continue_beyond_the_window_is_refused(daemon: Daemon) -> None:
@@ -408,7 +408,7 @@ def test_slot_of_another_since_then_is_not_continued(daemon: Daemon) -> None:
     daemon.start(6, 4, 4)
     daemon.machine.work(daemon.lines)
     daemon.say("REQ 5 CONTINUE 2")
-    assert daemon.out.said("request 5 is not active, and has nothing to go on from")
+    assert daemon.out.said("request 5 is not active and cannot be continued")
 
 
 def test_turns_beyond_the_total_are_refused(daemon: Daemon) -> None:
@@ -515,7 +515,7 @@ def test_shared_steps_need_tagged_frames(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, is_tagged=False)
     daemon.say("SCHED_BATCH_TARGET_STEP", "SCHED_BATCH_PEEK", "SCHED_BATCH_DRAIN 2")
     assert daemon.out.frames == [(0, END)] * 3
-    assert len(daemon.out.said("requests share steps with --stream-tagged alone")) == 3
+    assert len(daemon.out.said("shared steps need --stream-tagged")) == 3
 
 
 def test_untagged_stream_has_one_request_at_a_time(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with closing(Listener(tmp_path / "s", busy)):
         for name, words in {
-            "file": "file: exists, and is no socket",
+            "file": "file: exists and is not a socket",
             "none/s": "none/s: No such file or directory",
             "s": "s: another process listens there",
             "x" * 200: "too long",

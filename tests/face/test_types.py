@@ -205,7 +205,7 @@ def test_engine_is_made_of_what_it_takes(given: dict[str, Any], words: str) -> N
 
 @pytest.mark.parametrize("wrong", [5, "ab", {"a": 1}, [5], [("a", None)]])
 def test_prompts_to_look_at_are_pairs(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="look_ahead is"):
+    with pytest.raises(ConfigError, match="look_ahead must be"):
         LookAhead(wrong)
 
 

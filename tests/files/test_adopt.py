@@ -265,7 +265,7 @@ def test_adopt_is_refused_where_it_could_do_nothing(engine: Engine, folder: Path
         with pytest.raises(ConfigError, match=r"exists already.*give another file") as told:
             run_file(folder / "in.jsonl", folder / name, engine=engine)
         assert ("--adopt" in str(told.value)) is may_adopt
-    with pytest.raises(ConfigError, match=r"adopt has no effect here"):
+    with pytest.raises(ConfigError, match=r"adopt has no effect with a loaded engine"):
         stream_file(folder / "in.jsonl", engine, adopt=True)
 
 

@@ -339,15 +339,18 @@ BEFORE = rows(0, 30)
 REPLACED = {
     "others": (rows(30, 30), "row 1 is not the one that was answered"),
     "some others": (pa.concat_tables([rows(0, 20), rows(50, 10)]), "row 21 is not the one"),
-    "fewer": (rows(0, 15), "15 rows are there, and 30 were read"),
+    "fewer": (rows(0, 15), "the file has 15 rows, but 30 were read"),
     "fewer in front": (rows(15, 15), "row 1 is not the one that was answered"),
-    "more": (rows(0, 40), "40 rows are there, and 30 were read"),
+    "more": (rows(0, 40), "the file has 40 rows, but 30 were read"),
     "another column beside": (
         BEFORE.set_column(1, "n", pa.array([1] * 30, pa.int8())),
         "row 1 is not the one",
     ),
-    "other columns": (BEFORE.rename_columns(["prompt", "n"]), "the columns of .* are others"),
-    "other types": (BEFORE.set_column(1, "n", pa.array(range(30))), "the columns of .* are others"),
+    "other columns": (BEFORE.rename_columns(["prompt", "n"]), "the columns of .* have changed"),
+    "other types": (
+        BEFORE.set_column(1, "n", pa.array(range(30))),
+        "the columns of .* have changed",
+    ),
 }
 
 

@@ -780,7 +780,7 @@ def change_manifest(folder: Path, *statements: str) -> None:
 def test_manifest_of_a_newer_version_is_refused_or_replaced(tmp_path: Path) -> None:
     fill(tmp_path, "a")
     change_manifest(tmp_path, "PRAGMA user_version = 9")
-    with pytest.raises(ConfigError, match=r"is of version 9, and this cbatch knows 1: update"):
+    with pytest.raises(ConfigError, match=r"has version 9, but this cbatch knows 1: update"):
         open_journal(tmp_path)
     with open_journal(tmp_path, force=True) as journal:
         assert journal.claim("a", DIGEST, 1) == "new"

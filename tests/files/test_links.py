@@ -25,7 +25,7 @@ N_ITEMS = 9
 
 @pytest.fixture
 def folder(folder: Path) -> Path:
-    """Add a link to an output in another folder, which is not there yet."""
+    """Add a link to an output in another folder, which is unknown yet."""
     (folder / "data").mkdir()
     (folder / "link").symlink_to("data/out")
     return folder
@@ -203,7 +203,7 @@ def test_sort_without_its_file_of_errors_is_refused(engine: Engine, folder: Path
         file.write('{"id": "wrong"}\n')
     run(engine, folder, errors=folder / "errors")
     (folder / "errors").rename(folder / "away")
-    with pytest.raises(ConfigError, match=r"errors: is not there, and has records of .*/out"):
+    with pytest.raises(ConfigError, match=r"errors: is missing, and holds records of .*/out"):
         sort_in_place(folder / "link")
     assert not (folder / "errors").exists()
     (folder / "away").rename(folder / "errors")

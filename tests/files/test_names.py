@@ -111,19 +111,19 @@ def test_text_is_of_the_format_that_is_asked_for(
 @pytest.mark.parametrize(
     ("name", "said", "words"),
     [
-        ("out.txt", {}, r"out\.txt: answers are not written as plain text.*--output-format"),
-        ("out.jsonl.gz", {}, r"not written compressed.*leave out \.gz"),
-        ("out.jsonl.zst", {}, "not written compressed"),
-        ("out.jsonl.bz2", {}, "not written compressed"),
-        ("out.jsonl.xz", {"output_format": "jsonl"}, "not written compressed"),
-        ("out.jsonl.zip", {}, "not written compressed"),
+        ("out.txt", {}, r"out\.txt: answers cannot be written as plain text.*--output-format"),
+        ("out.jsonl.gz", {}, r"cannot be compressed.*leave out \.gz"),
+        ("out.jsonl.zst", {}, "cannot be compressed"),
+        ("out.jsonl.bz2", {}, "cannot be compressed"),
+        ("out.jsonl.xz", {"output_format": "jsonl"}, "cannot be compressed"),
+        ("out.jsonl.zip", {}, "cannot be compressed"),
         ("out.parquet", {"output_format": "csv"}, "its name says parquet, and answers are csv"),
         ("out.csv", {"output_format": "parquet"}, "its name says csv, and answers are parquet"),
         ("out.arrow", {"output_format": "parquet"}, "its name says arrow"),
         ("out.jsonl", {"output_format": "arrow"}, "its name says jsonl, and answers are arrow"),
         ("out.jsonl", {"errors": "e.csv"}, r"e\.csv: its name says csv, and answers are jsonl"),
         ("out.csv", {"errors": "e.jsonl"}, r"e\.jsonl: its name says jsonl, and answers are csv"),
-        ("out.csv", {"errors": "e.csv.gz"}, r"e\.csv\.gz: answers are not written compressed"),
+        ("out.csv", {"errors": "e.csv.gz"}, r"e\.csv\.gz: answers are cannot be compressed"),
         ("out.jsonl", {"errors": "e.parquet", "output_format": "csv"}, "name says parquet"),
     ],
     ids=str,
@@ -154,7 +154,7 @@ def test_errors_have_a_name_of_the_same_kind(engine: Engine, inputs: dict[str, P
     ("name", "words"),
     [
         ("sorted.csv", "its name says csv, and answers are cbatch"),
-        ("sorted.jsonl.gz", "not written compressed"),
+        ("sorted.jsonl.gz", "cannot be compressed"),
     ],
 )
 def test_sorting_does_not_change_the_format(

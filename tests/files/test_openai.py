@@ -250,7 +250,7 @@ def test_other_url_than_the_batch_is_for_is_refused(tmp_path: Path) -> None:
 
 
 def test_batch_for_a_url_that_is_not_served_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'/v1/embeddings' is not served"):
+    with pytest.raises(ConfigError, match="'/v1/embeddings' is not supported"):
         read(path_of(tmp_path, request()), url="/v1/embeddings")
 
 

@@ -164,7 +164,7 @@ def test_stdout_is_for_answers_alone(
 ) -> None:
     monkeypatch.chdir(source.parent)
     more: dict[str, Any] = {name: "-"}
-    with pytest.raises(ConfigError, match="-: stdout is for answers alone"):
+    with pytest.raises(ConfigError, match="-: stdout is only for answers"):
         run_file(source, "out", engine=engine, **more)
     assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
 

@@ -61,7 +61,7 @@ def test_format_can_be_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.dat", "hello", "its format cannot be told by its name: give it .openai, cbatch"),
+        ("a.dat", "hello", "its name does not tell its format: give the format .openai, cbatch"),
         ("a.json", '[{"prompt": "x"}]', r"begins with \[, as a JSON array does: .*jq"),
         ("a.jsonl", "\n \n", "no request in it .empty_file"),
         ("a.jsonl", "", "no request in it .empty_file"),

@@ -364,7 +364,7 @@ def test_output_has_the_columns_that_are_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"keep": ["idd"]}, "keep_columns has 'idd', which is no column; columns are id, text"),
+        ({"keep": ["idd"]}, "keep_columns has 'idd', which is not a column; columns are id, text"),
         ({"output_column": "text"}, "output_column='text' is the name of another column"),
         ({"output_column": "error"}, "output_column='error' is the name of another column"),
     ],

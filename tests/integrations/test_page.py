@@ -1,4 +1,4 @@
-"""docs/integrations.md: its snippets run where their hosts are installed, and each adapter is in it and is an extra."""
+"""docs/use/integrations.md: its snippets run where their hosts are installed; each adapter is in it and is an extra."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 import cbatch.integrations
 from tests.test_docs import PRINTED, ROOT, blocks, text_of
 
-PAGE = ROOT / "docs/integrations.md"
+PAGE = ROOT / "docs/use/integrations.md"
 FOLDER = Path(cbatch.integrations.__file__).parent
 MODULES = sorted(p.stem for p in FOLDER.glob("[a-z]*.py") if not p.stem.startswith("ray"))
-"""All but those of Ray, which have docs/scaling.md."""
+"""All but those of Ray, which have docs/operate/scaling.md."""
 N_LINES_MAX = 200
 SNIPPETS = [text for text in blocks(PAGE, "py") if "http://" not in text]
 """Those with an address are recipes: tests/server/test_recipes.py."""

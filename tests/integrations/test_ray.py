@@ -203,7 +203,7 @@ def test_job_that_would_hang_or_idle_is_refused_with_the_reason(
         with pytest.raises(ConfigError, match=message):
             integration.answer(rows, **settings)
     pickled = cluster.data.from_arrow(pa.table({"prompt": pa.array([b"Say red."])}))
-    with pytest.raises(ConfigError, match="'prompt' is of type binary"):
+    with pytest.raises(ConfigError, match="'prompt' has type binary"):
         integration.answer(pickled)
 
 

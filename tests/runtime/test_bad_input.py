@@ -188,7 +188,7 @@ WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     (None, None, "must be a list of prompts, not NoneType"),
     (HI[0], None, "must be a list of prompts, not dict"),
     ([HI, HI[0]], None, r"prompts\[1\]: a message stands alone"),
-    ([GOOD, object()], None, r"prompts\[1\]: a prompt is a string"),
+    ([GOOD, object()], None, r"prompts\[1\]: a prompt must be a string"),
     ([GOOD, b"bytes"], None, r"prompts\[1\]"),
     ([HI, [{"content": "Hi"}]], None, r"prompts\[1\]: messages\[0\] has no role"),
     ([{"role": "user"}], None, r"messages\[0\] has no content"),

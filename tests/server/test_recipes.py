@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from tests.server.clients import Running
 
-PAGE = ROOT / "docs/server.md"
+PAGE = ROOT / "docs/operate/server.md"
 RECIPES = [
     text
-    for page in (PAGE, ROOT / "docs/integrations.md")
+    for page in (PAGE, ROOT / "docs/use/integrations.md")
     for text in blocks(page, "py")
     if "http://127.0.0.1:8080" in text
 ]

@@ -316,8 +316,8 @@ def test_long_commands_that_compute_are_limited_by_their_bytes(
         program.send("count", n=2, prompt=item)
         [[number, _, error]] = program.read_until("replies")["replies"]
         assert (number, error["type"]) == (2, "ConfigError")
-        assert "bytes wait or compute already, and this one has 2," in error["message"]
-        assert "the limit is 3,000 together: try again later" in error["message"]
+        assert "bytes, and this one has 2," in error["message"]
+        assert "at most 3,000 are allowed together: try again later" in error["message"]
         go.set()
         assert program.read_until("replies")["replies"] == [[1, 2000]]
         assert program.call("count", prompt={"prompt": "x" * 5000}) == 5000

@@ -26,7 +26,7 @@ def test_replicas_without_a_thread_are_refused() -> None:
 
 
 def test_model_that_is_an_object_is_refused_for_other_processes() -> None:
-    with pytest.raises(ConfigError, match="is a path, not object"):
+    with pytest.raises(ConfigError, match="the model's path, not object"):
         cbatch.load(object(), replicas=1)
 
 

@@ -77,7 +77,7 @@ def test_window_is_as_wide_as_it_is_said(n_window: int, tmp_path: Path) -> None:
 
 
 def test_documented_table_has_each_model() -> None:
-    lines = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs/operate/compatibility.md").read_text(encoding="utf-8").splitlines()
     rows = [line.split("|")[1:3] for line in lines if line.startswith("| ") and ".gguf" in line]
     found = {model.strip().removesuffix(".gguf"): loads.strip() for model, loads in rows}
     assert set(found) == {*ZOO, *REFUSED}

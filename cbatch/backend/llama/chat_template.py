@@ -311,7 +311,7 @@ def _text_of(content: object) -> str:
         return content
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return "".join(part["text"] for part in content)
-    raise PromptError("the last message is from assistant: to go on from it, it needs text")
+    raise PromptError("the last message is from assistant, so it is continued: it needs text")
 
 
 def _is_text_part(part: object) -> bool:

@@ -3,7 +3,7 @@
 Kernels for repacked and tiled weights take rows by fours, and those that are left over one by one: on some machines
 five rows take longer than eight. So rows of idle slots fill a step up to the next multiple of four. That is only for
 weights whose products have the same bits for any number of rows from two on.
-Source: ggml/src/ggml-cpu/repack.cpp, forward_mul_mat; docs/exactness.md.
+Source: ggml/src/ggml-cpu/repack.cpp, forward_mul_mat; docs/understand/exactness.md.
 """
 
 from __future__ import annotations

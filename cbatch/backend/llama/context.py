@@ -127,8 +127,8 @@ def check_cells(model: LlamaModel, options: EngineOptions) -> None:
     """
     if options.kv == "unified" and not model.has_cells:
         raise ConfigError(
-            "kv='unified' is a pool of cells, but this model has none: it keeps a state of one size for each sequence, "
-            "however long that is. Leave kv and admission out"
+            "kv='unified' needs cells, but this model has none: it keeps a state of fixed size for each sequence. "
+            "Leave out kv and admission"
         )
     # Source: src/llama-context.cpp, llama_init_from_model
     layout = read_layout(model)
@@ -145,8 +145,8 @@ def check_cells(model: LlamaModel, options: EngineOptions) -> None:
                 )
     if layout.has_one_type and options.cache_type_k != options.cache_type_v:
         raise ConfigError(
-            f"cache_type_k={options.cache_type_k!r} and cache_type_v={options.cache_type_v!r} must be one type: "
-            f"a model of architecture {model.architecture!r} stores both in one"
+            f"cache_type_k={options.cache_type_k!r} and cache_type_v={options.cache_type_v!r} must be equal: "
+            f"a model of architecture {model.architecture!r} stores both together"
         )
     if model.architecture == "grok" and options.has_quantised_values:
         raise ConfigError(

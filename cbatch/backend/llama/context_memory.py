@@ -265,7 +265,7 @@ class ContextMemory:
             return self.n_held(slot)
         state = self._cells.save(slot)
         if state is None or state.n_cells != self.n_held(slot):
-            raise EngineError(f"no memory to put aside what slot {slot} holds for a pad row")
+            raise EngineError(f"out of memory while saving slot {slot} for a pad row")
         self._aside[slot] = state
         self._cells.trim(slot, 0)
         return 0
@@ -279,7 +279,7 @@ class ContextMemory:
         state = self._aside.pop(slot, None)
         self._cells.trim(slot, self.n_held(slot) if state is None else 0)
         if state is not None and not self._load_state(slot, state):
-            raise EngineError(f"slot {slot} cannot have back what was put aside for a pad row")
+            raise EngineError(f"slot {slot} could not be restored after a pad row")
 
     def add(self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]) -> None:
         """Count the cells of at least one step that was done, by what was sampled; note whose row was broken.

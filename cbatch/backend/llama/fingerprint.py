@@ -53,7 +53,7 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
         OSError: the files are gone, or are not the files that were loaded.
     """
     if not parts or parts != model_parts(str(parts[0][0])):
-        raise OSError("the model's file is gone, or not the one that was loaded")
+        raise OSError("the model's file was removed or replaced since it was loaded")
     said = {name: str(getattr(options, name)) for name in _SETTINGS}
     if options.exact:  # else only the layout of cells depends on it, and their rounding
         said["flash_attn"] = options.flash_attn

@@ -170,7 +170,7 @@ def _read_name(cursor: _FileCursor, taken: Mapping[str, object]) -> str:
     """Return a name up to its first NUL, where llama.cpp's comparisons end."""
     name = cursor.string().partition(b"\0")[0].decode(errors="replace")
     if name in taken:
-        raise DamagedError(f"is damaged: {name} stands twice; {AGAIN}")
+        raise DamagedError(f"is damaged: {name} occurs twice; {AGAIN}")
     return name
 
 

@@ -85,7 +85,7 @@ class LlamaGrammars:
         """Compile a grammar. Raises a `NoAnswerError` if its trial does not end `within_s`, where given."""
         if not self._model.vocab.has_pieces:
             raise GrammarError(
-                grammar.kind, "this model has no vocabulary, so its tokens write no text"
+                grammar.kind, "this model has no vocabulary, so its tokens have no text"
             )
         source = _source(grammar)
         sandbox.start()
@@ -144,7 +144,7 @@ def _problem_of(grammar: Grammar, source: str, sandbox: Sandbox, within_s: float
     problem = find_problem(sandbox, _for_bytes(source), within_s)
     if sandbox.problem and is_suspicious(grammar):
         raise OSError(
-            f"it must be tried in a process of its own first, which cannot be done here: {sandbox.problem}"
+            f"it must be tested in a separate process first, which is not possible here: {sandbox.problem}"
         )
     return problem
 
@@ -166,9 +166,7 @@ def find_problem(sandbox: Sandbox, source: str, within_s: float | None = None) -
         if within_s is not None:
             raise
         if not error.is_lasting:
-            raise OSError(
-                "this machine had too little time or memory to try it: ask again"
-            ) from error
+            raise OSError("testing it took too much time or memory: try again") from error
         return "compiling it takes more time, memory or depth than is allowed: simplify it"
 
 
@@ -247,8 +245,8 @@ def _lark_of_gbnf(text: str) -> str:
     n_rules = text.count("::=")
     if len(text) > _N_GBNF_MAX or n_rules > _N_GBNF_RULES_MAX:
         raise ValueError(
-            f"it has {len(text)} characters and {n_rules} rules; GBNF may have {_N_GBNF_MAX} and {_N_GBNF_RULES_MAX}: "
-            "write it in Lark"
+            f"it has {len(text)} characters and {n_rules} rules; the limits of GBNF are {_N_GBNF_MAX} and "
+            f"{_N_GBNF_RULES_MAX}: write it in Lark"
         )
     return str(gbnf_to_lark(re.sub(r"\\\\|\\u([0-9a-fA-F]{4})", _character, text)))
 

@@ -81,8 +81,8 @@ def load_library() -> Any:
         ) from error
     if version != ABI_VERSION:
         raise IncompatibleLlamaError(
-            f"cbatch's native library {path} has surface {version}, "
-            f"cbatch {_version('cbatch')} wants {ABI_VERSION}; {_REINSTALL}"
+            f"cbatch's native library {path} has interface version {version}, "
+            f"cbatch {_version('cbatch')} needs {ABI_VERSION}; {_REINSTALL}"
         )
     for name, (restype, argtypes) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -126,7 +126,7 @@ def _llama_layout() -> dict[str, int]:
 def _mismatch(what: str) -> IncompatibleLlamaError:
     return IncompatibleLlamaError(
         f"{what} (cbatch {_version('cbatch')}, llama-cpp-python {_version('llama-cpp-python')}); "
-        "install versions that fit: docs/compatibility.md"
+        "install versions that fit: docs/operate/compatibility.md"
     )
 
 

@@ -226,7 +226,7 @@ class LlamaBackend:
             self._runner.renew()
         except PlanError as error:  # sizes that it was made with before: the stepper's memory
             self._free()
-            raise ModelLoadError(f"a context could not be made anew: {error}") from error
+            raise ModelLoadError(f"a context could not be rebuilt: {error}") from error
         self._cells.renew(self.ctx)
         if self.short_pool is not None:
             self.short_pool.clear()
@@ -274,7 +274,7 @@ class LlamaBackend:
         """Do one plan; see `Backend.run`."""
         if not self._busy.acquire(blocking=False):
             self.model.check_open()
-            raise PlanError("two threads run one context")
+            raise PlanError("two threads use one context")
         try:
             if self.ctx is None:
                 self.model.check_open()
@@ -324,7 +324,7 @@ class LlamaBackend:
 
     def _leave_short(self, short: ShortPool) -> None:
         if not self._cells.move(None, short.apart, is_checked=False):
-            raise EngineError("no memory to move short sequences out of their pool")
+            raise EngineError("out of memory while moving short sequences out of their pool")
         self._runner.use(self.ctx)
         short.clear()
 
@@ -428,7 +428,7 @@ class LlamaBackend:
     def validate_state(self, data: NDArray[np.uint8], n_wanted: int) -> NDArray[np.uint8]:
         """Return the first cells of a state as this memory has them; see `Backend.validate_state`."""
         if self._format is None:
-            raise ValueError("are of a memory whose layout this version does not know")
+            raise ValueError("have a memory layout that this version of cbatch does not know")
         return self._format.cut(data, n_wanted)
 
     def export_state(self, key: int, *, is_kept: bool = False) -> NDArray[np.uint8] | None:

@@ -244,7 +244,7 @@ class NativeStepper:
             raise PlanError(f"{len(masks)} masks for {n_rows} rows")
         for mask in masks:
             if mask is not None and not _is_mask(mask, n_words):
-                raise PlanError(f"a mask is {n_words} words of uint32 on end, not {mask!r}")
+                raise PlanError(f"a mask is {n_words} contiguous uint32 words, not {mask!r}")
         return (ctypes.c_void_p * n_rows)(*(None if m is None else m.ctypes.data for m in masks))
 
     def _before_sampling(

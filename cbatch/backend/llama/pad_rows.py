@@ -74,7 +74,7 @@ def shapes(n_slots: int, *, is_plain: bool) -> Sequence[RowShape]:
 
     Flash attention has a kernel of its own for a lone row, and so have products of floats. With weights that are not
     all plain, kernels change at 8 rows, and rows are taken by fours. The last shape has one width alone.
-    Source: ggml/src/ggml-cpu/repack.cpp; tiled.cpp; ops.cpp, flash attention; docs/exactness.md.
+    Source: ggml/src/ggml-cpu/repack.cpp; tiled.cpp; ops.cpp, flash attention; docs/understand/exactness.md.
     """
     if n_slots == 1:
         return [ANY_SHAPE]

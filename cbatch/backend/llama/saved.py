@@ -98,7 +98,7 @@ class SavedFormat:
             pieces += part.pieces(cells[kept], read)
             cursor.words(n_behind)
         if cursor.n_left:
-            raise ValueError("have something after them")
+            raise ValueError("are followed by extra data")
         return data if is_same else np.concatenate(pieces)
 
     def placed(self, data: Bytes) -> Bytes:
@@ -131,7 +131,7 @@ class SavedFormat:
             pieces += part.pieces(np.concatenate([_first_cells(n_past, part.n_words), cells]), read)
             is_same = is_same and not n_past
         if cursor.n_left:
-            raise ValueError("have something after them")
+            raise ValueError("are followed by extra data")
         return data if is_same else np.concatenate(pieces)
 
     def zeros(self, n_cells: int) -> Bytes:
@@ -351,7 +351,7 @@ def _cells(cursor: _StateCursor, *, n_words: int, has_values: bool) -> _MemoryPa
     n_values = n_layers if has_values else 0
     values = [_rows(cursor, is_across=is_across) for _ in range(n_values)]
     if cursor.words(n_slots - 1).any():
-        raise ValueError("are those of several sequences")
+        raise ValueError("belong to several sequences")
     return _MemoryPart(n_slots, n_words, form, (*keys, *values), n_layers)
 
 
@@ -361,7 +361,7 @@ def _state(cursor: _StateCursor) -> _MemoryPart:
         raise ValueError("are none")
     form, is_across, _ = _form(cursor)
     if is_across:
-        raise ValueError("are laid out across")
+        raise ValueError("have an unsupported, transposed layout")
     rows = list[_LayerRows]()
     while cursor.n_left:
         rows.append(_rows(cursor))
@@ -385,9 +385,9 @@ def _rows(cursor: _StateCursor, *, is_across: bool = False) -> _LayerRows:
         n_bytes, n_rows = head[4:].view("<u4").tolist()
     block = CELL_TYPES.get(type)
     if block is None or n_bytes % block.n_bytes:
-        raise ValueError("are no whole blocks of a known type")
+        raise ValueError("are not whole blocks of a known type")
     if is_across and (n_bytes, 1) != (block.n_bytes, block.n_block):
-        raise ValueError("are no whole numbers")
+        raise ValueError("are not whole numbers")
     cursor.take(n_rows * n_bytes)
     return _LayerRows(head.tobytes(), type, n_rows, n_bytes)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 N_CELLS = 1024
 """Of the pool: with so many a step without a prompt takes as long as in memory that slots have for themselves.
-Source: measured on two models; see docs/performance.md."""
+Source: measured on two models; see docs/understand/performance.md."""
 
 
 def may_have_short_pool(model: LlamaModel, options: EngineOptions) -> bool:
@@ -52,7 +52,7 @@ class ShortPool:
         """
         together = apart.in_pool()
         if together is None:
-            raise ValueError("values of this type cannot be turned")
+            raise ValueError("values of this type cannot be transposed")
         self.together, self.apart = together, apart
         """How a sequence is written for the pool, and for the slots' own memory."""
         pooled = replace(options, kv="unified", n_ctx=N_CELLS, ctx_per_seq=None, flash_attn="on")

@@ -356,7 +356,9 @@ def _with_stack(n_bytes: int, tokenize: Callable[..., int], *given: Any) -> int:
         try:
             thread.start()
         except RuntimeError:
-            raise PromptError(f"no memory for the stack to tokenize {n_bytes:,} bytes") from None
+            raise PromptError(
+                f"out of memory for the stack to tokenize {n_bytes:,} bytes"
+            ) from None
         finally:
             threading.stack_size(before)
     thread.join()
@@ -380,5 +382,5 @@ def _encode(text: str) -> bytes:
     except UnicodeEncodeError as error:
         raise PromptError(f"the prompt is not valid Unicode: {error}") from error
     if len(data) > _MAX_BYTES:
-        raise PromptError(f"the prompt has {len(data)} bytes, the most is {_MAX_BYTES}")
+        raise PromptError(f"the prompt has {len(data)} bytes; at most {_MAX_BYTES} are allowed")
     return data

@@ -403,7 +403,7 @@ def _make_untried(
         proof = exact_finding(loaded, options, is_stopped)
         found = proof.settings
         if found.exactness != BITWISE:
-            raise ConfigError(f"exact=True cannot hold for this model: {found.exactness}")
+            raise ConfigError(f"exact=True cannot be guaranteed for this model: {found.exactness}")
         ask, options, shape = partial(str, found.exactness), found.options, found.shape
     adapters = Adapters(loaded, options.adapters or {})
     try:

@@ -97,7 +97,7 @@ def open_model(
     )
     pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not pointer:
-        raise ModelLoadError(f"{path}: {'loading was broken off' if is_stopped() else _refusal()}")
+        raise ModelLoadError(f"{path}: {'loading was cancelled' if is_stopped() else _refusal()}")
     placement = Placement(
         n_gpu_layers=options.n_gpu_layers,
         split_mode=options.split_mode,

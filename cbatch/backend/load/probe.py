@@ -40,7 +40,7 @@ _NOT_ASKED = (
     "exact=True cuts them all alike"
 )
 WIDTHS = (2, 7, 8, 9, 16)
-"""Widths at which kernels of the CPU backend change. Source: measured; see docs/exactness.md."""
+"""Widths at which kernels of the CPU backend change. Source: measured; see docs/understand/exactness.md."""
 _N_PROMPT = 70  # above 64: the chunk length from which flash attention takes its tiled path
 _N_LONG = 560  # above 512: the cells from which a lone row takes flash attention's split path
 _N_DECODED = 2

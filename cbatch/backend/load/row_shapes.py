@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from cbatch.engine_options import EngineOptions
 
 N_ROWS_MAX = 32
-"""Widest step that is tried: kernels of the CPU backend change at 16 rows at most. Source: docs/exactness.md."""
+"""Widest step that is tried: CPU kernels change at 16 rows at most. Source: docs/understand/exactness.md."""
 
 _COUNTS = (1, 3, 4, 7, 8, 9, 16, 17, 31)
 """Rows of steps that are tried, besides the most: on both sides of 8 and 16, with 0 to 3 left over of fours."""

@@ -44,12 +44,12 @@ DEFAULT_OUTPUT = 512
 COMMON_FOR_UNIFIED = 256
 SHARE_FOR_UNIFIED = 2 / 3
 """Common tokens, and their share of a request's cells, from which one pool is faster. Source: measured on two models,
-0 … 1,024 common tokens and 8 … 128 of output; see docs/performance.md."""
+0 … 1,024 common tokens and 8 … 128 of output; see docs/understand/performance.md."""
 
 PROMPT_FOR_FLASH = 1024
 SHARE_FOR_FLASH = 24
 """Tokens of a prompt that are its own, and how many times those of its answer, from which a job is faster with flash
-attention on a processor that decodes faster without. Source: measured on two models; see docs/performance.md."""
+attention on a processor that decodes faster without. Source: two models measured; docs/understand/performance.md."""
 
 _MIB = 2**20
 _log = Log("cbatch")

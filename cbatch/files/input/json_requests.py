@@ -172,7 +172,7 @@ class CbatchReader(RequestReader):
         _check_keys(request, KEYS, " (for objects of your own give a template)")
         options = request.pop("options", None)
         if options is not None and not isinstance(options, dict):
-            raise InputLineError("invalid_request", "options must be an object of names", "options")
+            raise InputLineError("invalid_request", "options must be an object", "options")
         prompt = request.get("prompt")
         if self._as_chats and isinstance(prompt, str) and prompt and len(request) == 1:
             request = {"messages": [{"role": "user", "content": prompt}]}
@@ -209,7 +209,7 @@ class OpenAIReader(RequestReader):
     def __init__(self, url: str | None = None) -> None:
         """Read nothing yet; `url` is that of every line, None for any that is served; ConfigError for another."""
         if url is not None and url not in self.urls:
-            raise ConfigError(f"url={url!r} is not served; served: {', '.join(self.urls)}")
+            raise ConfigError(f"url={url!r} is not supported; supported are {', '.join(self.urls)}")
         super().__init__()
         self._url = url
         self._model: str | None = None
@@ -244,7 +244,7 @@ class OpenAIReader(RequestReader):
 
     def _check_url(self, url: object) -> None:
         if url not in self.urls:
-            message = f"url {url!r} is not served; served: {', '.join(self.urls)}"
+            message = f"url {url!r} is not supported; supported are {', '.join(self.urls)}"
             raise InputLineError("invalid_url", message, "url")
         if self._url is not None and url != self._url:
             message = f"url {url!r} is not that of the batch: {self._url}"

@@ -127,8 +127,8 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedReader:
     unread = next((what for magic, what in _UNREAD.items() if start.startswith(magic)), None)
     if unread or PurePath(name).suffix.lower() in UNREAD:
         raise ConfigError(
-            f"{name}: is {unread or 'packed'}, which is not supported: unpack it, or compress it by gzip, bzip2, xz or "
-            "zstd"
+            f"{name}: is {unread or 'packed'}, which is not supported: unpack it, or compress it with gzip, bzip2, xz "
+            "or zstd"
         )
     modules = next((modules for magic, modules in _PACKED.items() if magic.match(start)), None)
     if modules is None:

@@ -151,7 +151,7 @@ class InputFile:
         if is_plain and self._n_bytes < (self.n_bytes or 0):  # missing lines were not removed
             raise ConfigError(
                 f"{self.name}: was cut off or replaced while it was read: it has {self._n_bytes:,} bytes and had "
-                f"{self.n_bytes:,}: run the same command again when it is whole"
+                f"{self.n_bytes:,}: run the same command again when it is complete"
             )
 
     def ahead(self) -> Iterator[bytes | LongLine]:

@@ -142,7 +142,7 @@ class ColumnarEncoder(RowEncoder):
             with open_table(path, str(self._input)) as (schema, _, batches):
                 types = types_of(schema)
                 if any(types.get(f.name) != str(f.type) for f in self._fields):
-                    raise ConfigError(f"the columns of {path} are others")
+                    raise ConfigError(f"the columns of {path} have changed")
                 for batch in batches:
                     found = []
                     while ahead is not None and ahead[0] <= n_before + batch.num_rows:
@@ -152,7 +152,7 @@ class ColumnarEncoder(RowEncoder):
                         yield self._kept(batch, n_before, found)
                     n_before += batch.num_rows
         if n_items != n_before:
-            raise ConfigError(f"{n_before:,} rows are there, and {n_items:,} were read")
+            raise ConfigError(f"the file has {n_before:,} rows, but {n_items:,} were read")
 
     def _kept(self, batch: Any, n_before: int, found: Sequence[_Record]) -> list[Any]:
         n_columns, rows = len(self.layout.added), rows_of(batch)

@@ -172,7 +172,7 @@ class AnswerColumns:
         for name in keep or ():
             if name not in known:
                 raise ConfigError(
-                    f"keep_columns has {name!r}, which is no column; columns are {listed(known)}"
+                    f"keep_columns has {name!r}, which is not a column; columns are {listed(known)}"
                 )
         self.has_rows, self.keeps_all = columns is not None, keep is None
         self.own = known if keep is None else tuple(dict.fromkeys(keep))

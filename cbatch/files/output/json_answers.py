@@ -73,7 +73,7 @@ class CbatchEncoder(TraceableEncoder):
         id, error = record.get("id"), record.get("error")
         digest = _digest_in(record.get("digest"))
         if not isinstance(id, str) or not (digest or (error and "digest" not in record)):
-            raise InputLineError("no_record", "is no answer of cbatch")
+            raise InputLineError("no_record", "is not an answer of cbatch")
         return self._known(id, digest, is_error=error is not None)
 
 
@@ -145,7 +145,7 @@ class OpenAIEncoder(TraceableEncoder):
         """Return the item of a record; see `TraceableEncoder.known`."""
         id, response = record.get("custom_id"), record.get("response")
         if not isinstance(id, str) or record.get("id") != f"batch_req_{_key(id)}":
-            raise InputLineError("no_record", "is no answer of cbatch in OpenAI's format")
+            raise InputLineError("no_record", "is not an answer of cbatch in OpenAI's format")
         if not isinstance(response, dict):
             return None
         digest = _digest_in(str(response.get("request_id")).removeprefix("req_"))

@@ -196,14 +196,14 @@ class Manifest:
             return True
         if version > _VERSION:
             raise LostError(
-                f"{self._home}: is of version {version}, and this cbatch knows {_VERSION}",
+                f"{self._home}: has version {version}, but this cbatch knows {_VERSION}",
                 "update cbatch, give another output, or replace it (--force)",
             )
         [problems] = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if problems != "ok":
             raise _damaged(self._home, problems.splitlines()[-1])
         if not found.issuperset(_TABLES):
-            raise _damaged(self._home, "a table is not as it was made")
+            raise _damaged(self._home, "a table was changed")
         return False
 
     @contextmanager

@@ -165,8 +165,8 @@ def reopened(output: Path) -> Iterator[Outputs]:
         for row in rows.values():
             if not row.path.exists() and outputs.manifest.count(row.file).n_records:
                 raise ConfigError(
-                    f"{row.path}: is not there, and has records of {output}: put it back, or give the command of its "
-                    "run again"
+                    f"{row.path}: is missing, and holds records of {output}: put it back, or run its command "
+                    "again"
                 )
         outputs.open_files(rows.values())
     with closing(outputs):
@@ -229,7 +229,7 @@ def _new_row(file: int, path: Path, spec: OutputSpec) -> FileRow:
     if not spec.header.startswith(found.rstrip(b"\0")) and not spec.force:  # a disk may leave zeros
         raise LostError(
             f"{path}: exists, and no manifest of cbatch lists its records",
-            "give another file, or replace it (--force); of JSON lines the manifest can be rebuilt (--adopt)",
+            "give another file, or replace it (--force); for JSON lines, the manifest can be rebuilt (--adopt)",
         )
     return FileRow(file, path, spec.header)
 

@@ -134,7 +134,7 @@ def check_places(output: Path, options: FileOptions, inputs: Sequence[str]) -> N
     """
     more = _more(options)
     if any(map(is_dash, more)):
-        raise ConfigError("-: stdout is for answers alone: give a file")
+        raise ConfigError("-: stdout is only for answers: give a file")
     for path in (output, *more):
         check_place(path)
     read = [status for name in inputs if (status := status_of(name)) is not None]

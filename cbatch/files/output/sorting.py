@@ -198,7 +198,7 @@ def _id_of(line: bytes, place: str) -> str:
     for key in ("custom_id", "id"):
         if isinstance(record, dict) and isinstance(record.get(key), str):
             return str(record[key])
-    raise ConfigError(f"{place}: has neither custom_id nor id: it is no record of cbatch")
+    raise ConfigError(f"{place}: has neither custom_id nor id: it is not a record of cbatch")
 
 
 def _lines(fd: int, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:

@@ -391,7 +391,7 @@ def test_file_that_is_cut_off_is_refused(
     [
         ({"general.type": None}, "of type 'model'"),
         ({"general.type": 8}, "general.type is of another type"),
-        ({"general.type\0": 8, "general.type": "adapter"}, "stands twice"),
+        ({"general.type\0": 8, "general.type": "adapter"}, "occurs twice"),
         ({"general.architecture": "qwen2"}, "architecture 'qwen2'"),
         ({"general.architecture": 8}, "general.architecture is of another type"),
         ({"adapter.type": None}, "of type None"),

@@ -229,7 +229,7 @@ def test_model_that_stores_both_in_one_wants_one_type(synth: SynthFactory) -> No
     latent = {"llama.attention.key_length_mla": 32, "llama.attention.value_length_mla": 32}
     with closing(open_model(synth("test", metadata=latent))) as opened:
         check_cells(opened, options(cache_type_k="q8_0", cache_type_v="q8_0"))
-        with pytest.raises(ConfigError, match="must be one type: a model of architecture 'llama'"):
+        with pytest.raises(ConfigError, match="must be equal: a model of architecture 'llama'"):
             check_cells(opened, options(cache_type_v="q8_0"))
 
 

@@ -296,7 +296,7 @@ def test_memory_that_cannot_move_is_told(
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))  # nothing is there to move
     long = list(range(300, 810))
     backend.run(StepPlan((chunk(1, 0, long),)))
-    with pytest.raises(EngineError, match="no memory to move short sequences"):
+    with pytest.raises(EngineError, match="out of memory while moving short sequences"):
         backend.run(StepPlan((chunk(2, 0, long),)))
 
 

@@ -95,7 +95,7 @@ def test_cases_are_those_that_run() -> None:
 def test_package_without_experiments_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "find_spec", lambda _: None)
     assert present() == ("step_costs", "simulate", "simulate_nodes")
-    with pytest.raises(ConfigError, match="case steps: only in a checkout of cbatch"):
+    with pytest.raises(ConfigError, match="case steps is only in a checkout of cbatch"):
         run_case("steps", [])
 
 
