@@ -33,6 +33,7 @@ from cbatch.server.server_settings import ServerSettings
 from cbatch.server.telemetry import find_tracer
 from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
+from cbatch.support.garbage import drop_frames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -159,12 +160,14 @@ class Endpoint:
         exchange.record.route = self._route
         try:
             await self._handle(self._desk, exchange)
-        except ClientGoneError:
+        except ClientGoneError as error:
             exchange.record.status = CLIENT_GONE
+            drop_frames(error)
         except (HttpProblemError, CBatchError) as error:
             if exchange.status is not None:
                 raise
             await exchange.respond_problem(problem_of(error))
+            drop_frames(error)
 
 
 # ---- around all endpoints ----

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from types import NoneType
@@ -180,6 +181,11 @@ class StoredBatch:
 
 
 # ---- rows ----
+
+
+def storable_now() -> float:
+    """Return seconds since 1970, which an index can have: 0 while the system's clock is set to a time before."""
+    return max(time.time(), 0.0)
 
 
 def file_of(row: tuple[Any, ...]) -> StoredFile:

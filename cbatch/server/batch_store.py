@@ -13,7 +13,6 @@ import secrets
 import shutil
 import sqlite3
 import threading
-import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from cbatch.server.batch_index import (
     hide_bad_rows,
     is_index,
     open_index,
+    storable_now,
 )
 from cbatch.server.files_folder import FilesFolder, is_full
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError, draining
@@ -80,7 +80,7 @@ class BatchStore:
     """The files and batches of one server, which keeps others out. Every method from any thread."""
 
     def __init__(
-        self, folder: Path, n_bytes_max: int, clock: Callable[[], float] = time.time
+        self, folder: Path, n_bytes_max: int, clock: Callable[[], float] = storable_now
     ) -> None:
         """Open a folder, or make it; remove what a killed server has left behind.
 

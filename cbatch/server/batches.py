@@ -24,6 +24,7 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
+from cbatch.server.batch_index import storable_now
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
 from cbatch.server.batch_store import new_file_id
@@ -123,7 +124,7 @@ class Batches:
         room: BatchRoom,
         settings: ServerSettings,
         model: str,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = storable_now,
     ) -> None:
         """Go on with the batches that have not ended."""
         self.store = store

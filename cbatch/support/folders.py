@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import secrets
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ _WAYS_OUT = {
     errno.EFBIG: "the file would be larger than is allowed here (ulimit -f): raise the limit",
 }
 
+_N_BLOCK = 2**13
+"""Most bytes that SQLite writes at once: where a write fails, a file is at most this much below the limit."""
+
 _N_MARK = 4
 
 
@@ -37,6 +41,14 @@ def told(path: Path, more: str = "") -> Iterator[None]:
         way_out = _WAYS_OUT.get(error.errno or 0)
         reason = f"cannot be written: {error.strerror or error}"
         raise OutputError(path, reason if way_out is None else way_out + more) from error
+
+
+def way_out(*paths: Path) -> str:
+    """Return the way out if one of the files is as large as this process may write (`ulimit -f`); else ""."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    sizes = [path.stat().st_size for path in paths if path.exists()]
+    is_at_limit = limit != resource.RLIM_INFINITY and max(sizes, default=0) + _N_BLOCK > limit
+    return _WAYS_OUT[errno.EFBIG] if is_at_limit else ""
 
 
 def sync_folder(folder: Path) -> None:

@@ -57,3 +57,19 @@ def uncollected() -> Iterator[None]:
             yield
         finally:
             _blocks.end()
+
+
+def drop_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that was dealt with, and of those behind it.
+
+    A frame among them that refers to its error, as that of each `await` of a failed future does, would keep all values
+    of all of them in memory until the collector visits old objects.
+    """
+    errors, seen = [error], set[int]()
+    while errors:
+        error = errors.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        error.__traceback__ = None
+        errors += [e for e in (error.__cause__, error.__context__) if e is not None]

@@ -17,6 +17,7 @@ from cbatch.errors import (
     ConfigError,
     DeadlineError,
     EngineClosedError,
+    EngineError,
     ModelLoadError,
     WorkerDiedError,
     words_of,
@@ -62,6 +63,12 @@ N_FAILED_MAX = 6
 """Failed starts in a row per worker, after which requests that wait for a worker end. Starts are still retried.
 
 Our choice: with the pauses of `BACK_OFF_S`, about 4 seconds and the time of the starts.
+"""
+
+N_USELESS_MAX = 10
+"""Workers that die of requests while none has ever answered one, after which the pool ends. Our choice.
+
+With the pauses of `BACK_OFF_S`, about a minute and the time of the starts: longer than a passing lack of memory.
 """
 
 N_ASKED_MAX = 3
@@ -123,6 +130,10 @@ class Pool:
         self._is_loaded = False
         self._n_failed = 0
         """Starts that have failed since a worker last ran, for whatever reason."""
+        self._has_answered = False
+        """Whether a worker has ever answered a request."""
+        self._n_useless = 0
+        """Workers that have died of requests before one was answered."""
         self._refusal: ModelLoadError | None = None
         """The error of requests that wait for a worker, once starts have failed often enough."""
         self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
@@ -535,6 +546,7 @@ class Pool:
             target.deliver(chunks, results)
         self._take_events(connection, said)
         if ended:
+            self._has_answered = self._has_answered or any(r.error is None for r in ended.values())
             self._after_ends(connection)
 
     def _read(
@@ -627,7 +639,9 @@ class Pool:
     def leave(self, connection: Connection) -> bool:
         """Do without a worker that is gone; return whether it is to be replaced."""
         with self.lock():
-            is_over = self.is_closing or not self._can_replace
+            self._n_useless += bool(connection.requests)
+            is_useless = not self._has_answered and self._n_useless >= N_USELESS_MAX
+            is_over = self.is_closing or not self._can_replace or is_useless
             self._keep_figures(connection)
             if is_over:
                 self._hold([a for a in connection.requests.values() if not a.has_begun])
@@ -637,7 +651,10 @@ class Pool:
             is_cancelled = self.is_closing or asked.is_given_up
             error = None if is_cancelled else WorkerDiedError(cause, asked.n_deaths_alone)
             self._cut_off(asked, error)
-        if is_over:
+        if is_useless:
+            words = f"{self._n_useless} workers died before one had answered a request: {cause}"
+            self.fail(EngineError(words))
+        elif is_over:
             self.fail(WorkerDiedError(cause))
         else:
             with self.lock():

@@ -429,6 +429,9 @@ def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path, n_mos
     done = run_python(LIMITED, tmp_path, n_most)
     assert done.returncode == 2, done.stderr
     assert "/out" in done.stdout
+    assert (
+        "larger than is allowed here (ulimit -f): raise the limit, then run the same" in done.stdout
+    )
     run_pass(tmp_path, 0, 200)
     assert sum(map(len, records(tmp_path).values())) == 200
 

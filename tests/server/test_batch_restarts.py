@@ -222,3 +222,15 @@ def test_killed_servers_answer_each_line_once(tmp_path: Path) -> None:
     assert len(files) == 2
     texts = {json.dumps(each["response"]["body"]["choices"]) for each in found.values()}
     assert len(texts) == 1
+
+
+def test_batch_of_a_clock_before_1970_is_listed_by_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.server.batch_index.time.time", lambda: -86_400.0)
+    with kept_app(tmp_path) as app:
+        batch = begun(app, lines(line("a")))
+        assert ended(app, batch)["status"] == "completed"
+    with kept_app(tmp_path) as app:
+        assert batch_of(app, batch)["request_counts"]["completed"] == 1
+        assert len(answers(app, batch_of(app, batch))) == 1

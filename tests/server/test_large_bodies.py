@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -262,3 +263,43 @@ def test_larger_window_reads_more() -> None:
     with fake_app(1, 2**17) as app:
         assert call(app, "/detokenize", {"tokens": TOKENS}).status_code == 200
         assert len(call(app, "/tokenize", {"content": TEXT}).json()["tokens"]) == len(TEXT)
+
+
+REFUSED = [
+    (CHAT, CHATTED),
+    (CHAT, {**LARGE, "messages": [{"role": "user", "content": "x" * 4000}]}),
+    (CHAT, {**LARGE, "temperature": -1}),
+    (CHAT, {**LARGE, "grammar": "root ::= ("}),
+    ("/responses", {"input": "x" * 4000, "user": "x" * 2**17}),
+    ("/v1/messages/count_tokens", {"model": "m", "messages": 5, "user": "x" * 2**17}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+def test_body_that_was_refused_is_garbage_without_a_look(path: str, body: Any) -> None:
+    held: list[weakref.ref[Any]] = []
+
+    async def main(app: Starlette) -> None:
+        client = Client(path, body)
+        await client.ask(app)
+        assert client.sent[0]["status"] == 400
+
+    with fake_app(4, 256) as app, pytest.MonkeyPatch.context() as patch:
+        read = exchange.object_of
+
+        def noted(data: bytes) -> dict[str, Any]:
+            found = _Body(read(data))
+            held.append(weakref.ref(found))
+            return found
+
+        patch.setattr(exchange, "object_of", noted)
+        gc.disable()
+        try:
+            anyio.run(main, app)  # its threads have ended, too
+            assert [body() for body in held] == [None]
+        finally:
+            gc.enable()
+
+
+class _Body(dict[str, Any]):
+    """A body that can be watched."""

@@ -11,13 +11,14 @@ import pytest
 from cbatch.engine import Engine
 from cbatch.errors import (
     DeadlineError,
+    EngineClosedError,
     EngineError,
     ModelLoadError,
     RequestCancelledError,
     WorkerDiedError,
 )
 from cbatch.messages import BatchPrompt
-from cbatch.worker.pool import N_FAILED_MAX
+from cbatch.worker.pool import N_FAILED_MAX, N_USELESS_MAX
 from cbatch.worker.replica import back_off_s
 from cbatch.worker.requests import N_ALONE_MAX
 from tests.places import wait_until
@@ -427,3 +428,29 @@ def test_requests_that_arrive_while_a_worker_is_replaced_wait_for_the_next() -> 
         wait = in_thread(lambda: all_results(engine.run(prompts(5))))
         launches.gate.set()
         assert [r.token_ids for r in wait()] == undisturbed(5)
+
+
+def test_workers_that_all_die_before_any_answer_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
+    launches = Launches(make(die_at=1))
+    with launches.engine(2, options=SHORT) as engine:
+        results = all_results(engine.run(prompts(40)))
+        error = results[-1].error
+        assert isinstance(error, EngineClosedError)
+        words = f"{N_USELESS_MAX} workers died before one had answered a request: ended by SIGABRT"
+        assert words in str(error)
+        with pytest.raises(EngineClosedError):
+            engine.run(prompts(1))
+    assert len(launches.links) <= N_USELESS_MAX + 2
+
+
+def test_deaths_behind_an_answer_do_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.worker.replica.BACK_OFF_S", (0.0,))
+    launches = Launches(make(poison=POISON))
+    with launches.engine(options=SHORT) as engine:
+        all_results(engine.run(prompts(1)))
+        for _ in range(N_USELESS_MAX):
+            assert ends(all_results(engine.run(prompts(1, poison=0)))) == ["WorkerDiedError"]
+        assert ends(all_results(engine.run(prompts(1)))) == ["length"]

@@ -115,10 +115,6 @@ class _Turns:
         return newest[0] + _LONG_S - time.monotonic() if len(newest) == _N_AT_ONCE else 0.0
 
 
-class _NotAskedError(PromptError):
-    """The template did not finish: its process could not be started, or something else ended it."""
-
-
 class _Renderer:
     """Renders chats in other processes, or in this one if none can be started. From any thread."""
 
@@ -131,7 +127,11 @@ class _Renderer:
     ) -> None:
         self._clock = clock
         self._settings = {"source": source, "bos_token": bos_text, "eos_token": eos_text}
+        self._changed = threading.Condition()
+        """Guards the processes."""
         self._free: list[Sandbox] = []
+        self._n_running = 0
+        """Processes that are being asked."""
         self._turns = _Turns()
         self._is_closed = False
 
@@ -143,11 +143,13 @@ class _Renderer:
         question = {"messages": messages, "variables": dict(variables or {}), "now_s": now_s}
         with self._turns.turn():
             sandbox = self._take()
+            if not sandbox.is_possible:
+                return template_job.begin(self._settings)(question)
+            if sandbox.problem:
+                return {"unasked": f"no process for the template: {sandbox.problem}"}
             try:
                 found: dict[str, str] = sandbox.ask(question)
             except NoAnswerError as error:
-                if not sandbox.is_possible:
-                    return template_job.begin(self._settings)(question)
                 if sandbox.problem:
                     return {"unasked": f"no process for the template: {sandbox.problem}"}
                 kind = "refused" if error.is_lasting else "unasked"
@@ -160,23 +162,40 @@ class _Renderer:
             except (TypeError, ValueError) as error:  # such as bytes
                 return {"refused": f"messages and variables must be JSON: {error}"}
             finally:
-                if self._is_closed or len(self._free) == _N_AT_ONCE:
-                    sandbox.close()
-                else:
-                    self._free.append(sandbox)
+                self._give_back(sandbox)
             return found
 
     def _take(self) -> Sandbox:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return Sandbox(template_job.__file__, self._settings, _LIMITS)
+        """Return a process that runs; where none can be started, wait for one that runs. `problem` if none does."""
+        with self._changed:
+            while True:
+                sandbox = self._free.pop() if self._free else self._new()
+                sandbox.start()
+                if not sandbox.problem:
+                    self._n_running += 1
+                    return sandbox
+                if not self._n_running:
+                    return sandbox
+                self._changed.wait()
+
+    def _new(self) -> Sandbox:
+        return Sandbox(template_job.__file__, self._settings, _LIMITS)
+
+    def _give_back(self, sandbox: Sandbox) -> None:
+        with self._changed:
+            self._n_running -= 1
+            if self._is_closed or sandbox.problem or len(self._free) == _N_AT_ONCE:
+                sandbox.close()
+            else:
+                self._free.append(sandbox)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the idle processes; others end with their chat."""
-        self._is_closed = True
-        while self._free:
-            self._free.pop().close()
+        with self._changed:
+            self._is_closed = True
+            while self._free:
+                self._free.pop().close()
 
 
 class ChatTemplate:
@@ -212,6 +231,7 @@ class ChatTemplate:
         try:
             shown = self._render([_ASKED], {"tools": [_TOOL]})
         except RequestFailedError as error:
+            _check_template(error)
             return f"{self._name} fails with tools: {error}"
         if _TOOL_NAME in shown:
             return ""
@@ -260,7 +280,9 @@ class ChatTemplate:
         if (words := found.get("refused")) is not None:
             raise PromptError(f"the chat template refuses these messages: {words}")
         if (words := found.get("unasked")) is not None:
-            raise _NotAskedError(f"the messages could not be rendered: {words}")
+            raise RequestFailedError(f"the messages could not be rendered: {words}") from OSError(
+                words
+            )
         return found["text"]
 
     @cached_property
@@ -270,15 +292,20 @@ class ChatTemplate:
             chat = [_ASKED, put(_CALLED), _ANSWERED]
             try:
                 shown = self._render(chat, {"tools": [_TOOL]})
-            except _NotAskedError:  # which says nothing of the template
-                raise
-            except RequestFailedError:
+            except RequestFailedError as error:
+                _check_template(error)
                 continue
             # neither as Python writes a mapping, nor as JSON text within JSON text
             wrong = (f"'{_ARGUMENT}'", f'\\"{_ARGUMENT}')
             if _ARGUMENT in shown and not any(text in shown for text in wrong):
                 return put
         return None
+
+
+def _check_template(error: RequestFailedError) -> None:
+    """Raise an error that says nothing of the template: the system ended its process, or started none."""
+    if isinstance(error.__cause__, OSError):
+        raise error
 
 
 def parse_override(chat_template: str) -> str:

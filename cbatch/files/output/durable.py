@@ -30,6 +30,12 @@ def told(path: Path) -> AbstractContextManager[None]:
     return folders.told(path, _AGAIN)
 
 
+def refusal_of(error: Exception, *paths: Path) -> str:
+    """Return why a library could not write files, with the way out."""
+    found = folders.way_out(*paths) or f"cannot be written: {error}: see that the disk has space"
+    return found + _AGAIN
+
+
 def write_at(fd: int, data: bytes, start: int) -> None:
     """Write all bytes at a place."""
     left = memoryview(data)

@@ -314,11 +314,7 @@ class Manifest:
 
     def _failed(self, error: sqlite3.DatabaseError) -> OutputError | ConfigError:
         if isinstance(error, sqlite3.OperationalError):
-            return OutputError(
-                self.path,
-                f"cannot be written: {error}: see that the disk has space, then run the same command again: "
-                "finished items are kept",
-            )
+            return OutputError(self.path, disk.refusal_of(error, *files_of_manifest(self.path)))
         return _damaged(self._home, error)
 
     # ---- settings, files, records ----

@@ -15,6 +15,7 @@ import pytest
 
 from cbatch.backend.llama import chat_template
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate, parse_override
+from cbatch.backend.llama.sandbox import NoAnswerError
 from cbatch.errors import ConfigError, RequestFailedError
 from tests.runtime.backends import PATIENCE_S
 
@@ -184,6 +185,9 @@ class HeldSandbox:
     def __init__(self, job: str, settings: object, limits: object) -> None:
         pass
 
+    def start(self) -> None:
+        pass
+
     def ask(self, question: Any) -> dict[str, str]:
         content = question["messages"][0]["content"]
         if content == "slow":
@@ -210,6 +214,56 @@ def test_chats_that_take_long_hold_up_no_others(monkeypatch: pytest.MonkeyPatch)
         finally:
             HeldSandbox.go.set()
         assert [future.result(PATIENCE_S) for future in held] == ["slow"] * 3
+
+
+class OnlySandbox(HeldSandbox):
+    """The first of these gets a process; the system starts no more."""
+
+    n_made = 0
+    go = threading.Event()
+    begun = threading.Semaphore(0)
+
+    def __init__(self, job: str, settings: object, limits: object) -> None:
+        OnlySandbox.n_made += 1
+        self.problem = "no more processes" if OnlySandbox.n_made > 1 else ""
+
+    def ask(self, question: Any) -> dict[str, str]:
+        if self.problem:
+            raise NoAnswerError(is_lasting=False)
+        return super().ask(question)
+
+
+def test_chats_wait_for_the_only_process_that_the_system_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template, "Sandbox", OnlySandbox)
+    template = ChatTemplate(ECHO)
+    with ThreadPoolExecutor() as threads:
+        try:
+            held = threads.submit(template.render, [{**USER, "content": "slow"}])
+            assert OnlySandbox.begun.acquire(timeout=PATIENCE_S)
+            others = [threads.submit(template.render, [USER]) for _ in range(8)]
+            while OnlySandbox.n_made < 2 and not any(other.done() for other in others):
+                os.sched_yield()
+        finally:
+            OnlySandbox.go.set()
+        assert [other.result(PATIENCE_S) for other in others] == ["Hi"] * 8
+        assert held.result(PATIENCE_S) == "slow"
+
+
+def test_chat_fails_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **named: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    with monkeypatch.context() as patch:
+        patch.setattr("cbatch.backend.llama.sandbox.subprocess.Popen", refuse)
+        with pytest.raises(RequestFailedError, match="no process for the template") as failed:
+            template.render([USER])
+        assert type(failed.value) is RequestFailedError  # not the prompt's fault
+        with pytest.raises(RequestFailedError, match="no process for the template"):
+            _ = template.tool_refusal
+    assert not template.tool_refusal
 
 
 def children() -> list[int]:
