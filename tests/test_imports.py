@@ -76,6 +76,7 @@ COMMANDS = {
     "cache",
     "daemon",
     "demo",
+    "doctor",
     "info",
     "run",
     "serve",

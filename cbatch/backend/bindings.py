@@ -95,12 +95,17 @@ def _prepare(llama: Any) -> None:
         IncompatibleLlamaError: there are no backends, or the structures do not fit.
     """
     bindings = llama.llama_cpp
-    file = LIBRARY or Path(bindings._lib._name)
+    file = library_file()
     load_backends(bindings._lib, file)
     if reason := fit_structures(bindings):
         raise misfit(file, reason)
     for name in ("llama_context_params", "llama_model_params"):
         setattr(llama, name, getattr(bindings, name))
+
+
+def library_file() -> Path:
+    """Return the file of the library that is loaded."""
+    return LIBRARY or Path(llama_cpp.llama_cpp._lib._name)
 
 
 LIBRARY = checked_library()

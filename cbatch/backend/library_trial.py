@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbatch.backend.named_library import backend_folders
 from cbatch.errors import CBatchError, IncompatibleLlamaError, words_of
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ _N_ROOM = 64
 def main() -> None:
     """Print what a library is and what is wrong with it, as JSON; the argument is the number of a device, or absent.
 
-    The keys: `problem`, None or why the library cannot be used; `version` of the library; `system`, llama.cpp's own
-    line of instruction sets; `devices`, each with name, maker, takes_layers, n_free and n_total.
+    The keys: `problem`, None or why the library cannot be used. Where it could be loaded also `library`, its file;
+    `version`; `system`, llama.cpp's own line of instruction sets; `backends`, numbers of devices by name; `unloaded`,
+    why files of backends do not load, by name; and `devices`, each with name, maker, takes_layers, n_free and n_total.
     """
     try:
         found = _found(int(sys.argv[1]) if len(sys.argv) > 1 else None)
@@ -50,17 +52,34 @@ def main() -> None:
 
 
 def _found(i_device: int | None) -> dict[str, Any]:
-    from cbatch.backend.bindings import library_version, llama_cpp
-    from cbatch.backend.load.devices import devices
+    from cbatch.backend.bindings import library_file, library_version, llama_cpp
+    from cbatch.backend.load.devices import backends, devices
 
-    found = devices()
+    found, file = devices(), library_file()
     kept = ("name", "maker", "takes_layers", "n_free", "n_total")
     return {
         "problem": wrong_answer(llama_cpp, None if i_device is None else found[i_device].handle),
+        "library": str(file),
         "version": library_version(),
         "system": llama_cpp.llama_print_system_info().decode(errors="replace"),
+        "backends": backends(),
+        "unloaded": _unloaded(file),
         "devices": [{name: getattr(d, name) for name in kept} for d in found],
     }
+
+
+def _unloaded(file: Path) -> dict[str, str]:
+    """Return why backends beside a library do not load, by the names of their files, such as for lack of a driver."""
+    paths = [path for folder in backend_folders(file) for path in folder.glob("libggml-*")]
+    return {path.name: reason for path in paths if (reason := _why_not_loaded(path))}
+
+
+def _why_not_loaded(path: Path) -> str:
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return words_of(error)
+    return ""
 
 
 def wrong_answer(llama: Any, device: Any) -> str | None:

@@ -123,6 +123,8 @@ def _replace(llama: Any, name: str, old: Any, new: Any) -> None:
     """Have all functions of the module take and return the new structure."""
     setattr(llama, name, new)
     for function in vars(llama).values():
+        if isinstance(function, type):  # such as the type of a callback
+            continue
         if getattr(function, "restype", None) is old:
             function.restype = new
         if old in (getattr(function, "argtypes", None) or ()):

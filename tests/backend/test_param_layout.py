@@ -36,6 +36,7 @@ def _bindings(*without: str, model: Any = _MODEL) -> Any:
         llama_model_params=model,
         llama_context_default_params=function,
         llama_init_from_model=init,
+        llama_log_callback=llama_cpp.llama_log_callback,
     )
 
 

@@ -28,7 +28,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_dev_description": (_text, _pointer),
     "ggml_backend_dev_memory": (None, _pointer, _pointer, _pointer),
     "ggml_backend_dev_backend_reg": (_pointer, _pointer),
+    "ggml_backend_reg_count": (_size,),
+    "ggml_backend_reg_get": (_pointer, _size),
     "ggml_backend_reg_name": (_text, _pointer),
+    "ggml_backend_reg_dev_count": (_size, _pointer),
     "ggml_backend_reg_by_name": (_pointer, _text),
     "ggml_backend_reg_get_proc_address": (_pointer, _pointer, _text),
     "ggml_backend_register": (None, _pointer),
@@ -81,6 +84,15 @@ def _described(handle: Any) -> Device:
     name, maker = (_ggml(f"ggml_backend_dev_{word}", handle) for word in ("name", "description"))
     is_gpu = _ggml("ggml_backend_dev_type", handle) in (_GPU, _SHARED_GPU)
     return Device(_readable(name), _readable(maker), is_gpu, *_memory(handle), handle)
+
+
+def backends() -> dict[str, int]:
+    """Return how many devices each backend has, by ggml's names, such as CUDA."""
+    handles = [_ggml("ggml_backend_reg_get", i) for i in range(_ggml("ggml_backend_reg_count"))]
+    return {
+        _readable(_ggml("ggml_backend_reg_name", h)): _ggml("ggml_backend_reg_dev_count", h)
+        for h in handles
+    }
 
 
 def device_names() -> list[str]:
