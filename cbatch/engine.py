@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from anyio.lowlevel import checkpoint
 
+from cbatch.backend.named_library import use_library
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     CBatchError,
@@ -779,6 +780,7 @@ def open_local(
     n_sharing: int = 1,
 ) -> LocalRuntime:
     """Load a model into this process, one of `n_sharing` that share the free memory. Raises as `cbatch.load`."""
+    use_library(options.library)
     from cbatch.backend.load.checkpoint_budget import settle_checkpoints
     from cbatch.backend.load.devices import free_on_devices
     from cbatch.backend.load.loader import load_backend  # llama_cpp is slow to import

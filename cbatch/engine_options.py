@@ -224,6 +224,8 @@ class EngineOptions(ScheduleOptions):
         draft: a smaller model's file, with the same vocabulary: it drafts tokens too; see `speculate`.
         cache_dir: the folder for cells that requests save; default: the user's own.
         cache_mib: the most that the folder may hold.
+        library: llama.cpp's library, or a folder that has it, in place of the one that `LLAMA_CPP_LIB_PATH` names or
+            llama-cpp-python has. A process has one: the first load decides.
 
     Raises:
         ConfigError: a value of the wrong type, out of range, or at odds with another.
@@ -265,6 +267,7 @@ class EngineOptions(ScheduleOptions):
     draft: str | os.PathLike[str] | None = checked(check_path)
     cache_dir: str | os.PathLike[str] | None = checked(check_path)
     cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
+    library: str | os.PathLike[str] | None = checked(check_path)
 
     __repr__ = given_only
 

@@ -267,7 +267,12 @@ class InsideStepError(CBatchError, RuntimeError):
 
 
 class IncompatibleLlamaError(EngineError):
-    """The native library and the installed llama-cpp-python do not fit together."""
+    """cbatch, llama-cpp-python and the library of llama.cpp do not fit together."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        """Keep why they do not, without the versions and ways out that the message has; empty where it says no more."""
+        self.reason = reason or message
+        super().__init__(message)
 
 
 class ModelLoadError(EngineError):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from cbatch.backend.named_library import use_library
 from cbatch.engine import Engine, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
@@ -153,13 +154,16 @@ def _unloaded(
         open_there = partial(open_workers, n=n_replicas, n_sharing=n_of_memory)
         opener = partial(open_there, model, engine_options, look_ahead)
     defaults = RunOptions.of(options)
-    opener = partial(_open_checked, defaults, opener)
+    opener = partial(_open_checked, defaults, engine_options, opener)
     return Engine(options=defaults, opener=opener, model_name=model_name(model))
 
 
-def _open_checked(options: RunOptions, opener: Opener, is_stopped: IsStopped) -> Runtime:
-    """Open after a check of the defaults of all requests."""
-    check_structure(options)
+def _open_checked(
+    defaults: RunOptions, options: EngineOptions, opener: Opener, is_stopped: IsStopped
+) -> Runtime:
+    """Open after a check of the library of llama.cpp, and of the defaults of all requests."""
+    use_library(options.library)
+    check_structure(defaults)
     return opener(is_stopped)
 
 
@@ -201,6 +205,7 @@ def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threade
 
 def best_replicas(model: Any, options: EngineOptions) -> int:
     """Return how many worker processes compute a model fastest here; 1 where dividing the cores does not pay."""
+    use_library(options.library)
     from cbatch.backend.load.loader import n_bytes_on_cpu  # llama_cpp is slow to import
     from cbatch.worker.placement import choose_replicas, my_cores, nodes_of
 

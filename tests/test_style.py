@@ -10,7 +10,7 @@ from tests.private_parts import private_parts
 from tests.test_imports import FOLDERS, room
 
 TESTS = Path(__file__).parent
-HOUSE = {"test_docs.py", "test_imports.py", "test_style.py"}
+HOUSE = {"test_docs.py", "test_imports.py", "test_style.py", "test_release.py"}
 """Tests of all rooms together."""
 BESIDE_ROOMS = {"data", "face", "native", "oracle", "zoo"}
 """Folders of tests that are no room of the package: `face` has the tests of the modules at its top."""

@@ -1,16 +1,32 @@
-"""`llama_cpp`, imported here alone: its threads are not to spin at barriers for long.
+"""`llama_cpp`, imported here alone, with the library of llama.cpp that the user names or its own.
 
-Every operation of a graph ends in a barrier, thousands of them a step. Where another program has a core, the threads
-wait there for one that is not scheduled; GNU's OpenMP lets them spin for some milliseconds first, on the very core
-that the late one waits for. `GOMP_SPINCOUNT` bounds that. The runtime reads it once, when it is loaded, so it is in
-the environment only while llama.cpp's libraries are loaded; a policy that the user has set stays.
+Its threads are not to spin at barriers for long. Every operation of a graph ends in a barrier, thousands of them a
+step. Where another program has a core, the threads wait there for one that is not scheduled; GNU's OpenMP lets them
+spin for some milliseconds first, on the very core that the late one waits for. `GOMP_SPINCOUNT` bounds that. The
+runtime reads it once, when it is loaded, so it is in the environment only while llama.cpp's libraries are loaded; a
+policy that the user has set stays.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbatch.backend.named_library import (
+    VARIABLE,
+    bindings_version,
+    check_library,
+    lent,
+    load_backends,
+    misfit,
+    named_library,
+)
+from cbatch.backend.param_layout import fit_structures
+from cbatch.errors import IncompatibleLlamaError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +36,9 @@ SPIN_COUNT = "1000"
 
 POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables by which a user says how OpenMP's threads wait. Source: the manual of GNU libgomp."""
+
+OLDEST = "0.3.36"
+"""The oldest llama-cpp-python that has what cbatch calls; as in pyproject.toml."""
 
 
 @contextmanager
@@ -35,8 +54,96 @@ def short_spins() -> Iterator[None]:
         del os.environ["GOMP_SPINCOUNT"]
 
 
-with short_spins():
-    import llama_cpp
-    from llama_cpp import llama_chat_format
+def checked_library() -> Path | None:
+    """Return the library that the user names, tried; None for llama-cpp-python's own.
+
+    Raises:
+        IncompatibleLlamaError: the library does not fit, or llama-cpp-python is too old.
+        ConfigError: there is no library at the place that is named.
+    """
+    if bindings_version() and _numbers(bindings_version()) < _numbers(OLDEST):
+        raise IncompatibleLlamaError(
+            f"llama-cpp-python {bindings_version()} is too old: cbatch needs {OLDEST} or later; "
+            "pip install --upgrade llama-cpp-python"
+        )
+    file = named_library()
+    if file is not None:
+        check_library(file)
+    return file
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def not_loaded(file: Path | None, error: BaseException) -> IncompatibleLlamaError:
+    """Return what to say where `llama_cpp` cannot be imported."""
+    if file is not None:
+        return misfit(file, words_of(error))
+    if isinstance(error, ModuleNotFoundError):
+        return IncompatibleLlamaError(f"{words_of(error)}: pip install llama-cpp-python")
+    return IncompatibleLlamaError(
+        f"llama-cpp-python {bindings_version()} cannot load its library of llama.cpp: {words_of(error)}. Install it "
+        f"again, or name another library: {VARIABLE}, load(library=…) or --llama-library"
+    )
+
+
+def _prepare(llama: Any) -> None:
+    """Load the library's backends, and make the bindings' structures those of the library.
+
+    Raises:
+        IncompatibleLlamaError: there are no backends, or the structures do not fit.
+    """
+    bindings = llama.llama_cpp
+    file = library_file()
+    load_backends(bindings._lib, file)
+    if reason := fit_structures(bindings):
+        raise misfit(file, reason)
+    for name in ("llama_context_params", "llama_model_params"):
+        setattr(llama, name, getattr(bindings, name))
+
+
+def library_file() -> Path:
+    """Return the file of the library that is loaded."""
+    return LIBRARY or Path(llama_cpp.llama_cpp._lib._name)
+
+
+LIBRARY = checked_library()
+"""The file of the library that the user names; None for llama-cpp-python's own."""
+
+try:
+    with short_spins(), lent(LIBRARY):
+        import llama_cpp
+        from llama_cpp import llama_chat_format
+
+        _prepare(llama_cpp)
+except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    raise not_loaded(LIBRARY, error) from error
+
+
+def build_name() -> str:
+    """Return the version of llama-cpp-python, and that of the library where it is another than its own."""
+    own = str(llama_cpp.__version__)
+    return own if LIBRARY is None else f"{own} with llama.cpp {library_version()}"
+
+
+def library_version() -> str:
+    """Return the version of the library that is loaded, and of its ggml, as far as it tells them."""
+    return " ".join(filter(None, (_said("llama_version"), _ggml_version())))
+
+
+def _ggml_version() -> str:
+    version, commit = _said("ggml_version"), _said("ggml_commit")
+    return f"(ggml {version}, {commit})" if version else ""
+
+
+def _said(name: str) -> str:
+    """Return the text of a function without arguments; empty where the library has no such function."""
+    function = getattr(llama_cpp.llama_cpp._lib, name, None)
+    if function is None:
+        return ""
+    function.restype = ctypes.c_char_p
+    return (function() or b"").decode(errors="replace")
+
 
 __all__ = ["llama_chat_format", "llama_cpp"]

@@ -21,7 +21,7 @@ _MAX_SLOTS = 16  # for several answers at once: as many as other commands have
 
 @takes(
     *("model", "ctx_per_seq", "cache_type_k", "cache_type_v", "flash_attn", "memory_mib"),
-    *("threads", "gpu_layers", "adapter", "chat_template"),
+    *("threads", "gpu_layers", "llama_library", "adapter", "chat_template"),
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos"),
     *("choice", "choice_probs", "set", "chat_template_kwargs"),
 )

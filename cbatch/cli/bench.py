@@ -58,7 +58,7 @@ def _named_workloads(incomplete: str) -> list[str]:
 
 @takes(
     *("parallel", "ctx_per_seq", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
-    *("exact", "threads", "gpu_layers"),
+    *("exact", "threads", "gpu_layers", "llama_library"),
 )
 def bench(
     file: Annotated[

@@ -18,7 +18,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @takes(
     *("parallel", "ctx_per_seq", "n_ctx", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
-    *("memory_mib", "checkpoint_mib", "threads", "gpu_layers", "draft"),
+    *("memory_mib", "checkpoint_mib", "threads", "gpu_layers", "llama_library", "draft"),
 )
 def info(
     file: Annotated[

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import cbatch
+from cbatch.backend.named_library import bindings_version
 from cbatch.cli.option_table import option
 from cbatch.cli.terminal import (
     discard,
@@ -351,7 +352,23 @@ def leave_stdout() -> None:
 def _show_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"cbatch {cbatch.__version__}")
+        for line in _llama_versions():
+            typer.echo(line)
         raise typer.Exit
+
+
+def _llama_versions() -> Iterator[str]:
+    """Yield the versions of llama-cpp-python and of the library of llama.cpp, or why there is none."""
+    yield f"llama-cpp-python {bindings_version() or 'is not installed'}"
+    try:
+        from cbatch.backend.bindings import (  # llama_cpp is slow to import
+            library_file,
+            library_version,
+        )
+    except cbatch.CBatchError as error:
+        yield f"llama.cpp cannot be used: {error}"
+    else:
+        yield f"llama.cpp {library_version()}, {library_file()}"
 
 
 def show_log(ctx: typer.Context, level: LogLevel, *, has_time: bool = False) -> None:
@@ -394,7 +411,7 @@ def _root(
             callback=_show_version,
             is_eager=True,
             allow_from_autoenv=False,  # a build script may have a CBATCH_VERSION of its own
-            help="Print the version and exit.",
+            help="Print the versions of cbatch, llama-cpp-python and llama.cpp, and exit.",
         ),
     ] = False,
     log_level: Annotated[

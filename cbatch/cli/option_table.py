@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import typer
 
+from cbatch.backend.named_library import use_library
 from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.sets import read_text, set_options, value_of
 from cbatch.engine_options import EngineOptions
@@ -353,6 +354,13 @@ OPTIONS = (
     _model("threads", "Threads that compute.", "the cores it may use", setting="n_threads"),
     _model("gpu_layers", "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),
     _model(
+        "llama_library",
+        "llama.cpp's library, or a folder that has it.",
+        "LLAMA_CPP_LIB_PATH, else llama-cpp-python's",
+        metavar="PATH",
+        setting="library",
+    ),
+    _model(
         "adapter",
         "A LoRA adapter. One is used for all requests; with several, each request names its own.",
         names=("--adapter",),
@@ -487,6 +495,7 @@ def takes(
         @wraps(command)
         def call(*args: Any, **values: Any) -> None:
             given = Given({o.name: values.pop(o.name) for o in options})
+            use_library(given["llama_library"])
             command(*args, given=given, **values)
 
         signature = inspect.signature(command)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.option_table import MODEL_OPTION, model_argument, one_model, option
+from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
 from cbatch.files.output.durable import whole
@@ -15,12 +15,14 @@ from cbatch.files.places import check_place
 from cbatch.support.folders import told as written
 
 
+@takes("llama_library")
 def verify(
     file: Annotated[
         Path | None, model_argument("A GGUF file whose exact=True is proven at length.")
     ] = None,
     *,
     model: Annotated[Path | None, MODEL_OPTION] = None,
+    given: Given,
     archs: Annotated[
         Path | None,
         option(

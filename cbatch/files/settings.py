@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from cbatch.backend.named_library import use_library
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions, check_settings
 from cbatch.errors import ConfigError
@@ -174,6 +175,7 @@ def engine_for(
         ConfigError: an engine is given, and a model or settings too; a schema, regex or grammar cannot be compiled.
         EngineError: the model cannot be loaded.
     """
+    use_library(settings.get("library"))
     check_structure(options)
     if given is None:
         is_file = model is None or isinstance(model, str | os.PathLike)

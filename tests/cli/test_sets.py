@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -237,6 +239,7 @@ FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "checkpoint_mib": (("--checkpoint-mib", 0), 0),
     "share_prefixes": (("--no-share-prefixes",), False),
 }
+_OWN_LIBRARY = os.path.dirname(getattr(find_spec("llama_cpp"), "origin", ""))
 MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "n_batch": (("--n-batch", 256), 256),
     "n_ubatch": (("--n-ubatch", 64), 64),
@@ -248,6 +251,7 @@ MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "split_mode": (("--split-mode", "layer"), "layer"),
     "main_gpu": (("--main-gpu", 1), 1),
     "tensor_split": (("--tensor-split", "3,1"), (3.0, 1.0)),
+    "library": (("--llama-library", _OWN_LIBRARY), _OWN_LIBRARY),
 }
 
 

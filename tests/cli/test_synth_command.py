@@ -212,9 +212,16 @@ def test_progress_is_drawn_on_a_terminal_alone(tmp_path: Path) -> None:
     assert elsewhere.count("\n") == 1
 
 
-def test_version_is_the_package_version() -> None:
+def test_version_names_package_bindings_and_library() -> None:
+    from cbatch.backend.bindings import library_file, library_version, llama_cpp
+
     result = invoke("--version")
-    assert (result.exit_code, result.stdout) == (0, f"cbatch {cbatch.__version__}\n")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        f"cbatch {cbatch.__version__}",
+        f"llama-cpp-python {llama_cpp.__version__}",
+        f"llama.cpp {library_version()}, {library_file()}",
+    ]
 
 
 @pytest.mark.real

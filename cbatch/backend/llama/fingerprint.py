@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.bindings import build_name
 from cbatch.backend.llama.context import ROPE_VALUES
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.core.plan import PromptCuts
@@ -57,7 +57,7 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
     said = {name: str(getattr(options, name)) for name in _SETTINGS}
     if options.exact:  # else only the layout of cells depends on it, and their rounding
         said["flash_attn"] = options.flash_attn
-    return {"model": file_digest(parts), "llama-cpp-python": llama_cpp.__version__, **said}
+    return {"model": file_digest(parts), "llama-cpp-python": build_name(), **said}
 
 
 def answer_settings(
@@ -82,8 +82,7 @@ def _exactly(options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window
     threads = ("n_threads",) if is_by_threads and n_window > _N_CELLS_UNDIVIDED else ()
     devices = _said(options, ("flash_attn", *threads, *_DEVICES))
     places = f", {devices}" if devices else ""
-    version = f"llama-cpp-python {llama_cpp.__version__}"
-    return f"True (pieces of {cuts}, {shape}, {version}{places})"
+    return f"True (pieces of {cuts}, {shape}, llama-cpp-python {build_name()}{places})"
 
 
 def _said(options: EngineOptions, names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
@@ -23,10 +24,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ggml_backend_dev_count": (_size,),
     "ggml_backend_dev_get": (_pointer, _size),
     "ggml_backend_dev_type": (ctypes.c_int, _pointer),
+    "ggml_backend_dev_name": (_text, _pointer),
     "ggml_backend_dev_description": (_text, _pointer),
     "ggml_backend_dev_memory": (None, _pointer, _pointer, _pointer),
     "ggml_backend_dev_backend_reg": (_pointer, _pointer),
+    "ggml_backend_reg_count": (_size,),
+    "ggml_backend_reg_get": (_pointer, _size),
     "ggml_backend_reg_name": (_text, _pointer),
+    "ggml_backend_reg_dev_count": (_size, _pointer),
     "ggml_backend_reg_by_name": (_pointer, _text),
     "ggml_backend_reg_get_proc_address": (_pointer, _pointer, _text),
     "ggml_backend_register": (None, _pointer),
@@ -49,10 +54,54 @@ def free_on_devices() -> list[int]:
     return [_n_free(h) for h in (*servers, *(gpus or shared))]
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that ggml knows: a processor, a GPU, a server's.
+
+    Args:
+        name: what ggml calls it, such as CUDA0.
+        maker: what its maker calls it.
+        takes_layers: whether layers can be put there: it is none of the processors of this machine.
+        n_free: bytes of its memory that are free.
+        n_total: bytes of its memory.
+        handle: its address.
+    """
+
+    name: str
+    maker: str
+    takes_layers: bool
+    n_free: int
+    n_total: int
+    handle: Any
+
+
+def devices() -> list[Device]:
+    """Return the devices, in ggml's order."""
+    return [_described(handle) for handle in _devices()]
+
+
+def _described(handle: Any) -> Device:
+    name, maker = (_ggml(f"ggml_backend_dev_{word}", handle) for word in ("name", "description"))
+    is_gpu = _ggml("ggml_backend_dev_type", handle) in (_GPU, _SHARED_GPU)
+    return Device(_readable(name), _readable(maker), is_gpu, *_memory(handle), handle)
+
+
+def backends() -> dict[str, int]:
+    """Return how many devices each backend has, by ggml's names, such as CUDA."""
+    handles = [_ggml("ggml_backend_reg_get", i) for i in range(_ggml("ggml_backend_reg_count"))]
+    return {
+        _readable(_ggml("ggml_backend_reg_name", h)): _ggml("ggml_backend_reg_dev_count", h)
+        for h in handles
+    }
+
+
 def device_names() -> list[str]:
     """Return what each device is called by its maker: processors too."""
-    names = [_ggml("ggml_backend_dev_description", handle) for handle in _devices()]
-    return [name.decode("utf-8", "backslashreplace") for name in names]
+    return [_readable(_ggml("ggml_backend_dev_description", handle)) for handle in _devices()]
+
+
+def _readable(text: bytes) -> str:
+    return text.decode("utf-8", "backslashreplace")
 
 
 def add_servers(servers: Sequence[str]) -> None:
@@ -93,9 +142,14 @@ def _register(server: str) -> None:
 
 
 def _n_free(handle: Any) -> int:
+    return _memory(handle)[0]
+
+
+def _memory(handle: Any) -> tuple[int, int]:
+    """Return the free bytes of a device, and all of them."""
     n_free, n_total = _size(), _size()
     _ggml("ggml_backend_dev_memory", handle, ctypes.byref(n_free), ctypes.byref(n_total))
-    return n_free.value
+    return n_free.value, n_total.value
 
 
 def _devices() -> list[Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
-from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.bindings import LIBRARY, llama_cpp
 from cbatch.backend.load.devices import device_names
 from cbatch.support.folders import part_beside
 
@@ -84,8 +84,8 @@ def _depends(parts: Sequence[str]) -> list[str]:
 
 def _code() -> Sequence[str]:
     """Return what tells the code that finds things out, and llama.cpp's, from other versions."""
-    folder = os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).with_name("lib")
-    ours, theirs = Path(__file__).parents[1].rglob("*.py"), Path(folder).glob("*")
+    folder = LIBRARY.parent if LIBRARY else Path(llama_cpp.__file__).with_name("lib")
+    ours, theirs = Path(__file__).parents[1].rglob("*.py"), folder.glob("*")
     return str(folder), _digest(ours), _digest(theirs)
 
 

@@ -81,7 +81,7 @@ def test_note_for_another_build_of_llama_cpp_is_not_used(
     build = home / "lib"
     build.mkdir()
     (build / "libggml.so").write_bytes(b"one")
-    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(build))
+    monkeypatch.setattr(notes, "LIBRARY", build / "libllama.so")
     notes.write("8 rows", "shape", *PARTS)
     assert notes.read("shape", *PARTS) == "8 rows"
     (build / "libggml.so").write_bytes(b"other")
