@@ -283,6 +283,11 @@ class Exposition(Collector):
         ):
             words = "Tokens per second, the mean of all answers."
             yield from self._figures((name,), words, n / seconds if seconds else 0.0)
+        for name, words, counts in (
+            ("cbatch:vector_texts_total", "Texts embedded or scored, by route.", meters.n_vectors),
+            ("cbatch:vector_tokens_total", "Their tokens.", meters.n_vector_tokens),
+        ):
+            yield from self._figures((name,), words, dict(sorted(counts.items())), "route")
         name, words = "cbatch:http_requests_total", "HTTP requests by route and status."
         family = CounterMetricFamily(name, words, labels=["route", "status"])
         for (route, status), n in sorted(meters.n_http.items()):
