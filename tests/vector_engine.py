@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 
 from cbatch.backend.fake import FakeBackend
@@ -44,10 +45,7 @@ class MadeUpResponse:
             yield MadeUp(**{**vars(result), "error": error})
 
     async def __aiter__(self) -> AsyncIterator[MadeUp]:
-        import anyio
-
-        while not self._engine.may_go.is_set():
-            await anyio.sleep(0.001)
+        await anyio.to_thread.run_sync(self._engine.may_go.wait, abandon_on_cancel=True)
         for result in reversed(self._results):
             yield result
 

@@ -115,6 +115,11 @@ def usage_of(results: Sequence[Sequence[Any]]) -> dict[str, int]:
     return {"prompt_tokens": n, "total_tokens": n}
 
 
+def embed_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of `Engine.embed` that are given and right. Raises a `ConfigError`."""
+    return _settings(said, _OF_EMBED)
+
+
 def _settings(
     body: Mapping[str, Any], checks: Mapping[str, tuple[Check, tuple[object, ...]]]
 ) -> dict[str, Any]:
@@ -238,7 +243,12 @@ class EmbedCall(VectorCall):
     def _encoded(self, embedding: Any) -> Any:
         if self.is_base64:
             return as_base64(embedding)
-        return embedding.tolist()
+        return as_floats(embedding)
+
+
+def as_floats(embedding: Any) -> list[float]:
+    """Return float32 numbers by the fewest digits that tell them apart: JSON is half as long."""
+    return list(map(float, embedding.astype(str)))
 
 
 def as_base64(embedding: Any) -> str:

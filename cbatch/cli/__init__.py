@@ -1,10 +1,34 @@
 """The commands, `cbatch run`, `ask`, `info` and so on: a module each, and what they share."""
 
-from cbatch.cli import ask, bench, cache, daemon, info, run, serve, sort, status, synth, verify
+from cbatch.cli import (
+    ask,
+    bench,
+    cache,
+    daemon,
+    embed,
+    info,
+    rerank,
+    run,
+    serve,
+    sort,
+    status,
+    synth,
+    verify,
+)
 from cbatch.cli.main import make_app
 
 app = make_app(
-    *(run.run, ask.ask, info.info, bench.bench, synth.synth, sort.sort, status.status),
+    *(
+        run.run,
+        ask.ask,
+        embed.embed,
+        rerank.rerank,
+        info.info,
+        bench.bench,
+        synth.synth,
+        sort.sort,
+        status.status,
+    ),
     *(daemon.daemon, serve.serve, verify.verify),
 )
 app.add_typer(cache.app, name="cache")

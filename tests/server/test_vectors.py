@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.clients import CHAT, USER, call, error_of, fake_app
+from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
 from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
 
 if TYPE_CHECKING:
@@ -82,8 +83,6 @@ def test_wrong_field_of_embeddings_is_named(asked: Any, param: str, words: str) 
     with vector_app(max_choices=8) as app:
         error = error_of(call(app, EMBEDDINGS, asked), 400)
     assert error["param"] == param
-    import re
-
     assert re.search(words, error["message"])
 
 
@@ -244,12 +243,11 @@ def test_client_that_leaves_cancels_its_texts() -> None:
 
         async def leave() -> None:
             transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(lambda: client.post(EMBEDDINGS, json={"input": "a"}))
-                    while not engine.asked:
-                        await anyio.sleep(0.001)
-                    tasks.cancel_scope.cancel()
+            client = httpx.AsyncClient(transport=transport, base_url="http://test")
+            async with client, anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: client.post(EMBEDDINGS, json={"input": "a"}))
+                await anyio.to_thread.run_sync(lambda: wait_until(lambda: bool(engine.asked)))
+                tasks.cancel_scope.cancel()
 
         anyio.run(leave)
         assert app.state.desk.n_visits == 0
