@@ -77,7 +77,7 @@ class VectorEngine:
 
 
 @dataclass(eq=False)
-class _Group:
+class _TextGroup:
     """Calls that the engine has got together."""
 
     calls: list[tuple[str, VectorCall]] = field(default_factory=list)
@@ -134,7 +134,7 @@ class VectorRun:
     ) -> None:
         self._runner, self._prompts = runner, prompts
         self._ends_s = None if max_time_s is None else time.perf_counter() + max_time_s
-        self._groups: deque[_Group] = deque()
+        self._groups: deque[_TextGroup] = deque()
         self._has_ended = self._is_cancelled = False
         self.n_unread = 0
         """Results that are there."""
@@ -182,8 +182,8 @@ class VectorRun:
     def _is_late(self) -> bool:
         return self._ends_s is not None and time.perf_counter() >= self._ends_s
 
-    def _next_group(self) -> _Group:
-        group = _Group()
+    def _next_group(self) -> _TextGroup:
+        group = _TextGroup()
         n_texts = 0
         while n_texts < N_GROUP and not (group.calls and self._runner.is_dry()):
             prompt = next(self._prompts, None)
@@ -196,7 +196,7 @@ class VectorRun:
         return group
 
     def _result(
-        self, group: _Group, id: str, call: VectorCall, found: list[list[Any]]
+        self, group: _TextGroup, id: str, call: VectorCall, found: list[list[Any]]
     ) -> BatchResult:
         wrong = error_in(found)
         if wrong is not None and isinstance(wrong[1], WorkerDiedError):  # once more, alone

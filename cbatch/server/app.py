@@ -101,6 +101,7 @@ def _routes(desk: Desk) -> list[Route]:
         ("POST", "/messages/count_tokens", count_tokens),
         ("POST", "/embeddings", partial(answer_vectors, EmbedCall)),
         ("POST", "/rerank", partial(answer_vectors, RerankCall)),
+        ("POST", "/reranking", partial(answer_vectors, RerankCall)),
         ("POST", "/score", partial(answer_vectors, ScoreCall)),
         ("GET", "/models", small.models),
         ("GET", "/models/{name:path}", small.model),
