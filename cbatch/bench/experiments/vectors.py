@@ -1,4 +1,6 @@
-"""Texts a second of embeddings, or of rerank, in this process and of servers: `python -m cbatch.bench.experiments.vectors MODEL`.
+"""Texts a second of embeddings, or of rerank, in this process and of servers.
+
+Run: python -m cbatch.bench.experiments.vectors MODEL --against http://localhost:8080/v1 --llama
 
 `--against URL` adds servers with `/v1/embeddings` or `/v1/rerank`, `--llama` adds `Llama.embed` of llama-cpp-python.
 All sides get the same texts in turns; a line for each side, as JSON, has the rates of its rounds, and how far its
@@ -13,7 +15,6 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -69,7 +70,9 @@ class LlamaSide:
     name = "Llama.embed"
 
     def __init__(self, model: str, n_threads: int | None) -> None:
-        self._llama = import_module("llama_cpp").Llama(
+        from cbatch.backend.bindings import llama_cpp  # slow to import
+
+        self._llama = llama_cpp.Llama(
             model, embedding=True, n_ctx=0, n_threads=n_threads, n_threads_batch=n_threads,
             n_gpu_layers=0, verbose=False,
         )  # fmt: skip
