@@ -133,22 +133,14 @@ def _settings(
 
 
 def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which end of a text is kept, as TEI says it (true and a direction) or as the engine does."""
-    said, direction = body.get("truncate"), body.get("truncation_direction")
-    is_left = (
-        direction is not None
-        and check_choice(
-            "truncation_direction",
-            str(direction).lower() if direction else direction,
-            "left",
-            "right",
-        )
-        == "left"
-    )
+    """Return which end of a text is left out, as TEI says it (true and a direction) or as the engine does."""
+    said, direction = body.get("truncate"), body.get("truncation_direction") or "right"
+    side = direction.lower() if isinstance(direction, str) else direction
+    side = check_choice("truncation_direction", side, "left", "right")
     if said is None or said is False:
         return {}
     if said is True:
-        return {"truncate": "start" if is_left else "end"}
+        return {"truncate": "start" if side == "left" else "end"}
     return {"truncate": check_choice("truncate", said, "end", "start")}
 
 
@@ -243,12 +235,7 @@ class EmbedCall(VectorCall):
     def _encoded(self, embedding: Any) -> Any:
         if self.is_base64:
             return as_base64(embedding)
-        return as_floats(embedding)
-
-
-def as_floats(embedding: Any) -> list[float]:
-    """Return float32 numbers by the fewest digits that tell them apart: JSON is half as long."""
-    return list(map(float, embedding.astype(str)))
+        return embedding.tolist()
 
 
 def as_base64(embedding: Any) -> str:

@@ -46,7 +46,7 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
         raise problem_at(call, *found)
     model = call.model or desk.model_name
     desk.meters.count_vectors(exchange.record.route, len(call.texts), n_tokens_of(results))
-    content = await exchange.aside(lambda: dumps(call.body(results, model)))
+    content = await desk.in_thread(lambda: dumps(call.body(results, model)))  # it can be long
     await exchange.respond(200, content, ignored_header(ignored) if ignored else None)
 
 

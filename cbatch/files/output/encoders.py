@@ -12,7 +12,6 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from cbatch.chat.vector_calls import as_floats
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import key_of_id
 from cbatch.files.input.row_prompts import as_text
@@ -259,7 +258,7 @@ class ScoreColumns(AnswerColumns):
 
 def _plain_value(value: Any) -> object:
     """Return a value as JSON has it: an embedding as numbers."""
-    return as_floats(value) if hasattr(value, "astype") else value
+    return value.tolist() if hasattr(value, "astype") else value
 
 
 def _free(name: str, taken: Collection[str]) -> str:
