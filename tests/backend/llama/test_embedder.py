@@ -87,7 +87,9 @@ def test_scores_equal_those_of_plain_llama(models: Any, name: str) -> None:
     documents = ["red", "the sky is blue", "a long document " * 5]
     with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
         found = engine.rerank("what is red?", documents, raw_scores=name == "bert-rerank").scores()
-        assert found == pytest.approx([oracle.score("what is red?", d) for d in documents], abs=2e-3)
+        assert found == pytest.approx(
+            [oracle.score("what is red?", d) for d in documents], abs=2e-3
+        )
 
 
 def test_texts_of_a_file_model_are_those_of_llama(models: Any) -> None:
@@ -135,7 +137,9 @@ def test_exact_vectors_are_the_same_bits_alone_and_together(models: Any, name: s
 
 def test_model_for_chats_embeds_beside_a_chat() -> None:
     with cbatch.load(parallel=2) as engine:
-        assert engine.can_embed and engine.can_rerank and engine.can_generate
+        assert engine.can_embed
+        assert engine.can_rerank
+        assert engine.can_generate
         answer = engine.submit("a", options={"max_tokens": 20, "temperature": 0})
         found = engine.embed([f"text {i}" for i in range(30)]).array()
         assert found.shape == (30, engine.n_embedding)
