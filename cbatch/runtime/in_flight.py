@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.runtime.embedding import Texts
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import BatchTarget, Target
     from cbatch.runtime.loop import Loop
     from cbatch.runtime.row_comparison import RowComparison
+    from cbatch.runtime.text_room import Texts
 
 
 _N_ENDED_SAVERS = 64

@@ -68,7 +68,7 @@ class LocalRuntime:
     ) -> None:
         """Take over `backend`, which `close` frees; the other arguments are those of `Engine`."""
         from cbatch.cache.store import open_store  # numpy is slow to import
-        from cbatch.runtime.embedding import Texts
+        from cbatch.runtime.text_room import Texts
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
@@ -293,9 +293,6 @@ class LocalRuntime:
         """Check texts to embed and make them known; return what queues them."""
         self.check_open()
         self.texts.check(settings)
-        limit = self._schedule.max_queue
-        if limit is not None and self._schedule.when_full == "reject" and not asked.is_fed:
-            self.texts.check_room(len(asked.prompts), limit)
         now = time.perf_counter() - asked.age_s
         options = asked.options
         ends_s = min(

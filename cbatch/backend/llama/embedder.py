@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 N_TEXTS = 64
 """Most texts of a micro-batch. llama.cpp keeps room for the logits of so many rows. Our choice."""
 
-_N_FULL = (64, 512)
+_N_FULL = (128, 512)
 """Bounds of a micro-batch of several texts, in tokens. Our choice."""
 
 N_SHARED = 16

@@ -27,7 +27,6 @@ from cbatch.errors import (
     DeadlineError,
     EmbeddingError,
     EngineClosedError,
-    QueueFullError,
     RequestCancelledError,
     RequestFailedError,
     TextTooLongError,
@@ -116,7 +115,7 @@ class KeptVectors:
 
 
 @dataclass(eq=False, slots=True)
-class _Queue:
+class _TextQueue:
     """The texts that wait. Under the lock of `Texts`."""
 
     waiting: dict[str, WaitingText] = field(default_factory=dict)
@@ -155,7 +154,7 @@ class Texts:
         self._facts = backend.model_facts
         self._embedders: dict[Pooling, Embedder] = {}
         self._kept = KeptVectors(N_KEPT_BYTES)
-        self._queue = _Queue()
+        self._queue = _TextQueue()
         self._numbers = count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -188,12 +187,6 @@ class Texts:
         rank = -priority, next(self._numbers)
         kind = self.kind_of(settings)
         return WaitingText(route, prompt, settings, kind, rank, submitted_s, deadline_s)
-
-    def check_room(self, n_new: int, n_limit: int) -> None:
-        """Raise a `QueueFullError` where more than `n_limit` texts would wait."""
-        n_waiting = len(self._queue.waiting)
-        if n_waiting + n_new > n_limit:
-            raise QueueFullError(n_waiting, n_limit, n_new)
 
     def put(self, texts: Sequence[WaitingText]) -> None:
         """Queue texts whose routes are set. Does not wait. An `EngineClosedError` once it is closed."""

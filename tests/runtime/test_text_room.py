@@ -13,7 +13,6 @@ import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_embedder import fake_vector
 from cbatch.engine import Engine
-from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
     ConfigError,
     DeadlineError,
@@ -21,7 +20,6 @@ from cbatch.errors import (
     EmbeddingError,
     EngineClosedError,
     PromptError,
-    QueueFullError,
     RequestCancelledError,
     RequestFailedError,
     TextTooLongError,
@@ -367,20 +365,6 @@ def test_chat_model_judges_documents_by_yes_and_no() -> None:
         assert scores.shape == (3,)
         assert ((scores >= 0) & (scores <= 1)).all()
         assert [r.index for r in engine.rerank("what is red?", ["a red sky", "b"]).results()]
-
-
-def test_full_queue_refuses_texts_where_it_refuses_prompts() -> None:
-    backend, gate = FakeBackend(2, 64), Gate()
-    backend.hold_texts = gate
-    schedule = ScheduleOptions(max_queue=1, when_full="reject")
-    with Engine(backend, schedule=schedule) as engine:
-        engine._runtime.texts.check_room(1, 1)  # type: ignore[attr-defined]
-        response = engine.embed(["a"])
-        gate.has_come.wait()
-        with pytest.raises(QueueFullError):
-            engine._runtime.texts.check_room(1, 1)  # type: ignore[attr-defined]
-        gate.may_go.set()
-        response.array()
 
 
 @pytest.mark.parametrize(
