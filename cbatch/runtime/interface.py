@@ -20,6 +20,7 @@ from cbatch.support.model_facts import ModelFacts
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
 
+    from cbatch.embedding import TextSettings
     from cbatch.errors import EngineClosedError
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
@@ -104,6 +105,8 @@ class Submission:
     """Whether prompts are tokenized at once, however many wait, so that a prompt that cannot run ends soon."""
     is_part: bool = False
     """Whether they are a part of the requests of one call."""
+    texts: TextSettings | None = None
+    """How the prompts are embedded or scored, where they are texts for that."""
     is_awaited: bool = True
     """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
 

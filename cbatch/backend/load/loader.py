@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.context import context_cells, sequences_of, slot_window
+from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
@@ -57,7 +58,7 @@ def load_backend(
     *,
     n_sharing: int = 1,
     stepper: Callable[..., NativeStepper] | None = None,
-) -> tuple[LlamaBackend, Callable[[], str]]:
+) -> tuple[LlamaBackend | EmbedOnlyBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and a function that runs the exactness probe.
 
     All of it is computed in a thread that ends; see `cbatch.backend.threads`.
@@ -231,11 +232,13 @@ def _load(
     is_stopped: Callable[[], bool],
     n_sharing: int,
     stepper: Callable[..., NativeStepper] | None,
-) -> tuple[LlamaBackend, Callable[[], str]]:
+) -> tuple[LlamaBackend | EmbedOnlyBackend, Callable[[], str]]:
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
     with _opened(model, options, is_stopped) as loaded:
+        if loaded.why_not_generative:
+            return _embed_only(loaded, options)
         room = find_room(loaded, options, n_sharing=n_sharing)
         settled = settle(loaded, options, room, look_ahead)
         check_fits(loaded, settled, room)
@@ -247,6 +250,19 @@ def _load(
             load_s = round(perf_counter() - start_s, 3)
             _log_load(loaded, settled, room, backend, load_s, proof)
         return backend, ask
+
+
+def _embed_only(
+    loaded: LlamaModel, options: EngineOptions
+) -> tuple[EmbedOnlyBackend, Callable[[], str]]:
+    """Return the backend of a model that generates no text, and what tells its exactness."""
+    if options.adapters:
+        raise ConfigError(
+            "adapters: a model that only embeds or reranks takes none here: leave them out"
+        )
+    backend = EmbedOnlyBackend(loaded, options)
+    said = BITWISE if options.exact else "not guaranteed: texts are computed together (exact=False)"
+    return backend, partial(str, said)
 
 
 def _has_short_pool(
