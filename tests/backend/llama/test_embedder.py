@@ -87,7 +87,9 @@ def test_scores_equal_those_of_plain_llama(models: Any, name: str) -> None:
     documents = ["red", "the sky is blue", "a long document " * 5]
     with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
         found = engine.rerank("what is red?", documents, raw_scores=name == "bert-rerank").scores()
-        assert found == pytest.approx([oracle.score("what is red?", d) for d in documents], abs=2e-3)
+        assert found == pytest.approx(
+            [oracle.score("what is red?", d) for d in documents], abs=2e-3
+        )
 
 
 def test_texts_of_a_file_model_are_those_of_llama(models: Any) -> None:
