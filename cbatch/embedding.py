@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from cbatch.errors import CBatchError, ConfigError, PromptError, words_of
+from cbatch.errors import CBatchError, ConfigError, PromptError, UnsupportedTaskError, words_of
 from cbatch.messages import BatchPrompt
 from cbatch.support.checks import (
     MAX_INT,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.response import BatchResult
+    from cbatch.support.model_facts import ModelFacts
 
 Pooling: TypeAlias = Literal["none", "mean", "cls", "last", "rank"]
 """How a text's vector is made of its tokens' vectors: of all (`none`), their mean, the first (`cls`), the last, or the
@@ -72,6 +73,26 @@ class TextSettings:
             query=check_string("query", given.get("query")),
             instruction=check_string("instruction", given.get("instruction")),
         )
+
+    def check(self, facts: ModelFacts) -> None:
+        """Check what is asked for against what a model can do.
+
+        Raises:
+            UnsupportedTaskError: it cannot do that.
+            ConfigError: more dimensions than its vectors have.
+        """
+        is_reranker = facts.pooling == "rank"
+        if not is_reranker and (self.query is not None or self.pooling == "rank"):
+            raise UnsupportedTaskError("rerank", "it has no classifier of documents")
+        if not facts.pooling:
+            raise UnsupportedTaskError("embed", "its architecture has no embeddings of text")
+        if is_reranker and self.pooling is None and self.query is None:
+            why = "it reranks: call rerank(), or give pooling for the vectors below its classifier"
+            raise UnsupportedTaskError("embed", why)
+        if self.dimensions is not None and self.dimensions > facts.n_embedding:
+            raise ConfigError(
+                f"dimensions={self.dimensions} is more than the {facts.n_embedding} numbers of the model's vectors"
+            )
 
 
 def _one_of(name: str, value: object, known: tuple[Any, ...]) -> Any:

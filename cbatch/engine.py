@@ -656,23 +656,9 @@ class Engine:
             prefix=prefix,
             truncate=truncate,
         )
-        self._check_embeds(settings)
+        settings.check(facts)
         response = self._text_batch(texts, settings, ids, priority, timeout_s)
         return EmbedResponse(response, is_by_token=pooling == "none")
-
-    def _check_embeds(self, settings: TextSettings) -> None:
-        facts = self.model_facts
-        if not facts.pooling:
-            raise UnsupportedTaskError("embed", "its architecture has no embeddings of text")
-        if facts.pooling == "rank" and settings.pooling is None:
-            why = "it reranks: call rerank(), or give pooling for the vectors below its classifier"
-            raise UnsupportedTaskError("embed", why)
-        if settings.pooling == "rank" and facts.pooling != "rank":
-            raise UnsupportedTaskError("rerank", "it has no classifier of documents")
-        if settings.dimensions is not None and settings.dimensions > facts.n_embedding:
-            raise ConfigError(
-                f"dimensions={settings.dimensions} is more than the {facts.n_embedding} numbers of the model's vectors"
-            )
 
     def rerank(  # noqa: PLR0913  # each is a word of the caller's
         self,
@@ -744,7 +730,7 @@ class Engine:
 
         options = RunOptions(priority=priority or None, timeout_s=timeout_s)
         source = self._source_of(texts)
-        mailbox = self._mailbox(0, N_TEXTS_AHEAD)
+        mailbox = self._mailbox(0, N_TEXTS_AHEAD, asks_again=settings is not None)
         run_options = options if settings is not None else run_options_of(self, options)
         what = FeedReading(read, settings, names)
         self._submitter.feed(source, run_options, math.inf, mailbox, what)

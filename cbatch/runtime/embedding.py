@@ -31,7 +31,6 @@ from cbatch.errors import (
     RequestCancelledError,
     RequestFailedError,
     TextTooLongError,
-    UnsupportedTaskError,
     words_of,
 )
 from cbatch.response import BatchResult, Timings, Usage
@@ -167,19 +166,8 @@ class Texts:
     # ---- what comes in ----
 
     def check(self, settings: TextSettings) -> None:
-        """Raise an `UnsupportedTaskError` where the model cannot do what settings ask for."""
-        facts = self._facts
-        if settings.query is not None and facts.pooling != "rank":
-            raise UnsupportedTaskError("rerank", "it has no classifier of documents")
-        if settings.pooling == "rank" and facts.pooling != "rank":
-            raise UnsupportedTaskError("rerank", "it has no classifier of documents")
-        if not facts.pooling:
-            raise UnsupportedTaskError("embed", "its architecture has no embeddings of text")
-        if facts.pooling == "rank" and settings.pooling is None and settings.query is None:
-            raise UnsupportedTaskError(
-                "embed",
-                "it reranks: call rerank(), or give pooling for the vectors below its classifier",
-            )
+        """Raise the error of settings that the model cannot serve; see `TextSettings.check`."""
+        settings.check(self._facts)
 
     def kind_of(self, settings: TextSettings) -> TextKind:
         """Return which texts may be computed together."""

@@ -16,7 +16,6 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
-from cbatch.runtime.embedding import Texts
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.loop import Loop
@@ -69,6 +68,7 @@ class LocalRuntime:
     ) -> None:
         """Take over `backend`, which `close` frees; the other arguments are those of `Engine`."""
         from cbatch.cache.store import open_store  # numpy is slow to import
+        from cbatch.runtime.embedding import Texts
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness

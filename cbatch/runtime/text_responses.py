@@ -212,8 +212,11 @@ def _made_anew(made: Callable[[BatchResult], R]) -> Iterator[None]:
     try:
         yield
     except BatchError as failed:
-        cause = failed.__cause__
-        raise BatchError([*map(made, failed.results)], cause) from cause
+        raise _with_results(failed, made) from failed.__cause__
+
+
+def _with_results(failed: BatchError, made: Callable[[BatchResult], R]) -> BatchError:
+    return BatchError([made(result) for result in failed.results], failed.__cause__)
 
 
 def _all(results: list[R], *, returns_errors: bool) -> list[R]:

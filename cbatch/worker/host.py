@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
+from cbatch.embedding import TextSettings
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -341,6 +342,7 @@ class Host:
             may_wait=command.may_wait,
             is_checked=command.checked,
             is_part=command.part,
+            texts=None if command.texts is None else TextSettings.of(**asdict(command.texts)),
         )
         batch.ids.update(enumerate(ids))
         self._know(ids, batch)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 from msgspec import Meta, Struct, defstruct
 
+from cbatch.embedding import TextSettings  # msgspec reads the annotation
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import FinishReason, TokenLogprob, Usage
@@ -92,6 +93,14 @@ class RunCommand(ProtocolCommand, tag="run"):
         bool,
         Meta(description="the items are a part of a call's: one with wrong options fails alone"),
     ] = False
+
+    texts: Annotated[
+        TextSettings | None,
+        Meta(
+            description="embed the items, or score them as documents; a result's `embedding` is float32 numbers, in "
+            "JSON as base64"
+        ),
+    ] = None
 
 
 class HeardToken(Struct):

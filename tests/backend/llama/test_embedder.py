@@ -137,7 +137,9 @@ def test_exact_vectors_are_the_same_bits_alone_and_together(models: Any, name: s
 
 def test_model_for_chats_embeds_beside_a_chat() -> None:
     with cbatch.load(parallel=2) as engine:
-        assert engine.can_embed and engine.can_rerank and engine.can_generate
+        assert engine.can_embed
+        assert engine.can_rerank
+        assert engine.can_generate
         answer = engine.submit("a", options={"max_tokens": 20, "temperature": 0})
         found = engine.embed([f"text {i}" for i in range(30)]).array()
         assert found.shape == (30, engine.n_embedding)
