@@ -70,7 +70,7 @@ class VectorEngine(Engine):
         self.n_cancelled = 0
         self.asked: list[tuple[int, dict[str, Any]]] = []
 
-    def embed(self, texts: Sequence[Any], **settings: Any) -> Any:
+    def embed(self, texts: Any, **settings: Any) -> Any:
         """Return vectors that are made of the texts' characters."""
         self.asked.append((len(texts), settings))
         n = settings.get("dimensions", N_EMBEDDING)
@@ -84,7 +84,7 @@ class VectorEngine(Engine):
             return MadeUp(str(i), i, n_tokens, error=PromptTooLongError(n_tokens, N_LIMIT))
         return MadeUp(str(i), i, n_tokens, vector_of(text, n))
 
-    def rerank(self, query: str, documents: Sequence[str], **settings: Any) -> Any:
+    def rerank(self, query: str, documents: Any, **settings: Any) -> Any:
         """Return a score that is the share of the query's letters in a document."""
         self.asked.append((len(documents), settings))
         return MadeUpResponse(

@@ -140,7 +140,7 @@ def rerank_file(  # noqa: PLR0913  # how rows are scored, and what is written
         texts = [str(item.prompt.prompt) for item in good if item.prompt is not None]
         given = embed_settings({"instruction": instruction, "truncate": truncate})
         start_s = time.perf_counter()
-        response = runner.rerank(query, texts, raw_scores=raw_scores, **given) if texts else []
+        response: Any = runner.rerank(query, texts, raw_scores=raw_scores, **given) if texts else []
         scored = [*zip(good, in_order(response), strict=True)]
         tally = RunTally(n_items=len(items), n_done=len(items))
         records = [*_records(encode, scored, items, tally)]

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
 
-    Floats = Sequence[Sequence[float]]
+    Floats = Any
+    """Rows of numbers: lists, or an array."""
 
 _TIMEOUT_S = 600.0
 
@@ -56,8 +57,7 @@ class EngineSide:
 
     def embed(self, texts: list[str]) -> Floats:
         """Return the vector of each text."""
-        found: Floats = self._engine.embed(texts).array()
-        return found
+        return self._engine.embed(texts).array()
 
     def rerank(self, query: str, documents: list[str]) -> Floats:
         """Return the score of each document."""
@@ -79,8 +79,7 @@ class LlamaSide:
 
     def embed(self, texts: list[str]) -> Floats:
         """Return the vector of each text."""
-        found: Floats = self._llama.embed(texts, normalize=True)
-        return found
+        return self._llama.embed(texts, normalize=True)
 
     def rerank(self, query: str, documents: list[str]) -> Floats:
         """Refuse: it has none."""
@@ -146,7 +145,7 @@ def cosines(first: Floats, second: Floats) -> float:
 
 def distance(first: Floats, second: Floats) -> float:
     """Return the greatest difference of two scores of one document."""
-    return max(abs(a[0] - b[0]) for a, b in zip(first, second, strict=True))
+    return float(max(abs(a[0] - b[0]) for a, b in zip(first, second, strict=True)))
 
 
 def measure(asked: argparse.Namespace, sides: Sequence[VectorSide]) -> None:
