@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from cbatch.chat.vector_calls import error_in, n_tokens_of
+from cbatch.chat.vector_calls import error_in
 from cbatch.errors import ConfigError
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import (
@@ -45,7 +45,6 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     if (found := error_in(results)) is not None:
         raise problem_at(call, *found)
     model = call.model or desk.model_name
-    desk.meters.count_vectors(exchange.record.route, len(call.texts), n_tokens_of(results))
     content = await desk.in_thread(lambda: dumps(call.body(results, model)))  # it can be long
     await exchange.respond(200, content, ignored_header(ignored) if ignored else None)
 

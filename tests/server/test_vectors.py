@@ -228,12 +228,11 @@ def test_call_for_what_a_model_cannot_is_refused(path: str, asked: Any, can: Any
 
 
 def test_metrics_count_texts_and_tokens() -> None:
-    with vector_app() as app:
-        call(app, EMBEDDINGS, {"input": ["ab", "abc"]})
-        call(app, RERANK, {"query": "a", "documents": ["ab"]})
+    with fake_app() as app:
+        call(app, EMBEDDINGS, {"input": ["ab", "abc", "ab"]})
         text = call(app, "/metrics").text
-    assert 'cbatch:vector_texts_total{route="/embeddings"} 2.0' in text
-    assert 'cbatch:vector_tokens_total{route="/rerank"} 3.0' in text
+    assert "cbatch:texts_total 3.0" in text
+    assert "cbatch:text_tokens_total 5.0" in text
 
 
 def test_client_that_leaves_cancels_its_texts() -> None:
