@@ -115,7 +115,7 @@ class EngineStats:
     n_texts: int = 0
     """Texts that were embedded or scored, equal ones too."""
     n_text_tokens: int = 0
-    """Tokens that were computed for them."""
+    """Their tokens; those of equal texts once."""
     embed_s: float = 0.0
     """Seconds of computing them."""
     n_preempted: int = 0

@@ -17,6 +17,7 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.attention import why_attention
@@ -98,6 +99,8 @@ def describe_model(
 ) -> dict[str, Any]:
     """Describe a model file and the context that it would get, as JSON values; only probe and trial read weights.
 
+    Of a model that generates no text, the file alone.
+
     Args:
         model: path of a GGUF file; None for the one that ships inside.
         options: as for `load_backend`.
@@ -148,6 +151,8 @@ def _describe(
     has_weights = asks_probe or asks_company
     opened = _opened(model, options, is_stopped, has_weights=has_weights)
     with opened as loaded, closing(loaded):
+        if loaded.why_not_generative:
+            return {**_told_of_file(loaded), "n_weight_bytes": loaded.n_bytes}
         n_unloaded = 0 if has_weights else loaded.n_bytes
         room = find_room(loaded, options, n_unloaded=n_unloaded)
         settled = settle(loaded, options, room)
@@ -182,6 +187,9 @@ def _describe(
         }
 
 
+_OF_VECTORS = ("can_generate", "can_embed", "can_rerank", "pooling", "n_embedding", "n_embed_max")
+
+
 def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
     """Return what the file itself says of the model."""
     return {
@@ -196,6 +204,7 @@ def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
         "n_vocab": loaded.vocab.n_vocab,
         "end_tokens": list(loaded.vocab.end_tokens),
         "sampling_defaults": dict(loaded.sampling_defaults),
+        **{name: getattr(facts_of(loaded), name) for name in _OF_VECTORS},
     }
 
 
