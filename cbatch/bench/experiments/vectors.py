@@ -152,13 +152,13 @@ def distance(first: Floats, second: Floats) -> float:
 def measure(asked: argparse.Namespace, sides: Sequence[VectorSide]) -> None:
     """Measure the sides by turns, and print a line for each."""
     sizes = (asked.words[0], asked.words[-1])
-    query = made_texts(1, (asked.query, asked.query), asked.seed)[0]
+    query = made_texts(1, (asked.query, asked.query), asked.seed - 1)[0]
 
     def way(side: VectorSide) -> Callable[[], tuple[float, Floats]]:
-        seeds = count(asked.seed + 1)
+        seeds = count(asked.seed)  # the vectors of the last texts are kept: each round has others
 
         def run() -> tuple[float, Floats]:
-            texts = made_texts(asked.texts, sizes, next(seeds))  # others in each round
+            texts = made_texts(asked.texts, sizes, next(seeds))
             start_s = time.perf_counter()
             found = side.rerank(query, texts) if asked.rerank else side.embed(texts)
             return time.perf_counter() - start_s, found
