@@ -80,6 +80,15 @@ def test_too_long_rows_are_errors_unless_truncated(synth: SynthFactory, tmp_path
     assert not np.isnan(np.load(cut)).any()
 
 
+def test_more_dimensions_than_the_model_has_are_refused(
+    synth: SynthFactory, tmp_path: Path
+) -> None:
+    source, out = write_table(tmp_path / "in.csv", 3), tmp_path / "out.npy"
+    done = invoke("embed", source, "-m", synth("bert"), "-o", out, "--dimensions", 65)
+    assert done.exit_code == 2
+    assert "dimensions=65 is more than the 64 numbers" in done.stderr
+
+
 def test_best_rows_come_first(synth: SynthFactory, tmp_path: Path) -> None:
     source, model = write_table(tmp_path / "in.csv", 12), synth("bert-rerank")
     done = invoke("rerank", "what is red?", source, "-m", model, "--threads", 1, "-n", 5)
