@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cbatch.embedding import EmbedResult, RerankResult
     from cbatch.engine import Engine
     from cbatch.engine_spec import EngineSpec
     from cbatch.errors import (
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         DeadlineError,
         DecodeError,
         DuplicateIdError,
+        EmbeddingError,
         EngineClosedError,
         EngineError,
         GrammarError,
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
         RequestCancelledError,
         RequestError,
         RequestFailedError,
+        TextTooLongError,
         UnsupportedOptionError,
+        UnsupportedTaskError,
         WorkerDiedError,
     )
     from cbatch.loading import load, load_async
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord, StepRow
+    from cbatch.runtime.text_responses import EmbedResponse, RerankResponse
     from cbatch.stats import EngineStats
 
 __version__ = "0.1.0"
@@ -67,6 +72,9 @@ __all__ = [
     "DeadlineError",
     "DecodeError",
     "DuplicateIdError",
+    "EmbedResponse",
+    "EmbedResult",
+    "EmbeddingError",
     "Engine",
     "EngineClosedError",
     "EngineError",
@@ -86,15 +94,19 @@ __all__ = [
     "RequestCancelledError",
     "RequestError",
     "RequestFailedError",
+    "RerankResponse",
+    "RerankResult",
     "RowComparison",
     "RunOptions",
     "Score",
     "StepRecord",
     "StepRow",
+    "TextTooLongError",
     "Timings",
     "TokenLogprob",
     "ToolCall",
     "UnsupportedOptionError",
+    "UnsupportedTaskError",
     "Usage",
     "WorkerDiedError",
     "__version__",
@@ -103,6 +115,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "embedding": ("EmbedResult", "RerankResult"),
     "engine": ("Engine",),
     "engine_spec": ("EngineSpec",),
     "loading": ("load", "load_async"),
@@ -128,6 +141,7 @@ _MODULES = {
         "StepRecord",
         "StepRow",
     ),
+    "runtime.text_responses": ("EmbedResponse", "RerankResponse"),
     "stats": ("EngineStats",),
 }
 """The modules of the public names that are no errors; imported at first use: a command handles signals before that."""

@@ -6,20 +6,23 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from functools import partial
+from itertools import repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from anyio.lowlevel import checkpoint
 
 from cbatch.backend.named_library import use_library
+from cbatch.embedding import TextSettings, as_text
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import (
     CBatchError,
     ConfigError,
     EngineClosedError,
     RequestCancelledError,
+    UnsupportedTaskError,
     words_of,
 )
 from cbatch.messages import BatchPrompt, LookAhead, Prompt, as_id, as_prompt, as_prompts, is_source
@@ -34,9 +37,11 @@ from cbatch.runtime.interface import Outage
 from cbatch.runtime.local import LocalRuntime
 from cbatch.runtime.mailbox import N_AHEAD_PER_SLOT, Mailbox
 from cbatch.runtime.no_effect import idle_settings
+from cbatch.runtime.reranking import Judge, classified, judged
 from cbatch.runtime.scoring import Continuations, Scores, Tokenizer, WholeText
 from cbatch.runtime.sequences import OptionsMerger
-from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, Submitter
+from cbatch.runtime.submit import CANCELLED_EARLY, CLOSED_EARLY, FeedReading, Submitter
+from cbatch.runtime.text_responses import EmbedResponse, RerankResponse
 from cbatch.runtime.waking import do_to_end, is_in_event_loop
 from cbatch.support.checks import (
     MAX_INT,
@@ -44,6 +49,7 @@ from cbatch.support.checks import (
     check_int,
     check_path,
     check_seconds,
+    check_string,
     reading,
     shown,
     token_ids,
@@ -54,10 +60,11 @@ from cbatch.support.plain import text_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from cbatch.backend import Backend
+    from cbatch.embedding import Pooling, Truncate
     from cbatch.messages import Message
     from cbatch.progress import View
     from cbatch.response import BatchResult, Score
@@ -75,6 +82,12 @@ _log = Log("cbatch")
 
 IsStopped = Callable[[], bool]
 """Tells whether a load is to stop, for its result is not wanted any more."""
+
+ONLY_EMBEDS = "it only embeds texts or reranks documents: use embed() or rerank()"
+
+N_TEXTS_AHEAD = 2048
+"""Texts of a generator in hand: enough to fill micro-batches, and for results that a reader has not taken. Our
+choice."""
 
 Opener = Callable[[IsStopped], "Runtime"]
 """Loads a model and returns its runtime. Once the load is to stop, errors that it raises are dropped."""
@@ -424,6 +437,8 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._runtime.check_open()
+        if not self.can_generate:
+            raise UnsupportedTaskError("generate", ONLY_EMBEDS)
         run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
         view, asks_again = check_view(progress), check_flag("ask_again", ask_again)
@@ -571,6 +586,156 @@ class Engine:
             return self.run(prompts, options=options, progress=progress)
 
         return Scores(items, tokenizer, run, fold)
+
+    # ---- embeddings ----
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether the model generates text; others only embed or rerank."""
+        return self.model_facts.can_generate
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether `embed` works without a `pooling` of the caller's: a model for embeddings or for chats."""
+        return self.model_facts.can_embed
+
+    @property
+    def can_rerank(self) -> bool:
+        """Whether `rerank` works: a reranker, or a model for chats, which judges each document."""
+        return self.model_facts.can_rerank
+
+    @property
+    def n_embedding(self) -> int:
+        """Numbers of a text's vector, without `dimensions`; 0 where the model has none."""
+        return self.model_facts.n_embedding
+
+    def embed(  # noqa: PLR0913  # each is a word of the caller's
+        self,
+        texts: Iterable[Any] | AsyncIterable[Any],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        instruction: str | None = None,
+        truncate: Truncate | None = None,
+        ids: Iterable[str] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> EmbedResponse:
+        """Return vectors of texts, as they are computed: `engine.embed(["red", "blue"]).array()`.
+
+        Texts are read one by one, a bounded number ahead; one that is wrong or too long fails alone. Texts of equal
+        settings are computed together, equal ones once. Chats of the same engine go on meanwhile.
+
+        Args:
+            texts: strings, or lists of token ids; a list, a generator, or in an event loop an async generator.
+            pooling: how a text's vector is made of its tokens': "mean", "cls", "last"; "none" for a vector of each
+                token, "rank" for the raw scores of a classifier. None: as the model's file says, or else the last token
+                of a causal model.
+            normalize: make the length of each vector 1.
+            dimensions: keep this number of values, then normalise: for models that were trained for that (Matryoshka).
+            instruction: put before each text: to causal models as "Instruct: …\nQuery: ", to others as it is.
+            truncate: leave out the "end" or the "start" of a text that is too long, which else is an error.
+            ids: a name for each text, as in `BatchPrompt`.
+            priority: −100 … 100; the highest is computed first.
+            timeout_s: seconds from when a text was read; a text that is not computed by then ends with a
+                `DeadlineError`.
+
+        Raises:
+            ConfigError: a wrong argument.
+            UnsupportedTaskError: the model cannot do that.
+            EngineClosedError: the engine is closed.
+        """
+        facts = self.model_facts
+        prefix = check_string("instruction", instruction) or ""
+        if prefix and facts.is_causal:
+            prefix = f"Instruct: {prefix}\nQuery: "
+        settings = TextSettings.of(
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=dimensions,
+            prefix=prefix,
+            truncate=truncate,
+        )
+        settings.check(facts)
+        response = self._text_batch(texts, settings, ids, priority, timeout_s)
+        return EmbedResponse(response, is_by_token=pooling == "none")
+
+    def rerank(  # noqa: PLR0913  # each is a word of the caller's
+        self,
+        query: str,
+        documents: Iterable[str] | AsyncIterable[str],
+        *,
+        instruction: str | None = None,
+        top_n: int | None = None,
+        raw_scores: bool = False,
+        truncate: Truncate | None = None,
+        ids: Iterable[str] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> RerankResponse:
+        """Return how well documents fit a query: `engine.rerank(query, documents).results()`, the best first.
+
+        A reranker scores query and document by its classifier. A model for chats is asked whether the document meets
+        the query; the score is the probability of "yes" against "no". What the documents' prompts begin with is
+        computed once there.
+
+        Args:
+            query: what is searched for.
+            documents: strings; a list, a generator, or in an event loop an async generator.
+            instruction: what to judge by, where the model takes one.
+            top_n: results that `results()` returns.
+            raw_scores: return logits instead of probabilities.
+            truncate: leave out the "end" or the "start" of a document that is too long, which else is an error.
+            ids, priority, timeout_s: as in `embed`.
+
+        Raises:
+            ConfigError: a wrong argument.
+            UnsupportedTaskError: the model cannot do that.
+            EngineClosedError: the engine is closed.
+        """
+        facts, is_raw = self.model_facts, check_flag("raw_scores", raw_scores)
+        n_top = None if top_n is None else check_int("top_n", top_n, 1, MAX_INT)
+        settings = TextSettings.of(query=query, instruction=instruction, truncate=truncate)
+        if not settings.query:
+            raise ConfigError("the query is empty")
+        if not facts.can_rerank:
+            raise UnsupportedTaskError("rerank", "it neither has a classifier nor generates text")
+        if facts.pooling == "rank":
+            response = self._text_batch(documents, settings, ids, priority, timeout_s)
+            return RerankResponse(response, partial(classified, facts=facts, is_raw=is_raw), n_top)
+        judge = Judge(self._runtime, facts, settings)
+        response = self._text_batch(documents, None, ids, priority, timeout_s, judge.prompt)
+        return RerankResponse(response, partial(judged, is_raw=is_raw), n_top)
+
+    def _text_batch(
+        self,
+        texts: Any,
+        settings: TextSettings | None,
+        ids: Iterable[str] | None,
+        priority: int,
+        timeout_s: float | None,
+        made: Callable[[BatchPrompt], BatchPrompt] | None = None,
+    ) -> BatchResponse:
+        """Queue texts one by one as they are read: to embed by `settings`, or as prompts that `made` makes of them."""
+        self._runtime.check_open()
+        is_one = text_of(texts) is not None or isinstance(texts, BatchPrompt | bytes | bytearray)
+        if is_one or isinstance(texts, Mapping) or not isinstance(texts, Iterable | AsyncIterable):
+            raise ConfigError(f"give a list of texts, not {shown(texts)}")
+        with reading("ids"):
+            names = repeat(None) if ids is None else iter(ids)
+
+        def read(value: Any) -> BatchPrompt:
+            text = as_text(value)
+            return text if made is None else made(text)
+
+        options = RunOptions(priority=priority or None, timeout_s=timeout_s)
+        source = self._source_of(texts)
+        mailbox = self._mailbox(0, N_TEXTS_AHEAD, asks_again=settings is not None)
+        run_options = options if settings is not None else run_options_of(self, options)
+        what = FeedReading(read, settings, names)
+        self._submitter.feed(source, run_options, math.inf, mailbox, what)
+        return BatchResponse(mailbox)
 
     def extend(self, result: BatchResult | OneAnswer, n_tokens: int) -> BatchResponse:
         """Continue the answer of a result that ended by its cap, by `cancel` or by a time limit.

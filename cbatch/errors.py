@@ -145,6 +145,19 @@ class PromptTooLongError(RequestError):
         return f"{words} and its answer needs {self.n_output} more"
 
 
+class TextTooLongError(PromptTooLongError):
+    """The text has more tokens than the model can embed; nothing is cut off unless `truncate` asks for it."""
+
+    def __init__(self, n_prompt: int, n_limit: int, *, reason: str = "") -> None:
+        """Keep the tokens of the text and the most that it may have; `reason` says why, where that is not the model."""
+        self.n_prompt, self.n_limit, self.n_output, self.is_least = n_prompt, n_limit, 0, False
+        CBatchError.__init__(
+            self,
+            f"the text has {n_prompt} tokens, but at most {n_limit} can be embedded{reason}: "
+            "shorten it, or have it cut off (truncate='end' or 'start')",
+        )
+
+
 class DuplicateIdError(RequestError):
     """The id belongs to another request in flight, or occurs twice in one batch."""
 
@@ -207,6 +220,15 @@ class UnsupportedOptionError(RequestError, ConfigError):
         super().__init__(f"{option}: {reason}" if reason else unknown)
 
 
+class UnsupportedTaskError(ConfigError):
+    """The model cannot do what was asked: generate text, embed texts or rerank documents."""
+
+    def __init__(self, task: str, reason: str) -> None:
+        """Keep the task, "generate", "embed" or "rerank", and why this model cannot do it."""
+        self.task, self.reason = task, reason
+        super().__init__(f"this model cannot {task}: {reason}")
+
+
 class GrammarError(RequestError):
     """A schema, regex or grammar that cannot be compiled, or that exceeded a limit while an answer followed it."""
 
@@ -222,6 +244,10 @@ class RequestFailedError(RequestError):
 
 class PromptError(RequestFailedError):
     """The prompt cannot be tokenized: it would fail again anywhere."""
+
+
+class EmbeddingError(RequestFailedError):
+    """The model gave no finite vector for a text: NaN, infinity or nothing."""
 
 
 class BannedTokensError(RequestFailedError):
@@ -276,7 +302,7 @@ class IncompatibleLlamaError(EngineError):
 
 
 class ModelLoadError(EngineError):
-    """The file is missing, damaged, or not a model that can generate text."""
+    """The file is missing, damaged, or a model that can neither generate text nor embed it."""
 
 
 class DecodeError(EngineError):

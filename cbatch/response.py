@@ -152,6 +152,8 @@ class BatchResult:
     only where no answer has an error. `usage` counts the tokens of all answers."""
     choice_probs: Mapping[str, float] | None = field(default=None, hash=False)
     """The probability of each text of `choice`, 1 in all, where they were asked for."""
+    embedding: bytes | None = field(default=None, repr=False)
+    """Of a text that was embedded: its float32 numbers, the lowest byte first; see `Engine.embed`."""
     i_item: int = field(default=0, compare=False)
     """The place of the item in its batch, from 0, in input order; the choices of an item have the same."""
     origin: object = field(default=None, repr=False, compare=False)
@@ -218,9 +220,7 @@ class Score:
 class BatchError(CBatchError):
     """Some items of a batch failed, or its prompts could not be read to the end."""
 
-    def __init__(
-        self, results: Sequence[BatchResult], source_error: BaseException | None = None
-    ) -> None:
+    def __init__(self, results: Sequence[Any], source_error: BaseException | None = None) -> None:
         """Keep all results in input order; the message names the first failures and what reading the prompts raised."""
         self.results = list(results)
         failed = [r for r in self.results if r.error is not None]

@@ -118,6 +118,12 @@ class EngineStats:
     n_model_draft_tokens: int = 0
     """Draft tokens that came from the draft model."""
     n_model_accepted_tokens: int = 0
+    n_texts: int = 0
+    """Texts that were embedded or scored, equal ones too."""
+    n_text_tokens: int = 0
+    """Their tokens; those of equal texts once."""
+    embed_s: float = 0.0
+    """Seconds of computing them."""
     n_preempted: int = 0
     """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0

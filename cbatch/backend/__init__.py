@@ -3,6 +3,6 @@
 `llama_cpp` is imported in `cbatch.backend.bindings` alone.
 """
 
-from cbatch.backend.protocol import Backend, Grammars, Message, Vocab
+from cbatch.backend.protocol import Backend, Embedder, Grammars, Message, Vocab
 
-__all__ = ["Backend", "Grammars", "Message", "Vocab"]
+__all__ = ["Backend", "Embedder", "Grammars", "Message", "Vocab"]

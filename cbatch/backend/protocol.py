@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.core.plan import KvCapabilities, PromptCuts, StepPlan, StepResult
+    from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet, Grammar
     from cbatch.support.model_facts import ModelFacts
 
@@ -56,6 +57,17 @@ class Vocab(Protocol):
     def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a raw prompt, the model's own prefix (BOS) added where it wants one, never twice."""
 
+    def tokenize_pair(self, query: str, document: str, instruction: str | None) -> list[int]:
+        """Return the tokens by which a reranker scores a document: by the model's template, or joined by its marks.
+
+        Raises:
+            PromptError: a text cannot be made tokens, or the template has no place for the instruction.
+        """
+
+    @property
+    def n_added(self) -> tuple[int, int]:
+        """How many special tokens `tokenize` puts before a text, and behind it."""
+
     def n_tokens_least(self, text: str) -> int:
         """Return a lower bound of a text's tokens without tokenizing it; 0 if none is known."""
 
@@ -82,6 +94,45 @@ class Vocab(Protocol):
 
         The first call may take a second or so; results are kept.
         """
+
+
+class Embedder(Protocol):
+    """Computes vectors of texts. One thread at a time, not that of `Backend.run`."""
+
+    @property
+    def n_most(self) -> int:
+        """Tokens of the longest text."""
+
+    @property
+    def n_full(self) -> int:
+        """Tokens of several texts together beyond which one more takes longer than alone; a longer text goes alone."""
+
+    @property
+    def n_texts(self) -> int:
+        """Most texts in a call; 1 where the bits of a vector would depend on other texts and must not."""
+
+    @property
+    def n_shared(self) -> int:
+        """Tokens from which on a beginning that all texts of a call have is computed once; 0 where it never is."""
+
+    def compute(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32] | None]:
+        """Return the vector of each text, None where there is none.
+
+        Args:
+            texts: tokens of each, 1 … `n_most`, in the vocabulary; at most `n_texts`, and more than one only up to
+                `n_full` tokens, a shared beginning left out.
+
+        Returns:
+            (dimension,) float32, not normalised, a copy; with pooling none (n_tokens, dimension).
+
+        Raises:
+            PlanError: the texts break a rule; nothing was done.
+            DecodeError: llama.cpp could not compute them.
+            TextTooLongError: the memory that is free is not enough.
+        """
+
+    def close(self) -> None:
+        """Free what it has of its own. Twice is harmless."""
 
 
 class Grammars(Protocol):
@@ -150,6 +201,14 @@ class Backend(Protocol):
         Raises:
             PlanError: the plan breaks a rule of `StepPlan` or exceeds a size above; nothing was done.
             ModelLoadError: the context could not be made anew.
+        """
+
+    def make_embedder(self, pooling: Pooling) -> Embedder:
+        """Return what computes vectors with the same weights. From any thread; may take a second.
+
+        Raises:
+            ModelLoadError: there is no memory for it.
+            UnsupportedTaskError: the model cannot do that pooling.
         """
 
     @property

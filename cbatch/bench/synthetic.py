@@ -16,9 +16,15 @@ import numpy as np
 
 from cbatch.backend.llama.gguf import DamagedError, read_header
 from cbatch.backend.llama.quantiser import quantising
-from cbatch.bench.synthetic_shapes import SHAPES, Shape
-from cbatch.bench.synthetic_tensors import N_CONV, RandomTensor, random_rows, tensors_of
-from cbatch.bench.synthetic_tokenizer import TokenizerData, Value, make_tokenizer
+from cbatch.bench.synthetic_shapes import BERTS, SHAPES, Shape
+from cbatch.bench.synthetic_tensors import (
+    N_CONV,
+    N_TOKEN_TYPES,
+    RandomTensor,
+    random_rows,
+    tensors_of,
+)
+from cbatch.bench.synthetic_tokenizer import TokenizerData, Value, make_tokenizer, tokenizer_changes
 from cbatch.bench.weight_types import WEIGHT_TYPES
 from cbatch.errors import ConfigError, OutputError
 from cbatch.support.folders import part_beside, told
@@ -36,6 +42,7 @@ __all__ = ["SHAPES", "Shape", "write_model"]
 _BEFORE_QUANTISING = "f16"
 _ALIGNMENT = 32  # Source: ggml/include/gguf.h, GGUF_DEFAULT_ALIGNMENT
 _LOOK_S = 0.2
+_POOLINGS = ("none", "mean", "cls", "last", "rank")  # Source: llama.h, llama_pooling_type
 
 # What a quantised file may take at most beside the bits of its type: llama.cpp gives some matrices more.
 _N_BITS_MORE, _N_BITS_OF_LOGITS = 2.0, 8.5
@@ -83,7 +90,9 @@ def write_model(
         real = Path(os.path.realpath(path))
         with part_beside(real) as part:
             _check_room(path, writing.n_bytes)
-            writing.tokenizer = tokenizer or make_tokenizer(shape.n_vocab, seed)
+            writing.tokenizer = tokenizer or make_tokenizer(
+                shape.n_vocab, seed, changes=tokenizer_changes(shape)
+            )
             if writing.tokenizer.n_tokens != shape.n_vocab:
                 raise ConfigError(
                     f"the tokenizer has {writing.tokenizer.n_tokens} tokens, the shape {shape.n_vocab}"
@@ -242,6 +251,8 @@ def _sizes(shape: Shape, architecture: str, type: str) -> dict[str, Value]:
         **(_mamba_sizes(shape) if shape.architecture == "mamba" else _attention_sizes(shape)),
     }
     values.update({f"{architecture}.{key}": value for key, value in sizes.items()})
+    if shape.architecture in BERTS:
+        values["tokenizer.ggml.token_type_count"] = Value(N_TOKEN_TYPES, "UINT32")
     return values
 
 
@@ -257,6 +268,13 @@ def _attention_sizes(shape: Shape) -> dict[str, Value]:
     if shape.n_expert:
         sizes["expert_count"] = Value(shape.n_expert, "UINT32")
         sizes["expert_used_count"] = Value(shape.n_expert_used, "UINT32")
+    if shape.is_encoder:
+        sizes["attention.causal"] = Value(False, "BOOL")
+        sizes["attention.layer_norm_epsilon"] = Value(1e-12, "FLOAT32")  # BERT's
+    if shape.pooling:
+        sizes["pooling_type"] = Value(_POOLINGS.index(shape.pooling), "UINT32")
+    if shape.pooling == "rank" and shape.architecture == "qwen3":
+        sizes["classifier.output_labels"] = Value(["yes", "no"], "ARRAY", "STRING")
     if shape.n_window:
         pattern = [int(shape.has_window(i)) for i in range(shape.n_layer)]
         sizes["logit_scale"] = Value(1.0, "FLOAT32")  # llama.cpp demands it of Granite

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from cbatch.bench.weight_types import WEIGHT_TYPES, WeightType
 from cbatch.errors import ConfigError
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024
 _MAX_SIZE = 2**31 - 1  # llama.cpp counts in 32 bits
 _QUANTISER_BLOCK = 32  # llama.cpp's quantiser leaves matrices of other rows in f16
+
+Architecture: TypeAlias = Literal[
+    "llama", "mamba", "qwen3", "bert", "nomic-bert", "jina-bert-v2", "gemma-embedding"
+]
+Pooling: TypeAlias = Literal["", "none", "mean", "cls", "last", "rank"]
+BERTS = ("bert", "nomic-bert", "jina-bert-v2")
+_RANKERS = ("bert", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,10 @@ class Shape:
         type: of the weight matrices, a name in `WEIGHT_TYPES`.
         n_ctx_train: positions the file says it was trained for.
         tied: whether the output uses the embedding's weights.
-        architecture: llama, or mamba, which has a state of one size where llama has cells.
+        architecture: llama; mamba, which has a state of one size where llama has cells; qwen3; or one without causal
+            attention, for embeddings.
+        pooling: how a text's embedding is made of its tokens'; empty where the file leaves it open. With "rank" the
+            model has a classifier: of one output in a bert, of yes and no in a qwen3.
         n_expert: feed-forward layers of which a token uses some; 0 for a single one that all use.
         n_expert_used: experts of a token.
         n_window: positions that a layer with a sliding window sees; 0 for layers that all see everything.
@@ -51,7 +61,8 @@ class Shape:
     type: str
     n_ctx_train: int = 32768
     tied: bool = False
-    architecture: Literal["llama", "mamba"] = "llama"
+    architecture: Architecture = "llama"
+    pooling: Pooling = ""
     n_expert: int = 0
     n_expert_used: int = 0
     n_window: int = 0
@@ -63,9 +74,13 @@ class Shape:
             raise ConfigError(
                 f"unknown weight type {self.type!r}; known are {', '.join(WEIGHT_TYPES)}"
             )
-        if self.architecture not in ("llama", "mamba"):
-            raise ConfigError(f"unknown architecture {self.architecture!r}; known are llama, mamba")
-        for rules in (self._sizes, self._attention, self._experts, self._mamba, self._rows):
+        for value, known in ((self.architecture, Architecture), (self.pooling, Pooling)):
+            if value not in get_args(known):
+                names = ", ".join(filter(None, get_args(known)))
+                kind = "architecture" if known is Architecture else "pooling"
+                raise ConfigError(f"unknown {kind} {value!r}; known are {names}")
+        checks = (self._sizes, self._attention, self._experts, self._mamba, self._embeddings)
+        for rules in (*checks, self._rows):
             for wrong, rule in rules():
                 if wrong:
                     raise ConfigError(f"{self}: {rule}")
@@ -101,7 +116,18 @@ class Shape:
             yield self.n_head != 1, "a mamba has no heads: n_head is 1"
             yield self.n_ff != 2 * self.n_embd, "a mamba needs n_ff = 2 × n_embd"
             yield self.n_expert > 0, "a mamba has no experts"
-            yield self.n_window > 0, "a mamba has no window"
+
+    def _embeddings(self) -> Iterator[tuple[bool, str]]:
+        name = self.architecture
+        has_window = name in ("llama", "gemma-embedding")
+        yield name not in ("llama", "mamba") and self.n_expert > 0, f"a {name} has no experts here"
+        yield not has_window and self.n_window > 0, f"a {name} has no window"
+        yield name == "gemma-embedding" and not self.n_window, f"a {name} needs a window"
+        yield name == "mamba" and bool(self.pooling), "a mamba has no pooling"
+        yield (
+            self.pooling == "rank" and name not in _RANKERS,
+            f"pooling rank needs the architecture {' or '.join(_RANKERS)}",
+        )
 
     def _rows(self) -> Iterator[tuple[bool, str]]:
         """What the quantisers refuse: rows that are no multiple of what is quantised together.
@@ -127,7 +153,14 @@ class Shape:
     @property
     def gguf_architecture(self) -> str:
         """The name by which llama.cpp knows how to compute it: Granite's is llama's, with windows."""
-        return "granite_swa" if self.n_window else self.architecture
+        return (
+            "granite_swa" if self.architecture == "llama" and self.n_window else self.architecture
+        )
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether every token sees the whole text: such a model generates nothing."""
+        return self.architecture in (*BERTS, "gemma-embedding")
 
     @property
     def n_head_dim(self) -> int:
@@ -164,8 +197,33 @@ SHAPES: Mapping[str, Shape] = {
     "3b": Shape(28, 3072, 24, 8, 8192, 128_256, "q8_0", 131_072, tied=True),
     "8b": Shape(32, 4096, 32, 8, 14_336, 128_256, "q8_0", 131_072),
     "mamba": Shape(2, 64, 1, 1, 128, 1024, "q8_0", architecture="mamba"),
-}
-"""`test` and `mamba` run in milliseconds, `exact` shows rounding differences, the others are for speed.
+    "bert": Shape(2, 64, 2, 2, 128, 1024, "q8_0", 512, architecture="bert", pooling="mean"),
+    "bert-cls": Shape(2, 64, 2, 2, 128, 1024, "q8_0", 512, architecture="bert", pooling="cls"),
+    "bert-rerank": Shape(2, 64, 2, 2, 128, 1024, "q8_0", 512, architecture="bert", pooling="rank"),
+    "nomic-bert": Shape(
+        2, 64, 2, 2, 128, 1024, "q8_0", 2048, architecture="nomic-bert", pooling="mean"
+    ),
+    "jina-bert-v2": Shape(
+        2, 64, 2, 2, 128, 1024, "q8_0", 8192, architecture="jina-bert-v2", pooling="mean"
+    ),
+    "gemma-embedding": Shape(
+        2, 64, 2, 1, 128, 1024, "q8_0", 2048,
+        architecture="gemma-embedding", pooling="mean", n_window=64,
+    ),
+    "qwen3-embedding": Shape(
+        2, 64, 2, 1, 128, 1024, "q8_0", tied=True, architecture="qwen3", pooling="last"
+    ),
+    "qwen3-rerank": Shape(
+        2, 64, 2, 1, 128, 1024, "q8_0", tied=True, architecture="qwen3", pooling="rank"
+    ),
+    "minilm": Shape(6, 384, 12, 12, 1536, 30_522, "q8_0", 512, architecture="bert", pooling="mean"),
+    "qwen3-0.6b-embedding": Shape(
+        28, 1024, 16, 8, 3072, 151_669, "q8_0", tied=True, architecture="qwen3", pooling="last"
+    ),
+}  # fmt: skip
+"""`test`, `mamba` and the tiny ones for embeddings run in milliseconds, `exact` shows rounding differences, the others
+are for speed.
 
-Source: the `config.json` of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
+Source: the `config.json` of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, all-MiniLM-L6-v2 and
+Qwen3-Embedding-0.6B, whose heads are wider, 128.
 """

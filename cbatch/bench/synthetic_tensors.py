@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from cbatch.bench.synthetic_shapes import BERTS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -26,12 +28,16 @@ _ATTENTION_GAIN = 4.0
 _MIXING_GAIN = 0.5
 _MAMBA_GAIN = 2.0
 _EMBED_STD = 0.5
+_POSITION_STD = 0.1  # of what positions and token types add to an embedding
+_RANK_GAIN = 4.0  # scores of a reranker are some logits apart
 _TIED_STD = 0.02
 # Of a Mamba layer: its memory fades by 1 − softplus(_DT_BIAS) a token, to a tenth within some twenty.
 _DT_BIAS = -2.0
 _DECAY_STD = 0.2
 N_CONV = 4
 """Source: the Mamba paper's d_conv."""
+N_TOKEN_TYPES = 2
+"""Source: BERT's type_vocab_size: the first and the second text of a pair; llama.cpp uses the first alone."""
 
 _N_AT_ONCE = 2**22  # numbers; bounds the memory of a large matrix's float32 weights
 
@@ -68,15 +74,22 @@ class RandomTensor:
 
 def tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     """Yield every tensor in the file's order."""
+    if shape.architecture in BERTS:
+        yield from _bert(shape)
+        return
     width = shape.n_embd
     unit = width**-0.5
-    std = _TIED_STD if shape.tied else _EMBED_STD
-    yield RandomTensor("token_embd.weight", shape.n_vocab, width, std, gives_logits=shape.tied)
-    if not shape.tied:
+    is_tied = shape.tied and not shape.is_encoder
+    std = _TIED_STD if is_tied else _EMBED_STD
+    yield RandomTensor("token_embd.weight", shape.n_vocab, width, std, gives_logits=is_tied)
+    if not (shape.tied or shape.is_encoder):
         yield RandomTensor(
             "output.weight", shape.n_vocab, width, _LOGIT_STD * unit, gives_logits=True
         )
-    yield _norm("output_norm", width, _LOGIT_STD * unit / _TIED_STD if shape.tied else 1.0)
+    louder = _LOGIT_STD * unit / _TIED_STD if is_tied else 1.0
+    yield _norm("output_norm", width, louder)
+    if shape.pooling == "rank":  # of yes and no, as in Qwen3-Reranker
+        yield RandomTensor("cls.output.weight", 2, width, unit / louder, is_plain=True)
     layer = _mamba_layer if shape.architecture == "mamba" else _attention_layer
     for i_layer in range(shape.n_layer):
         yield from layer(shape, f"blk.{i_layer}")
@@ -95,7 +108,13 @@ def _attention_layer(shape: Shape, block: str) -> Iterator[RandomTensor]:
     yield RandomTensor(f"{block}.attn_k.weight", n_kv, width, sharp)
     yield RandomTensor(f"{block}.attn_v.weight", n_kv, width, unit)
     yield RandomTensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
-    if shape.n_window:  # attention may look at nothing: a logit of 0 beside those of the keys
+    if shape.architecture in ("qwen3", "gemma-embedding"):
+        yield _norm(f"{block}.attn_q_norm", shape.n_head_dim, _ATTENTION_GAIN**0.5)
+        yield _norm(f"{block}.attn_k_norm", shape.n_head_dim, _ATTENTION_GAIN**0.5)
+    if shape.architecture == "gemma-embedding":
+        yield _norm(f"{block}.post_attention_norm", width)
+        yield _norm(f"{block}.post_ffw_norm", width)
+    elif shape.n_window:  # attention may look at nothing: a logit of 0 beside those of the keys
         yield RandomTensor(f"{block}.attn_sinks.weight", 0, shape.n_head, 0.0)
     yield _norm(f"{block}.ffn_norm", width)
     yield from _experts(shape, block) if shape.n_expert else _feed_forward(shape, block)
@@ -117,6 +136,41 @@ def _experts(shape: Shape, block: str) -> Iterator[RandomTensor]:
     yield RandomTensor(f"{block}.ffn_gate_exps.weight", n_ff, width, unit, n_stacked=n)
     yield RandomTensor(f"{block}.ffn_up_exps.weight", n_ff, width, unit, n_stacked=n)
     yield RandomTensor(f"{block}.ffn_down_exps.weight", width, n_ff, n_ff**-0.5, n_stacked=n)
+
+
+def _bert(shape: Shape) -> Iterator[RandomTensor]:
+    """Norms come behind what they normalise; biases are zeros. Source: src/models/bert.cpp."""
+    width, unit, name = shape.n_embd, shape.n_embd**-0.5, shape.architecture
+    yield RandomTensor("token_embd.weight", shape.n_vocab, width, _EMBED_STD)
+    yield RandomTensor("token_types.weight", N_TOKEN_TYPES, width, _POSITION_STD, is_plain=True)
+    if name == "bert":  # the others turn queries and keys, or subtract the distance
+        yield RandomTensor("position_embd.weight", shape.n_ctx_train, width, _POSITION_STD)
+    yield from _layer_norm("token_embd_norm", width)
+    if shape.pooling == "rank":
+        yield RandomTensor("cls.weight", width, width, unit, is_plain=True)
+        yield RandomTensor("cls.bias", 0, width, 0.0)
+        yield RandomTensor("cls.output.weight", 1, width, _RANK_GAIN * unit, is_plain=True)
+        yield RandomTensor("cls.output.bias", 0, 1, 0.0)
+    for i_layer in range(shape.n_layer):
+        block = f"blk.{i_layer}"
+        n_kv, sharp = shape.n_kv_head * shape.n_head_dim, unit * _ATTENTION_GAIN**0.5
+        yield RandomTensor(f"{block}.attn_q.weight", width, width, sharp)
+        yield RandomTensor(f"{block}.attn_k.weight", n_kv, width, sharp)
+        yield RandomTensor(f"{block}.attn_v.weight", n_kv, width, unit)
+        yield RandomTensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
+        yield RandomTensor(f"{block}.attn_output.bias", 0, width, 0.0)
+        yield from _layer_norm(f"{block}.attn_output_norm", width)
+        if name != "bert":
+            yield RandomTensor(f"{block}.ffn_gate.weight", shape.n_ff, width, unit)
+        yield RandomTensor(f"{block}.ffn_up.weight", shape.n_ff, width, unit)
+        yield RandomTensor(f"{block}.ffn_down.weight", width, shape.n_ff, shape.n_ff**-0.5)
+        yield RandomTensor(f"{block}.ffn_down.bias", 0, width, 0.0)
+        yield from _layer_norm(f"{block}.layer_output_norm", width)
+
+
+def _layer_norm(name: str, width: int) -> Iterator[RandomTensor]:
+    yield _norm(name, width)
+    yield RandomTensor(f"{name}.bias", 0, width, 0.0)
 
 
 def _mamba_layer(shape: Shape, block: str) -> Iterator[RandomTensor]:

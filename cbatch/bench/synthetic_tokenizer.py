@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from cbatch.backend.llama.gguf import (
     read_header,
 )
 from cbatch.backend.load.gguf_check import vocabulary_faults
+from cbatch.bench.synthetic_shapes import BERTS
 from cbatch.bench.synthetic_vocabulary import (
     BOS,
     CONTROL_TOKENS,
@@ -32,16 +34,26 @@ from cbatch.bench.synthetic_vocabulary import (
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import numpy.typing as npt
+
+    from cbatch.bench.synthetic_shapes import Shape
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+RERANK = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a web '
+    "search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""Source: llama.cpp convert_hf_to_gguf.py, Qwen3Model, for Qwen3-Reranker."""
 
 _NAMES = {
     **dict(enumerate(("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "FLOAT32", "BOOL"))),
@@ -53,6 +65,7 @@ _TEMPLATE = "tokenizer.chat_template"
 _TOKENS, _SCORES, _TYPES, _MERGES = (
     f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges")
 )
+_GGML = "tokenizer.ggml"
 _NO_VOCABULARY = ("none", "no_vocab")  # Source: llama-vocab.cpp
 
 # Source: llama.h, llama_token_type: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
@@ -89,12 +102,15 @@ class TokenizerData:
 # ---- made up ----
 
 
-def make_tokenizer(n_vocab: int, seed: int = 0) -> TokenizerData:
+def make_tokenizer(
+    n_vocab: int, seed: int = 0, *, changes: Mapping[str, Value | None] = MappingProxyType({})
+) -> TokenizerData:
     """Return a tokenizer of made-up pieces, and some English words.
 
     Args:
         n_vocab: how many, the 5 control and 256 byte tokens included.
         seed: of the made-up pieces.
+        changes: metadata to add or replace; `None` leaves a key out.
 
     Raises:
         ConfigError: too few for any text to have tokens.
@@ -104,7 +120,6 @@ def make_tokenizer(n_vocab: int, seed: int = 0) -> TokenizerData:
     pieces = vocabulary(n_vocab, seed=seed)
     n_special = len(CONTROL_TOKENS) + 256
     n_ordinary = n_vocab - n_special
-    types = [_UNKNOWN] + [_CONTROL] * (len(CONTROL_TOKENS) - 1) + [_BYTE] * 256
     loudness = np.ones(n_vocab, np.float32)
     loudness[len(CONTROL_TOKENS) : n_special] = _BYTE_NORM
     values = {
@@ -113,7 +128,7 @@ def make_tokenizer(n_vocab: int, seed: int = 0) -> TokenizerData:
         _TOKENS: Value(pieces, "ARRAY"),
         # A higher score is merged first, so a piece comes after the pieces it is made of.
         _SCORES: Value([0.0] * n_special + [-float(i) for i in range(n_ordinary)], "ARRAY"),
-        _TYPES: Value(types + [_NORMAL] * n_ordinary, "ARRAY"),
+        _TYPES: Value(_types(n_vocab), "ARRAY"),
         "tokenizer.ggml.bos_token_id": Value(BOS, "UINT32"),
         "tokenizer.ggml.eos_token_id": Value(EOS, "UINT32"),
         "tokenizer.ggml.eot_token_id": Value(TURN_END, "UINT32"),
@@ -123,7 +138,42 @@ def make_tokenizer(n_vocab: int, seed: int = 0) -> TokenizerData:
         "tokenizer.ggml.add_space_prefix": Value(True, "BOOL"),
         _TEMPLATE: Value(CHATML, "STRING"),
     }
-    return TokenizerData(n_vocab, values, loudness)
+    changed = {key: value for key, value in {**values, **changes}.items() if value is not None}
+    return TokenizerData(n_vocab, changed, loudness)
+
+
+def _types(n_vocab: int, byte: int = _BYTE) -> list[int]:
+    n_control = len(CONTROL_TOKENS)
+    head = [_UNKNOWN] + [_CONTROL] * (n_control - 1) + [byte] * 256
+    return head + [_NORMAL] * (n_vocab - len(head))
+
+
+def tokenizer_changes(shape: Shape) -> dict[str, Value | None]:
+    """Return what the metadata of a made-up tokenizer says otherwise in a model for embeddings: how a text begins and
+    ends, and of two texts, what is between them.
+
+    BERT's kind of tokenizer takes the same pieces: it joins words with the space before them, too.
+    """
+    if not shape.pooling:
+        return {}
+    ended = {f"{_GGML}.add_eos_token": Value(True, "BOOL")}
+    if shape.architecture == "qwen3":  # a text ends with EOS and begins with nothing
+        template = {f"{_TEMPLATE}.rerank": Value(RERANK, "STRING")}
+        return {
+            f"{_GGML}.add_bos_token": Value(False, "BOOL"),
+            **ended,
+            **(template if shape.pooling == "rank" else {}),
+        }
+    changes: dict[str, Value | None] = {_TEMPLATE: None, f"{_GGML}.eot_token_id": None, **ended}
+    if shape.architecture in BERTS:
+        types = _types(shape.n_vocab, byte=_NORMAL)  # llama.cpp ends where a BERT has bytes
+        changes |= {
+            _TYPES: Value(types, "ARRAY"),
+            f"{_GGML}.model": Value("bert", "STRING"),
+            f"{_GGML}.seperator_token_id": Value(EOS, "UINT32"),  # spelt so in llama.cpp
+            f"{_GGML}.add_sep_token": Value(False, "BOOL"),  # EOS parts two texts
+        }
+    return changes
 
 
 # ---- taken ----

@@ -33,6 +33,11 @@ green yellow count list story question
 """
 
 
+def words() -> list[str]:
+    """Return the common English words that every made-up vocabulary has as tokens."""
+    return _WORDS.split()
+
+
 def vocabulary(n_vocab: int, *, seed: int = 0) -> list[str]:
     """Return a vocabulary's pieces: control, 256 bytes, letters, English words, made-up ones.
 
@@ -50,7 +55,7 @@ def vocabulary(n_vocab: int, *, seed: int = 0) -> list[str]:
 
 def _word_prefixes() -> Iterator[str]:
     """Yield each common word as `▁w`, `▁wo`, … up to the whole."""
-    for word in _WORDS.split():
+    for word in words():
         for n_letters in range(1, len(word) + 1):
             yield _SPACE + word[:n_letters]
 

@@ -6,7 +6,9 @@ from cbatch.cli import (
     cache,
     daemon,
     doctor,
+    embed,
     info,
+    rerank,
     run,
     serve,
     sort,
@@ -17,8 +19,8 @@ from cbatch.cli import (
 from cbatch.cli.main import make_app
 
 app = make_app(
-    *(run.run, ask.ask, info.info, bench.bench, synth.synth, sort.sort, status.status),
-    *(daemon.daemon, serve.serve, verify.verify, doctor.doctor),
+    *(run.run, ask.ask, embed.embed, rerank.rerank, info.info, bench.bench, synth.synth),
+    *(sort.sort, status.status, daemon.daemon, serve.serve, verify.verify, doctor.doctor),
 )
 app.add_typer(cache.app, name="cache")
 

@@ -84,7 +84,14 @@ def _wrapped(name: str, value: str, width: int) -> str:
 
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    n_window, n_cells = found["n_window"], found["n_cells"]
+    yield from _rows_of_file(found)
+    if found["can_generate"]:
+        yield from _rows_of_slots(found)
+    else:
+        yield "weights", _size(found["n_weight_bytes"])
+
+
+def _rows_of_file(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "name", found["name"] or _ABSENT
     yield "architecture", found["architecture"]
     yield "file type", found["file_type"]
@@ -95,6 +102,17 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{found['n_vocab']:,} tokens"
     yield "end tokens", _listed(map(str, found["end_tokens"]))
     yield "sampling", _listed(f"{k} {v:g}" for k, v in found["sampling_defaults"].items())
+    tasks = {"generate": "generates text", "embed": "embeds texts", "rerank": "reranks documents"}
+    yield "what it does", ", ".join(words for task, words in tasks.items() if found[f"can_{task}"])
+    if found["pooling"]:
+        yield (
+            "vectors",
+            f"{found['n_embedding']:,} numbers, pooling {found['pooling']}, of up to {found['n_embed_max']:,} tokens",
+        )
+
+
+def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    n_window, n_cells = found["n_window"], found["n_cells"]
     yield "slots", f"{found['parallel']}"
     yield "window", f"{n_window:,} tokens per slot, for prompt and answer; {n_cells:,} in all"
     yield "weights", _size(found["n_weight_bytes"])

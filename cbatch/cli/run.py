@@ -1,7 +1,7 @@
 """`cbatch run`: batch files in, a file of records out."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,10 +65,10 @@ def run(
     is_dry = given["check"] or given["dry_run"]
     _check_call(source, output, demo=given["demo"], needs_output=not is_dry)
     target = STDOUT if output is None else output
-    view = _view(target, is_quiet=given["quiet"], is_json=given["json"])
+    view = view_for(target, is_quiet=given["quiet"], is_json=given["json"])
     if given["demo"]:
         _check_demo(given)
-        with _ending_with_the_reader(view):
+        with ending_with_the_reader(view):
             run_demo(
                 target,
                 view,
@@ -86,19 +86,25 @@ def run(
     elif is_dry:
         _look(source or [], view, is_estimate=given["dry_run"], call=call)
     else:
-        _answer(source or [], target, view, call)
+        finish_run(source or [], target, view, call)
 
 
-def _answer(source: list[str], target: Path, view: View, call: dict[str, Any]) -> None:
+def finish_run(
+    source: list[str],
+    target: Path,
+    view: View,
+    call: dict[str, Any],
+    runs: Callable[..., RunSummary] = run_file,
+) -> None:
     """Run the items and report the end."""
     stopper = Stopper(note_at_once if isinstance(view, EventView) else None, takes_all=True)
     try:
-        with _ending_with_the_reader(view):
-            summary = run_file(source, target, progress=view, stop=stopper, **call)
+        with ending_with_the_reader(view):
+            summary = runs(source, target, progress=view, stop=stopper, **call)
     except Interrupted as error:
         _tell(view, f"cbatch: {error.summary.resume_hint}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    _end(summary, view)
+    end_run(summary, view)
 
 
 def _answer_on_ray(
@@ -122,7 +128,7 @@ def _answer_on_ray(
         f"out     {summary.output_tokens:,} tokens\n"
         f"time    {summary.elapsed_s:.2f} s"
     )
-    _end(summary, view)
+    end_run(summary, view)
 
 
 def _url_or_path(path: Path) -> str:
@@ -131,7 +137,7 @@ def _url_or_path(path: Path) -> str:
 
 
 @contextmanager
-def _ending_with_the_reader(view: View) -> Iterator[None]:
+def ending_with_the_reader(view: View) -> Iterator[None]:
     """End with a message if the reader of stdout leaves; errors of named pipes are reported as those of files."""
     try:
         yield
@@ -174,7 +180,8 @@ def _tell(view: View, line: str) -> None:
     (view.say if isinstance(view, EventView) else say)(line)
 
 
-def _end(summary: RunSummary, view: View) -> None:
+def end_run(summary: RunSummary, view: View) -> None:
+    """Tell what is left to do, and which items failed."""
     if summary.resume_hint:
         _tell(view, f"cbatch: {summary.resume_hint}")
     if summary.n_errors:
@@ -203,7 +210,8 @@ _FLAGS = {
 """What the error of a prompt that is too long names, as flags."""
 
 
-def _view(target: Path, *, is_quiet: bool, is_json: bool) -> View:
+def view_for(target: Path, *, is_quiet: bool, is_json: bool) -> View:
+    """Return what shows the progress of a run."""
     if is_json:
         return EventView()
     return choose_view(summary_lines, is_quiet=is_quiet, has_free_terminal=not is_dash(target))

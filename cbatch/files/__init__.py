@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cbatch.files.report.recorder import RunRecorder, tee
     from cbatch.files.report.trace import TraceWriter
     from cbatch.files.settings import FileOptions
+    from cbatch.files.vector_files import embed_file, rerank_file
 
 __all__ = [
     "CheckSummary",
@@ -36,8 +37,10 @@ __all__ = [
     "Stopper",
     "TraceWriter",
     "check_file",
+    "embed_file",
     "estimate_file",
     "open_source",
+    "rerank_file",
     "run_file",
     "run_table",
     "sort_in_place",
@@ -60,6 +63,7 @@ _MODULES = {
     "report.recorder": ("RunRecorder", "tee"),
     "report.trace": ("TraceWriter",),
     "settings": ("FileOptions",),
+    "vector_files": ("embed_file", "rerank_file"),
 }
 
 _FORMER_MODULES = ("check", "estimate", "recorder", "run", "sort", "source", "status", "trace")

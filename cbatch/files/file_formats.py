@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from cbatch.files.input.source import Source
     from cbatch.files.input.text_files import InputFile
 
-Format: TypeAlias = Literal["openai", "cbatch", "jsonl", "csv", "tsv", "text", "parquet", "arrow"]
-"""Formats of batch files; `jsonl` is objects of the user's own, with a template."""
+Format: TypeAlias = Literal[
+    "openai", "cbatch", "jsonl", "csv", "tsv", "text", "parquet", "arrow", "npy"
+]
+"""Formats of batch files; `jsonl` is objects of the user's own, with a template; `npy` is for embeddings alone."""
 
 SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
@@ -30,10 +32,13 @@ SUFFIXES: dict[str, Format] = {
     ".arrow": "arrow",
     ".feather": "arrow",
     ".ipc": "arrow",
+    ".npy": "npy",
 }
 """Formats by the ending of a name."""
 
 COLUMNAR = ("parquet", "arrow")
+WRITTEN_LAST = (*COLUMNAR, "npy")
+"""Formats of outputs that are made of records at the end of a run."""
 JSON_LINES = ("openai", "cbatch", "jsonl")
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _N_LOOK, _N_LOOK_BYTES = 100, 2**20
@@ -54,6 +59,8 @@ def format_of(file: InputFile, asked: str, *, has_template: bool) -> Format | No
     file is no plain file.
     """
     format = SUFFIXES.get(_suffix(file.path)) if asked == "auto" else cast("Format", asked)
+    if format == "npy":
+        raise ConfigError(f"{file.name}: npy files hold numbers, not texts: give a table")
     if format in COLUMNAR:
         _check_columnar(file)
         return format if file.n_bytes else None
@@ -70,8 +77,8 @@ def named_format(path: PurePath) -> Format | None:
 
 
 def is_columnar(path: PurePath) -> bool:
-    """Whether a name is that of a Parquet or Arrow file."""
-    return named_format(path) in COLUMNAR
+    """Whether a name is that of a file which is made of records at the end of a run."""
+    return named_format(path) in WRITTEN_LAST
 
 
 def _suffix(path: str) -> str:
@@ -189,6 +196,6 @@ def check_name(path: PurePath, format: str, *, is_asked: bool = False) -> None:
     named = named_format(path)
     if named is None or named == ("jsonl" if format in JSON_LINES else format):
         return
-    if is_asked and not {named, format} & set(COLUMNAR):
+    if is_asked and not {named, format} & set(WRITTEN_LAST):
         return
     raise ConfigError(f"{path}: its name says {named}, and answers are {format}: give another name")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cbatch.chat.vector_calls import EmbedCall, VectorPrompt
 from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
@@ -30,10 +31,12 @@ from cbatch.files.settings import (
     engine_for,
     split_settings,
 )
+from cbatch.files.vector_work import VectorEngine
 from cbatch.files.work import RunContext, Work
 from cbatch.loading import model_name
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
+from cbatch.runtime.batch_response import BatchResponse
 from cbatch.support.checks import check_path, readable, shown
 from cbatch.support.hub import local_model
 
@@ -61,7 +64,7 @@ _OF_OUTPUT = (
 """Options that have no effect without an output."""
 
 
-def run_file(
+def run_file(  # noqa: PLR0913  # what runs, how, and who is told
     source: Paths,
     output: str | Path,
     *,
@@ -71,6 +74,7 @@ def run_file(
     progress: bool | View = False,
     on_result: OnEnded | None = None,
     stop: Stopper | None = None,
+    vectors: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> RunSummary:
     """Run every item of batch files and write a record for each as it ends; an item with a record does not run again.
@@ -87,6 +91,7 @@ def run_file(
         progress: whether to show progress on stderr, or a `View` that shows it.
         on_result: called with each item that ended and its result, None where the item has an error.
         stop: stops the run; None: signals do, in the main thread.
+        vectors: settings of `Engine.embed`, by which each row's text is embedded instead of answered; see `embed_file`.
         settings: those of `FileOptions` and, where a model is loaded, of `cbatch.load`, by name.
 
     Raises:
@@ -106,20 +111,22 @@ def run_file(
     beside = [*(load_settings.get("adapters") or {}).values(), load_settings.get("draft") or ""]
     check_places(place, asked, [*models, *filter(None, map(str, beside))])
     with Recording(asked, view.say) as recording:
-        run = _Run(asked, defaults, view, recording, stop or Stopper(), on_result)
+        run = _Run(asked, defaults, view, recording, stop or Stopper(), on_result, vectors)
         with ExitStack() as stack:
             if engine is not None:
                 check_engine(engine)
             wants = defaults if engine is None else defaults.over(engine.options)
-            stream, target = _opened(stack, source, place, asked, columns=columns_asked(wants))
+            columns = None if vectors is not None else columns_asked(wants)
+            stream, target = _opened(stack, source, place, asked, columns=columns)
             if engine is None and all(map(os.path.isfile, models)):
                 view.say(f"loading {named or 'the model that ships inside'}")
             n_ahead = asked.window or N_LOOKED_AHEAD
+            has_vectors = vectors is not None or _asks_vectors(stream)
             lent = engine_for(
                 engine,
                 model,
                 load_settings,
-                lambda: stream.look_ahead(defaults, n_ahead),
+                lambda: None if has_vectors else stream.look_ahead(defaults, n_ahead),
                 asked=asked,
                 options=defaults,
                 threaded=stream.is_piped,  # else the engine would stop while the pipe is silent
@@ -145,6 +152,7 @@ class _Run:
     recording: Recording
     stop: Stopper
     on_result: OnEnded | None
+    vectors: Mapping[str, Any] | None
 
     def of(
         self,
@@ -161,13 +169,15 @@ class _Run:
         if asked.strict:
             stream.check(lambda item: why_refused(item, engine, options))
         settings = _settings_of(engine, stream, target, options, asked)
-        digests = _digests(engine, options)
+        if self.vectors is not None:
+            settings["embeddings"] = _as_text(self.vectors)
+        digests = _digests(engine, options, self.vectors)
         with target.opened(settings, _origin(stream, target.path, digests)) as ledger:
             prefix = "" if is_own_engine else _prefix()
             context = RunContext(
                 ledger, target.encoder, digests, options, model_name(model), prefix
             )
-            work = Work(stream, context, engine, asked, self.stop)
+            work = Work(stream, context, self._runner(engine, stream), asked, self.stop)
             for line in (*_notes(engine, stream, asked), *ledger.notes, *_resumed(ledger)):
                 view.say(line)
             title = ", ".join(readable(Path(name).name) for name in stream.source.paths[:3])
@@ -187,6 +197,20 @@ class _Run:
             for line in _left_over(ledger) if summary.is_complete else ():
                 view.say(line)
         return summary
+
+    def _runner(self, engine: Engine, stream: ItemStream) -> Engine | VectorEngine:
+        """Return what computes the items. ConfigError where the model cannot."""
+        if self.vectors is None and not _asks_vectors(stream):
+            return engine
+        calls = (
+            item.prompt.call for item in stream.peek() if isinstance(item.prompt, VectorPrompt)
+        )
+        call = EmbedCall([]) if self.vectors is not None else next(filter(None, calls))
+        if why := call.lack(engine):
+            raise ConfigError(f"{why}: give another model")
+        if self.vectors is not None:
+            engine.embed([], **self.vectors).cancel()  # refuses settings that do not fit the model
+        return VectorEngine(engine, self.vectors, stream.is_dry)
 
 
 def stream_file(
@@ -238,7 +262,7 @@ class FileStream:
 
     def __iter__(self) -> Iterator[Ended]:
         """Yield each pair."""
-        with self._open, closing(self._work.start().as_completed()) as results:
+        with self._open, closing(self._begun().as_completed()) as results:
             for result in results:
                 yield from self._work.take(result, gives_left=True)
             yield from self._work.take_refused()
@@ -246,7 +270,7 @@ class FileStream:
 
     async def __aiter__(self) -> AsyncIterator[Ended]:
         """Yield each pair, in an event loop."""
-        with self._open, closing(self._work.start().as_completed()) as results:
+        with self._open, closing(self._begun().as_completed()) as results:
             async for result in results:
                 for ended in self._work.take(result, gives_left=True):
                     yield ended
@@ -254,16 +278,35 @@ class FileStream:
                 yield ended
             self._work.check_engine()
 
+    def _begun(self) -> BatchResponse:
+        response = self._work.start()
+        assert isinstance(response, BatchResponse)  # of an engine
+        return response
+
+
+def _asks_vectors(stream: ItemStream) -> bool:
+    """Whether the lines of a file ask for embeddings or scores. Waits for the first line of a pipe."""
+    if stream.source.format != "openai":
+        return False
+    return any(isinstance(item.prompt, VectorPrompt) for item in stream.peek())
+
 
 def _opened(
-    stack: ExitStack, source: Paths, output: Path, asked: FileOptions, *, columns: Collection[str]
+    stack: ExitStack,
+    source: Paths,
+    output: Path,
+    asked: FileOptions,
+    *,
+    columns: Collection[str] | None,
 ) -> tuple[ItemStream, RunOutputs]:
-    """Return the input, which `stack` closes, and the output, after checks of both."""
+    """Return the input, which `stack` closes, and the output, after checks; `columns` is None for embeddings."""
     own = {os.path.realpath(path) for path in written_by(output, asked)}
     stream = stack.enter_context(closing(ItemStream(source, asked, own)))
     check_places(output, asked, stream.source.paths)
     check_replaceable(asked)
-    return stream, RunOutputs(output, stream.source, asked, extra=columns)
+    has_vectors = columns is None
+    outputs = RunOutputs(output, stream.source, asked, extra=columns or (), has_vectors=has_vectors)
+    return stream, outputs
 
 
 def _prefix() -> str:
@@ -271,8 +314,18 @@ def _prefix() -> str:
     return f"{secrets.token_hex(4)}-"
 
 
-def _digests(engine: Engine, settled: RunOptions) -> Digests:
-    return Digests(settled, json.dumps(engine.fingerprint, sort_keys=True))
+def _digests(
+    engine: Engine, settled: RunOptions, vectors: Mapping[str, Any] | None = None
+) -> Digests:
+    said = json.dumps(engine.fingerprint, sort_keys=True)
+    return Digests(settled, said if vectors is None else f"{said}, {_as_text(vectors)}")
+
+
+def _as_text(vectors: Mapping[str, Any]) -> str:
+    """Return the settings of embeddings for people."""
+    return (
+        ", ".join(f"{name}={value!r}" for name, value in sorted(vectors.items())) or "as the model"
+    )
 
 
 def _origin(stream: ItemStream, output: Path, digests: Digests) -> InputIdentity:

@@ -12,8 +12,9 @@ from statistics import fmean, stdev
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from cbatch.chat.vector_calls import VectorPrompt
 from cbatch.engine import checked_tokens, run_options_of
-from cbatch.errors import CBatchError, EngineClosedError, PromptTooLongError
+from cbatch.errors import CBatchError, ConfigError, EngineClosedError, PromptTooLongError
 from cbatch.files.input.item import ItemError, Seen, in_own_words
 from cbatch.files.input.item_stream import ItemStream, ahead_of
 from cbatch.files.settings import engine_for, split_settings
@@ -148,6 +149,10 @@ def why_refused(item: Item, engine: Engine, options: RunOptions) -> ItemError | 
     """Return the error with which the engine would refuse a good item, else the number of its prompt's tokens."""
     assert item.prompt is not None  # for there is no error
     try:
+        if isinstance(item.prompt, VectorPrompt) and item.prompt.call is not None:
+            return sum(
+                len(engine.tokenize(t) if isinstance(t, str) else t) for t in item.prompt.call.texts
+            )
         return checked_tokens(engine, item.prompt, options)
     except EngineClosedError:  # no error of the item
         raise
@@ -269,6 +274,8 @@ def estimate_file(
     with ExitStack() as stack:
         reading = stack.enter_context(closing(ItemStream(source, asked)))
         prompts, n_items = drawn(reading, n_drawn, random.Random(asked.shuffle_seed))
+        if any(isinstance(prompt, VectorPrompt) for prompt in prompts):
+            raise ConfigError("only answers in text are estimated: run embeddings and scores")
         n_items = min(n_items, asked.limit or n_items)
         is_all = n_items == len(prompts)
         runner = stack.enter_context(

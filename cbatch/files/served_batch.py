@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from cbatch.chat.vector_calls import CALLS
 from cbatch.engine import run_options_of
 from cbatch.errors import EngineClosedError
 from cbatch.files.input.item import InputLineError, ItemError, Seen, bytes_of, item_key, rival_key
@@ -23,7 +24,8 @@ from cbatch.files.output.journal import Journal
 from cbatch.files.output.json_answers import line_of
 from cbatch.files.output.opening import OutputSpec
 from cbatch.files.settings import FileOptions
-from cbatch.files.work import RunContext, Work
+from cbatch.files.vector_work import VectorEngine
+from cbatch.files.work import OpenGate, RunContext, Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -282,11 +284,12 @@ class ServedBatch:
         """
         options = run_options_of(self.engine, None)
         with self._lines(self.ask) as lines, self._journal() as journal:
-            context = RunContext(
-                journal, _ServedEncoder(), _digest, options, "", self.prefix, self.gate
-            )
+            is_vectors = self.url in CALLS  # which need no slots
+            gate = OpenGate() if is_vectors else self.gate
+            engine = VectorEngine(self.engine) if is_vectors else self.engine
+            context = RunContext(journal, _ServedEncoder(), _digest, options, "", self.prefix, gate)
             asked = FileOptions(max_time_s=max_time_s)
-            self._work = work = Work(lines, context, self.engine, asked, self._stop)
+            self._work = work = Work(lines, context, engine, asked, self._stop)
 
             def note(item: Item, result: BatchResult | None) -> None:
                 self._count(journal)

@@ -10,9 +10,11 @@ from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from cbatch.chat.vector_calls import VectorPrompt
 from cbatch.errors import EngineError, RequestCancelledError
-from cbatch.files.input.item import duplicate, in_own_words, item_key, label, rival_key
+from cbatch.files.input.item import ItemError, duplicate, in_own_words, item_key, label, rival_key
 from cbatch.files.outcome import RunSummary
+from cbatch.files.vector_work import VectorEngine
 from cbatch.files.window import Entry, ItemWindow, length
 from cbatch.options import RunOptions
 from cbatch.progress import Counts
@@ -29,10 +31,11 @@ if TYPE_CHECKING:
     from cbatch.files.output.journal import Journal
     from cbatch.files.output.target import PipedOutput
     from cbatch.files.settings import FileOptions
+    from cbatch.files.vector_work import VectorRun
     from cbatch.messages import BatchPrompt
     from cbatch.progress import Ending
     from cbatch.response import BatchResult
-    from cbatch.runtime.batch_response import BatchResponse, Reader
+    from cbatch.runtime.batch_response import BatchResponse
 
     Ledger: TypeAlias = "Journal | PipedOutput"
     """Takes records, and knows which items have one."""
@@ -135,7 +138,7 @@ class Work:
         self,
         stream: Items,
         context: RunContext,
-        engine: Engine,
+        engine: Engine | VectorEngine,
         asked: FileOptions,
         stop: Stopper,
     ) -> None:
@@ -151,7 +154,7 @@ class Work:
         self._n_started = self._n_given_back = self._n_added = 0
         self._start_s, self._ends_s = 0.0, math.inf
         self._ended: Ending | None = None
-        self._response: BatchResponse | None = None
+        self._response: BatchResponse | VectorRun | None = None
         self._is_cancelled = False
         self._settled = OptionsMerger()
         self._is_reading = True
@@ -206,6 +209,9 @@ class Work:
             tally.n_failed_before += claim == "failed"
         elif item.prompt is None:
             self._refuse(item)
+        elif isinstance(item.prompt, VectorPrompt) and not isinstance(self._engine, VectorEngine):
+            message = "a line for embeddings or scores cannot be answered by this run: use run_file"
+            self._refuse(replace(item, error=ItemError("invalid_url", message, "url")))
         else:
             self._n_started += 1
             options = RunOptions.of(item.prompt.options)
@@ -220,7 +226,7 @@ class Work:
 
     # ---- out ----
 
-    def start(self) -> BatchResponse:
+    def start(self) -> BatchResponse | VectorRun:
         """Let the engine begin; give its results to `take`."""
         seconds, options = self._max_time_s, self._context.options
         self._start_s = time.perf_counter()
@@ -278,7 +284,10 @@ class Work:
         return self._ending() == "done" and not self._is_whole
 
     def _take_all(
-        self, response: BatchResponse, results: Reader[BatchResult], on_ended: OnEnded
+        self,
+        response: BatchResponse | VectorRun,
+        results: Iterator[BatchResult],
+        on_ended: OnEnded,
     ) -> None:
         while True:
             if not response.n_unread:

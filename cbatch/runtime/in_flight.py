@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.interface import BatchTarget, Target
     from cbatch.runtime.loop import Loop
     from cbatch.runtime.row_comparison import RowComparison
+    from cbatch.runtime.text_room import Texts
 
 
 _N_ENDED_SAVERS = 64
@@ -42,10 +43,11 @@ class InFlight:
     """Submits sequences to a loop, within the queue's limit; its `Orders`. From any thread."""
 
     def __init__(
-        self, loop: Loop, batcher: MultiRequestBatcher, clock: Callable[[], float]
+        self, loop: Loop, batcher: MultiRequestBatcher, clock: Callable[[], float], texts: Texts
     ) -> None:
         self.routes = loop.routes  # the loop takes out requests that ended
         self._loop, self._batcher, self._clock = loop, batcher, clock
+        self._texts = texts
         self._outside: dict[str, SequenceDriver] = {}
         """Sequences that wait for room in the queue, by id."""
         self._late: deque[SequenceDriver] = deque()
@@ -89,6 +91,12 @@ class InFlight:
             check_own(list(routes), self.routes)  # a handler may have taken one meanwhile
             self.routes.update(routes)
         self._savers.update(savers)
+
+    def add_texts(self, routes: Mapping[str, Route]) -> None:
+        """Make texts to embed known, with where their vectors go. A DuplicateIdError where an id is in flight."""
+        with HeldBack():
+            check_own(list(routes), self.routes)
+            self.routes.update(routes)
 
     def _checked_savers(self, drivers: Sequence[SequenceDriver]) -> dict[str, str]:
         """Return the ids of requests that save cells, by cache key; each key must be theirs alone."""
@@ -260,6 +268,7 @@ class InFlight:
             lives = {id: route for id, route in routes.items() if self.routes.get(id) is route}
             for id in lives:
                 self._outside.pop(id, None)
+                self._texts.take_out(id)
             batcher = self._batcher
             self._cancel([route for id, route in lives.items() if id in batcher.in_flight])
             self.drop({id: lives[id] for id in lives if not batcher.is_storing(id)})
@@ -310,6 +319,9 @@ class InFlight:
         def take() -> list[str]:
             back = [route for route in self._still(lives) if not self._has_begun(route)]
             for route in back:
+                if self._texts.take_out(route.id):
+                    self.drop({route.id: route})
+                    continue
                 members = _member_ids(route)
                 self._loop.take_out([m for m in members if self._outside.pop(m, None) is None])
                 self.drop({member: self.routes[member] for member in {route.id, *members}})
@@ -342,7 +354,7 @@ class InFlight:
 
         def resume() -> None:
             for route, n_tokens in lives:
-                if self.routes.get(route.id) is route:
+                if self.routes.get(route.id) is route and route.id not in self._texts:
                     for member in _member_ids(route):
                         self._batcher.resume(member, n_tokens)
 
@@ -356,7 +368,7 @@ class InFlight:
         `would` tells whether `do` would have an effect, and changes nothing.
         """
         life = self.find(id)
-        if life is None:
+        if life is None or id in self._texts:
             return False
 
         def order() -> bool:
@@ -386,6 +398,7 @@ class InFlight:
 
         def deliver() -> None:
             members = [m for route in self._of(target) for m in _member_ids(route)]
+            members = [m for m in members if m not in self._texts]
             self._loop.deliver(
                 [self._batcher.in_flight[m] for m in members if self._batcher.is_paused(m)]
             )
@@ -417,6 +430,9 @@ class InFlight:
         """Cancel requests, with all their choices; return how many of them were in flight. Owner thread."""
         now, n_cancelled = self._clock(), 0
         for route in some:
+            if route.id in self._texts:
+                n_cancelled += self._texts.cancel(route.id)
+                continue
             done = [self._batcher.cancel(member, now) for member in self._queued_members(route)]
             n_cancelled += any(done)
         self._loop.deliver(())
@@ -428,6 +444,8 @@ class InFlight:
 
     def _is_open(self, id: str) -> bool:
         """Whether a sequence has not ended; it may not be queued yet. Changes nothing."""
+        if id in self._texts:
+            return True
         return id in self.routes and not self._batcher.has_ended(id)
 
     def _queued_members(self, route: Route) -> list[str]:
@@ -441,7 +459,9 @@ class InFlight:
         return [route for id in [*target.ids.values()] if (route := self.find(id))]
 
     def _has_begun(self, route: Route) -> bool:
-        """Whether a request, or one of its choices, ever had a slot."""
+        """Whether a request, or one of its choices, ever had a slot; or a text is being computed."""
+        if route.id in self._texts:
+            return self._texts.has_begun(route.id)
         target = route.target
         members = target.member_ids if isinstance(target, Members) else [route.id]
         return any(map(self._has_run, members))

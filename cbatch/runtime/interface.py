@@ -20,6 +20,7 @@ from cbatch.support.model_facts import ModelFacts
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
 
+    from cbatch.embedding import TextSettings
     from cbatch.errors import EngineClosedError
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
@@ -106,6 +107,8 @@ class Submission:
     """Whether they are a part of the requests of one call."""
     job: int = 0
     """The number of the call that they belong to; 0 for none."""
+    texts: TextSettings | None = None
+    """How the prompts are embedded or scored, where they are texts for that."""
     is_awaited: bool = True
     """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
 

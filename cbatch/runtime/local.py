@@ -15,9 +15,9 @@ from cbatch.chat.chat_format import ChatFormat
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
 from cbatch.core.scheduler import ContinuousBatchScheduler
-from cbatch.errors import ConfigError, GrammarError
+from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
 from cbatch.runtime.ids import check_own, own_id
-from cbatch.runtime.in_flight import InFlight
+from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
+    from cbatch.embedding import TextSettings
     from cbatch.engine_options import ScheduleOptions
-    from cbatch.errors import EngineClosedError
     from cbatch.messages import BatchPrompt
     from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.in_flight import Route
     from cbatch.runtime.interface import Submission, Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import SlotState, StepRecord
@@ -69,6 +68,7 @@ class LocalRuntime:
     ) -> None:
         """Take over `backend`, which `close` frees; the other arguments are those of `Engine`."""
         from cbatch.cache.store import open_store  # numpy is slow to import
+        from cbatch.runtime.text_room import Texts
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
@@ -110,9 +110,12 @@ class LocalRuntime:
         self.loop = loop = Loop(
             backend, self.batcher, scheduler, stats, clock, store, lanes, is_threaded=is_threaded
         )
-        self.orders = InFlight(loop, self.batcher, clock)
+        self.texts = Texts(backend, loop.routes, stats, is_threaded=is_threaded)
+        loop.end_texts, loop.is_inside_texts = self.texts.close, self._is_in_texts
+        self.orders = InFlight(loop, self.batcher, clock, self.texts)
         self.sequences = SequenceMaker(backend, schedule, chats)
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
+        self._can_generate = backend.model_facts.can_generate
         self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         if is_threaded:
             loop.start()
@@ -160,7 +163,10 @@ class LocalRuntime:
 
     @on_admit.setter
     def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
-        self.loop.on_admit = action
+        self.loop.on_admit = self.texts.on_admit = action
+
+    def _is_in_texts(self) -> bool:
+        return self.texts.is_current_thread
 
     def check_open(self) -> None:
         """Raise an `EngineClosedError` where the engine is closed, has failed, or belongs to the parent process."""
@@ -200,6 +206,7 @@ class LocalRuntime:
 
     def checked(self, prompt: BatchPrompt, options: RunOptions) -> int:
         """Return how many tokens a prompt has. Raises the errors with which it would end before it runs."""
+        self._check_generates()
         driver, *_ = self.sequences.of_prompt(prompt, UNNAMED, options, 0.0, math.inf)
         self._prompts.tokenize(driver)
         if driver.error is not None:
@@ -238,11 +245,16 @@ class LocalRuntime:
 
     def add(self, submission: Submission) -> None:
         """Check requests and queue them. See `Runtime`."""
+        if submission.texts is not None:
+            self._enter_texts(submission, submission.texts)()
+            return
         with self.orders.undone_if_it_raises() as routes:
             self._queue(submission, routes, *self._enter(submission, routes))
 
     def enter(self, submission: Submission) -> Callable[[], None]:
         """Check requests and make them known; return what queues them, and is to be called. Else as `add`."""
+        if submission.texts is not None:
+            return self._enter_texts(submission, submission.texts)
         with self.orders.undone_if_it_raises() as routes:
             return partial(self._queue, submission, routes, *self._enter(submission, routes))
 
@@ -250,6 +262,7 @@ class LocalRuntime:
         self, asked: Submission, routes: dict[str, Route]
     ) -> tuple[list[SequenceDriver], list[Parcel]]:
         """Return the sequences of requests, which are known by their routes now, and what is told of refused ones."""
+        self._check_generates()
         now = time.perf_counter() - asked.age_s
         made = [self._of_prompt(asked, i, now) for i in range(len(asked.prompts))]
         items = {i: item for i, item in enumerate(made) if isinstance(item, list)}
@@ -268,6 +281,47 @@ class LocalRuntime:
                 driver.is_early = True
         self._lanes.order_first(drivers, self.batcher.n_waiting)
         return drivers, refusals
+
+    def _check_generates(self) -> None:
+        """Raise an `UnsupportedTaskError` where the model generates no text."""
+        if not self._can_generate:
+            raise UnsupportedTaskError(
+                "generate", "it only embeds texts or reranks documents: use embed() or rerank()"
+            )
+
+    def _enter_texts(self, asked: Submission, settings: TextSettings) -> Callable[[], None]:
+        """Check texts to embed and make them known; return what queues them."""
+        self.check_open()
+        self.texts.check(settings)
+        now = time.perf_counter() - asked.age_s
+        options = asked.options
+        ends_s = min(
+            asked.ends_s, now + (math.inf if options.timeout_s is None else options.timeout_s)
+        )
+        routes: dict[str, Route] = {
+            id: Route(asked.target, asked.first_place + i, id) for i, id in enumerate(asked.ids)
+        }
+        texts = [
+            self.texts.text(
+                routes[id],
+                prompt,
+                settings,
+                priority=options.priority or 0,
+                submitted_s=now,
+                deadline_s=ends_s,
+            )
+            for id, prompt in zip(asked.ids, asked.prompts, strict=True)
+        ]
+        self.orders.add_texts(routes)
+
+        def queue() -> None:
+            try:
+                self.texts.put(texts)
+            except EngineClosedError:
+                self.orders.drop(routes)
+                raise
+
+        return queue
 
     def _of_prompt(
         self, asked: Submission, i: int, now: float
@@ -377,7 +431,8 @@ class LocalRuntime:
 
     def pump(self) -> bool:
         """Do one step in the caller's thread, where there is no other."""
-        return self.loop.pump()
+        has_worked = self.texts.pump()
+        return self.loop.pump() or has_worked
 
     @property
     def outage(self) -> None:

@@ -79,6 +79,11 @@ class Loop:
         """Called with the ids of sequences before the first step that computes something of them."""
         self.admit_late: Callable[[], object] = bool
         """Called before each plan, and when the loop ends: queues sequences that wait for room in the queue."""
+        self.end_texts: Callable[[EngineClosedError | None], object] = bool
+        """Called when the loop ends: ends texts that are to be embedded, by the error if there is one, and frees what
+        computes them."""
+        self.is_inside_texts: Callable[[], bool] = bool
+        """Whether the caller's thread computes texts."""
         self.waiters = Sleepers()
         """Threads in `wait_for_change`: they look again after every plan."""
         self._backend, self._batcher, self._scheduler = backend, batcher, scheduler
@@ -193,7 +198,7 @@ class Loop:
     def is_inside(self) -> bool:
         """Whether the caller is the owner's thread during a step, or a thread that the owner may wait for."""
         works = self._cache_io, self._compiler, self._prompts
-        if any(work.is_current_thread for work in works):
+        if any(work.is_current_thread for work in works) or self.is_inside_texts():
             return True
         if self._thread is None:
             return self._turns.is_mine
@@ -461,6 +466,7 @@ class Loop:
         if self.on_end is not None:
             self.on_end(None if self._error is None else self._failure(self._error))
         self.admit_late()
+        self.end_texts(None if self._error is None else self._failure(self._error))
         self._end_requests()
         self._save_last()
         self._compiler.close()

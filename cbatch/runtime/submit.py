@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import CBatchError, EngineClosedError, RequestFailedError, words_of
-from cbatch.messages import as_prompt
+from cbatch.messages import as_id, as_prompt
 from cbatch.runtime.async_source import AsyncSource
 from cbatch.runtime.ids import Ids, check_own, own_id
 from cbatch.runtime.interface import Submission
@@ -21,6 +22,7 @@ from cbatch.support.interrupts import HeldBack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cbatch.embedding import TextSettings
     from cbatch.messages import BatchPrompt, Prompt
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
@@ -82,6 +84,21 @@ class Feed:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class FeedReading:
+    """What a source gives."""
+
+    read: Callable[[Any], BatchPrompt] = as_prompt
+    """Makes a prompt of it; what it raises ends that item alone."""
+    texts: TextSettings | None = None
+    """How the prompts are embedded, where they are texts for that."""
+    names: Iterator[str | None] = field(default_factory=lambda: repeat(None))
+    """The caller's ids, one an item."""
+
+
+AS_PROMPTS = FeedReading()
+
+
 class Submitter:
     """Gives requests their ids and submits them to a runtime. Every method from any thread."""
 
@@ -137,24 +154,37 @@ class Submitter:
         options: RunOptions,
         ends_s: float,
         mailbox: Mailbox,
+        reading: FeedReading = AS_PROMPTS,
     ) -> None:
-        """Submit prompts as they are read from `source`, until the source or the batch ends."""
+        """Submit prompts as they are read from `source`, until the source or the batch ends.
+
+        `reading` tells what the source gives.
+        """
         if ends_s < math.inf:
             self._runtime.call_at(ends_s, partial(_end_feed, weakref.ref(mailbox)))
-        feed = mailbox.feed = Feed(source, mailbox, partial(self._put, mailbox, options, ends_s))
+        feed = mailbox.feed = Feed(
+            source, mailbox, partial(self._put, mailbox, options, ends_s, reading)
+        )
         self._feeds[next(self._n_feeds)] = feed
         self._runtime.check_open()  # it may have ended before it knew of this feed
         if self._runtime.is_threaded:
             feed.start()
 
-    def _put(self, mailbox: Mailbox, options: RunOptions, ends_s: float, item: Any) -> None:
+    def _put(
+        self,
+        mailbox: Mailbox,
+        options: RunOptions,
+        ends_s: float,
+        reading: FeedReading,
+        item: Any,
+    ) -> None:
         """Queue one prompt that was read; a refused one ends at once, with its error."""
         place = mailbox.items.expect()
         if place is None:  # the batch was ended while this prompt was read
             return
         try:
             with HeldBack(), self._naming:
-                prompt, id = self._named(mailbox, item, place)
+                prompt, id = self._named(mailbox, reading, item, place)
             if mailbox.is_copy(prompt, options, place, id):
                 return
             self._enter(
@@ -169,6 +199,7 @@ class Submitter:
                     is_fed=True,
                     asks_again=mailbox.asks_again,
                     job=mailbox.job,
+                    texts=reading.texts,
                 )
             )
         except Exception as error:
@@ -178,12 +209,17 @@ class Submitter:
         # the batch may have been ended meanwhile, too early for this item to be cancelled with the others
         mailbox.end_late()
 
-    def _named(self, mailbox: Mailbox, item: Any, place: int) -> tuple[BatchPrompt, RequestId]:
+    def _named(
+        self, mailbox: Mailbox, reading: FeedReading, item: Any, place: int
+    ) -> tuple[BatchPrompt, RequestId]:
         """Return what was read as a prompt, with its id; the mailbox has an id also where this raises."""
         in_flight = self._runtime.ids
         id = self._ids.automatic(mailbox.given, in_flight)
         try:
-            prompt = as_prompt(item)
+            if (name := next(reading.names, None)) is not None:
+                check_own((as_id(name),), mailbox.given)
+                id = own_id(as_id(name))
+            prompt = reading.read(item)
             if prompt.id is not None:
                 check_own((prompt.id,), mailbox.given)
                 check_own((prompt.id,), in_flight)

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cbatch.chat.vector_calls import EmbedCall, RerankCall, ScoreCall
 from cbatch.errors import CBatchError
 from cbatch.server import batch_endpoints as kept
 from cbatch.server import message_batches
@@ -23,7 +24,7 @@ from cbatch.server.call import Answering
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.gate import Gate
-from cbatch.server.http_errors import HttpProblemError, problem_of, told
+from cbatch.server.http_errors import HttpProblemError, absent, problem_of, told
 from cbatch.server.infill import InfillCall
 from cbatch.server.llama_completions import LlamaCall
 from cbatch.server.openai_chat import ChatCall
@@ -31,6 +32,7 @@ from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.responses_api import ResponsesCall, count_input
 from cbatch.server.server_settings import ServerSettings
 from cbatch.server.telemetry import find_tracer
+from cbatch.server.vector_endpoints import answer_vectors
 from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
 from cbatch.support.garbage import drop_frames
@@ -98,6 +100,10 @@ def _routes(desk: Desk) -> list[Route]:
         ("POST", "/responses/input_tokens", count_input),
         ("POST", "/messages", partial(_answer, MessagesCall.of)),
         ("POST", "/messages/count_tokens", count_tokens),
+        ("POST", "/embeddings", partial(answer_vectors, EmbedCall)),
+        ("POST", "/rerank", partial(answer_vectors, RerankCall)),
+        ("POST", "/reranking", partial(answer_vectors, RerankCall)),
+        ("POST", "/score", partial(answer_vectors, ScoreCall)),
         ("GET", "/models", small.models),
         ("GET", "/models/{name:path}", small.model),
         ("POST", "/models/load", small.load_model),
@@ -145,6 +151,8 @@ async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) 
     """Answer a call of some dialect."""
     body = await small.body_of(desk, exchange)
     call = await exchange.aside(call_of, body, is_strict=desk.settings.strict_fields)
+    if not desk.engine.can_generate:
+        raise absent("this model generates no text: use /v1/embeddings or /v1/rerank")
     await Answering(desk, exchange, call).run()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote
 
 from cbatch.server.batch_index import BATCH
-from cbatch.server.batch_questions import CALLS
+from cbatch.server.batch_questions import ENDPOINTS
 from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -205,8 +205,8 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
 
 
 def _endpoint(said: Any) -> str:
-    if not isinstance(said, str) or said not in CALLS:
-        served = ", ".join(CALLS)
+    if not isinstance(said, str) or said not in ENDPOINTS:
+        served = ", ".join(ENDPOINTS)
         if isinstance(said, str):
             raise refused(f"endpoint {shown(said)}", f"batches support {served}")
         raise bad_request(f"endpoint must be one of {served}, not {shown(said)}", "endpoint")

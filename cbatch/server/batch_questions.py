@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cbatch.chat.vector_calls import CALLS as VECTOR_CALLS
+from cbatch.chat.vector_calls import VectorPrompt, error_in
 from cbatch.errors import CBatchError
 from cbatch.files.served_batch import ServedReply
 from cbatch.server.anthropic_messages import MessagesCall
@@ -18,11 +20,14 @@ from cbatch.server.openai_chat import ChatCall
 from cbatch.server.openai_completions import CompletionCall
 from cbatch.server.request_fields import with_param
 from cbatch.server.responses_api import ResponsesCall
+from cbatch.server.vector_endpoints import call_of as vector_call_of
+from cbatch.server.vector_endpoints import check_can, problem_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from cbatch.chat.vector_calls import VectorCall
     from cbatch.engine import Engine
     from cbatch.files.served_batch import Ask
     from cbatch.messages import BatchPrompt
@@ -36,7 +41,10 @@ CALLS: Mapping[str, Callable[..., Call]] = {
     "/v1/completions": CompletionCall.of,
     "/v1/responses": ResponsesCall.of,
 }
-"""Endpoints of batches over a file, and what reads their bodies."""
+"""Endpoints of batches of texts over a file, and what reads their bodies."""
+
+ENDPOINTS = (*CALLS, *VECTOR_CALLS)
+"""Endpoints of batches over a file."""
 
 _OF_ALL = {**CALLS, MESSAGES: MessagesCall.of}
 
@@ -63,15 +71,48 @@ class LineQuestion:
         return _refusal(problem_of(error, call.prompt_field), self._endpoint)
 
 
+class VectorQuestion:
+    """One call of a batch for embeddings or scores."""
+
+    def __init__(self, call: VectorCall, model: str, endpoint: str) -> None:
+        self._call, self._model, self._endpoint = call, model, endpoint
+        self.prompt: BatchPrompt = VectorPrompt.of(call)
+
+    def reply(self, result: BatchResult) -> ServedReply:
+        """Return the answer that the endpoint would give."""
+        found: Any = result.origin
+        if result.error is None:
+            return ServedReply(200, self._call.body(found, self._model))
+        i_text, _ = error_in(found) or (0, None)
+        return _refusal(problem_at(self._call, i_text, result.error), self._endpoint)
+
+
+def _vector_asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
+    kind = VECTOR_CALLS[batch.endpoint]
+
+    def ask(body: dict[str, Any]) -> VectorQuestion | ServedReply:
+        try:
+            _check_numbers(body)
+            call, _ = vector_call_of(kind, body, settings)
+            check_can(call, engine)
+            return VectorQuestion(call, call.model or model, batch.endpoint)
+        except (HttpProblemError, CBatchError) as error:
+            return _refusal(problem_of(error), batch.endpoint)
+
+    return ask
+
+
 def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engine) -> Ask:
     """Return the function that reads the bodies of a batch.
 
     Args:
-        batch: its endpoint is one of `CALLS`, or that of messages.
+        batch: its endpoint is one of `ENDPOINTS`, or that of messages.
         settings: of the server.
         model: name of the model in answers to lines that name none.
         engine: answers the requests; `model` may name one of its adapters.
     """
+    if batch.endpoint in VECTOR_CALLS:
+        return _vector_asker(batch, settings, model, engine)
     endpoint, facts, fingerprint = batch.endpoint, engine.model_facts, fingerprint_of(engine)
     call_of = _OF_ALL[endpoint]
 
@@ -96,12 +137,15 @@ def usage_of(answers: Path) -> dict[str, Any]:
     n: Counter[str] = Counter()
     with answers.open("rb") as lines:
         for line in lines:
-            usage = json.loads(line)["response"]["body"]["usage"]
+            body = json.loads(line)["response"]["body"]
+            if isinstance(body, list):  # scores as TEI tells them, without tokens
+                continue
+            usage = body["usage"]
             is_response = "input_tokens" in usage
             given, made = ("input", "output") if is_response else ("prompt", "completion")
             n["input"] += usage[f"{given}_tokens"]
-            n["output"] += usage[f"{made}_tokens"]
-            n["cached"] += usage[f"{given}_tokens_details"]["cached_tokens"]
+            n["output"] += usage.get(f"{made}_tokens", 0)  # embeddings have none
+            n["cached"] += usage.get(f"{given}_tokens_details", {}).get("cached_tokens", 0)
             thought = usage.get(f"{made}_tokens_details")
             n["untold"] += thought is None
             n["reasoning"] += thought["reasoning_tokens"] if thought else 0

@@ -103,6 +103,17 @@ class EngineSizes:
     facts: ModelFacts
     fingerprint: str
 
+    @property
+    def can(self) -> list[str]:
+        """What the model can do, in llama-server's words."""
+        facts = self.facts
+        able = {
+            "completion": facts.can_generate,
+            "embedding": facts.can_embed,
+            "rerank": facts.can_rerank,
+        }
+        return [name for name, can in able.items() if can]
+
 
 class Desk:
     """The state of one application."""

@@ -184,6 +184,21 @@ ROWS = (
         "finished_reason",
     ),
     EngineFigure(
+        ("cbatch:texts_total",),
+        "Texts that were embedded or scored, equal ones too.",
+        lambda stats: stats.n_texts,
+    ),
+    EngineFigure(
+        ("cbatch:text_tokens_total",),
+        "Tokens that were computed for them.",
+        lambda stats: stats.n_text_tokens,
+    ),
+    EngineFigure(
+        ("cbatch:embed_seconds_total",),
+        "Seconds of computing them.",
+        lambda stats: stats.embed_s,
+    ),
+    EngineFigure(
         ("cbatch:preemptions_total", "vllm:num_preemptions_total"),
         "Preemptions for want of cells.",
         lambda stats: stats.n_preempted,

@@ -25,6 +25,7 @@ from cbatch.errors import (
     RequestCancelledError,
     RequestFailedError,
     UnsupportedOptionError,
+    UnsupportedTaskError,
     WorkerDiedError,
     near,
 )
@@ -273,6 +274,7 @@ _STATUS: tuple[tuple[type[CBatchError], int, str | None, Mapping[str, str]], ...
     (QueueFullError, 429, "rate_limit_exceeded", SOON),
     (RequestCancelledError, 503, "cancelled", SOON),
     (UnsupportedOptionError, 400, "unsupported_parameter", {}),
+    (UnsupportedTaskError, 501, "not_implemented", NO_RETRY),
     (GrammarError, 400, "invalid_grammar", {}),
     (PromptError, 400, "invalid_prompt", {}),
     (BannedTokensError, 400, "no_token_left", {}),

@@ -63,7 +63,8 @@ class ServerSettings:
         max_queue: most requests, each choice counted, that wait beside those that run; further ones get status 429.
         max_queue_tokens: most tokens of the prompts that wait; a request that has to wait and has more gets status 429.
         max_body_mib: most mebibytes of a request's body.
-        max_choices: most answers, prompts × n, of one call; with `choice_probs`, prompts × texts of `choice`.
+        max_choices: most answers, prompts × n, of one call; with `choice_probs`, prompts × texts of `choice`;
+            texts of a call for embeddings or scores.
         body_timeout_s: seconds in which a request's body must arrive.
         status_after_s: seconds after which a stream's status is sent though nothing was computed yet; an error before
             has a status of its own.

@@ -133,10 +133,12 @@ def _model(desk: Desk, sizes: EngineSizes, name: str) -> dict[str, Any]:
         "created": desk.created,
         "owned_by": "cbatch",
         "max_model_len": sizes.n_window,
+        "capabilities": sizes.can,
         "meta": {
             "n_ctx": sizes.n_window,
             "n_ctx_train": facts.n_ctx_train,
             "n_vocab": facts.n_vocab,
+            "n_embd": facts.n_embedding,
             "n_params": facts.n_params,
             "size": facts.n_bytes,
         },

@@ -36,6 +36,21 @@ class ModelFacts:
     """Whether `thinking_budget` is served, as it is where chats have no thinking."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling values that the model's file recommends, by the names of `RunOptions`."""
+    can_generate: bool = True
+    can_embed: bool = False
+    """Whether the model has an embedding of its own, or is one for chats, whose hidden states are one."""
+    can_rerank: bool = False
+    """Whether it scores documents: by a classifier, or by what a model for chats says of each."""
+    has_probabilities: bool = False
+    """Whether the classifier's outputs are probabilities; else they are logits."""
+    n_embedding: int = 0
+    """Numbers of a vector."""
+    pooling: str = ""
+    """How a text's vector is made of its tokens' by default: "mean", "cls", "last" or "rank"; "" where none is made."""
+    is_causal: bool = True
+    """Whether each token sees only those before it."""
+    n_embed_max: int = 0
+    """Tokens of the longest text that can be embedded."""
     company: str = "together: not tried"
     """How several sequences are computed; see `Engine.company`."""
 

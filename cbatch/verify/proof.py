@@ -12,6 +12,7 @@ from cbatch.backend.llama.row_digests import DigestingStepper, RowDigests
 from cbatch.backend.load.loader import describe_model, find_widths, load_backend
 from cbatch.engine import Engine
 from cbatch.engine_options import BITWISE, EngineOptions
+from cbatch.errors import UnsupportedTaskError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.verify.rate import output_rate
@@ -140,6 +141,8 @@ def prove(
     options = EngineOptions(parallel=parallel, exact=True)
     tell("the probe")
     said = describe_model(path, options, asks_probe=True)
+    if not said["can_generate"]:
+        raise UnsupportedTaskError("generate", "what is proven is that answers are exact")
     settled = EngineOptions(
         parallel=parallel,
         exact=True,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
 
+from cbatch.embedding import TextSettings
 from cbatch.errors import (
     CBatchError,
     ConfigError,
@@ -349,6 +350,7 @@ class Host:
             is_checked=command.checked,
             is_part=command.part,
             job=command.job and self._first_job + command.job,
+            texts=None if command.texts is None else TextSettings.of(**asdict(command.texts)),
         )
         batch.ids.update(enumerate(ids))
         self._know(ids, batch)

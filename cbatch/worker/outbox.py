@@ -270,7 +270,7 @@ def _size_of_chunk(chunk: BatchOutputChunk) -> int:
 
 
 def _size_of_result(result: BatchResult) -> int:
-    own = 512 + len(result.text) + 8 * len(result.token_ids)
+    own = 512 + len(result.text) + 8 * len(result.token_ids) + len(result.embedding or b"")
     own += _size_of_logprobs(result.logprobs) + _size_of_logprobs(result.prompt_logprobs)
     return own + sum(map(_size_of_result, result.choices))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 from msgspec import Meta, Struct, defstruct
 
+from cbatch.embedding import TextSettings  # msgspec reads the annotation
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import FinishReason, TokenLogprob, Usage
@@ -104,6 +105,14 @@ class RunCommand(ProtocolCommand, tag="run"):
             description="draft tokens may come from answers with the same number, too; 0: none",
         ),
     ] = 0
+
+    texts: Annotated[
+        TextSettings | None,
+        Meta(
+            description="embed the items, or score them as documents; a result's `embedding` is float32 numbers, in "
+            "JSON as base64"
+        ),
+    ] = None
 
 
 class HeardToken(Struct):

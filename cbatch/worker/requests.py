@@ -21,6 +21,7 @@ from cbatch.worker.wire import WireItem, as_text, encode_call, heard_result, tol
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from cbatch.embedding import TextSettings
     from cbatch.errors import CBatchError
     from cbatch.messages import BatchPrompt
     from cbatch.runtime.ids import RequestId
@@ -75,6 +76,8 @@ class Asked:
     job: int = 0
     is_part: bool = False
     """Whether it is one of several requests of a call."""
+    texts: TextSettings | None = None
+    """How it is embedded, where it is a text for that."""
     asks_again: bool = False
     """Whether it is asked again where its worker dies."""
     extended: BatchResult | None = None
@@ -140,6 +143,7 @@ class Asked:
                 is_part=s.is_group,
                 is_paused=s.is_paused,
                 asks_again=s.asks_again,
+                texts=s.texts,
             )
 
     @classmethod
@@ -187,6 +191,7 @@ class Asked:
             checked=self.is_checked,
             part=self.is_part,
             job=self.job,
+            texts=self.texts,
             seconds=None if self.ends_s == math.inf else max(0.0, self.ends_s - now),
             age_s=round(now - self.submitted_s, 3),
         )

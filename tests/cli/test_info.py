@@ -259,7 +259,8 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     lines = result.stdout.splitlines()
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
-        *("chat template", "vocabulary", "end tokens", "sampling", "slots", "window"),
+        *("chat template", "vocabulary", "end tokens", "sampling", "what it does", "vectors"),
+        *("slots", "window"),
         *("weights", "KV cache", "flash attn", "memory", "at most", "requests run"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
@@ -383,3 +384,15 @@ def test_info_says_what_checkpoints_may_take_where_memory_cannot_be_cut(
     assert info(synth("mamba"), "--checkpoint-mib", 5)["checkpoint_mib"] == 5
     told = invoke("info", synth("mamba"), "--checkpoint-mib", 5)
     assert "checkpoints    5.0 MiB at most" in told.stdout
+
+
+def test_info_of_a_model_for_embeddings_tells_its_vectors(synth: SynthFactory) -> None:
+    model = synth("bert")
+    found = info(model)
+    assert (found["can_generate"], found["can_embed"], found["can_rerank"]) == (False, True, False)
+    assert (found["pooling"], found["n_embedding"], found["n_embed_max"]) == ("mean", 64, 512)
+    said = as_text(found)
+    assert "embeds texts" in said
+    assert "64 numbers, pooling mean, of up to 512 tokens" in said
+    assert "slots" not in said
+    assert info(synth("test"))["can_generate"]

@@ -18,7 +18,7 @@ from cbatch.runtime.mailbox import Mailbox
 from cbatch.runtime.step_record import StepRecord
 from cbatch.stats import EngineStats, Percentiles
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
-from tests.runtime.backends import loop_over
+from tests.runtime.backends import loop_over, no_texts
 
 if TYPE_CHECKING:
     from cbatch.core.request import Request
@@ -174,7 +174,7 @@ def make_loop(n_slots: int = 1) -> tuple[Loop, Rig]:
 
 
 def submit(loop: Loop, rig: Rig, *requests: Request) -> InFlight:
-    in_flight = InFlight(loop, rig.batcher, lambda: rig.now)
+    in_flight = InFlight(loop, rig.batcher, lambda: rig.now, no_texts(loop, rig))
     box = Mailbox(len(requests), in_flight, None)
     loop.routes.update((r.id, Route(box, i, r.id)) for i, r in enumerate(requests))
     in_flight.submit([SequenceDriver.of(r, rig.backend.vocab.piece, rig.now) for r in requests])

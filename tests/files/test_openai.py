@@ -170,7 +170,7 @@ def test_body_that_is_wrong_is_answered_with_400(
         ({"custom_id": 5}, "invalid_custom_id"),
         ({"custom_id": ""}, "invalid_custom_id"),
         ({"method": "GET"}, "invalid_method"),
-        ({"url": "/v1/embeddings"}, "invalid_url"),
+        ({"url": "/v1/images"}, "invalid_url"),
         ({"url": ["/v1/completions"]}, "invalid_url"),
     ],
 )
@@ -250,8 +250,8 @@ def test_other_url_than_the_batch_is_for_is_refused(tmp_path: Path) -> None:
 
 
 def test_batch_for_a_url_that_is_not_served_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'/v1/embeddings' is not supported"):
-        read(path_of(tmp_path, request()), url="/v1/embeddings")
+    with pytest.raises(ConfigError, match="'/v1/images' is not supported"):
+        read(path_of(tmp_path, request()), url="/v1/images")
 
 
 def test_answer_is_the_documented_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import NoStore
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
+from cbatch.runtime.text_room import Texts
 from cbatch.support.logs import Log
 from cbatch.worker.client import Workers
 from tests.worker.started import RUNTIMES
@@ -106,6 +107,11 @@ def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:
     return Loop(
         backend, rig.batcher, rig.scheduler, rig.stats, clock, store, lanes, is_threaded=False
     )
+
+
+def no_texts(loop: Loop, rig: Rig) -> Texts:
+    """Return a room for texts that has none."""
+    return Texts(rig.backend, loop.routes, rig.stats, is_threaded=False)
 
 
 class Cancelled:

@@ -72,8 +72,6 @@ WRONG_FILES: dict[str, tuple[Make, str]] = {
     "empty": (empty_file, "is empty"),
     "not a GGUF": (text_file, "GGUF"),
     "truncated": (truncated, "(?i)bytes|ends|truncated"),
-    "embedding": (with_metadata(llama__pooling_type=1), "embedding"),
-    "non-causal": (with_metadata(llama__attention__causal=False), "non-causal"),
     "encoder": (with_metadata(general__architecture="bert"), "refuses|encoder"),
     "unknown architecture": (with_metadata(general__architecture="unheard-of"), "unheard-of"),
 }

@@ -27,6 +27,7 @@ from tests.runtime.backends import (
     in_owner,
     in_thread,
     loop_over,
+    no_texts,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class LoopRig:
 def make_loop(backend: FakeBackend, *, is_threaded: bool = True) -> LoopRig:
     rig = make_scheduler(backend.n_slots, backend.n_window, backend.n_batch)
     loop = loop_over(backend, rig, time.perf_counter)
-    made = LoopRig(loop, InFlight(loop, rig.batcher, time.perf_counter), backend, rig)
+    made = LoopRig(
+        loop, InFlight(loop, rig.batcher, time.perf_counter, no_texts(loop, rig)), backend, rig
+    )
     plan = rig.scheduler.plan
 
     def counted(now: float) -> Plan | None:

@@ -185,7 +185,7 @@ def test_utf16_fails_the_batch_and_tells_no_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("endpoint", "/v1/embeddings"),
+        ("endpoint", "/v1/images"),
         ("endpoint", 3),
         ("endpoint", None),
         ("completion_window", "0h"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cbatch.backend.fake.fake_cells import FakeCells, History
+from cbatch.backend.fake.fake_embedder import N_EMBEDDING, FakeEmbedder
 from cbatch.backend.fake.fake_tokens import (
     END_TOKEN,
     FakeGrammars,
@@ -39,7 +40,7 @@ from cbatch.core.plan import (
     StepResult,
     TokenLogprobs,
 )
-from cbatch.errors import ConfigError, PlanError, RequestFailedError
+from cbatch.errors import ConfigError, PlanError, RequestFailedError, UnsupportedTaskError
 from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.fake.fake_tokens import FakeBudgetMatcher, FakeMatcher
+    from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet
 
 _BITS_SHIFT = 57
@@ -171,6 +173,12 @@ class FakeBackend:
         self._seed, self._faults, self._cost = seed, faults, cost
         self._is_interrupted = False
         self.is_closed = False
+        self.can_generate = True
+        self.pooling: Pooling = "last"
+        """How vectors are made by default; with "rank" it is a reranker."""
+        self.embedders: list[FakeEmbedder] = []
+        self.hold_texts: Callable[[], object] = bool
+        """Called before texts are computed; may raise or wait."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do one plan on the fake cells; see `Backend.run`."""
@@ -273,6 +281,13 @@ class FakeBackend:
         """Refuse further runs."""
         self.is_closed = True
 
+    def make_embedder(self, pooling: Pooling) -> FakeEmbedder:
+        """Return a fake embedder, which is among `embedders`."""
+        if pooling == "rank" and self.pooling != "rank":
+            raise UnsupportedTaskError("rerank", "this fake model has no classifier")
+        self.embedders.append(FakeEmbedder(pooling, self.n_window, self.hold_texts))
+        return self.embedders[-1]
+
     @property
     def model_facts(self) -> ModelFacts:
         """A model without weights."""
@@ -283,6 +298,13 @@ class FakeBackend:
             adapters=tuple(self.adapters),
             fim=self.fim,
             sampling=dict(self.sampling_defaults),
+            can_generate=self.can_generate,
+            can_embed=self.pooling != "rank",
+            can_rerank=self.can_generate or self.pooling == "rank",
+            n_embedding=N_EMBEDDING,
+            pooling=self.pooling,
+            is_causal=self.can_generate,
+            n_embed_max=self.n_window,
         )
 
     @property

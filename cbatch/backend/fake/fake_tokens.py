@@ -57,6 +57,15 @@ class FakeVocab:
         """Return the bytes of the text."""
         return list(text.encode("utf-8", "replace"))
 
+    @property
+    def n_added(self) -> tuple[int, int]:
+        """None."""
+        return 0, 0
+
+    def tokenize_pair(self, query: str, document: str, instruction: str | None) -> list[int]:
+        """Return the bytes of both texts, with the end token between them."""
+        return [*self.tokenize(query), END_TOKEN, *self.tokenize(document)]
+
     def n_tokens_least(self, text: str) -> int:
         """Return 0: the text must be tokenized."""
         return 0

@@ -78,13 +78,18 @@ def _params(model: LlamaModel, options: EngineOptions, n_threads: int) -> Any:
     params.kv_unified = options.kv == "unified"
     params.type_k = CELL_TYPES[options.cache_type_k].id
     params.type_v = CELL_TYPES[options.cache_type_v].id
+    set_computing(params, options)
+    return params
+
+
+def set_computing(params: Any, options: EngineOptions) -> None:
+    """Write into `llama_context_params` how attention and positions are computed, and where."""
     params.flash_attn_type = _FLASH_ATTN[options.flash_attn]
     params.offload_kqv = options.offload_kqv
     params.rope_scaling_type = _ROPE_SCALING[options.rope_scaling]
     for name in ROPE_VALUES:
         if (value := getattr(options, name)) is not None:
             setattr(params, name, value)
-    return params
 
 
 def sequences_of(options: EngineOptions, n_slots: int | None = None) -> int:

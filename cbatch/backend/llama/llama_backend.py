@@ -20,12 +20,14 @@ from cbatch.backend.llama.context import (
     slot_window,
 )
 from cbatch.backend.llama.context_memory import ContextMemory
+from cbatch.backend.llama.embedder import LlamaEmbedder, check_pooling
 from cbatch.backend.llama.fingerprint import answer_settings, fingerprint, model_parts, rope_factors
 from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import SavedState, find_memory
+from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
 from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
@@ -42,23 +44,23 @@ from cbatch.core.plan import (
 )
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
-from cbatch.support.checks import readable
 from cbatch.support.logs import Log
-from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from cbatch.backend import Vocab
+    from cbatch.backend import Embedder, Vocab
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.draft_model import DraftModel
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.core.plan import Slot
+    from cbatch.embedding import Pooling
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
+    from cbatch.support.model_facts import ModelFacts
 
 _log = Log("cbatch")
 
@@ -450,25 +452,12 @@ class LlamaBackend:
     @property
     def model_facts(self) -> ModelFacts:
         """What the model is; see `Backend.model_facts`."""
-        model = self.model
-        return ModelFacts(
-            n_vocab=model.vocab.n_vocab,
-            n_ctx_train=model.n_ctx_train,
-            n_params=model.n_params,
-            n_bytes=model.n_bytes,
-            path=readable(model.name),
-            chat_template=model.vocab.template,
-            bos_token=model.vocab.bos_text,
-            eos_token=model.vocab.eos_text,
-            bos_id=model.vocab.bos_id,
-            eos_id=model.vocab.eos_id,
-            end_ids=model.vocab.end_tokens,
-            adds_bos=model.vocab.adds_bos,
-            fim=dict(model.vocab.fim),
-            adapters=tuple(self.adapters),
-            sampling=dict(self.sampling_defaults),
-            company=self.company,
-        )
+        return facts_of(self.model, adapters=self.adapters, company=self.company)
+
+    def make_embedder(self, pooling: Pooling) -> Embedder:
+        """Return what computes vectors with the same weights; see `Backend.make_embedder`."""
+        check_pooling(self.model, pooling)
+        return LlamaEmbedder(self.model, self.options, self.n_threads, pooling)
 
     def fingerprint(self, adapters: AdapterSet) -> Mapping[str, str]:
         """Return what cells depend on; see `Backend.fingerprint`."""

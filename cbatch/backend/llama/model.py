@@ -18,9 +18,13 @@ from cbatch.backend.llama.gguf import DamagedError, Header, read_header
 from cbatch.backend.llama.vocab import LlamaVocab
 from cbatch.errors import EngineClosedError
 from cbatch.options import RunOptions
+from cbatch.support.checks import readable
+from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from cbatch.embedding import Pooling
 
 # Source: llama-model.cpp, llama_model_meta_key_str; ours are the names of `RunOptions`.
 _SAMPLING_KEYS = {
@@ -33,6 +37,35 @@ _SAMPLING_KEYS = {
     "repeat_penalty": "general.sampling.penalty_repeat",
     "repeat_last_n": "general.sampling.penalty_last_n",
 }
+
+
+_POOLINGS: Mapping[str, Pooling] = {
+    str(llama_cpp.LLAMA_POOLING_TYPE_MEAN): "mean",
+    str(llama_cpp.LLAMA_POOLING_TYPE_CLS): "cls",
+    str(llama_cpp.LLAMA_POOLING_TYPE_LAST): "last",
+    str(llama_cpp.LLAMA_POOLING_TYPE_RANK): "rank",
+}
+"""As files have them; without one, or with "none", pooling is left open."""
+
+_NON_CAUSAL = frozenset(
+    (
+        *("bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert"),
+        *("eurobert", "modern-bert", "gemma-embedding"),
+    )
+)
+"""Architectures without a cache, whatever their files say. Source: src/llama-model.cpp, create_memory."""
+
+_NO_TEXT = frozenset(("wavtokenizer-dec", "eagle3", "dflash", "gemma4-assistant"))
+"""Architectures that need something else than tokens. Source: src/llama-context.cpp, ctx_other."""
+
+N_EMBED_DEFAULT = 512
+"""Tokens of the longest text where the file does not say what the model was trained for. Our choice."""
+
+
+def is_causal(metadata: Mapping[str, str]) -> bool:
+    """Whether a file is of a model whose tokens see only those before them."""
+    arch = metadata.get("general.architecture", "")
+    return arch not in _NON_CAUSAL and metadata.get(f"{arch}.attention.causal") != "false"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +132,16 @@ class LlamaModel:
         """Whether the model has recurrent layers, alone or beside attention."""
         self.has_cells = not llama_cpp.llama_model_is_recurrent(pointer)
         """Whether the model has attention, alone or beside recurrent layers."""
+        self.is_encoder = bool(llama_cpp.llama_model_has_encoder(pointer))
+        """Whether `llama_encode` computes it."""
+        self.is_causal = is_causal(self.metadata) and not self.is_encoder
+        """Whether a token sees only those before it."""
+        self.n_width = int(llama_cpp.llama_model_n_embd(pointer))
+        """Numbers of a token's vector between layers."""
+        self.n_embedding = int(llama_cpp.llama_model_n_embd_out(pointer))
+        """Numbers of a token's vector after the last layer."""
+        self.n_classes = int(llama_cpp.llama_model_n_cls_out(pointer))
+        """Scores of the classifier, where the model has one."""
         own = self.metadata.get("tokenizer.chat_template")
         self.vocab = LlamaVocab(
             self,
@@ -147,6 +190,38 @@ class LlamaModel:
     def architecture(self) -> str:
         """Such as "llama"."""
         return self.metadata.get("general.architecture", "")
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How the file says that a text's vector is made; None where it leaves that open."""
+        kind = self.metadata.get(f"{self.architecture}.pooling_type", "")
+        return _POOLINGS.get(kind)
+
+    @cached_property
+    def why_not_generative(self) -> str:
+        """Why the model generates no text; empty where it does."""
+        arch = self.architecture
+        if self.is_encoder or not llama_cpp.llama_model_has_decoder(self.pointer):
+            return f"an encoder model ({arch}) cannot generate text here"
+        if llama_cpp.llama_model_is_diffusion(self.pointer):
+            return f"a diffusion model ({arch}) cannot generate text token by token"
+        if not self.is_causal:
+            return f"a model with non-causal attention ({arch}) cannot generate text"
+        if self.pooling is not None:
+            return f"an embedding or reranking model ({arch}, it pools) cannot generate text"
+        return "" if self.vocab.n_vocab else f"a model without tokens ({arch}) cannot generate any"
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether the model gives vectors, or scores of documents."""
+        is_both = self.is_encoder and llama_cpp.llama_model_has_decoder(self.pointer)
+        is_other = llama_cpp.llama_model_is_diffusion(self.pointer) or self.architecture in _NO_TEXT
+        return bool(self.vocab.n_vocab) and not (is_both or is_other)
+
+    @property
+    def n_embed_max(self) -> int:
+        """Tokens of the longest text that it can embed: those that it was trained for."""
+        return self.n_ctx_train or N_EMBED_DEFAULT
 
     @cached_property
     def file_type(self) -> str:
@@ -209,6 +284,42 @@ class LlamaModel:
             if pointer is not None and self._owner is None:
                 llama_cpp.llama_model_free(pointer)
             self._owner = None
+
+
+def facts_of(
+    model: LlamaModel, *, adapters: Sequence[str] = (), company: str = "together: not tried"
+) -> ModelFacts:
+    """Return what a model is, for those who ask."""
+    can_generate, vocab = not model.why_not_generative, model.vocab
+    pooling = model.pooling or ("last" if model.is_causal else "mean")
+    can_embed = model.can_embed
+    return ModelFacts(
+        n_vocab=vocab.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        n_params=model.n_params,
+        n_bytes=model.n_bytes,
+        path=readable(model.name),
+        chat_template=vocab.template,
+        bos_token=vocab.bos_text,
+        eos_token=vocab.eos_text,
+        bos_id=vocab.bos_id,
+        eos_id=vocab.eos_id,
+        end_ids=vocab.end_tokens,
+        adds_bos=vocab.adds_bos,
+        fim=dict(vocab.fim),
+        adapters=tuple(adapters),
+        sampling=dict(model.sampling_defaults),
+        can_generate=can_generate,
+        can_embed=can_embed and pooling != "rank",
+        can_rerank=(can_embed and pooling == "rank") or (can_generate and vocab.has_pieces),
+        # Source: llama.cpp's src/llama-graph.cpp, build_pooling
+        has_probabilities=model.architecture in ("qwen3", "qwen3vl"),
+        n_embedding=model.n_embedding if can_embed else 0,
+        pooling=pooling if can_embed else "",
+        is_causal=model.is_causal,
+        n_embed_max=model.n_embed_max if can_embed else 0,
+        company=company,
+    )
 
 
 def read_metadata(pointer: Any) -> dict[str, str]:

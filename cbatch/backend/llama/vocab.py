@@ -171,6 +171,42 @@ class LlamaVocab:
             tokens += self._tokenize(part, add_special=False, parse_special=True)
         return tokens + end
 
+    def tokenize_pair(self, query: str, document: str, instruction: str | None) -> list[int]:
+        """Return the tokens by which a reranker scores a document; see `cbatch.backend.Vocab`.
+
+        Source: llama.cpp's tools/server/server-common.cpp, format_prompt_rerank.
+        """
+        template = llama_cpp.llama_model_chat_template(self._model.pointer, b"rerank")
+        if template:
+            text = _instructed(template.decode(errors="replace"), instruction)
+            parts = {"{query}": query, "{document}": document}
+            text = re.sub(r"\{query\}|\{document\}", lambda found: parts[found[0]], text)
+            return self._tokenize(_encode(text), add_special=False, parse_special=True)
+        if instruction is not None:
+            raise PromptError(
+                "this model's documents are judged without an instruction: leave it out"
+            )
+        ask = self.pointer
+        eos = self.eos_id if self.eos_id >= 0 else int(llama_cpp.llama_vocab_sep(ask))
+        end = [eos] if llama_cpp.llama_vocab_get_add_eos(ask) else []
+        part = (
+            [int(llama_cpp.llama_vocab_sep(ask))] if llama_cpp.llama_vocab_get_add_sep(ask) else []
+        )
+        begin = [self.bos_id] if llama_cpp.llama_vocab_get_add_bos(ask) else []
+        asked, found = (
+            self._tokenize(_encode(t), add_special=False, parse_special=False)
+            for t in (query, document)
+        )
+        return [*begin, *asked, *end, *part, *found, *end]
+
+    @cached_property
+    def n_added(self) -> tuple[int, int]:
+        """How many special tokens are put before a text, and behind it; see `cbatch.backend.Vocab`."""
+        if not self.has_pieces or not self._may_add_special:
+            return 0, 0
+        n_all = len(self._tokenize(b"", add_special=True, parse_special=True))
+        return max(0, n_all - self._n_end), self._n_end
+
     @cached_property
     def _n_end(self) -> int:
         """Number of special tokens added after a text: EOS or SEP. Source: src/llama-vocab.cpp, tokenize."""
@@ -339,6 +375,17 @@ class LlamaVocab:
         lacks_bos = llama_cpp.llama_vocab_get_add_bos(self.pointer) and bos < 0
         lacks_eos = llama_cpp.llama_vocab_get_add_eos(self.pointer) and eos < 0
         return not (lacks_bos or lacks_eos)
+
+
+def _instructed(template: str, instruction: str | None) -> str:
+    """Return a reranker's template with another instruction: in its place, or in the line that Qwen's has for it."""
+    if instruction is None:
+        return template
+    for place in (r"\{instruction\}", r"(?<=<Instruct>: ).*"):
+        found, n = re.subn(place, lambda _: instruction, template, count=1)
+        if n:
+            return found
+    raise PromptError("this model's template has no place for an instruction: leave it out")
 
 
 def _with_stack(n_bytes: int, tokenize: Callable[..., int], *given: Any) -> int:

@@ -11,6 +11,7 @@ from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
+    from cbatch.backend.llama.embed_only import EmbedOnlyBackend
     from cbatch.backend.llama.llama_backend import LlamaBackend
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
@@ -23,7 +24,7 @@ _SHARE = 8
 
 
 def settle_checkpoints(
-    backend: LlamaBackend, options: EngineOptions, *, n_sharing: int = 1
+    backend: LlamaBackend | EmbedOnlyBackend, options: EngineOptions, *, n_sharing: int = 1
 ) -> EngineOptions:
     """Return the options with `checkpoint_mib` decided: a share of what is free now, of which `n_sharing` have parts.
 

@@ -13,10 +13,12 @@ from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.context import context_cells, sequences_of, slot_window
 from cbatch.backend.llama.draft_model import DraftModel
+from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.attention import why_attention
@@ -31,7 +33,7 @@ from cbatch.backend.load.sizing import check_fits, find_room, settle, warn_past_
 from cbatch.backend.load.weight_kernels import has_plain_weights
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.engine_options import BITWISE
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, ModelLoadError
 from cbatch.messages import LookAhead
 from cbatch.support.checks import check_path, readable, reading
 from cbatch.support.interrupts import Postponed
@@ -58,7 +60,7 @@ def load_backend(
     *,
     n_sharing: int = 1,
     stepper: Callable[..., NativeStepper] | None = None,
-) -> tuple[LlamaBackend, Callable[[], str]]:
+) -> tuple[LlamaBackend | EmbedOnlyBackend, Callable[[], str]]:
     """Load `model` and make its context; return the backend and a function that runs the exactness probe.
 
     All of it is computed in a thread that ends; see `cbatch.backend.threads`.
@@ -97,6 +99,8 @@ def describe_model(
     asks_company: bool = False,
 ) -> dict[str, Any]:
     """Describe a model file and the context that it would get, as JSON values; only probe and trial read weights.
+
+    Of a model that generates no text, the file alone.
 
     Args:
         model: path of a GGUF file; None for the one that ships inside.
@@ -148,6 +152,8 @@ def _describe(
     has_weights = asks_probe or asks_company
     opened = _opened(model, options, is_stopped, has_weights=has_weights)
     with opened as loaded, closing(loaded), ExitStack() as stack:
+        if loaded.why_not_generative:
+            return {**_told_of_file(loaded), "n_weight_bytes": loaded.n_bytes}
         draft = _open_draft(loaded, options, is_stopped, has_weights=has_weights)
         beside = stack.enter_context(closing(draft)).model if draft else None
         n_weights = loaded.n_bytes + (beside.n_bytes if beside else 0)
@@ -187,6 +193,9 @@ def _describe(
         }
 
 
+_OF_VECTORS = ("can_generate", "can_embed", "can_rerank", "pooling", "n_embedding", "n_embed_max")
+
+
 def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
     """Return what the file itself says of the model."""
     return {
@@ -201,6 +210,7 @@ def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
         "n_vocab": loaded.vocab.n_vocab,
         "end_tokens": list(loaded.vocab.end_tokens),
         "sampling_defaults": dict(loaded.sampling_defaults),
+        **{name: getattr(facts_of(loaded), name) for name in _OF_VECTORS},
     }
 
 
@@ -237,11 +247,13 @@ def _load(
     is_stopped: Callable[[], bool],
     n_sharing: int,
     stepper: Callable[..., NativeStepper] | None,
-) -> tuple[LlamaBackend, Callable[[], str]]:
+) -> tuple[LlamaBackend | EmbedOnlyBackend, Callable[[], str]]:
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
     with _opened(model, options, is_stopped) as loaded:
+        if loaded.why_not_generative:
+            return _embed_only(loaded, options)
         draft = _open_draft(loaded, options, is_stopped)
         try:
             room = find_room(
@@ -278,10 +290,28 @@ def _open_draft(
     own = replace(options, chat_template=None)
     model = open_model(options.draft, own, has_weights=has_weights, is_stopped=is_stopped)
     try:
+        if model.why_not_generative:
+            raise ModelLoadError(
+                f"{model.name} cannot draft: {model.why_not_generative}; give a smaller model of the same family"
+            )
         return DraftModel(model, target)
     except BaseException:
         model.close()
         raise
+
+
+def _embed_only(
+    loaded: LlamaModel, options: EngineOptions
+) -> tuple[EmbedOnlyBackend, Callable[[], str]]:
+    """Return the backend of a model that generates no text, and what tells its exactness."""
+    if options.adapters or options.draft is not None:
+        name = "adapters" if options.adapters else "draft"
+        raise ConfigError(
+            f"{name}: a model that only embeds or reranks takes none here: leave it out"
+        )
+    backend = EmbedOnlyBackend(loaded, options)
+    said = BITWISE if options.exact else "not guaranteed: texts are computed together (exact=False)"
+    return backend, partial(str, said)
 
 
 def _has_short_pool(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp, short_spins
 from cbatch.backend.llama.chat_template import parse_override
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.model import LlamaModel, Placement, read_metadata
+from cbatch.backend.llama.model import LlamaModel, Placement
 from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.load.devices import add_servers, free_on_devices
 from cbatch.backend.load.gguf_check import check_file, is_proven
@@ -33,11 +33,6 @@ CHAT = "chat.gguf"
 _WAY_OUT = "install cbatch again, in a clone (pip install --force-reinstall --no-deps .), or give a model of your own"
 # Source: include/llama.h, enum llama_split_mode.
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
-# As files have them; llama.cpp writes "unspecified", which is −1, as an unsigned number.
-_UNPOOLED = tuple(
-    str(kind % 2**32)
-    for kind in (llama_cpp.LLAMA_POOLING_TYPE_NONE, llama_cpp.LLAMA_POOLING_TYPE_UNSPECIFIED)
-)
 # By `use_mmap` and `use_mlock`. Source: llama-cpp-python's `Llama.__init__`.
 _LOAD_MODES = {
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
@@ -177,38 +172,20 @@ def _checked(
     owner: object = None,
     has_weights: bool = True,
 ) -> LlamaModel:
-    """Return the model if it can generate text; otherwise free it, unless it is borrowed."""
-    reason = _why_not_generative(pointer)
-    if reason is None:
-        return LlamaModel(
-            pointer,
-            name,
-            placement=placement,
-            owner=owner,
-            template=template,
-            has_weights=has_weights,
-        )
-    if owner is None:
-        llama_cpp.llama_model_free(pointer)
-    raise ModelLoadError(f"{name}: {reason}; give a causal language model")
-
-
-def _why_not_generative(pointer: Any) -> str | None:
-    metadata = read_metadata(pointer)
-    arch = metadata.get("general.architecture", "")
-    if llama_cpp.llama_model_has_encoder(pointer) or not llama_cpp.llama_model_has_decoder(pointer):
-        return f"an encoder model ({arch}) cannot generate text here"
-    if llama_cpp.llama_model_is_diffusion(pointer):
-        return f"a diffusion model ({arch}) cannot generate text token by token"
-    # gemma-embedding says nothing in its metadata. Source: src/models/gemma-embedding.cpp
-    if metadata.get(f"{arch}.attention.causal") == "false" or arch == "gemma-embedding":
-        return f"a model with non-causal attention ({arch}) cannot generate text"
-    if metadata.get(f"{arch}.pooling_type", _UNPOOLED[0]) not in _UNPOOLED:
-        return f"an embedding or reranking model ({arch}, it pools) cannot generate text"
-    vocab = llama_cpp.llama_model_get_vocab(pointer)
-    if not llama_cpp.llama_vocab_n_tokens(vocab):
-        return f"a model without tokens ({arch}) cannot generate any"
-    return None
+    """Return the model if it can generate text or embed it; otherwise free it, unless it is borrowed."""
+    model = LlamaModel(
+        pointer,
+        name,
+        placement=placement,
+        owner=owner,
+        template=template,
+        has_weights=has_weights,
+    )
+    if model.why_not_generative and not model.can_embed:
+        reason = model.why_not_generative
+        model.close()
+        raise ModelLoadError(f"{name}: {reason}; give a causal language model")
+    return model
 
 
 def _refusal() -> str:

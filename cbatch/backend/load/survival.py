@@ -21,6 +21,7 @@ from cbatch.backend.llama.context import (
     make_context,
     sequences_of,
 )
+from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, SURVIVED, outcome
@@ -118,13 +119,27 @@ def main() -> None:
         model = open_model(
             Path(path), options, has_weights=has_weights, may_repack=False, is_trial=True
         )
+        if not has_weights and model.why_not_generative:
+            return
         if not has_weights:
             llama_cpp.llama_free(make_context(model, options, 1))
+            return
+        if model.why_not_generative:
+            endure_texts(EmbedOnlyBackend(model, options))
             return
         with closing(LlamaBackend(model, options)) as backend:
             endure(backend)
     except CBatchError as error:
         raise SystemExit(str(error)) from error
+
+
+def endure_texts(backend: EmbedOnlyBackend) -> None:
+    """Compute the vectors of a few texts, as a model that only embeds does."""
+    pooling = backend.model.pooling or "mean"
+    with closing(backend), closing(backend.make_embedder(pooling)) as embedder:
+        n_most = min(embedder.n_most, N_WINDOW)
+        for texts in ([(0,) * min(3, n_most)] * min(2, embedder.n_texts), [(0,) * n_most]):
+            embedder.compute(texts)
 
 
 def endure(backend: LlamaBackend, seconds: Callable[[], float] = perf_counter) -> None:

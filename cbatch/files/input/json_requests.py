@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cbatch.chat.vector_calls import CALLS, VectorPrompt
 from cbatch.errors import ConfigError, near
 from cbatch.files.input.item import WRONG, InputLineError, Item, unlabelled, what_is_wrong
 from cbatch.files.input.text_files import LongLine, not_utf8, numbered
@@ -21,6 +22,7 @@ from cbatch.support.checks import is_text_too_deep, json_reader, why_unread
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from cbatch.chat.vector_calls import VectorCall
     from cbatch.files.input.text_files import InputFile
 
 KEYS = ("id", "messages", "prompt", "tokens", "options")  # keys of a cbatch request
@@ -203,7 +205,7 @@ class RequestEcho(NamedTuple):
 class OpenAIReader(RequestReader):
     """Reads OpenAI's batch requests."""
 
-    urls: Sequence[str] = (CHAT, COMPLETIONS)
+    urls: Sequence[str] = (CHAT, COMPLETIONS, *CALLS)
     """What a line's `url` may be."""
 
     def __init__(self, url: str | None = None) -> None:
@@ -212,6 +214,8 @@ class OpenAIReader(RequestReader):
             raise ConfigError(f"url={url!r} is not supported; supported are {', '.join(self.urls)}")
         super().__init__()
         self._url = url
+        self._has_vectors: bool | None = None
+        """Whether lines ask for embeddings or scores; None before the first."""
         self._model: str | None = None
 
     def _item(self, number: int, place: str, line: bytes | LongLine) -> Item:
@@ -249,6 +253,11 @@ class OpenAIReader(RequestReader):
         if self._url is not None and url != self._url:
             message = f"url {url!r} is not that of the batch: {self._url}"
             raise InputLineError("url_mismatch", message, "url")
+        has_vectors = url in CALLS
+        if self._has_vectors not in (None, has_vectors):
+            message = f"url {url!r}: lines for texts and lines for embeddings or scores need files of their own"
+            raise InputLineError("url_mismatch", message, "url")
+        self._has_vectors = has_vectors
 
     def _model_of(self, body: dict[str, Any]) -> str:
         model = body.pop("model", None)
@@ -267,6 +276,8 @@ class OpenAIReader(RequestReader):
 
     def _prompt(self, call: RequestEcho, body: dict[str, Any]) -> BatchPrompt:
         """Return the prompt of a body, which has neither nulls nor the model's name. Raises one of `WRONG`."""
+        if call.url in CALLS:
+            return _vector_prompt(CALLS[call.url], body)
         asked = "messages" if call.url == CHAT else "prompt"
         content = body.pop(asked, None)
         if content is None:
@@ -282,6 +293,12 @@ class OpenAIReader(RequestReader):
         if isinstance(content, list):
             return BatchPrompt(tokens=content, options=options)
         return BatchPrompt(prompt=content, options=options)
+
+
+def _vector_prompt(kind: type[VectorCall], body: dict[str, Any]) -> BatchPrompt:
+    given = {name: value for name, value in body.items() if name not in (*IGNORED, *kind.ignored)}
+    _check_keys(given, kind.fields)
+    return VectorPrompt.of(kind.of(given))
 
 
 def _custom_id(request: dict[str, Any]) -> str:

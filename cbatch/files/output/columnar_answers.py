@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from cbatch.chat.vector_calls import as_base64
 from cbatch.errors import ConfigError
 from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, rows_of, types_of
 from cbatch.files.input.row_prompts import as_text
 from cbatch.files.output.durable import mode_of, whole
-from cbatch.files.output.encoders import RowEncoder, dump
+from cbatch.files.output.encoders import RowEncoder, Vector, dump
 from cbatch.files.output.identity import as_json
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class ColumnarEncoder(RowEncoder):
         return field
 
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
+        values = _packed(values)
         if self._input:
             return b"%d\t%b" % (item.number, dump([*values, _digest(item.extra)]))
         row = self._row(item)
@@ -100,7 +103,7 @@ class ColumnarEncoder(RowEncoder):
         kept = f"No answer is lost: they are in {records}"
         try:
             with closing(_read(records)) as found, whole(target, mode=mode_of(records)) as part:
-                self._write(part, found, n_items)
+                self._write(part, found, n_items, self._n_numbers(records))
         except ConfigError as error:
             raise ConfigError(
                 f"{', '.join(self._paths)}: was changed while the run read it: {error}. {kept}: run the same command "
@@ -111,20 +114,30 @@ class ColumnarEncoder(RowEncoder):
                 f"{target}: cannot be written as {self._format}: {error}. {kept}"
             ) from error
 
-    def _write(self, part: Path, records: Iterator[_Record], n_items: int) -> None:
-        pyarrow, schema = import_pyarrow(), self._schema()
+    def _n_numbers(self, records: Path) -> int:
+        """Return how many numbers an embedding has; 0 where no row has one."""
+        if Vector not in self.layout.types.values():
+            return 0
+        return _n_numbers(records, 0 if self._input else len(self.layout.own))
+
+    def _write(self, part: Path, records: Iterator[_Record], n_items: int, n_numbers: int) -> None:
+        pyarrow, schema = import_pyarrow(), self._schema(n_numbers)
         rows = self._kept_rows(records, n_items) if self._input else self._text_rows(records)
         with part.open("wb") as file:
             with self._writer(file, schema) as writer:
                 for columns in rows:
+                    if n_numbers:
+                        i = len(columns) - len(self.layout.added)
+                        columns[i] = _lists(columns[i], n_numbers)
                     writer.write_batch(pyarrow.record_batch(columns, schema=schema))
             file.flush()
             os.fsync(file.fileno())
 
-    def _schema(self) -> Any:
+    def _schema(self, n_numbers: int) -> Any:
         """Return the columns of the output: those of the input with their types, and the added ones."""
         pyarrow = import_pyarrow()
         types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
+        types[Vector] = pyarrow.list_(pyarrow.float32(), n_numbers or -1)
         layout = self.layout
         added = [
             pyarrow.field(name, types[type])
@@ -177,6 +190,60 @@ class ColumnarEncoder(RowEncoder):
             yield _turned(
                 [values for _, values in found], len(self.layout.own) + len(self.layout.added)
             )
+
+
+class NpyEncoder(RowEncoder):
+    """Writes records, of which `finish` makes an array of NumPy, a row for each item: NaN where it has no embedding."""
+
+    def _record(self, item: Item, values: tuple[object, ...]) -> bytes:
+        return b"%d\t%b" % (item.number, dump(_packed(values)))
+
+    def finish(self, records: Path, target: Path, n_items: int) -> None:
+        """Write the array; see `ColumnarEncoder.finish`."""
+        import numpy as np
+
+        n_numbers = _n_numbers(records, 0)
+        row = np.empty(n_numbers, "<f4")
+        head = np.lib.format.header_data_from_array_1_0(row) | {"shape": (n_items, n_numbers)}
+        with ExitStack() as stack:
+            found = stack.enter_context(closing(_read(records)))
+            part = stack.enter_context(whole(target, mode=mode_of(records)))
+            file = stack.enter_context(part.open("wb"))
+            np.lib.format.write_array_header_1_0(file, head)
+            ahead = next(found, None)
+            for number in range(1, n_items + 1):
+                row.fill(np.nan)
+                if ahead is not None and ahead[0] == number:
+                    if (packed := ahead[1][0]) is not None:
+                        row[:] = np.frombuffer(base64.b64decode(packed), "<f4")
+                    ahead = next(found, None)
+                file.write(row.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _packed(values: tuple[Any, ...]) -> tuple[object, ...]:
+    """Return values as a record has them: an embedding as base64."""
+    return tuple(as_base64(value) if hasattr(value, "astype") else value for value in values)
+
+
+def _n_numbers(records: Path, place: int) -> int:
+    """Return how many numbers an embedding of a file of records has, at a place of the values."""
+    with closing(_read(records)) as found:
+        packed = (values[place] for _, values in found)
+        return len(base64.b64decode(next(filter(None, packed), ""))) // 4
+
+
+def _lists(column: Sequence[str | None], n_numbers: int) -> Any:
+    """Return packed embeddings as a column of lists of one size."""
+    pyarrow = import_pyarrow()
+    nothing = bytes(4 * n_numbers)
+    data = b"".join(nothing if p is None else base64.b64decode(p) for p in column)
+    numbers = pyarrow.Array.from_buffers(
+        pyarrow.float32(), len(column) * n_numbers, [None, pyarrow.py_buffer(data)]
+    )
+    mask = pyarrow.array([packed is None for packed in column])
+    return pyarrow.FixedSizeListArray.from_arrays(numbers, n_numbers, mask=mask)
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import chain, count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import key_of_id
@@ -149,6 +149,10 @@ class AnswerColumns:
         added: their names, with a number where the table has a column of that name.
     """
 
+    of_answer: ClassVar[Mapping[str, type]] = _ANSWERS
+    main: ClassVar[str] = "response"
+    """The column that `output_column` names."""
+
     def __init__(
         self,
         columns: Sequence[str] | None,
@@ -176,13 +180,15 @@ class AnswerColumns:
                 )
         self.has_rows, self.keeps_all = columns is not None, keep is None
         self.own = known if keep is None else tuple(dict.fromkeys(keep))
-        self._kept = [n for n in _ANSWERS if n in extra or n not in WHERE_ASKED]
-        text = output_column or "response"
+        self._kept = [n for n in self.of_answer if n in extra or n not in WHERE_ASKED]
+        text = output_column or self.main
         if output_column in (*self.own, *(name for name in self._kept[1:])):
             raise ConfigError(
                 f"output_column={output_column!r} is the name of another column: give another"
             )
-        self.types = {text if name == "response" else name: _ANSWERS[name] for name in self._kept}
+        self.types = {
+            text if name == self.main else name: self.of_answer[name] for name in self._kept
+        }
         self.added = self.names_beside(self.own)
 
     def names_beside(self, columns: Collection[str]) -> tuple[str, ...]:
@@ -208,6 +214,51 @@ class AnswerColumns:
         """Return these values for an item that could not run."""
         values = {"response": "", "finish_reason": "error", "error": message}
         return tuple(values.get(name) for name in self._kept)
+
+
+class Vector:
+    """The type of a column of embeddings, whose values are arrays of float32."""
+
+
+class VectorColumns(AnswerColumns):
+    """The columns of a table with embeddings: those of the input, then those of the embedding."""
+
+    of_answer = MappingProxyType({"embedding": Vector, "prompt_tokens": int, "error": str})
+    main = "embedding"
+
+    def answer(self, result: BatchResult) -> tuple[object, ...]:
+        """Return the values of an embedding's columns."""
+        if result.error is not None:
+            return self.no_answer(str(result.error))
+        found: Any = result.origin
+        return found[0][0].embedding, result.usage.prompt_tokens, None
+
+    def no_answer(self, message: str) -> tuple[object, ...]:
+        """Return these values for an item without an embedding."""
+        return None, None, message
+
+
+class ScoreColumns(AnswerColumns):
+    """The columns of a table with scores: those of the input, then those of the score."""
+
+    of_answer = MappingProxyType({"score": float, "error": str})
+    main = "score"
+
+    def answer(self, result: BatchResult) -> tuple[object, ...]:
+        """Return the values of a score's columns."""
+        if result.error is not None:
+            return self.no_answer(str(result.error))
+        found: Any = result.origin
+        return float(found[0][0].score), None
+
+    def no_answer(self, message: str) -> tuple[object, ...]:
+        """Return these values for an item without a score."""
+        return None, message
+
+
+def _plain_value(value: Any) -> object:
+    """Return a value as JSON has it: an embedding as numbers."""
+    return value.tolist() if hasattr(value, "astype") else value
 
 
 def _free(name: str, taken: Collection[str]) -> str:
@@ -263,7 +314,7 @@ class RowEncoder(Encoder, ABC):
         row, added = self._row(item), self.layout.added
         if not row.keys().isdisjoint(added):
             added = self.layout.names_beside(row)
-        return {**row, **dict(zip(added, values, strict=True))}
+        return {**row, **dict(zip(added, map(_plain_value, values), strict=True))}
 
     @abstractmethod
     def _record(self, item: Item, values: tuple[object, ...]) -> bytes:

@@ -18,6 +18,7 @@ from cbatch.chat.openai_format import (
     finish_of,
     tokens_as_json,
 )
+from cbatch.chat.vector_calls import VectorPrompt
 from cbatch.errors import (
     BannedTokensError,
     CBatchError,
@@ -132,6 +133,10 @@ class OpenAIEncoder(TraceableEncoder):
         if result.error is not None:
             return _failed(item, *_error_of(result.error), digest.hex())
         url, asked_model = _call_of(item)
+        if isinstance(item.prompt, VectorPrompt) and item.prompt.call is not None:
+            found: Any = result.origin
+            answer = item.prompt.call.body(found, asked_model or model)
+            return line_of(item, 200, answer, digest.hex())
         body = _body(url, _key(item.id), result, created, asked_model or model)
         return line_of(item, 200, body, digest.hex())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
 from cbatch.files.adopt import adopt
-from cbatch.files.file_formats import COLUMNAR, check_name, output_format
+from cbatch.files.file_formats import COLUMNAR, WRITTEN_LAST, check_name, output_format
 from cbatch.files.input.item import Seen
 from cbatch.files.output.durable import create, take_access, told
 from cbatch.files.output.encoders import (
@@ -17,6 +17,7 @@ from cbatch.files.output.encoders import (
     CsvEncoder,
     ObjectEncoder,
     TraceableEncoder,
+    VectorColumns,
 )
 from cbatch.files.output.journal import Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
@@ -53,13 +54,20 @@ class RunOutputs:
     """
 
     def __init__(
-        self, path: Path, source: Source, options: FileOptions, *, extra: Collection[str] = ()
+        self,
+        path: Path,
+        source: Source,
+        options: FileOptions,
+        *,
+        extra: Collection[str] = (),
+        has_vectors: bool = False,
     ) -> None:
         """Check, long before the first record, that records can be written as the options ask.
 
         Args:
             path, source, options: of the run.
             extra: columns of a table of answers beside those that every table has.
+            has_vectors: whether rows get embeddings instead of answers.
 
         Raises:
             ConfigError: columns that do not fit; an unknown format, one that the output's name contradicts, or one that
@@ -68,10 +76,20 @@ class RunOutputs:
         asked = options.output_format or "auto"
         self.path, self._options, self._is_pipe = path, options, not is_file_place(path)
         self.format = output_format(source, asked, path)
-        self._is_columnar = self.format in COLUMNAR
+        if has_vectors and self.format in ("openai", "cbatch"):
+            self.format = "jsonl"
+        if self.format == "npy" and not has_vectors:
+            raise ConfigError(f"{path}: npy files hold embeddings, not answers: give another name")
+        self._is_columnar = self.format in WRITTEN_LAST
         for file in [path] if self._is_columnar else self._paths:  # which has no file of errors
             check_name(file, self.format, is_asked=asked != "auto")
-        layout = layout_of(self.format, source, options, extra=extra)
+        layout: AnswerColumns | None
+        if has_vectors:
+            layout = VectorColumns(
+                source.columns, keep=options.keep_columns, output_column=options.output_column
+            )
+        else:
+            layout = layout_of(self.format, source, options, extra=extra)
         self.encoder = encoder(self.format, source, layout)
         self._records = records_at(path) if self._is_columnar else path
         self._check_format()
@@ -195,6 +213,10 @@ def encoder(format: str, source: Source, layout: AnswerColumns | None = None) ->
     layout = layout or AnswerColumns(source.columns)
     if format == "jsonl":
         return ObjectEncoder(layout)
+    if format == "npy":
+        from cbatch.files.output.columnar_answers import NpyEncoder
+
+        return NpyEncoder(layout)
     if format in COLUMNAR:
         from cbatch.files.output.columnar_answers import ColumnarEncoder  # pyarrow, slow to import
 

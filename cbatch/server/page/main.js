@@ -149,6 +149,10 @@ async function meet(signal) {
   select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
   if (names.includes(before)) select.value = before;
   byId("model-row").hidden = names.length < 2;
+  const can = models.data[0]?.capabilities ?? [];
+  const question = byId("question");
+  question.disabled = can.length > 0 && !can.includes("completion");
+  question.placeholder = question.disabled ? `This model does not answer: it is for ${can.join(" and ")}` : "Ask the model";
   showModel();
   settings.showDefaults(params, found.chat_template);
   byId("key-open").hidden = !api.key();

@@ -214,8 +214,6 @@ def test_model_with_pooling_none_or_unspecified_is_accepted(synth: SynthFactory,
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        ({"llama.attention.causal": False}, "non-causal"),
-        *(({"llama.pooling_type": kind}, "pools") for kind in (1, 2, 3, 4)),
         ({"general.type": "adapter"}, "of type 'adapter'"),
         ({"tokenizer.ggml.model": "none", "llama.vocab_size": None}, "refuses"),
         ({"general.architecture": "gemma-embedding"}, "refuses"),
@@ -226,6 +224,24 @@ def test_model_that_cannot_generate_is_refused(
     synth: SynthFactory, metadata: dict[str, object], reason: str
 ) -> None:
     assert reason in _refusal(synth("test", metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason", "pooling"),
+    [
+        ({"llama.attention.causal": False}, "non-causal", None),
+        *(
+            ({"llama.pooling_type": i + 1}, "pools", pooling)
+            for i, pooling in enumerate(("mean", "cls", "last", "rank"))
+        ),
+    ],
+)
+def test_model_that_pools_is_for_embeddings_alone(
+    synth: SynthFactory, metadata: dict[str, object], reason: str, pooling: str | None
+) -> None:
+    with closing(open_model(synth("test", metadata=metadata))) as model:
+        assert reason in model.why_not_generative
+        assert (model.can_embed, model.pooling) == (True, pooling)
 
 
 # --- damaged files: llama.cpp would end the process on these ---

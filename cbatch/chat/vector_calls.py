@@ -1,0 +1,444 @@
+"""What requests for embeddings and scores ask for, and their answers, in the formats of OpenAI, Jina, TEI and vLLM.
+
+Source: OpenAI's API reference, embeddings; Jina's API, rerank; text-embeddings-inference, rerank; vLLM's server, score.
+"""
+
+from __future__ import annotations
+
+import base64
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cbatch.errors import ConfigError
+from cbatch.messages import BatchPrompt
+from cbatch.options import MAX_PRIORITY
+from cbatch.support.checks import (
+    MAX_INT,
+    MAX_KEY_LENGTH,
+    check_choice,
+    check_flag,
+    check_int,
+    check_seconds,
+    check_string,
+    check_text,
+    shown,
+    token_ids,
+)
+from cbatch.support.plain import int_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from cbatch.errors import CBatchError
+
+    Check = Callable[..., object]
+
+POOLINGS = ("mean", "cls", "last")
+"""Those of `Engine.embed` by which a text has one vector."""
+
+_OF_BOTH: dict[str, tuple[Check, tuple[object, ...]]] = {
+    "instruction": (check_string, ()),
+    "priority": (check_int, (-MAX_PRIORITY, MAX_PRIORITY)),
+    "timeout_s": (check_seconds, ()),
+}
+_OF_EMBED: dict[str, tuple[Check, tuple[object, ...]]] = {
+    "dimensions": (check_int, (1, MAX_INT)),
+    "normalize": (check_flag, ()),
+    "pooling": (check_choice, POOLINGS),
+    **_OF_BOTH,
+}
+
+
+class VectorCall(ABC):
+    """A request for embeddings or scores."""
+
+    urls: ClassVar[tuple[str, ...]]
+    fields: ClassVar[tuple[str, ...]]
+    """Names that it reads."""
+    ignored: ClassVar[tuple[str, ...]] = ("user", "metadata", "input_type")
+    """Names that do not change the answer."""
+    prompt_field: ClassVar[str]
+    """The field that has the texts."""
+
+    model: str | None
+
+    @classmethod
+    @abstractmethod
+    def of(cls, body: Mapping[str, Any]) -> VectorCall:
+        """Return the call that a body asks for, in which null means that a field is not said.
+
+        Raises:
+            ConfigError: a field is wrong; the message begins with its name.
+        """
+
+    @property
+    @abstractmethod
+    def texts(self) -> list[Any]:
+        """The texts to compute."""
+
+    @abstractmethod
+    def lack(self, engine: Any) -> str:
+        """Return why an engine cannot answer; "" if it can."""
+
+    @abstractmethod
+    def begun(self, engine: Any) -> list[Any]:
+        """Have an engine begin; return its responses, over each of which results come as they end."""
+
+    @abstractmethod
+    def body(self, results: Sequence[Sequence[Any]], model: str) -> Any:
+        """Return the answer.
+
+        Args:
+            results: of each response, in the order of its texts, without errors.
+            model: the model's name.
+        """
+
+    def place(self, i_text: int) -> str:
+        """Return where a text stands in the request."""
+        return f"{self.prompt_field}[{i_text}]"
+
+
+def n_tokens_of(results: Sequence[Sequence[Any]]) -> int:
+    """Return the tokens of all texts."""
+    return sum(result.n_tokens for some in results for result in some)
+
+
+def error_in(results: Sequence[Sequence[Any]]) -> tuple[int, CBatchError] | None:
+    """Return the first text without a result, by its place among all, and its error."""
+    flat = [result for some in results for result in some]
+    return next(((i, r.error) for i, r in enumerate(flat) if r.error is not None), None)
+
+
+def usage_of(results: Sequence[Sequence[Any]]) -> dict[str, int]:
+    """Return the tokens of all texts, as OpenAI counts them."""
+    n = n_tokens_of(results)
+    return {"prompt_tokens": n, "total_tokens": n}
+
+
+def embed_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of `Engine.embed` that are given and right. Raises a `ConfigError`."""
+    return _settings(said, _OF_EMBED)
+
+
+def _settings(
+    body: Mapping[str, Any], checks: Mapping[str, tuple[Check, tuple[object, ...]]]
+) -> dict[str, Any]:
+    """Return the settings of a body by the engine's names."""
+    found = {
+        name: check(name, body[name], *limits)
+        for name, (check, limits) in checks.items()
+        if body.get(name) is not None
+    }
+    return found | _truncation(body)
+
+
+def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which end of a text is left out, as TEI says it (true and a direction) or as the engine does."""
+    said, direction = body.get("truncate"), body.get("truncation_direction") or "right"
+    side = direction.lower() if isinstance(direction, str) else direction
+    side = check_choice("truncation_direction", side, "left", "right")
+    if said is None or said is False:
+        return {}
+    if said is True:
+        return {"truncate": "start" if side == "left" else "end"}
+    return {"truncate": check_choice("truncate", said, "end", "start")}
+
+
+def _model_in(body: Mapping[str, Any]) -> str | None:
+    model = body.get("model")
+    return None if model in (None, "") else check_text("model", model, MAX_KEY_LENGTH)
+
+
+def _text(name: str, value: Any) -> str:
+    """Return a text; Jina's documents may be objects that have one."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        value = value["text"]
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a string, not {shown(value)}")
+    return value
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{name} must be a list of strings, not {shown(value)}")
+    return [_text(f"{name}[{i}]", text) for i, text in enumerate(value)]
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(f"{name} is missing")
+
+
+# ---- embeddings ----
+
+
+@dataclass
+class EmbedCall(VectorCall):
+    """A request for embeddings."""
+
+    inputs: list[Any]
+    """Texts, or token ids."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of `Engine.embed`."""
+    is_base64: bool = False
+    is_single: bool = False
+    model: str | None = None
+
+    urls = ("/v1/embeddings",)
+    prompt_field = "input"
+    fields = ("input", "model", "encoding_format", "truncate", "truncation_direction", *_OF_EMBED)
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> EmbedCall:
+        """Return the call of a body."""
+        said = body.get("input")
+        if said is None:
+            raise _missing("input")
+        form = check_choice(
+            "encoding_format", body.get("encoding_format") or "float", "float", "base64"
+        )
+        is_single = isinstance(said, str) or (
+            isinstance(said, list) and bool(said) and int_of(said[0]) is not None
+        )
+        listed = [said] if is_single else said
+        if not isinstance(listed, list) or not listed:
+            words = "a string, a list of token ids, or a list of these"
+            raise ConfigError(f"input must be {words}, not {shown(said)}")
+        inputs = [_input("input" if is_single else f"input[{i}]", x) for i, x in enumerate(listed)]
+        return cls(inputs, _settings(body, _OF_EMBED), form == "base64", is_single, _model_in(body))
+
+    @property
+    def texts(self) -> list[Any]:
+        """The inputs."""
+        return self.inputs
+
+    def place(self, i_text: int) -> str:
+        """Return where an input stands."""
+        return self.prompt_field if self.is_single else super().place(i_text)
+
+    def lack(self, engine: Any) -> str:
+        """Return why an engine cannot answer."""
+        return "" if engine.can_embed else "this model has no embeddings"
+
+    def begun(self, engine: Any) -> list[Any]:
+        """Have an engine embed the inputs."""
+        return [engine.embed(self.inputs, **self.settings)]
+
+    def body(self, results: Sequence[Sequence[Any]], model: str) -> Any:
+        """Return OpenAI's answer."""
+        (found,) = results
+        data = [
+            {"object": "embedding", "index": i, "embedding": self._encoded(result.embedding)}
+            for i, result in enumerate(found)
+        ]
+        return {"object": "list", "data": data, "model": model, "usage": usage_of(results)}
+
+    def _encoded(self, embedding: Any) -> Any:
+        if self.is_base64:
+            return as_base64(embedding)
+        return embedding.tolist()
+
+
+def as_base64(embedding: Any) -> str:
+    """Return the bytes of float32 numbers, the lowest byte first, as text."""
+    return base64.b64encode(embedding.astype("<f4").tobytes()).decode()
+
+
+def _input(place: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return list(token_ids(place, value))
+    raise ConfigError(f"{place} must be a string or token ids, not {shown(value)}")
+
+
+# ---- rerank ----
+
+
+@dataclass
+class RerankCall(VectorCall):
+    """A request for the documents that fit a query best."""
+
+    query: str
+    documents: list[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of `Engine.rerank`."""
+    top_n: int | None = None
+    has_texts: bool = False
+    """Whether the answer repeats the documents."""
+    is_tei: bool = False
+    """Whether the request is text-embeddings-inference's, whose answer is a list."""
+    model: str | None = None
+
+    urls = ("/v1/rerank",)
+    prompt_field = "documents"
+    fields = (
+        *("query", "documents", "texts", "model", "top_n", "return_documents", "return_text"),
+        *("raw_scores", "truncate", "truncation_direction", *_OF_BOTH),
+    )
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> RerankCall:
+        """Return the call of a body."""
+        if body.get("query") is None:
+            raise _missing("query")
+        is_tei = body.get("documents") is None and body.get("texts") is not None
+        name, returned = ("texts", "return_text") if is_tei else ("documents", "return_documents")
+        if body.get(name) is None:
+            raise _missing(name)
+        query, documents = _text("query", body["query"]), _texts(name, body[name])
+        top_n = body.get("top_n")
+        has_texts = body.get(returned)
+        return cls(
+            query,
+            documents,
+            _settings(body, _OF_BOTH) | _raw(body),
+            None if top_n is None else check_int("top_n", top_n, 1, MAX_INT),
+            has_texts is not None and check_flag(returned, has_texts),
+            is_tei,
+            _model_in(body),
+        )
+
+    @property
+    def texts(self) -> list[Any]:
+        """The documents."""
+        return self.documents
+
+    def place(self, i_text: int) -> str:
+        """Return where a document stands."""
+        return f"texts[{i_text}]" if self.is_tei else super().place(i_text)
+
+    def lack(self, engine: Any) -> str:
+        """Return why an engine cannot answer."""
+        return "" if engine.can_rerank else "this model cannot rerank"
+
+    def begun(self, engine: Any) -> list[Any]:
+        """Have an engine score the documents."""
+        return [engine.rerank(self.query, self.documents, **self.settings)]
+
+    def body(self, results: Sequence[Sequence[Any]], model: str) -> Any:
+        """Return Jina's answer, or TEI's, the best first."""
+        (found,) = results
+        best = sorted(found, key=lambda result: (-result.score, result.index))[: self.top_n]
+        if self.is_tei:
+            return [
+                {"index": r.index, "score": float(r.score), **self._text_of("text", r.index)}
+                for r in best
+            ]
+        listed = [
+            {"index": r.index, "relevance_score": float(r.score), **self._document(r.index)}
+            for r in best
+        ]
+        return {"object": "list", "model": model, "usage": usage_of(results), "results": listed}
+
+    def _text_of(self, name: str, index: int) -> dict[str, str]:
+        return {name: self.documents[index]} if self.has_texts else {}
+
+    def _document(self, index: int) -> dict[str, Any]:
+        return {"document": self._text_of("text", index)} if self.has_texts else {}
+
+
+def _raw(body: Mapping[str, Any]) -> dict[str, Any]:
+    said = body.get("raw_scores")
+    return {} if said is None else {"raw_scores": check_flag("raw_scores", said)}
+
+
+# ---- score ----
+
+
+@dataclass
+class ScoreCall(VectorCall):
+    """A request for the score of each pair of texts: a reranker's, or the cosine of their embeddings."""
+
+    pairs: list[tuple[str, str]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    reranks: bool = True
+    """Whether scores are a reranker's; known once an engine was seen."""
+
+    urls = ("/v1/score",)
+    prompt_field = "text_2"
+    fields = (
+        *("text_1", "text_2", "model", "raw_scores", "truncate", "truncation_direction", *_OF_BOTH),
+    )
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> ScoreCall:
+        """Return the call of a body."""
+        sides = []
+        for name in ("text_1", "text_2"):
+            said = body.get(name)
+            if said is None:
+                raise _missing(name)
+            sides.append(_texts(name, said) if isinstance(said, list) else [_text(name, said)])
+        first, second = sides
+        if len(first) == 1:
+            first *= len(second)
+        if len(first) != len(second):
+            words = f"text_1 has {len(first)} texts and text_2 {len(second)}"
+            raise ConfigError(f"{words}: give one and any number, or equally many")
+        settings = _settings(body, _OF_BOTH) | _raw(body)
+        return cls([*zip(first, second, strict=True)], settings, _model_in(body))
+
+    @property
+    def texts(self) -> list[Any]:
+        """The second text of each pair."""
+        return [second for _, second in self.pairs]
+
+    def lack(self, engine: Any) -> str:
+        """Return why an engine cannot answer."""
+        self.reranks = engine.can_rerank
+        return "" if engine.can_rerank or engine.can_embed else "this model cannot score texts"
+
+    def begun(self, engine: Any) -> list[Any]:
+        """Have an engine score the pairs, those of equal first texts together."""
+        if not self.reranks:
+            settings = {n: v for n, v in self.settings.items() if n != "raw_scores"}
+            firsts, seconds = zip(*self.pairs, strict=True)
+            return [engine.embed([*firsts], **settings), engine.embed([*seconds], **settings)]
+        return [
+            engine.rerank(query, [self.pairs[i][1] for i in places], **self.settings)
+            for query, places in self._places.items()
+        ]
+
+    @property
+    def _places(self) -> dict[str, list[int]]:
+        """The pairs of each first text."""
+        found: dict[str, list[int]] = {}
+        for i, (first, _) in enumerate(self.pairs):
+            found.setdefault(first, []).append(i)
+        return found
+
+    def body(self, results: Sequence[Sequence[Any]], model: str) -> Any:
+        """Return vLLM's answer."""
+        if self.reranks:
+            scores = [0.0] * len(self.pairs)
+            for places, found in zip(self._places.values(), results, strict=True):
+                for place, result in zip(places, found, strict=True):
+                    scores[place] = float(result.score)
+        else:
+            scores = [
+                float(a.embedding @ b.embedding) for a, b in zip(*results, strict=True)
+            ]  # of unit length
+        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+        return {"object": "list", "model": model, "data": data, "usage": usage_of(results)}
+
+
+# ---- as an item of a run ----
+
+CALLS: Mapping[str, type[VectorCall]] = {
+    url: call for call in (EmbedCall, RerankCall, ScoreCall) for url in call.urls
+}
+"""What reads the bodies of each url."""
+
+
+@dataclass(frozen=True)
+class VectorPrompt(BatchPrompt):
+    """A call for embeddings or scores, where a run over a file has prompts."""
+
+    call: VectorCall | None = None
+
+    @classmethod
+    def of(cls, call: VectorCall) -> VectorPrompt:
+        """Return the item of a call; its prompt is all that the answer depends on, as text."""
+        return cls(prompt=repr(call), call=call)

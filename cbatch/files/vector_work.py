@@ -1,0 +1,234 @@
+"""Runs over files whose items ask for embeddings or scores: what `Work` needs of an engine, over `embed` and `rerank`.
+
+Texts go to the engine in groups, of which one is computed while the next one is read: the engine packs them by length,
+and memory does not grow with the number of items.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from cbatch.chat.vector_calls import EmbedCall, VectorPrompt, error_in, n_tokens_of
+from cbatch.embedding import EmbedResult
+from cbatch.errors import CBatchError, ConfigError, RequestCancelledError, WorkerDiedError
+from cbatch.response import BatchResult, Timings, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+
+    from cbatch.chat.vector_calls import VectorCall
+    from cbatch.engine import Engine
+    from cbatch.messages import BatchPrompt
+    from cbatch.options import RunOptions
+    from cbatch.stats import EngineStats
+
+N_GROUP = 512
+"""Texts that an engine gets together: our choice. Their lengths differ enough to fill its batches."""
+
+_N_AHEAD = 2  # groups in the engine at once
+_N_PER_SLOT = 8  # items that `Work` reads ahead for each slot, see `N_WINDOW_PER_SLOT`
+
+
+class VectorEngine:
+    """Has the methods of `Engine` that a run over a file needs; a prompt is a call, or a text to embed."""
+
+    parallel = N_GROUP // _N_PER_SLOT
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Mapping[str, Any] | None = None,
+        is_dry: Callable[[], bool] = bool,
+    ) -> None:
+        """Take an engine.
+
+        Args:
+            engine: computes.
+            settings: of `Engine.embed`, for texts that are no calls.
+            is_dry: whether reading the next prompt may wait: then no group waits for more.
+        """
+        self.engine, self._settings, self.is_dry = engine, dict(settings or {}), is_dry
+
+    def stats(self) -> EngineStats:
+        """Return the engine's figures; EngineClosedError where it has ended."""
+        return self.engine.stats()
+
+    def run(
+        self,
+        prompts: Iterable[BatchPrompt],
+        *,
+        options: RunOptions,
+        max_time_s: float | None,
+        ask_again: bool,
+        dedupe: bool,
+    ) -> VectorRun:
+        """Begin to compute; equal texts of a group are computed once by the engine itself."""
+        return VectorRun(self, iter(prompts), max_time_s)
+
+    def call_of(self, prompt: BatchPrompt) -> VectorCall:
+        """Return the call of an item."""
+        if isinstance(prompt, VectorPrompt) and prompt.call is not None:
+            return prompt.call
+        return EmbedCall([prompt.prompt or [*(prompt.tokens or ())]], self._settings)
+
+
+@dataclass(eq=False)
+class _TextGroup:
+    """Calls that the engine has got together."""
+
+    calls: list[tuple[str, VectorCall]] = field(default_factory=list)
+    """With the ids of their items."""
+    responses: list[Any] = field(default_factory=list)
+    parts: list[list[tuple[int, slice]]] = field(default_factory=list)
+    """Of each call: its responses, and its texts in there."""
+    start_s: float = field(default_factory=time.perf_counter)
+
+    def begin(self, engine: Engine) -> None:
+        """Give the calls to the engine, texts to embed with the same settings as one."""
+        for settings, some in groupby((call for _, call in self.calls), _settings_of):
+            if settings is None:
+                for call in some:
+                    first, begun = len(self.responses), begun_or_failed(call, engine)
+                    self.parts.append([(first + i, slice(None)) for i in range(len(begun))])
+                    self.responses += begun
+                continue
+            together: list[Any] = []
+            for call in some:
+                n_before, place = len(together), len(self.responses)
+                together += call.texts
+                self.parts.append([(place, slice(n_before, len(together)))])
+            self.responses += begun_or_failed(EmbedCall(together, settings), engine)
+
+    def results(self) -> Iterator[tuple[str, VectorCall, list[list[Any]]]]:
+        """Wait, and yield each item's id and call, and the results of its texts in their order."""
+        found = [in_order(response) for response in self.responses]
+        for (id, call), parts in zip(self.calls, self.parts, strict=True):
+            yield id, call, [found[i][texts] for i, texts in parts]
+
+    def cancel(self) -> None:
+        """End its texts."""
+        for response in self.responses:
+            if not isinstance(response, list):  # of texts that were refused
+                with suppress(CBatchError):
+                    response.cancel()
+
+
+def _settings_of(call: VectorCall) -> dict[str, Any] | None:
+    """Return the settings with which a call's texts are embedded; None for another call."""
+    return call.settings if isinstance(call, EmbedCall) else None
+
+
+def begun_or_failed(call: VectorCall, engine: Engine) -> list[Any]:
+    """Have an engine begin a call; return its responses, or where it refuses the call, a list of failed results."""
+    try:
+        return call.begun(engine)
+    except ConfigError as error:
+        return [[EmbedResult(str(i), i, None, 0, error) for i in range(len(call.texts))]]
+
+
+def in_order(response: Any) -> list[Any]:
+    """Return the results of a response in the order of its texts, those with an error too."""
+    return sorted(response, key=lambda result: result.index)
+
+
+class VectorRun:
+    """The methods of `BatchResponse` that `Work` needs."""
+
+    def __init__(
+        self, runner: VectorEngine, prompts: Iterator[BatchPrompt], max_time_s: float | None
+    ) -> None:
+        self._runner, self._prompts = runner, prompts
+        self._ends_s = None if max_time_s is None else time.perf_counter() + max_time_s
+        self._groups: deque[_TextGroup] = deque()
+        self._has_ended = self._is_cancelled = False
+        self.n_unread = 0
+        """Results that are there."""
+
+    def wind_down(self) -> None:
+        """Do nothing: no more prompts come, and groups in the engine are short."""
+
+    def cancel(self) -> None:
+        """End all texts. From any thread."""
+        self._is_cancelled = True
+        for group in [*self._groups]:
+            group.cancel()
+
+    def as_completed(self) -> Generator[BatchResult, None, None]:
+        """Yield results, those of a group together; leaving early ends the other texts."""
+        try:
+            while True:
+                self._begin_groups()
+                if not self._groups:
+                    return
+                group = self._groups[0]
+                ready = [self._result(group, *found) for found in group.results()]
+                self._groups.popleft()
+                self.n_unread = len(ready)
+                for result in ready:
+                    self.n_unread -= 1
+                    yield result
+        finally:
+            for group in self._groups:
+                group.cancel()
+
+    def _begin_groups(self) -> None:
+        while not self._has_ended and len(self._groups) < _N_AHEAD:
+            if self._groups and self._runner.is_dry():
+                return
+            if self._is_cancelled or self._is_late:
+                self._has_ended = True
+                return
+            group = self._next_group()
+            if group.calls:
+                group.begin(self._runner.engine)
+                self._groups.append(group)
+
+    @property
+    def _is_late(self) -> bool:
+        return self._ends_s is not None and time.perf_counter() >= self._ends_s
+
+    def _next_group(self) -> _TextGroup:
+        group = _TextGroup()
+        n_texts = 0
+        while n_texts < N_GROUP and not (group.calls and self._runner.is_dry()):
+            prompt = next(self._prompts, None)
+            if prompt is None:
+                self._has_ended = True
+                break
+            call = self._runner.call_of(prompt)
+            group.calls.append((str(prompt.id), call))
+            n_texts += len(call.texts)
+        return group
+
+    def _result(
+        self, group: _TextGroup, id: str, call: VectorCall, found: list[list[Any]]
+    ) -> BatchResult:
+        wrong = error_in(found)
+        if wrong is not None and isinstance(wrong[1], WorkerDiedError):  # once more, alone
+            again = begun_or_failed(call, self._runner.engine)
+            found = [in_order(response) for response in again]
+            wrong = error_in(found)
+        return result_of(id, found, time.perf_counter() - group.start_s)
+
+
+def result_of(id: str, found: Sequence[Sequence[Any]], seconds: float) -> BatchResult:
+    """Return the results of a call as that of an item; they are its `origin`."""
+    wrong = error_in(found)
+    error = None if wrong is None else wrong[1]
+    is_cancelled = isinstance(error, RequestCancelledError)
+    return BatchResult(
+        id=id,
+        text="",
+        token_ids=(),
+        finish_reason="cancelled" if is_cancelled else "stop" if error is None else "error",
+        error=error,
+        usage=Usage(n_tokens_of(found), 0),
+        timings=Timings(0.0, None, seconds, None, None),
+        seed=0,
+        origin=found,
+    )

@@ -1,0 +1,225 @@
+"""The responses of `Engine.embed` and `Engine.rerank`: results as they end, and all of them together."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from cbatch.embedding import EmbedResult, RerankResult, embed_result
+from cbatch.errors import CBatchError, ConfigError
+from cbatch.response import BatchError
+from cbatch.support.checks import check_flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from cbatch.response import BatchResult
+    from cbatch.runtime.batch_response import BatchResponse, Reader
+
+R = TypeVar("R", EmbedResult, RerankResult)
+
+
+class TextReader(Generic[R]):
+    """Iterates over results in order of completion, with `for` or `async for`; each is given out once.
+
+    Leaving before the end cancels what has not ended, as a `Reader` of chunks does.
+    """
+
+    def __init__(self, results: Reader[BatchResult], made: Callable[[BatchResult], R]) -> None:
+        self._results = results
+        self._made: Callable[[BatchResult], R] = made
+
+    def __iter__(self) -> TextReader[R]:
+        return self
+
+    def __aiter__(self) -> TextReader[R]:
+        return self
+
+    def __next__(self) -> R:
+        return self._made(next(self._results))
+
+    async def __anext__(self) -> R:
+        return self._made(await self._results.__anext__())
+
+    def close(self) -> None:
+        """Leave. Twice is harmless."""
+        self._results.close()
+
+    async def aclose(self) -> None:
+        """Leave, for `contextlib.aclosing`."""
+        self._results.close()
+
+
+class EmbedResponse:
+    """Embeddings in the making. Iterate for results as they end, call `results()` or `array()`, or `await` it.
+
+    One reader at a time. Leaving an iteration early cancels the rest; a generator's texts are not read on once this
+    object and its readers are dropped.
+    """
+
+    def __init__(self, response: BatchResponse, *, is_by_token: bool) -> None:
+        """Make one of a batch of texts; `is_by_token`: each result has a vector for each token."""
+        self._response, self._is_by_token = response, is_by_token
+
+    def __repr__(self) -> str:
+        return f"<EmbedResponse: {self._response!r}>"
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the texts that were read, in input order."""
+        return self._response.ids
+
+    def __iter__(self) -> TextReader[EmbedResult]:
+        return TextReader(self._response.as_completed(), self._made)
+
+    def __aiter__(self) -> TextReader[EmbedResult]:
+        return TextReader(self._response.as_completed(), self._made)
+
+    def __await__(self) -> Generator[Any, None, list[EmbedResult]]:
+        """Wait in an event loop, as `results()` does. A task that is cancelled here cancels the texts."""
+        return self.gather().__await__()
+
+    async def gather(self, *, return_errors: bool = False) -> list[EmbedResult]:
+        """Do as `results` in an event loop."""
+        returns_errors = check_flag("return_errors", return_errors)
+        with _made_anew(self._made):
+            found = await self._response.gather(return_errors=True)
+        return _all([*map(self._made, found)], returns_errors=returns_errors)
+
+    def results(self, *, return_errors: bool = False) -> list[EmbedResult]:
+        """Wait for all texts and return the results in input order.
+
+        Args:
+            return_errors: return failed texts in place instead of raising.
+
+        Raises:
+            BatchError: a text failed, or reading the texts did; all results are attached.
+        """
+        returns_errors = check_flag("return_errors", return_errors)
+        with _made_anew(self._made):
+            found = self._response.results(return_errors=True)
+        return _all([*map(self._made, found)], returns_errors=returns_errors)
+
+    def array(self) -> NDArray[np.float32]:
+        """Wait for all texts and return (n, dimension) float32, in input order. Raises as `results`.
+
+        Raises:
+            ConfigError: there is a vector for each token, so that texts have several.
+        """
+        import numpy as np  # slow to import
+
+        if self._is_by_token:
+            raise ConfigError("with pooling='none' a text has several vectors: use results()")
+        vectors = [result.embedding for result in self.results() if result.embedding is not None]
+        return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
+
+    def cancel(self) -> int:
+        """Cancel the texts that have not ended, and read no more; return how many."""
+        return self._response.cancel()
+
+    def _made(self, result: BatchResult) -> EmbedResult:
+        return embed_result(result, is_by_token=self._is_by_token)
+
+
+class RerankResponse:
+    """Scores of documents in the making. Iterate for results as they end, call `results()` or `scores()`, or `await`.
+
+    One reader at a time. Leaving an iteration early cancels the rest.
+    """
+
+    def __init__(
+        self,
+        response: BatchResponse,
+        score: Callable[[BatchResult], float],
+        top_n: int | None = None,
+    ) -> None:
+        """Make one of a batch of documents; `score` reads a document's score of a result without an error."""
+        self._response, self._score, self._top_n = response, score, top_n
+
+    def __repr__(self) -> str:
+        return f"<RerankResponse: {self._response!r}>"
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the documents that were read, in input order."""
+        return self._response.ids
+
+    def __iter__(self) -> TextReader[RerankResult]:
+        return TextReader(self._response.as_completed(), self._made)
+
+    def __aiter__(self) -> TextReader[RerankResult]:
+        return TextReader(self._response.as_completed(), self._made)
+
+    def __await__(self) -> Generator[Any, None, list[RerankResult]]:
+        """Wait in an event loop, as `results()` does. A task that is cancelled here cancels the documents."""
+        return self.gather().__await__()
+
+    async def gather(self, *, return_errors: bool = False) -> list[RerankResult]:
+        """Do as `results` in an event loop."""
+        returns_errors = check_flag("return_errors", return_errors)
+        with _made_anew(self._made):
+            found = await self._response.gather(return_errors=True)
+        return self._best(_all([*map(self._made, found)], returns_errors=returns_errors))
+
+    def results(self, *, return_errors: bool = False) -> list[RerankResult]:
+        """Wait for all documents and return the results, the best first; only the `top_n` best where that was given.
+
+        Args:
+            return_errors: return failed documents, behind all others, instead of raising.
+
+        Raises:
+            BatchError: a document failed, or reading the documents did; all results are attached, in input order.
+        """
+        returns_errors = check_flag("return_errors", return_errors)
+        return self._best(self._in_order(returns_errors=returns_errors))
+
+    def scores(self) -> NDArray[np.float32]:
+        """Wait for all documents and return (n,) float32 in input order. Raises as `results`."""
+        import numpy as np  # slow to import
+
+        return np.array([r.score for r in self._in_order(returns_errors=False)], np.float32)
+
+    def cancel(self) -> int:
+        """Cancel the documents that have not ended, and read no more; return how many."""
+        return self._response.cancel()
+
+    def _in_order(self, *, returns_errors: bool) -> list[RerankResult]:
+        with _made_anew(self._made):
+            found = self._response.results(return_errors=True)
+        return _all([*map(self._made, found)], returns_errors=returns_errors)
+
+    def _best(self, results: Sequence[RerankResult]) -> list[RerankResult]:
+        ordered = sorted(results, key=lambda r: math.inf if r.error else -r.score)
+        return ordered[: self._top_n]
+
+    def _made(self, result: BatchResult) -> RerankResult:
+        n, score, error = result.usage.prompt_tokens, math.nan, result.error
+        if error is None:
+            try:
+                score = self._score(result)
+            except CBatchError as wrong:
+                error = wrong
+        return RerankResult(result.id, result.i_item, score, n, error)
+
+
+@contextmanager
+def _made_anew(made: Callable[[BatchResult], R]) -> Iterator[None]:
+    """Make the results anew that an error has: reading the texts raised it."""
+    try:
+        yield
+    except BatchError as failed:
+        raise _with_results(failed, made) from failed.__cause__
+
+
+def _with_results(failed: BatchError, made: Callable[[BatchResult], R]) -> BatchError:
+    return BatchError([made(result) for result in failed.results], failed.__cause__)
+
+
+def _all(results: list[R], *, returns_errors: bool) -> list[R]:
+    if not returns_errors and any(result.error is not None for result in results):
+        raise BatchError(results)
+    return results

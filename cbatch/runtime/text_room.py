@@ -1,0 +1,585 @@
+"""Texts that wait for their vectors, and the thread that computes them, beside the owner thread and its steps.
+
+Texts of equal settings share micro-batches: the first one that waits, by priority and arrival, and those others that
+fill what is left. Equal texts are computed once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from cbatch.errors import (
+    CBatchError,
+    DeadlineError,
+    EmbeddingError,
+    EngineClosedError,
+    RequestCancelledError,
+    RequestFailedError,
+    TextTooLongError,
+    words_of,
+)
+from cbatch.response import BatchResult, Timings, Usage
+from cbatch.runtime.sequences import check_in_vocab
+from cbatch.support.interrupts import HeldBack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from cbatch.backend import Backend, Embedder
+    from cbatch.embedding import Pooling, TextSettings
+    from cbatch.messages import BatchPrompt
+    from cbatch.response import FinishReason
+    from cbatch.runtime.in_flight import Route
+    from cbatch.stats import EngineStats
+
+N_READY = 512
+"""Texts that are made tokens ahead, of which micro-batches are put together. Our choice."""
+
+N_KEPT_BYTES = 2**24
+"""Most bytes of vectors that are kept for equal texts. Our choice."""
+
+_IDLE_S = 1.0
+"""Seconds without a text after which the thread ends: its team of OpenMP's slows down that of the owner thread."""
+
+_NICENESS = 10
+"""How much less of a core the thread gets than the owner thread, where chats run beside it; Linux alone has it."""
+
+
+class TextKind(NamedTuple):
+    """What texts of a micro-batch have in common."""
+
+    pooling: Pooling
+    prefix: str
+    query: str | None
+    instruction: str | None
+
+
+@dataclass(eq=False, slots=True)
+class WaitingText:
+    """One text, until it has ended."""
+
+    route: Route
+    prompt: BatchPrompt
+    settings: TextSettings
+    kind: TextKind
+    rank: tuple[int, int]
+    """The lower, the earlier: minus its priority, and its number."""
+    submitted_s: float
+    deadline_s: float
+    tokens: tuple[int, ...] = ()
+    digest: bytes = b""
+    begun_s: float = math.inf
+    has_ended: bool = False
+
+    def __lt__(self, other: WaitingText) -> bool:
+        return self.rank < other.rank
+
+
+class KeptVectors:
+    """The vectors of the last texts, by the digest of their tokens; bounded. One thread at a time."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._found: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+        self._n_left = n_bytes
+
+    def get(self, digest: bytes) -> NDArray[np.float32] | None:
+        """Return a vector, or None."""
+        found = self._found.get(digest)
+        if found is not None:
+            self._found.move_to_end(digest)
+        return found
+
+    def put(self, digest: bytes, vector: NDArray[np.float32]) -> None:
+        """Keep a vector; forget the ones that were not asked for the longest."""
+        if digest not in self._found:
+            self._found[digest] = vector
+            self._n_left -= vector.nbytes
+        while self._n_left < 0:
+            self._n_left += self._found.popitem(last=False)[1].nbytes
+
+
+@dataclass(eq=False, slots=True)
+class _TextQueue:
+    """The texts that wait. Under the lock of `Texts`."""
+
+    waiting: dict[str, WaitingText] = field(default_factory=dict)
+    """All of them, by id."""
+    by_rank: list[WaitingText] = field(default_factory=list)
+    """A heap of those that are not ready; some have ended."""
+    ready: list[WaitingText] = field(default_factory=list)
+    """In order of rank; some have ended."""
+    by_deadline: list[tuple[float, int, WaitingText]] = field(default_factory=list)
+    """A heap; some have ended."""
+
+
+class Texts:
+    """Computes vectors of texts. Every method from any thread, unless it says otherwise."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        routes: dict[str, Route],
+        stats: EngineStats,
+        *,
+        is_threaded: bool,
+    ) -> None:
+        """Make a room without a thread; the first text starts one.
+
+        Args:
+            backend: makes embedders; it is closed by others, after `close`.
+            routes: where the output of each request in flight goes, by id. Texts that end are taken out.
+            stats: counts of texts are added to it.
+            is_threaded: compute in a thread; without, by `pump`.
+        """
+        self.on_admit: Callable[[Sequence[str]], object] | None = None
+        """Called with the ids of texts before they are computed."""
+        self._backend, self._routes, self._stats = backend, routes, stats
+        self._is_threaded = is_threaded
+        self._facts = backend.model_facts
+        self._embedders: dict[Pooling, Embedder] = {}
+        self._kept = KeptVectors(N_KEPT_BYTES)
+        self._queue = _TextQueue()
+        self._numbers = count()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._computing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    # ---- what comes in ----
+
+    def check(self, settings: TextSettings) -> None:
+        """Raise the error of settings that the model cannot serve; see `TextSettings.check`."""
+        settings.check(self._facts)
+
+    def kind_of(self, settings: TextSettings) -> TextKind:
+        """Return which texts may be computed together."""
+        pooling = settings.pooling or self._facts.pooling
+        return TextKind(pooling, settings.prefix, settings.query, settings.instruction)  # type: ignore[arg-type]
+
+    def text(
+        self,
+        route: Route,
+        prompt: BatchPrompt,
+        settings: TextSettings,
+        *,
+        priority: int,
+        submitted_s: float,
+        deadline_s: float,
+    ) -> WaitingText:
+        """Return a text for `put`."""
+        rank = -priority, next(self._numbers)
+        kind = self.kind_of(settings)
+        return WaitingText(route, prompt, settings, kind, rank, submitted_s, deadline_s)
+
+    def put(self, texts: Sequence[WaitingText]) -> None:
+        """Queue texts whose routes are set. Does not wait. An `EngineClosedError` once it is closed."""
+        with HeldBack(), self._lock:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed")
+            queue = self._queue
+            for text in texts:
+                queue.waiting[text.route.id] = text
+                heapq.heappush(queue.by_rank, text)
+                if text.deadline_s < math.inf:
+                    heapq.heappush(queue.by_deadline, (text.deadline_s, text.rank[1], text))
+            self._stats.n_submitted += len(texts)
+            if self._is_threaded:
+                self._changed.notify_all()
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="cbatch-texts", daemon=True
+                    )
+                    self._thread.start()
+
+    def __contains__(self, id: object) -> bool:
+        """Whether a request in flight is one of these texts."""
+        return id in self._queue.waiting
+
+    def has_begun(self, id: str) -> bool:
+        """Whether a text is being computed."""
+        text = self._queue.waiting.get(id)
+        return text is not None and text.begun_s < math.inf
+
+    @property
+    def n_waiting(self) -> int:
+        """Texts that have not ended."""
+        return len(self._queue.waiting)
+
+    # ---- orders ----
+
+    def cancel(self, id: str) -> bool:
+        """End a text now; False where it is not in flight."""
+        text = self._take(id)
+        if text is not None:
+            self._end(text, "cancelled", RequestCancelledError("cancelled before it was computed"))
+        return text is not None
+
+    def take_out(self, id: str) -> bool:
+        """Take out a text that has not begun, without a result; False for another."""
+        return not self.has_begun(id) and self._take(id) is not None
+
+    def _take(self, id: str) -> WaitingText | None:
+        """Take a text out of the queue. The lists leave it out later."""
+        with HeldBack(), self._lock:
+            text = self._queue.waiting.pop(id, None)
+            if text is not None:
+                text.has_ended = True
+        return text
+
+    # ---- the thread ----
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller's thread computes texts."""
+        return self._thread is threading.current_thread()
+
+    def pump(self) -> bool:
+        """Compute one micro-batch in the caller's thread, where there is no other; False where none waits."""
+        if self._is_threaded or not self._computing.acquire(blocking=False):
+            return False
+        try:
+            return self._work()
+        finally:
+            self._computing.release()
+
+    def _run(self) -> None:
+        if self._facts.can_generate:
+            _be_nice()
+        while True:
+            try:
+                with self._computing:
+                    while self._work():
+                        pass
+            except BaseException as error:  # a bug: nobody may wait for ever
+                self._end_all(_failure(error))
+            with self._lock:
+                if not self._is_closed and not self._queue.waiting:
+                    self._changed.wait(_IDLE_S)
+                if self._is_closed or not self._queue.waiting:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+
+    def _work(self) -> bool:
+        """Compute one micro-batch, or end what cannot be computed; False where no text waits."""
+        now = time.perf_counter()
+        self._end_late(now)
+        self._get_ready()
+        group = self._group()
+        if not group:
+            return bool(self._queue.waiting) and not self._is_closed
+        for text in group:
+            text.begun_s = now
+        if self.on_admit is not None:
+            self.on_admit([text.route.id for text in group])
+        self._finish(group, self._computed(group))
+        return True
+
+    def _end_late(self, now: float) -> None:
+        """End texts whose time is over."""
+        late: list[WaitingText] = []
+        with HeldBack(), self._lock:
+            queue = self._queue.by_deadline
+            while queue and (queue[0][0] <= now or queue[0][2].has_ended):
+                late.append(heapq.heappop(queue)[2])
+        for text in late:
+            if self._take(text.route.id) is text:
+                self._end(text, "timeout", DeadlineError(now - text.submitted_s))
+
+    def _get_ready(self) -> None:
+        """Make tokens of the texts that come next. Texts that cannot be computed end."""
+        while (text := self._next_unready()) is not None:
+            try:
+                text.tokens = self._tokens_of(text)
+            except Exception as error:
+                self._drop(text, error)
+                continue
+            data = np.asarray(text.tokens, np.int32).tobytes()
+            text.digest = blake2b(data, digest_size=16, key=text.kind.pooling.encode()).digest()
+            found = self._kept.get(text.digest)
+            if found is not None and self._take(text.route.id) is text:
+                self._end(text, "stop", None, found)
+                continue
+            with HeldBack(), self._lock:
+                ready = self._queue.ready
+                ready.insert(bisect_right(ready, text.rank, key=lambda t: t.rank), text)
+
+    def _next_unready(self) -> WaitingText | None:
+        """Return the next text to make tokens of; None where enough are ready."""
+        with HeldBack(), self._lock:
+            queue, ready = self._queue.by_rank, self._queue.ready
+            while queue and queue[0].has_ended:
+                heapq.heappop(queue)
+            if not queue or (len(ready) >= N_READY and ready[-1] < queue[0]):
+                return None
+            return heapq.heappop(queue)
+
+    def _group(self) -> list[WaitingText]:
+        """Take out of the ready texts those of the next micro-batch, the first one and what fits beside it."""
+        with HeldBack(), self._lock:
+            ready = self._queue.ready = [t for t in self._queue.ready if not t.has_ended]
+        if not ready:
+            return []
+        first = ready[0]
+        try:
+            embedder = self._embedder(first.kind.pooling)
+        except Exception as error:
+            self._drop(first, error)
+            return []
+        alike = [t for t in ready[1:] if t.kind == first.kind]
+        found = [first, *_beside(first, alike, embedder)]
+        digests = {text.digest for text in found}
+        found += [t for t in alike if t.digest in digests and t not in found]
+        chosen = set(map(id, found))
+        with HeldBack(), self._lock:
+            self._queue.ready = [t for t in self._queue.ready if id(t) not in chosen]
+        return found
+
+    def _embedder(self, pooling: Pooling) -> Embedder:
+        found = self._embedders.get(pooling)
+        if found is None:
+            found = self._embedders[pooling] = self._backend.make_embedder(pooling)
+        return found
+
+    def _computed(
+        self, group: Sequence[WaitingText]
+    ) -> dict[bytes, NDArray[np.float32] | CBatchError]:
+        """Return the vector of each digest, or the error of its text. What fails together is tried alone."""
+        own = {text.digest: text for text in group}
+        embedder = self._embedder(group[0].kind.pooling)
+        start_s = time.perf_counter()
+        try:
+            vectors = embedder.compute([text.tokens for text in own.values()])
+        except EngineClosedError:
+            raise
+        except Exception as error:
+            if len(own) > 1:
+                parts = [self._computed([text]) for text in own.values()]
+                return {digest: vector for part in parts for digest, vector in part.items()}
+            return dict.fromkeys(own, _failure(error))
+        self._stats.embed_s += time.perf_counter() - start_s
+        self._stats.n_text_tokens += sum(len(text.tokens) for text in own.values())
+        return {
+            text.digest: _checked(vector)
+            for text, vector in zip(own.values(), vectors, strict=True)
+        }
+
+    def _finish(
+        self,
+        group: Sequence[WaitingText],
+        found: dict[bytes, NDArray[np.float32] | CBatchError],
+    ) -> None:
+        for text in group:
+            vector = found[text.digest]
+            if self._take(text.route.id) is not text:
+                continue  # it was cancelled meanwhile
+            if isinstance(vector, CBatchError):
+                self._end(text, "error", vector)
+                continue
+            if text.kind.pooling != "none":
+                self._kept.put(text.digest, vector)
+            self._end(text, "stop", None, vector)
+
+    def _drop(self, text: WaitingText, error: BaseException) -> None:
+        """End a text that cannot be computed."""
+        if self._take(text.route.id) is text:
+            self._end(text, "error", _failure(error))
+
+    # ---- tokens ----
+
+    def _tokens_of(self, text: WaitingText) -> tuple[int, ...]:
+        """Return a text's tokens, cut off where that is asked for.
+
+        Raises:
+            TextTooLongError: there are too many.
+            CBatchError: it cannot be made tokens.
+        """
+        n_most, settings = self._facts.n_embed_max, text.settings
+        if settings.query is not None:
+            return self._pair(text, settings.query, n_most)
+        vocab, prompt = self._backend.vocab, text.prompt
+        if prompt.tokens is not None:
+            check_in_vocab(prompt.tokens, vocab)
+            tokens, added = tuple(prompt.tokens), (0, 0)
+        else:
+            tokens = tuple(vocab.tokenize(settings.prefix + (prompt.prompt or "")))
+            added = vocab.n_added
+        if len(tokens) <= n_most:
+            return tokens
+        if settings.truncate is None or n_most <= sum(added):
+            raise TextTooLongError(len(tokens), n_most)
+        return _cut(tokens, n_most, added, is_end=settings.truncate == "end")
+
+    def _pair(self, text: WaitingText, query: str, n_most: int) -> tuple[int, ...]:
+        vocab, settings = self._backend.vocab, text.settings
+        document = text.prompt.prompt
+        if document is None:
+            raise RequestFailedError("a document to rerank is a string, not token ids")
+        tokens = vocab.tokenize_pair(query, document, settings.instruction)
+        if len(tokens) > n_most and settings.truncate is None:
+            raise TextTooLongError(len(tokens), n_most)
+        own = vocab.tokenize(document)[vocab.n_added[0] :] if len(tokens) > n_most else []
+        own = own[: len(own) - vocab.n_added[1]]
+        n_left = len(own)
+        while len(tokens) > n_most:
+            n_left -= len(tokens) - n_most
+            if n_left <= 0:
+                raise TextTooLongError(len(tokens), n_most, reason=", which the query alone takes")
+            some = own[:n_left] if settings.truncate == "end" else own[-n_left:]
+            document = b"".join(map(vocab.shown_piece, some)).decode("utf-8", "ignore")
+            tokens = vocab.tokenize_pair(query, document, settings.instruction)
+        return tuple(tokens)
+
+    # ---- what goes out ----
+
+    def _end(
+        self,
+        text: WaitingText,
+        reason: FinishReason,
+        error: CBatchError | None,
+        vector: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Deliver the result of a text that was taken out of the queue."""
+        target, place, id = text.route
+        if self._routes.get(id) is text.route:
+            del self._routes[id]
+        now = time.perf_counter()
+        queue_s = min(text.begun_s, now) - text.submitted_s
+        data = None if vector is None else _as_asked(vector, text)
+        result = BatchResult(
+            id,
+            "",
+            (),
+            reason,
+            error,
+            Usage(len(text.tokens), 0),
+            Timings(queue_s, None, now - text.submitted_s, None, None),
+            seed=0,
+            embedding=data,
+        )
+        self._stats.count_end(reason, queue_s, None)
+        self._stats.n_texts += vector is not None
+        target.deliver([result.as_chunk()], [(place, result)])
+
+    def _end_all(self, error: CBatchError | None) -> None:
+        """End every text: by an error, or cancelled."""
+        for id in [*self._queue.waiting]:
+            if error is None:
+                self.cancel(id)
+            elif (text := self._take(id)) is not None:
+                self._end(text, "error", error)
+
+    def close(self, error: CBatchError | None = None) -> None:
+        """End every text, wait for the micro-batch in flight, and free what computes. Twice is harmless."""
+        with HeldBack(), self._lock:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._end_all(error)
+        if self.is_current_thread:
+            return
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        with self._computing:
+            for embedder in self._embedders.values():
+                embedder.close()
+            self._embedders.clear()
+
+
+def _beside(
+    first: WaitingText, others: Sequence[WaitingText], embedder: Embedder
+) -> list[WaitingText]:
+    """Return the texts that share a micro-batch with the first: the longest that fits, and so on."""
+    n_shared = _n_shared(first, others, embedder.n_shared)
+    beginning = first.tokens[:n_shared]
+    n_left, n_more = embedder.n_full - len(first.tokens) + n_shared, embedder.n_texts - 1
+    fitting: dict[bytes, WaitingText] = {}
+    for text in others:
+        if len(text.tokens) - n_shared <= n_left and text.tokens[:n_shared] == beginning:
+            fitting.setdefault(text.digest, text)
+    fitting.pop(first.digest, None)
+    by_length = sorted(fitting.values(), key=lambda t: len(t.tokens))
+    found: list[WaitingText] = []
+    while by_length and len(found) < n_more:
+        i = bisect_right(by_length, n_left + n_shared, key=lambda t: len(t.tokens)) - 1
+        if i < 0:
+            break
+        found.append(by_length.pop(i))
+        n_left -= len(found[-1].tokens) - n_shared
+    return found
+
+
+def _n_shared(first: WaitingText, others: Sequence[WaitingText], n_least: int) -> int:
+    """Return how many tokens texts of the same kind begin with in common, as far as the first two tell; 0 for few."""
+    if not n_least or not others:
+        return 0
+    a, b = first.tokens, others[0].tokens
+    n_room = min(len(a), len(b)) - 1
+    n = next((i for i in range(n_room) if a[i] != b[i]), n_room)
+    return n if n >= n_least else 0
+
+
+def _cut(
+    tokens: tuple[int, ...], n_most: int, added: tuple[int, int], *, is_end: bool
+) -> tuple[int, ...]:
+    """Return the first or the last tokens of a text; special ones that were added around it stay."""
+    n_before, n_behind = added
+    own = tokens[n_before : len(tokens) - n_behind]
+    n_own = n_most - n_before - n_behind
+    own = own[:n_own] if is_end else own[-n_own:]
+    return tokens[:n_before] + own + tokens[len(tokens) - n_behind :]
+
+
+def _checked(vector: NDArray[np.float32] | None) -> NDArray[np.float32] | CBatchError:
+    if vector is None:
+        return EmbeddingError("llama.cpp gave no vector for this text")
+    if not np.isfinite(vector).all():
+        return EmbeddingError(
+            "the vector of this text has NaN or infinity: the model cannot compute it"
+        )
+    return vector
+
+
+def _as_asked(vector: NDArray[np.float32], text: WaitingText) -> bytes:
+    """Return the bytes of a vector, cut and normalised as its settings say."""
+    settings = text.settings
+    if text.kind.pooling == "rank":
+        return vector.astype("<f4").tobytes()
+    if settings.dimensions is not None:
+        vector = vector[..., : settings.dimensions]
+    if settings.normalize:
+        length = np.linalg.norm(vector.astype(np.float64), axis=-1, keepdims=True)
+        vector = np.asarray(vector / np.where(length > 0, length, 1), np.float32)
+    return vector.astype("<f4").tobytes()
+
+
+def _failure(error: BaseException) -> CBatchError:
+    if isinstance(error, CBatchError):
+        return error
+    failure = RequestFailedError(f"the text could not be computed: {words_of(error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def _be_nice() -> None:
+    """Have the calling thread, and the threads that it starts to compute, give way to others."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,144 @@
+"""`/embeddings`, `/rerank` and `/score`: read, computed while the client waits, and answered whole."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from cbatch.chat.vector_calls import error_in
+from cbatch.errors import ConfigError, UnsupportedTaskError
+from cbatch.server.exchange import ClientGoneError, dumps
+from cbatch.server.http_errors import (
+    HttpProblemError,
+    absent,
+    bad_request,
+    problem_of,
+    unknown_field,
+)
+from cbatch.server.request_fields import ignored_header
+from cbatch.server.small_endpoints import body_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cbatch.chat.vector_calls import VectorCall
+    from cbatch.engine import Engine
+    from cbatch.errors import CBatchError
+    from cbatch.server.desk import Desk
+    from cbatch.server.exchange import Exchange
+    from cbatch.server.server_settings import ServerSettings
+
+
+async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange) -> None:
+    """Answer a call for embeddings or scores."""
+    body = await body_of(desk, exchange)
+    call, ignored = await exchange.aside(call_of, kind, body, desk.settings)
+    sizes = await desk.sizes()
+    check_can(call, desk.engine)
+    with desk.visit(1, sizes.n_slots) as visit:
+        with visit.scope:
+            results = await _results(desk, exchange, call)
+        if visit.scope.cancelled_caught:
+            raise visit.problem or ClientGoneError
+    if (found := error_in(results)) is not None:
+        raise problem_at(call, *found)
+    model = call.model or desk.model_name
+    content = await desk.in_thread(lambda: dumps(call.body(results, model)))  # it can be long
+    await exchange.respond(200, content, ignored_header(ignored) if ignored else None)
+
+
+async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[list[Any]]:
+    """Return the results of each response; none is left running where the client leaves."""
+    responses: list[Any] = []
+    found: list[list[Any]] = []
+    problem: Exception | None = None
+    is_done = False
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        await exchange.wait_until_left()
+        scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch, tasks.cancel_scope)
+            try:
+                responses = await desk.in_thread_for(exchange, _begun, call, desk.engine)
+                for response in responses:
+                    ended = [result async for result in response]
+                    found.append(sorted(ended, key=lambda result: result.index))
+                is_done = True
+            except Exception as error:  # not in a group of exceptions
+                problem = error
+            tasks.cancel_scope.cancel()
+    finally:
+        for response in responses[len(found) :]:
+            response.cancel()
+    if problem is not None:
+        raise problem
+    if not is_done:
+        raise ClientGoneError
+    return found
+
+
+def _begun(call: VectorCall, engine: Engine) -> list[Any]:
+    try:
+        return call.begun(engine)
+    except UnsupportedTaskError:
+        raise
+    except ConfigError as error:
+        raise _of_field(error, type(call)) from None
+
+
+def call_of(
+    kind: type[VectorCall], body: Mapping[str, Any], settings: ServerSettings
+) -> tuple[VectorCall, list[str]]:
+    """Return the call of a body, and the fields that are ignored.
+
+    Raises:
+        HttpProblemError: a field is wrong, or the call is too large.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    unknown = [name for name in given if name not in (*kind.fields, *kind.ignored)]
+    if unknown and settings.strict_fields:
+        raise unknown_field(unknown[0], kind.fields)
+    try:
+        call = kind.of(given)
+    except ConfigError as error:
+        raise _of_field(error, kind) from None
+    if call.model is None and settings.model_required:
+        raise bad_request("model is missing", "model")
+    if len(call.texts) > settings.max_choices:
+        words = f"{call.prompt_field} has {len(call.texts)} texts; at most {settings.max_choices} are allowed"
+        raise bad_request(words, call.prompt_field)
+    ignored = [name for name in given if name in unknown or name in kind.ignored]
+    return call, ignored
+
+
+def check_can(call: VectorCall, engine: Engine) -> None:
+    """Raise a `HttpProblemError` where the model cannot answer."""
+    if why := call.lack(engine):
+        raise absent(why)
+
+
+def problem_at(call: VectorCall, i_text: int, error: CBatchError) -> HttpProblemError:
+    """Return what a client is told of a text without a result."""
+    if isinstance(error, ConfigError) and not isinstance(error, UnsupportedTaskError):
+        return _of_field(error, type(call))
+    problem = problem_of(error, call.prompt_field)
+    place = call.place(i_text)
+    if (
+        problem.status == 400
+        and "n_prompt_tokens" not in problem.more
+        and place not in problem.message
+    ):
+        problem.message = f"{place}: {problem.message}"
+    return problem
+
+
+def _of_field(error: ConfigError, kind: type[VectorCall]) -> HttpProblemError:
+    """Return the problem of a field, by whose name its words begin."""
+    found = re.match(r"\w+", str(error))
+    is_field = found is not None and found[0] in kind.fields
+    return bad_request(str(error), found[0] if found and is_field else kind.prompt_field)

@@ -1,0 +1,148 @@
+"""Vectors of small random models against plain calls of llama.cpp, a text alone in its own context."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cbatch
+from cbatch.backend.llama.embed_only import EmbedOnlyBackend
+from cbatch.backend.load.loader import load_backend
+from cbatch.bench.synthetic import SHAPES, write_model
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import PlanError, UnsupportedTaskError
+from tests.oracle.embeddings import PlainEmbedder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from cbatch.embedding import Pooling
+
+pytestmark = pytest.mark.real
+
+N_LEAST = 1 - 0.9999
+"""What the cosine to llama.cpp's own vector may lack."""
+
+EMBEDDERS = ("bert", "bert-cls", "nomic-bert", "jina-bert-v2", "gemma-embedding", "qwen3-embedding")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Write models by name, each once; of f16 weights, whose rounding hides nothing."""
+    folder, found = tmp_path_factory.mktemp("models"), dict[str, Any]()
+
+    def path_of(name: str) -> Path:
+        if name not in found:
+            shape = replace(SHAPES[name], type="f16")
+            found[name] = write_model(folder / f"{name}.gguf", shape)
+        path: Path = found[name]
+        return path
+
+    return path_of
+
+
+def texts_of(n_vocab: int, *sizes: int, before: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    random = np.random.default_rng(sum(sizes))
+    return [(*before, *map(int, random.integers(5, n_vocab, n))) for n in sizes]
+
+
+def lack(a: Any, b: Any) -> float:
+    """By how much the least cosine of two arrays of vectors is less than 1."""
+    a, b = np.atleast_2d(a).astype(np.float64), np.atleast_2d(b).astype(np.float64)
+    assert a.shape == b.shape
+    cosines = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    return float(1 - cosines.min())
+
+
+@pytest.mark.parametrize("pooling", ["none", "mean", "cls", "last"])
+@pytest.mark.parametrize("name", [*EMBEDDERS, "test"])
+def test_vectors_equal_those_of_plain_llama(models: Any, name: str, pooling: Pooling) -> None:
+    path = models(name)
+    backend, _ = load_backend(path, EngineOptions())
+    with closing(backend), closing(backend.make_embedder(pooling)) as embedder:
+        n_vocab = backend.vocab.n_vocab
+        before = texts_of(n_vocab, 30)[0]
+        groups = [
+            texts_of(n_vocab, 3, 7, 1, 12, 20, 2),
+            texts_of(n_vocab, 300),
+            texts_of(n_vocab, 4, 1, 6, before=before),
+            texts_of(n_vocab, 2, 5, before=before),
+        ]
+        if not embedder.n_shared:
+            groups = groups[:2]
+        with PlainEmbedder(path, pooling) as oracle:
+            for group in groups:
+                for text, vector in zip(group, embedder.compute(group), strict=True):
+                    assert lack(vector, oracle.embed(text)) < N_LEAST
+
+
+@pytest.mark.parametrize("name", ["bert-rerank", "qwen3-rerank"])
+def test_scores_equal_those_of_plain_llama(models: Any, name: str) -> None:
+    path = models(name)
+    documents = ["red", "the sky is blue", "a long document " * 5]
+    with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
+        found = engine.rerank("what is red?", documents, raw_scores=name == "bert-rerank").scores()
+        assert found == pytest.approx(
+            [oracle.score("what is red?", d) for d in documents], abs=2e-3
+        )
+
+
+def test_texts_of_a_file_model_are_those_of_llama(models: Any) -> None:
+    path = models("bert")
+    texts = ["red", "The sky, is blue!", "ünïcode", " x "]
+    with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
+        found = engine.embed(texts, normalize=False).array()
+        for text, vector in zip(texts, found, strict=True):
+            assert lack(vector, oracle.embed(oracle.tokenize(text))) < N_LEAST
+
+
+def test_plans_that_would_end_the_process_are_refused(models: Any) -> None:
+    backend, _ = load_backend(models("bert"), EngineOptions())
+    assert isinstance(backend, EmbedOnlyBackend)
+    with closing(backend), closing(backend.make_embedder("mean")) as embedder:
+        n_vocab, n_most = backend.vocab.n_vocab, embedder.n_most
+        wrong: list[Any] = [
+            [],
+            [()],
+            [(5,) * (n_most + 1)],
+            [(n_vocab,)],
+            [(-1,)],
+            [(5,) * 40] * 2,
+            [(5,)] * (embedder.n_texts + 1),
+        ]
+        for texts in wrong:
+            with pytest.raises(PlanError):
+                embedder.compute(texts)
+        with pytest.raises(UnsupportedTaskError):
+            backend.make_embedder("rank")
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3-embedding"])
+def test_exact_vectors_are_the_same_bits_alone_and_together(models: Any, name: str) -> None:
+    texts = [f"text {i} " * (i % 7 + 1) for i in range(40)]
+    with cbatch.load(models(name), exact=True) as engine:
+        assert engine.exactness == "bitwise"
+        together = engine.embed(texts).array()
+        alone = np.concatenate([engine.embed([text]).array() for text in texts[::7]])
+    with cbatch.load(models(name), exact=True) as engine:
+        anew = np.concatenate([engine.embed([text]).array() for text in texts[::7]])
+    assert np.array_equal(together[::7], alone)
+    assert np.array_equal(together[::7], anew)
+
+
+def test_model_for_chats_embeds_beside_a_chat() -> None:
+    with cbatch.load(parallel=2) as engine:
+        assert engine.can_embed
+        assert engine.can_rerank
+        assert engine.can_generate
+        answer = engine.submit("a", options={"max_tokens": 20, "temperature": 0})
+        found = engine.embed([f"text {i}" for i in range(30)]).array()
+        assert found.shape == (30, engine.n_embedding)
+        assert answer.result().finish_reason in ("length", "stop")
+        scores = engine.rerank("What is red?", ["The sky is red.", "No."]).scores()
+        assert ((scores >= 0) & (scores <= 1)).all()

@@ -1,0 +1,275 @@
+"""Embeddings of tables and of OpenAI's lines, and the best rows of a table, over made-up vectors."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cbatch.errors import ConfigError
+from cbatch.files import Stopper, embed_file, rerank_file, run_file, stream_file
+from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+N_ROWS = 1200
+"""More than two groups."""
+
+
+@pytest.fixture
+def engine() -> Iterator[VectorEngine]:
+    engine = VectorEngine()
+    with engine:
+        yield engine
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "in.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [("name", "text"), *((f"n{i}", f"row {i}") for i in range(N_ROWS))]
+        )
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+EXPECTED = np.stack([vector_of(f"row {i}") for i in range(N_ROWS)])
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.arrow"])
+def test_columnar_output_has_lists_of_floats(engine: Any, table: Path, name: str) -> None:
+    import pyarrow
+
+    out = table.with_name(name)
+    assert embed_file(table, out, engine=engine, column="text").n_done == N_ROWS
+    is_parquet = name == "out.parquet"
+    found = pyarrow.parquet.read_table(out) if is_parquet else pyarrow.ipc.open_file(out).read_all()
+    assert found.column_names == ["name", "text", "embedding", "prompt_tokens", "error"]
+    assert found.schema.field("embedding").type == pyarrow.list_(pyarrow.float32(), N_EMBEDDING)
+    assert (np.array(found["embedding"].to_pylist(), np.float32) == EXPECTED).all()
+    assert found["name"].to_pylist()[:2] == ["n0", "n1"]
+
+
+def test_parquet_in_keeps_its_types(engine: Any, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    rows = pyarrow.table({"i": pyarrow.array([1, 2, 3], pyarrow.int16()), "text": ["a", "", "c"]})
+    pyarrow.parquet.write_table(rows, tmp_path / "in.parquet")
+    out = tmp_path / "out.parquet"
+    assert embed_file(tmp_path / "in.parquet", out, engine=engine).n_failed == 1
+    found = pyarrow.parquet.read_table(out)
+    assert found.schema.field("i").type == pyarrow.int16()
+    assert found["embedding"].to_pylist()[1] is None
+    assert found["embedding"].to_pylist()[2] == vector_of("c").tolist()
+
+
+def test_array_has_a_row_for_each_item_and_nan_without(engine: Any, table: Path) -> None:
+    with table.open("a") as file:
+        file.write(f"long,{'a' * (N_LIMIT + 1)}\nlast,z\n")
+    out = table.with_name("out.npy")
+    summary = embed_file(table, out, engine=engine, column="text")
+    assert (summary.n_items, summary.n_failed) == (N_ROWS + 2, 1)
+    found = np.load(out)
+    assert found.dtype == np.float32
+    assert (found[:N_ROWS] == EXPECTED).all()
+    assert np.isnan(found[N_ROWS]).all()
+    assert (found[-1] == vector_of("z")).all()
+
+
+def test_lines_and_csv_have_lists_of_numbers(engine: Any, table: Path) -> None:
+    lines, cells = table.with_name("out.jsonl"), table.with_name("out.csv")
+    for out in (lines, cells):
+        embed_file(table, out, engine=engine, column="text", limit=3)
+    by_name = {line["name"]: line["embedding"] for line in lines_of(lines)}
+    assert (np.float32(by_name["n1"]) == EXPECTED[1]).all()
+    with cells.open() as file:
+        rows = {row["name"]: json.loads(row["embedding"]) for row in csv.DictReader(file)}
+    assert rows == by_name
+
+
+def test_lines_of_text_are_embedded(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("one\n\ntwo\n")
+    out = tmp_path / "out.npy"
+    embed_file(tmp_path / "in.txt", out, engine=engine)
+    assert (np.load(out) == np.stack([vector_of("one"), vector_of("two")])).all()
+
+
+def test_texts_go_to_the_engine_in_groups_with_the_settings(engine: Any, table: Path) -> None:
+    settings: dict[str, Any] = {
+        "dimensions": 4,
+        "truncate": "end",
+        "instruction": "q: ",
+        "pooling": "mean",
+    }
+    out = table.with_name("out.npy")
+    embed_file(table, out, engine=engine, column="text", normalize=False, **settings)
+    assert [n for n, _ in engine.asked if n] == [512, 512, N_ROWS - 1024]
+    assert all(given == {**settings, "normalize": False} for _, given in engine.asked)
+    assert np.load(out).shape == (N_ROWS, 4)
+
+
+def test_stopped_run_goes_on_where_it_ended(engine: Any, table: Path) -> None:
+    out, stop = table.with_name("out.npy"), Stopper(lambda words: None)
+    counts = []
+
+    def ended(item: Any, result: Any) -> None:
+        counts.append(item.number)
+        if len(counts) == 5:
+            stop.press()
+
+    with pytest.raises(KeyboardInterrupt):
+        embed_file(table, out, engine=engine, column="text", on_result=ended, stop=stop)
+    n_first = len(counts)
+    assert 5 <= n_first < N_ROWS
+    assert not out.exists()
+    summary = embed_file(table, out, engine=engine, column="text", on_result=ended)
+    assert summary.n_before == n_first
+    assert sorted(counts) == [*range(1, N_ROWS + 1)]
+    assert (np.load(out) == EXPECTED).all()
+
+
+def test_changed_setting_does_not_continue(engine: Any, table: Path) -> None:
+    out = table.with_name("out.jsonl")
+    embed_file(table, out, engine=engine, column="text", limit=4)
+    with pytest.raises(ConfigError, match="embeddings was"):
+        embed_file(table, out, engine=engine, column="text", dimensions=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"column": "body"}, "no column 'body'"),
+        ({"column": "text", "template": "{text}"}, "column and template"),
+        ({"column": "text", "report": "r.html"}, "report has no effect"),
+        ({"column": "text", "pooling": "rank"}, "pooling must be"),
+        ({"column": "text", "truncate": "middle"}, "truncate must be"),
+        ({"column": "text", "dimensions": 0}, "dimensions must be"),
+        ({"column": "text", "output_format": "text"}, "text"),
+    ],
+)
+def test_wrong_setting_is_named(
+    engine: Any, table: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        embed_file(table, table.with_name("out.jsonl"), engine=engine, **settings)
+
+
+def test_npy_is_neither_an_input_nor_for_answers(engine: Any, table: Path) -> None:
+    out = table.with_name("out.npy")
+    with pytest.raises(ConfigError, match="npy files hold embeddings"):
+        run_file(table, out, engine=engine, template="{text}")
+    np.save(out, EXPECTED)
+    with pytest.raises(ConfigError, match="npy files hold numbers"):
+        embed_file(out, table.with_name("other.npy"), engine=engine)
+
+
+def test_model_without_embeddings_is_refused(table: Path) -> None:
+    with VectorEngine(can_embed=False) as engine, pytest.raises(ConfigError, match="no embeddings"):
+        embed_file(table, table.with_name("out.npy"), engine=engine, column="text")
+
+
+# ---- OpenAI's lines ----
+
+
+def requests(path: Path, *bodies: dict[str, Any], url: str = "/v1/embeddings") -> Path:
+    lines = [
+        {"custom_id": f"r{i}", "method": "POST", "url": url, "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_lines_for_embeddings_are_answered(engine: Any, tmp_path: Path) -> None:
+    source = requests(
+        tmp_path / "in.jsonl",
+        {"input": "abc", "model": "m"},
+        {"input": ["a", "b"], "model": "m", "encoding_format": "base64", "dimensions": 4},
+        {"input": [1, 2], "model": "m", "user": "u"},
+        {"input": "", "model": "m"},
+        {"input": 5, "model": "m"},
+        {"input": "a", "colour": 1, "model": "m"},
+    )
+    out = tmp_path / "out.jsonl"
+    summary = run_file(source, out, engine=engine)
+    assert (summary.n_done, summary.n_failed) == (6, 3)
+    found = {line["custom_id"]: line for line in lines_of(out)}
+    first, second, third = (found[f"r{i}"]["response"]["body"] for i in range(3))
+    assert (np.float32(first["data"][0]["embedding"]) == vector_of("abc")).all()
+    assert (first["model"], first["usage"]["total_tokens"]) == ("m", 3)
+    packed = [base64.b64decode(item["embedding"]) for item in second["data"]]
+    assert (np.frombuffer(packed[1], "<f4") == vector_of("b", 4)).all()
+    assert (np.float32(third["data"][0]["embedding"]) == vector_of([1, 2])).all()
+    errors = [found[f"r{i}"]["response"]["body"]["error"] for i in (3, 4, 5)]
+    assert "input must be" in errors[1]["message"]
+    assert errors[2]["param"] == "colour"
+    again = run_file(source, out, engine=engine)
+    assert (again.n_done, again.n_before) == (0, 6)
+
+
+def test_lines_for_scores_are_answered(engine: Any, tmp_path: Path) -> None:
+    source = requests(
+        tmp_path / "in.jsonl",
+        {"query": "abc", "documents": ["x", "ab"]},
+        {"query": "abc", "documents": ["abc"]},
+        url="/v1/rerank",
+    )
+    out = tmp_path / "out.jsonl"
+    assert run_file(source, out, engine=engine).n_failed == 0
+    results = [line["response"]["body"]["results"] for line in lines_of(out)]
+    assert sorted(len(found) for found in results) == [1, 2]
+    assert {found[0]["relevance_score"] for found in results} == {1.0, score_of("abc", "ab")}
+
+
+def test_lines_for_texts_and_vectors_are_not_mixed(engine: Any, tmp_path: Path) -> None:
+    source = requests(tmp_path / "in.jsonl", {"input": "abc"})
+    with source.open("a") as file:
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        file.write(json.dumps(line) + "\n")
+    out = tmp_path / "out.jsonl"
+    assert run_file(source, out, engine=engine).errors == {"url_mismatch": 1}
+
+
+def test_streamed_file_refuses_lines_for_vectors(engine: Any, tmp_path: Path) -> None:
+    source = requests(tmp_path / "in.jsonl", {"input": "abc"})
+    (pair,) = stream_file(source, engine)
+    assert pair[1] is None
+    assert pair[0].error is not None
+    assert pair[0].error.code == "invalid_url"
+
+
+# ---- rerank ----
+
+
+def test_rows_come_best_first(engine: Any, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("id,text\n1,xyz\n2,abc\n3,ab\n4,\n5,a\n")
+    out = tmp_path / "out.jsonl"
+    summary = rerank_file(source, out, "abc", engine=engine, column="text")
+    assert (summary.n_items, summary.n_failed) == (5, 1)
+    lines = lines_of(out)
+    assert [line["id"] for line in lines] == ["2", "3", "5", "1", "4"]
+    assert lines[0]["score"] == 1.0
+    assert "empty" in lines[-1]["error"]
+
+
+def test_best_rows_are_written_as_a_table(engine: Any, tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("xyz\nabc\nab\n")
+    out = tmp_path / "out.csv"
+    rerank_file(source, out, "abc", engine=engine, top_n=2, raw_scores=True)
+    assert [line.split(",")[0] for line in out.read_text().splitlines()] == ["line", "abc", "ab"]
+    assert engine.asked == [(3, {"raw_scores": True})]
+    with pytest.raises(ConfigError, match="exists already"):
+        rerank_file(source, out, "abc", engine=engine)

@@ -1,0 +1,390 @@
+"""Texts to embed on the fake backend: what comes back, in which order, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import cbatch
+from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake.fake_embedder import fake_vector
+from cbatch.engine import Engine
+from cbatch.errors import (
+    ConfigError,
+    DeadlineError,
+    DuplicateIdError,
+    EmbeddingError,
+    EngineClosedError,
+    PromptError,
+    RequestCancelledError,
+    RequestFailedError,
+    TextTooLongError,
+    UnsupportedTaskError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cbatch.backend.fake.fake_embedder import FakeEmbedder
+
+
+def unit(text: str) -> Any:
+    found = fake_vector(list(text.encode())).astype(np.float64)
+    return (found / np.linalg.norm(found)).astype(np.float32)
+
+
+class Gate:
+    """Holds up computing until it is opened; says when the first call waits."""
+
+    def __init__(self) -> None:
+        self.has_come, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.has_come.set()
+        self.may_go.wait()
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend(2, 64)
+
+
+@pytest.fixture
+def engine(backend: FakeBackend) -> Iterator[Engine]:
+    with Engine(backend) as made:
+        yield made
+
+
+class Queued:
+    """Texts that are all in the queue when `wait` returns."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts, self._done = texts, threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._texts
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+def calls(backend: FakeBackend) -> list[str]:
+    """The texts that were computed, in order."""
+    found: list[FakeEmbedder] = backend.embedders
+    return [bytes(text).decode() for e in found for call in e.calls for text in call]
+
+
+def test_array_has_a_unit_vector_for_each_text_in_order(engine: Engine) -> None:
+    texts = ["red", "a longer text", "b"]
+    found = engine.embed(texts).array()
+    assert found.dtype == np.float32
+    assert np.array_equal(found, np.stack([unit(text) for text in texts]))
+
+
+def test_vectors_come_from_a_generator_as_they_end(engine: Engine) -> None:
+    found = {result.index: result for result in engine.embed(f"text {i}" for i in range(5000))}
+    assert len(found) == 5000
+    assert found[4321].embedding is not None
+    assert np.array_equal(found[4321].embedding, unit("text 4321"))
+    assert found[0].n_tokens == len("text 0")
+
+
+def test_await_and_async_for_give_the_same_results(engine: Engine) -> None:
+    async def source() -> Any:
+        for text in ("a", "b"):
+            yield text
+
+    async def run() -> None:
+        awaited = await engine.embed(["a", "b"])
+        seen = [result async for result in engine.embed(source())]
+        assert [r.index for r in awaited] == [0, 1]
+        assert {r.index: r.embedding.tolist() for r in seen if r.embedding is not None} == {
+            r.index: r.embedding.tolist() for r in awaited if r.embedding is not None
+        }
+
+    asyncio.run(run())
+
+
+def test_wrong_texts_fail_alone_under_their_ids(engine: Engine) -> None:
+    texts = ["", 7, "x" * 65, [400], "fine", "\xff", "\xfe"]
+    found = engine.embed(texts, ids=list("abcdefg")).results(return_errors=True)
+    kinds = [PromptError, ConfigError, TextTooLongError, PromptError, type(None)]
+    assert [type(r.error) for r in found[:5]] == kinds
+    assert [r.id for r in found] == list("abcdefg")
+    assert found[2].error is not None
+    assert (found[2].error.n_prompt, found[2].error.n_limit) == (65, 64)  # type: ignore[attr-defined]
+    with pytest.raises(cbatch.BatchError, match="4 of 7"):
+        engine.embed(texts).results()
+
+
+def test_text_without_a_finite_vector_is_an_error(engine: Engine) -> None:
+    none, nan, fine = engine.embed([[255], [254], [1]]).results(return_errors=True)
+    assert isinstance(none.error, EmbeddingError)
+    assert isinstance(nan.error, EmbeddingError)
+    assert fine.error is None
+
+
+def test_normalize_off_and_dimensions_are_as_asked(engine: Engine) -> None:
+    raw = fake_vector(b"red")
+    found = engine.embed(["red"], normalize=False, dimensions=3).array()[0]
+    assert np.array_equal(found, raw[:3])
+    cut = engine.embed(["red"], dimensions=3).array()[0]
+    assert np.allclose(np.linalg.norm(cut), 1)
+    with pytest.raises(ConfigError, match="dimensions=9"):
+        engine.embed(["red"], dimensions=9)
+
+
+def test_pooling_none_gives_a_vector_for_each_token(engine: Engine) -> None:
+    response = engine.embed(["red"], pooling="none", normalize=False)
+    (found,) = response.results()
+    assert found.embedding is not None
+    assert np.array_equal(found.embedding, np.stack([fake_vector([t]) for t in b"red"]))
+    with pytest.raises(ConfigError, match="several vectors"):
+        engine.embed(["red"], pooling="none").array()
+
+
+def test_truncate_keeps_the_end_or_the_start(engine: Engine) -> None:
+    text = "a" * 40 + "b" * 40
+    for truncate, kept in (("end", text[:64]), ("start", text[-64:])):
+        assert np.array_equal(engine.embed([text], truncate=truncate).array()[0], unit(kept))  # type: ignore[arg-type]
+
+
+def test_instruction_stands_before_each_text(engine: Engine, backend: FakeBackend) -> None:
+    engine.embed(["red"], instruction="find").array()
+    assert calls(backend) == ["Instruct: find\nQuery: red"]
+    backend.embedders.clear()
+    with Engine(only_embeds(2)) as other:
+        other.embed(["red"], instruction="search: ").array()
+        assert other.model_facts.is_causal is False
+
+
+def only_embeds(n_slots: int = 2) -> FakeBackend:
+    backend = FakeBackend(n_slots, 64)
+    backend.can_generate, backend.pooling = False, "mean"
+    return backend
+
+
+def test_equal_texts_are_computed_once(engine: Engine, backend: FakeBackend) -> None:
+    found = engine.embed(["red", "blue"] * 300).array()
+    again = engine.embed(["red"]).array()
+    assert sorted(calls(backend)) == ["blue", "red"]
+    assert np.array_equal(found[598], again[0])
+    assert engine.stats().n_texts == 601
+
+
+def test_texts_fill_micro_batches_up_to_their_limits() -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        response = engine.embed([chr(65 + i) * (i % 30 + 2) for i in range(50)])
+        gate.has_come.wait()
+        gate.may_go.set()
+        response.array()
+        sizes = [(len(c), sum(map(len, c))) for c in backend.embedders[0].calls]
+    assert all(n <= 16 and n_tokens <= 64 for n, n_tokens in sizes)
+    assert len(sizes) < 20
+
+
+def test_call_that_fails_ends_only_the_text_at_fault() -> None:
+    backend = FakeBackend(2, 64)
+
+    def fail() -> None:
+        if any(bytes(text) == b"bad" for text in backend.embedders[0].calls[-1]):
+            raise RuntimeError("no")
+
+    backend.hold_texts = fail
+    with Engine(backend) as engine:
+        found = engine.embed(["a", "bad", "b"]).results(return_errors=True)
+    assert [type(r.error) for r in found] == [type(None), RequestFailedError, type(None)]
+
+
+def test_highest_priority_is_computed_first() -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        first = engine.embed(["first"])
+        gate.has_come.wait()
+        others = []
+        for text, priority in (("l", -1), ("m", 0), ("h", 5)):
+            texts = Queued(text * 40)
+            others.append(engine.embed(texts, priority=priority))
+            texts.wait()
+        gate.may_go.set()
+        for response in (first, *others):
+            response.array()
+    assert [text[0] for text in calls(backend)] == ["f", "h", "m", "l"]
+
+
+def test_cancel_ends_waiting_texts_and_one_that_is_computed() -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        response = engine.embed(["a"], ids=["a"])
+        gate.has_come.wait()
+        texts = Queued("b", "c")
+        later = engine.embed(texts, ids=["b", "c"])
+        texts.wait()
+        assert engine.cancel("c")
+        assert response.cancel() == 1
+        gate.may_go.set()
+        (found,) = response.results(return_errors=True)
+        assert isinstance(found.error, RequestCancelledError)
+        b, c = later.results(return_errors=True)
+        assert b.error is None
+        assert isinstance(c.error, RequestCancelledError)
+        assert not engine.cancel("c")
+
+
+def test_deadline_ends_a_text_that_waits() -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        first = engine.embed(["first"])
+        gate.has_come.wait()
+        texts = Queued("late")
+        late = engine.embed(texts, timeout_s=1e-6)
+        texts.wait()
+        gate.may_go.set()
+        first.array()
+        (found,) = late.results(return_errors=True)
+    assert isinstance(found.error, DeadlineError)
+
+
+def test_close_cancels_texts_and_frees_embedders() -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    engine = Engine(backend)
+    first, waiting = engine.embed(["first"]), engine.embed(["waiting"])
+    gate.has_come.wait()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    (found,) = first.results(return_errors=True)
+    gate.may_go.set()
+    closing.join()
+    assert isinstance(found.error, RequestCancelledError)
+    assert backend.embedders[0].is_closed
+    for result in waiting.results(return_errors=True):
+        assert result.error is not None
+    with pytest.raises(EngineClosedError):
+        engine.embed(["more"])
+
+
+def test_leaving_an_iteration_cancels_the_rest(backend: FakeBackend) -> None:
+    with Engine(backend) as engine:
+        for _ in engine.embed(f"text {i}" for i in iter(int, 1)):
+            break
+        assert engine.embed(["other"]).array().shape == (1, 8)
+
+
+def test_id_in_flight_is_refused_for_texts_and_prompts() -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        response = engine.embed(["a"], ids=["same"])
+        gate.has_come.wait()
+        (other,) = engine.embed(["b"], ids=["same"]).results(return_errors=True)
+        assert isinstance(other.error, DuplicateIdError)
+        with pytest.raises(DuplicateIdError):
+            engine.run([cbatch.BatchPrompt(prompt="x", id="same")])
+        gate.may_go.set()
+        response.array()
+
+
+def test_chats_go_on_beside_texts(engine: Engine) -> None:
+    texts = engine.embed(f"text {i}" for i in range(2000))
+    answers = engine.run(["a", "b", "c"], options={"max_tokens": 5}).results()
+    assert len(answers) == 3
+    assert len(texts.results()) == 2000
+
+
+def test_engine_without_a_thread_computes_texts_by_steps(backend: FakeBackend) -> None:
+    with Engine(backend, threaded=False) as engine:
+        assert np.array_equal(engine.embed(["red", "b"]).array()[0], unit("red"))
+        assert len(engine.run(["a"], options={"max_tokens": 2}).results()) == 1
+
+
+def test_model_that_only_embeds_refuses_to_generate() -> None:
+    with Engine(only_embeds()) as engine:
+        assert (engine.can_embed, engine.can_rerank, engine.can_generate) == (True, False, False)
+        for call in (
+            lambda: engine.run(["a"]),
+            lambda: engine.generate("a"),
+            lambda: engine.score([("a", "b")]).results(),
+            lambda: engine.rerank("q", ["a"]),
+            lambda: engine.embed(["a"], pooling="rank"),
+        ):
+            with pytest.raises(UnsupportedTaskError) as caught:
+                call()
+            assert caught.value.task in ("generate", "rerank")
+
+
+def reranker() -> FakeBackend:
+    backend = only_embeds()
+    backend.pooling = "rank"
+    return backend
+
+
+def test_rerank_gives_the_best_document_first() -> None:
+    with Engine(reranker()) as engine:
+        assert (engine.can_embed, engine.can_rerank) == (False, True)
+        documents = ["a", "b", "c", "d"]
+        raw = engine.rerank("q", documents, raw_scores=True).scores()
+        wanted = [fake_vector([*b"q", 256, *text.encode()])[0] for text in documents]
+        assert raw.tolist() == [pytest.approx(float(x)) for x in wanted]
+        found = engine.rerank("q", documents, top_n=3).results()
+        assert [r.index for r in found] == np.argsort(-raw)[:3].tolist()
+        assert all(0 <= r.score <= 1 for r in found)
+        with pytest.raises(UnsupportedTaskError):
+            engine.embed(documents)
+        assert engine.embed(documents, pooling="rank").array().shape == (4, 1)
+
+
+def test_rerank_reports_wrong_documents_behind_the_others() -> None:
+    with Engine(reranker()) as engine:
+        documents: list[Any] = ["", "a", 7, "x" * 99]
+        found = engine.rerank("q", documents).results(return_errors=True)
+        assert next(r.index for r in found) == 1
+        assert {r.index: type(r.error) for r in found[1:]} == {
+            0: PromptError, 2: ConfigError, 3: TextTooLongError
+        }  # fmt: skip
+        cut = engine.rerank("q", ["x" * 99], truncate="end").results()[0]
+        assert (cut.error, cut.n_tokens) == (None, 64)
+        with pytest.raises(ConfigError, match="the query is empty"):
+            engine.rerank("", ["a"])
+
+
+def test_chat_model_judges_documents_by_yes_and_no() -> None:
+    with Engine(FakeBackend(4, 1024)) as engine:
+        response = engine.rerank("what is red?", ["a red sky", "b", "c"], instruction="Judge.")
+        scores = response.scores()
+        assert scores.shape == (3,)
+        assert ((scores >= 0) & (scores <= 1)).all()
+        assert [r.index for r in engine.rerank("what is red?", ["a red sky", "b"]).results()]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pooling": "max"},
+        {"truncate": "middle"},
+        {"dimensions": 0},
+        {"normalize": 1},
+        {"priority": 1000},
+        {"timeout_s": -1},
+        {"instruction": 5},
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(engine: Engine, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        engine.embed(["a"], **wrong)
+
+
+@pytest.mark.parametrize("texts", ["text", b"text", 5, None])
+def test_what_is_no_list_of_texts_is_refused(engine: Engine, texts: Any) -> None:
+    with pytest.raises(ConfigError):
+        engine.embed(texts)

@@ -1,0 +1,272 @@
+"""Embeddings, rerank and scores over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+import numpy as np
+import pytest
+
+from cbatch.errors import EngineClosedError
+from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
+from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from starlette.applications import Starlette
+
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+
+
+@contextmanager
+def vector_app(engine: VectorEngine | None = None, **settings: Any) -> Iterator[Starlette]:
+    with fake_app(engine=engine or VectorEngine(), **settings) as app:
+        yield app
+
+
+def test_embeddings_of_texts_come_in_their_order() -> None:
+    texts = ["abc", "de", "the sea"]
+    with vector_app() as app:
+        body = call(app, EMBEDDINGS, {"input": texts, "model": "m"}).json()
+    assert body["object"] == "list"
+    assert body["model"] == "m"
+    assert [item["index"] for item in body["data"]] == [0, 1, 2]
+    assert {item["object"] for item in body["data"]} == {"embedding"}
+    found = np.array([item["embedding"] for item in body["data"]], np.float32)
+    assert (found == np.stack([vector_of(text) for text in texts])).all()
+    assert body["usage"] == {"prompt_tokens": 12, "total_tokens": 12}
+
+
+@pytest.mark.parametrize("said", ["abc", [97, 98], ["abc"], [[97, 98]], ["a", [97, 98]]])
+def test_input_is_a_text_or_tokens_alone_or_in_a_list(said: Any) -> None:
+    listed = [said] if isinstance(said, str) or isinstance(said[0], int) else said
+    with vector_app() as app:
+        body = call(app, "/embeddings", {"input": said}).json()
+    found = [np.float32(item["embedding"]) for item in body["data"]]
+    assert all((a == vector_of(b)).all() for a, b in zip(found, listed, strict=True))
+
+
+def test_base64_has_the_same_numbers() -> None:
+    with vector_app() as app:
+        asked = {"input": "abc", "encoding_format": "base64", "dimensions": 4}
+        body = call(app, EMBEDDINGS, asked).json()
+    data = base64.b64decode(body["data"][0]["embedding"])
+    assert (np.frombuffer(data, "<f4") == vector_of("abc", 4)).all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({}, "input", "input is missing"),
+        ({"input": []}, "input", "input must be"),
+        ({"input": 5}, "input", "input must be"),
+        ({"input": ["a", 5]}, "input", r"input\[1\] must be a string or token ids"),
+        ({"input": [["a"]]}, "input", r"input\[0\] must be a list of token ids"),
+        ({"input": {"text": "a"}}, "input", "input must be"),
+        ({"input": [True]}, "input", r"input\[0\] must be"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "dimensions must be 1"),
+        ({"input": "a", "dimensions": "8"}, "dimensions", "dimensions must be a whole number"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "encoding_format must"),
+        ({"input": "a", "truncate": "middle"}, "truncate", "truncate must be"),
+        ({"input": "a", "pooling": "rank"}, "pooling", "pooling must be"),
+        ({"input": "a", "priority": 1000}, "priority", "priority must be"),
+        ({"input": ["a"] * 9}, "input", "input has 9 texts; at most 8 are allowed"),
+        ({"input": ["ab", ""]}, "input", r"input\[1\]: the text is empty"),
+    ],
+)
+def test_wrong_field_of_embeddings_is_named(asked: Any, param: str, words: str) -> None:
+    with vector_app(max_choices=8) as app:
+        error = error_of(call(app, EMBEDDINGS, asked), 400)
+    assert error["param"] == param
+    assert re.search(words, error["message"])
+
+
+def test_text_that_is_too_long_has_openais_error() -> None:
+    with vector_app() as app:
+        error = error_of(call(app, EMBEDDINGS, {"input": ["ab", "a" * (N_LIMIT + 1)]}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert error["message"].startswith(f"This model's maximum context length is {N_LIMIT} tokens")
+
+
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [
+        ({"truncate": True}, {"truncate": "end"}),
+        ({"truncate": True, "truncation_direction": "Left"}, {"truncate": "start"}),
+        ({"truncate": False}, {}),
+        ({"truncate": "start"}, {"truncate": "start"}),
+        ({"dimensions": None, "user": "u"}, {}),
+        (
+            {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "},
+            {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "},
+        ),
+        ({"priority": 3, "timeout_s": 9}, {"priority": 3, "timeout_s": 9}),
+    ],
+)
+def test_settings_reach_the_engine(said: dict[str, Any], given: dict[str, Any]) -> None:
+    engine = VectorEngine()
+    with vector_app(engine) as app:
+        assert call(app, EMBEDDINGS, {"input": "a", **said}).status_code == 200
+    assert engine.asked == [(1, given)]
+
+
+def test_unknown_fields_are_named_or_refused() -> None:
+    asked = {"input": "a", "colour": 1}
+    with vector_app() as app:
+        assert call(app, EMBEDDINGS, asked).headers["x-ignored-fields"] == "colour"
+    with vector_app(strict_fields=True) as app:
+        assert error_of(call(app, EMBEDDINGS, asked), 400)["code"] == "unknown_parameter"
+
+
+def test_model_is_named_where_the_server_asks_for_it() -> None:
+    with vector_app(model_required=True) as app:
+        assert error_of(call(app, EMBEDDINGS, {"input": "a"}), 400)["param"] == "model"
+        assert call(app, EMBEDDINGS, {"input": "a", "model": "m"}).status_code == 200
+
+
+# ---- rerank ----
+
+DOCUMENTS = ["xyz", "abcd", "ab", "a"]
+BEST = [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("path", [RERANK, "/rerank"])
+def test_documents_come_best_first(path: str) -> None:
+    with vector_app() as app:
+        body = call(app, path, {"query": "abc", "documents": DOCUMENTS}).json()
+    assert [result["index"] for result in body["results"]] == BEST
+    scores = [result["relevance_score"] for result in body["results"]]
+    assert scores == [score_of("abc", DOCUMENTS[i]) for i in BEST]
+    assert body["usage"]["total_tokens"] == 12 + 10
+    assert "document" not in body["results"][0]
+
+
+def test_top_documents_are_repeated_where_asked() -> None:
+    documents = [{"text": text} for text in DOCUMENTS]
+    asked = {"query": "abc", "documents": documents, "top_n": 2, "return_documents": True}
+    with vector_app() as app:
+        body = call(app, RERANK, asked).json()
+    assert [r["document"]["text"] for r in body["results"]] == ["abcd", "ab"]
+
+
+def test_texts_are_answered_as_tei_does() -> None:
+    engine = VectorEngine()
+    asked = {"query": "abc", "texts": DOCUMENTS, "raw_scores": True, "return_text": True}
+    with vector_app(engine) as app:
+        body = call(app, "/rerank", asked).json()
+    assert [(r["index"], r["text"]) for r in body] == [(i, DOCUMENTS[i]) for i in BEST]
+    assert engine.asked == [(4, {"raw_scores": True})]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"documents": ["a"]}, "query"),
+        ({"query": "a"}, "documents"),
+        ({"query": ["a"], "documents": ["a"]}, "query"),
+        ({"query": "a", "documents": "a"}, "documents"),
+        ({"query": "a", "documents": []}, "documents"),
+        ({"query": "a", "documents": [1]}, "documents"),
+        ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ({"query": "a", "documents": ["a"], "return_documents": "yes"}, "return_documents"),
+        ({"query": "a", "texts": ["a"], "raw_scores": 1}, "raw_scores"),
+        ({"query": "a", "documents": ["a", ""]}, "documents"),
+    ],
+)
+def test_wrong_field_of_rerank_is_named(asked: Any, param: str) -> None:
+    with vector_app() as app:
+        assert error_of(call(app, RERANK, asked), 400)["param"] == param
+
+
+# ---- score ----
+
+
+@pytest.mark.parametrize("first", ["abc", ["abc"], ["abc", "abc", "x"]])
+def test_pairs_are_scored_in_their_order(first: Any) -> None:
+    seconds = ["ab", "abc", "x"]
+    firsts = first if isinstance(first, list) and len(first) > 1 else ["abc"] * 3
+    with vector_app() as app:
+        body = call(app, SCORE, {"text_1": first, "text_2": seconds}).json()
+    assert [item["index"] for item in body["data"]] == [0, 1, 2]
+    found = [item["score"] for item in body["data"]]
+    assert found == [score_of(a, b) for a, b in zip(firsts, seconds, strict=True)]
+
+
+def test_scores_of_a_model_without_rerank_are_cosines() -> None:
+    with vector_app(VectorEngine(can_rerank=False)) as app:
+        body = call(app, SCORE, {"text_1": "abc", "text_2": ["abc", "xyz"]}).json()
+    scores = [item["score"] for item in body["data"]]
+    assert scores == pytest.approx([1.0, float(vector_of("abc") @ vector_of("xyz"))], abs=1e-6)
+
+
+def test_texts_of_a_score_that_do_not_pair_are_refused() -> None:
+    with vector_app() as app:
+        asked = {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}
+        assert error_of(call(app, SCORE, asked), 400)["param"] == "text_1"
+
+
+# ---- what a model can ----
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "can"),
+    [
+        (EMBEDDINGS, {"input": "a"}, {"can_embed": False}),
+        (RERANK, {"query": "a", "documents": ["a"]}, {"can_rerank": False}),
+        (SCORE, {"text_1": "a", "text_2": "a"}, {"can_rerank": False, "can_embed": False}),
+        (CHAT, {"messages": USER}, {"can_generate": False}),
+    ],
+)
+def test_call_for_what_a_model_cannot_is_refused(path: str, asked: Any, can: Any) -> None:
+    with vector_app(VectorEngine(**can)) as app:
+        assert error_of(call(app, path, asked), 501)["code"] == "not_implemented"
+
+
+def test_metrics_count_texts_and_tokens() -> None:
+    with fake_app() as app:
+        call(app, EMBEDDINGS, {"input": ["ab", "abc", "ab"]})
+        text = call(app, "/metrics").text
+    assert "cbatch:texts_total 3.0" in text
+    assert "cbatch:text_tokens_total 5.0" in text
+
+
+def test_engine_that_ended_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VectorEngine()
+
+    def ended(*args: object, **settings: object) -> None:
+        raise EngineClosedError("closed")
+
+    monkeypatch.setattr(engine, "embed", ended)
+    with vector_app(engine) as app:
+        assert error_of(call(app, EMBEDDINGS, {"input": "a"}), 503)["code"] == "engine_closed"
+
+
+def test_client_that_leaves_cancels_its_texts() -> None:
+    engine = VectorEngine()
+    engine.may_go.clear()
+    with vector_app(engine) as app:
+
+        async def leave() -> None:
+            transport = httpx.ASGITransport(app)
+            client = httpx.AsyncClient(transport=transport, base_url="http://test")
+            async with client, anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: client.post(EMBEDDINGS, json={"input": "a"}))
+                await anyio.to_thread.run_sync(lambda: wait_until(lambda: bool(engine.asked)))
+                tasks.cancel_scope.cancel()
+
+        anyio.run(leave)
+        assert app.state.desk.n_visits == 0
+    assert engine.n_cancelled == 1
+    engine.may_go.set()
+
+
+def test_width_of_an_embedding_is_the_models() -> None:
+    with vector_app() as app:
+        body = call(app, EMBEDDINGS, {"input": "a"}).json()
+    assert len(body["data"][0]["embedding"]) == N_EMBEDDING

@@ -1,0 +1,130 @@
+"""Texts to embed at workers: they are spread, their vectors cross as bytes, and a death costs none of them."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake.fake_embedder import fake_vector
+from cbatch.errors import PromptError, RequestCancelledError, TextTooLongError, UnsupportedTaskError
+from tests.worker.links import Launches, MortalBackend, engine_over
+from tests.worker.programs import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def unit(text: str) -> Any:
+    found = fake_vector(text.encode()).astype(np.float64)
+    return (found / np.linalg.norm(found)).astype(np.float32)
+
+
+class FirstOnes:
+    """The numbers from 0 on as texts; `wait` returns when so many were read."""
+
+    def __init__(self, n: int) -> None:
+        self._n, self._done = n, threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from map(str, range(self._n))
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+def test_texts_are_spread_over_workers_and_come_back_in_order() -> None:
+    backends = [FakeBackend(2, 64), FakeBackend(2, 64)]
+    with engine_over(*backends) as engine:
+        texts = [f"text {i}" for i in range(400)]
+        found = engine.embed(texts).array()
+        assert np.array_equal(found, np.stack([unit(text) for text in texts]))
+        n_computed = [sum(map(len, b.embedders[0].calls)) for b in backends]
+        assert sum(n_computed) == 400
+        assert min(n_computed) > 50
+        assert engine.stats().n_texts == 400
+
+
+def test_wrong_texts_fail_alone_at_a_worker() -> None:
+    with engine_over(FakeBackend(2, 64)) as engine:
+        texts = ["", "x" * 65, [400], "fine"]
+        found = engine.embed(texts).results(return_errors=True)
+        kinds = [PromptError, TextTooLongError, PromptError, type(None)]
+        assert [type(r.error) for r in found] == kinds
+        long = found[1].error
+        assert isinstance(long, TextTooLongError)
+        assert (long.n_prompt, long.n_limit) == (65, 64)
+        none = engine.embed(["ab"], pooling="none", normalize=False).results()[0].embedding
+        assert none is not None
+        assert np.array_equal(none, np.stack([fake_vector([t]) for t in b"ab"]))
+
+
+def test_task_that_the_workers_model_cannot_do_is_refused() -> None:
+    backend = FakeBackend(2, 64)
+    backend.can_generate, backend.pooling = False, "rank"
+    with engine_over(backend) as engine:
+        assert (engine.can_embed, engine.can_rerank, engine.can_generate) == (False, True, False)
+        assert engine.rerank("q", ["a", "b"]).scores().shape == (2,)
+        with pytest.raises(UnsupportedTaskError) as caught:
+            engine.embed(["a"])
+        assert caught.value.task == "embed"
+        with pytest.raises(UnsupportedTaskError):
+            engine.run(["a"])
+
+
+def test_cancel_reaches_texts_at_a_worker() -> None:
+    backend, may_go, has_come = FakeBackend(2, 64), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        has_come.set()
+        may_go.wait()
+
+    backend.hold_texts = hold
+    with engine_over(backend) as engine:
+        texts = FirstOnes(40)
+        response = engine.embed(texts)
+        texts.wait()
+        has_come.wait()
+        engine.stats()  # what was sent before has been read
+        response.cancel()
+        may_go.set()
+        found = response.results(return_errors=True)
+        assert len(found) == 40
+        assert all(isinstance(r.error, RequestCancelledError) for r in found[20:])
+        assert engine.embed(["more"]).array().shape == (1, 8)
+
+
+def test_texts_of_a_worker_that_dies_are_computed_by_another() -> None:
+    launches = Launches(lambda: MortalBackend(2, 64))
+
+    def die() -> None:
+        if len(launches.links) == 1 and len(launches.backends[0].embedders[0].calls) == 2:
+            launches.links[0].kill("ended by SIGSEGV")
+
+    with launches.engine() as engine:
+        launches.backends[0].hold_texts = die
+        texts = [f"text {i}" for i in range(300)]
+        found = engine.embed(texts).array()
+        assert len(launches.links) == 2
+    assert np.array_equal(found, np.stack([unit(text) for text in texts]))
+
+
+def test_program_gets_vectors_as_base64() -> None:
+    with Program(FakeBackend(2, 64)) as program:
+        items = [{"prompt": "red", "id": "r"}, {"prompt": "x" * 65, "id": "l"}]
+        assert program.call("run", items=items, texts={"normalize": False}) == ["r", "l"]
+        found: dict[str, Any] = {}
+        while len(found) < 2:
+            results = program.read_until("results")["results"]
+            found.update((result["id"], result) for result in results)
+        vector = np.frombuffer(base64.b64decode(found["r"]["embedding"]), "<f4")
+        assert np.array_equal(vector, fake_vector(b"red"))
+        assert found["l"]["error"]["type"] == "TextTooLongError"
+        program.send("run", n=1, items=items, texts={"dimensions": 0})
+        [[_, _, error]] = program.read_until("replies")["replies"]
+        assert error["type"] == "ConfigError"
