@@ -144,6 +144,8 @@ class Binding:
     """Changes each row of logits before anything else; None for no processor."""
     has_drafts: bool = False
     """Whether the backend may draft tokens for the sequence; see `StepPlan.n_drafts`."""
+    draft_group: int = 0
+    """If not 0, draft tokens may also come from answers of sequences with the same number."""
 
 
 @dataclass(slots=True)
@@ -202,8 +204,8 @@ class StepPlan:
     """Time limit of the run in seconds, from the beginning of computing; 0 for no limit."""
     n_drafts: int = 0
     """Most draft tokens that a step may compute after a row's own token; only in a run of several steps and with
-    `KvCapabilities.can_trim`. A draft token that equals the token sampled before it is accepted, and its row is sampled
-    in the same step. So a row samples at least one token each step, and a run ends when a row has `n_steps`."""
+    `KvCapabilities.can_draft`. A draft token that equals the token sampled before it is accepted, and its row is
+    sampled in the same step. So a row samples at least one token each step, and a run ends when a row has `n_steps`."""
     clears: tuple[Slot, ...] = ()
     """Slots to empty; they may be empty already."""
     binds: tuple[Binding, ...] = ()
@@ -280,10 +282,10 @@ class StepResult:
     """Log-probabilities of the targets of each chunk with targets; empty if the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """States of constraints after the sampled tokens; unremarkable ones are left out."""
-    n_drafts: int = 0
-    """Draft tokens that were computed."""
-    n_accepted: int = 0
-    """Draft tokens that were accepted."""
+    n_drafts: tuple[int, int, int] = (0, 0, 0)
+    """Draft tokens that were computed: from the sequence itself, from its group, from a draft model."""
+    n_accepted: tuple[int, int, int] = (0, 0, 0)
+    """Draft tokens that were accepted, by the same sources."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows instead of tokens."""
 
@@ -304,6 +306,8 @@ class KvCapabilities:
     """Total number of cells."""
     can_trim: bool = True
     """Whether the end of a sequence can be removed."""
+    can_draft: bool = False
+    """Whether steps may have draft tokens: `StepPlan.n_drafts`. Implies `can_trim`."""
     can_save: bool = False
     """Whether a sequence's cells can be copied to host memory and into another slot."""
     can_check: bool = True

@@ -35,6 +35,8 @@ class Request:
     """Alternatives to report for each token of the prompt; None for a prompt that is not scored."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Log-probabilities of the prompt, if an earlier request computed them."""
+    job: int = 0
+    """The number of the call it belongs to; 0 for none. Draft tokens may come from other answers of the call."""
     owner: str = ""
     """Identifies the engine that the request was submitted to."""
     output: tuple[int, ...] = ()
