@@ -1,11 +1,24 @@
 """The commands, `cbatch run`, `ask`, `info` and so on: a module each, and what they share."""
 
-from cbatch.cli import ask, bench, cache, daemon, info, run, serve, sort, status, synth, verify
+from cbatch.cli import (
+    ask,
+    bench,
+    cache,
+    daemon,
+    info,
+    run,
+    serve,
+    sort,
+    status,
+    synth,
+    tune,
+    verify,
+)
 from cbatch.cli.main import make_app
 
 app = make_app(
     *(run.run, ask.ask, info.info, bench.bench, synth.synth, sort.sort, status.status),
-    *(daemon.daemon, serve.serve, verify.verify),
+    *(daemon.daemon, serve.serve, verify.verify, tune.tune),
 )
 app.add_typer(cache.app, name="cache")
 

@@ -171,7 +171,7 @@ def keep_attention(
     Args:
         model: may have no weights.
         options: settled, as for `settle_attention`.
-        seen: `mixed` and `alike` are the times of the jobs *mixed* and *decode* with flash attention over those without.
+        seen: `mixed` and `alike` are times of the jobs *mixed* and *decode*, with flash attention over without.
         is_off: whether the jobs are faster without.
     """
     is_asked = options.flash_attn == "auto" and not options.exact and _may_be_off(model, options)

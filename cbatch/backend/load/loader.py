@@ -18,7 +18,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
-from cbatch.backend.load.attention import why_attention
+from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
 from cbatch.backend.load.company import BY_EXACT, find_known, tried_options, try_company
 from cbatch.backend.load.devices import free_on_devices
@@ -37,10 +37,11 @@ from cbatch.support.interrupts import Postponed
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.native import NativeStepper
+    from cbatch.backend.load.attention_trial import TrialRound
     from cbatch.backend.load.exact_notes import ExactFinding
     from cbatch.backend.load.sizing import Room
     from cbatch.engine_options import EngineOptions
@@ -121,6 +122,35 @@ def find_widths(model: str | os.PathLike[str] | None, options: EngineOptions) ->
         CBatchError: a step cannot be computed.
     """
     return _until_struck(partial(_find_widths, model, options))
+
+
+def note_attention(
+    model: str | os.PathLike[str] | None,
+    options: EngineOptions,
+    seen: Sequence[TrialRound],
+    *,
+    is_off: bool,
+) -> bool:
+    """Keep for later loads of a model whether it is faster without flash attention; see `keep_attention`.
+
+    Raises:
+        ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
+    """
+    return _until_struck(partial(_note_attention, model, options, seen, is_off=is_off))
+
+
+def _note_attention(
+    model: Any,
+    options: EngineOptions,
+    seen: Sequence[TrialRound],
+    is_stopped: Callable[[], bool],
+    *,
+    is_off: bool,
+) -> bool:
+    with _opened(model, options, is_stopped, has_weights=False) as loaded, closing(loaded):
+        settled = settle(loaded, options, find_room(loaded, options, n_unloaded=loaded.n_bytes))
+        asked = replace(settled, flash_attn=options.flash_attn)
+        return keep_attention(loaded, asked, seen, is_off=is_off)
 
 
 def _find_widths(
