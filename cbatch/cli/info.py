@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cbatch.cli.main import write
 from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
-from cbatch.cli.terminal import printable
+from cbatch.cli.terminal import busy, printable
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdout
 
@@ -44,6 +44,13 @@ def info(
             help="Test whether sequences give the same results together as alone; loads the weights.",
         ),
     ] = False,
+    costs: Annotated[
+        bool,
+        option(
+            "--costs",
+            help="Measure what steps cost, and what follows from it; computes for some seconds.",
+        ),
+    ] = False,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
     """Show what a model file is, what each slot would hold, and the memory that it takes.
@@ -55,8 +62,16 @@ def info(
     from cbatch.backend.load.loader import describe_model  # llama_cpp is slow to import
 
     found = describe_model(model, options, asks_probe=exactness or exact, asks_company=company)
+    found["costs"] = _costs(model, {**given.engine_settings(), "exact": exact}) if costs else None
     width = shutil.get_terminal_size().columns if stdout().isatty() else None
     write((_as_json(found) if json else as_text(found, width)) + "\n")
+
+
+def _costs(model: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    from cbatch.bench.fitted_costs import fitted_costs  # slow to import
+
+    with busy("measuring what steps cost"):
+        return fitted_costs(model, settings)
 
 
 _FLASH_ATTENTION = {"auto": "on if this model supports it", "on": "on", "off": "off"}
@@ -122,6 +137,34 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["probe_s"] is not None:
         when = " in an earlier load, and is remembered" * found["is_remembered"]
         yield "probe", f"took {found['probe_s']:.1f} s{when}"
+    if found["costs"] is not None:
+        yield from _cost_rows(found["costs"])
+
+
+def _cost_rows(costs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what steps cost, and what follows from it."""
+    from cbatch.bench.tuning import LEAST_CPU
+
+    rows = ", ".join(f"{_ms(s)} with {n}" for n, s in costs["rows_s"].items())
+    yield "decoding step", f"{rows} rows"
+    run, token = _ms(costs["prompt_s"]), _ms(costs["token_s"])
+    yield "prompts", f"{run} more for a step with prompts, and {token} for each of their tokens"
+    budgets = [f"{n:,} beside {rows}" for rows, n in costs["budget_tokens"].items()]
+    if budgets:
+        said = f"{', '.join(budgets)} rows"
+        yield "prompt budget", f"{said}: tokens of a newcomer in a step, while output is streamed"
+    if costs["cpu_share"] < LEAST_CPU:
+        yield (
+            "measured",
+            f"with {costs['cpu_share']:.0%} of the cores: other programs were busy, so measure again",
+        )
+    n = costs["width"]
+    tps = n / costs["rows_s"][str(n)]
+    yield "best width", f"{n} rows, {tps:,.0f} tokens/s: requests at once that compute fastest"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _cells(found: Mapping[str, Any]) -> str:

@@ -383,3 +383,42 @@ def test_info_says_what_checkpoints_may_take_where_memory_cannot_be_cut(
     assert info(synth("mamba"), "--checkpoint-mib", 5)["checkpoint_mib"] == 5
     told = invoke("info", synth("mamba"), "--checkpoint-mib", 5)
     assert "checkpoints    5.0 MiB at most" in told.stdout
+
+
+COSTS = {
+    "rows_s": {"1": 0.001, "2": 0.0015},
+    "prompt_s": 0.0005,
+    "token_s": 0.00012,
+    "budget_tokens": {"1": 40, "2": 64},
+    "width": 2,
+    "cpu_share": 0.98,
+}
+
+
+@pytest.mark.parametrize("share", [0.98, 0.4])
+def test_info_tells_what_steps_cost_where_that_is_asked_for(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    asked: list[tuple[Path, dict[str, Any]]] = []
+
+    def fitted(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        asked.append((model, settings))
+        return {**COSTS, "cpu_share": share}
+
+    monkeypatch.setattr("cbatch.bench.fitted_costs.fitted_costs", fitted)
+    assert info(test_model)["costs"] is None
+    assert not asked
+    assert info(test_model, "--costs", "--parallel", 2)["costs"] == {**COSTS, "cpu_share": share}
+    [(model, settings)] = asked
+    assert (model, settings["parallel"]) == (test_model, 2)
+    lines = invoke("info", test_model, "--costs").stdout.splitlines()[-5:]
+    assert lines[-1].startswith("best width     2 rows, 1,333 tokens/s")
+    assert "decoding step  1 ms with 1, 1.5 ms with 2 rows" in lines
+    assert (
+        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each of their tokens"
+        in lines
+    )
+    assert any(line.startswith("prompt budget  40 beside 1, 64 beside 2 rows") for line in lines)
+    assert any(line.startswith("measured       with 40% of the cores") for line in lines) == (
+        share < 0.7
+    )
