@@ -5,11 +5,11 @@ from __future__ import annotations
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
+from cbatch.backend.host_limits import available_cores
 from cbatch.bench.harness import FIRST_TOKEN
 from cbatch.errors import ConfigError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-from cbatch.worker.placement import my_cores
 
 if TYPE_CHECKING:
     import os
@@ -40,7 +40,7 @@ def fitted_costs(
     Raises:
         ModelLoadError, IncompatibleLlamaError, ConfigError: see `cbatch.load`.
     """
-    n_cores = len(my_cores())
+    n_cores = available_cores()
     n_threads = min(settings.get("n_threads") or n_cores, n_cores)
     with load(model, **{**settings, "threaded": False, "share_prefixes": False}) as engine:
         start_s, start_cpu_s = perf_counter(), process_time()

@@ -110,15 +110,17 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "vocabulary", f"{found['n_vocab']:,} tokens"
     yield "end tokens", _listed(map(str, found["end_tokens"]))
     yield "sampling", _listed(f"{k} {v:g}" for k, v in found["sampling_defaults"].items())
-    yield "slots", f"{found['parallel']}"
-    yield "window", f"{n_window:,} tokens per slot, for prompt and answer; {n_cells:,} in all"
+    yield "slots", f"{found['parallel']}" + _by(found["parallel_why"])
+    window = f"{n_window:,} tokens per slot, for prompt and answer; {n_cells:,} in all"
+    yield "window", window + _by(found["n_window_why"])
+    yield "threads", f"{found['n_threads']}" + _by(found["n_threads_why"])
     yield "weights", _size(found["n_weight_bytes"])
     yield "KV cache", _cells(found)
     if found["n_short_cells"]:
         size = f"{found['n_short_cells']:,} tokens, {_size(found['n_short_bytes'])}"
         yield "second cache", f"{size}; faster while all requests are short"
     why = found["flash_attn_why"]
-    yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + f" ({why})" * bool(why)
+    yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + _by(why)
     yield (
         "memory",
         f"{_size(found['n_free_bytes'])} free; the KV cache may take {_size(found['n_budget_bytes'])}",
@@ -167,6 +169,11 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+def _by(why: str) -> str:
+    """Return where a value comes from, in brackets."""
+    return f" ({why})" * bool(why)
+
+
 def _cells(found: Mapping[str, Any]) -> str:
     """Return the bytes of one cell, of one state and of all of them."""
     if found["n_cell_bytes"] is None:
@@ -174,7 +181,8 @@ def _cells(found: Mapping[str, Any]) -> str:
     about = "about " * found["is_about"]
     parts = [f"{found['n_cell_bytes']:,} bytes a token"] * (found["n_cell_bytes"] > 0)
     parts += [f"{found['n_state_bytes']:,} bytes a slot"] * (found["n_state_bytes"] > 0)
-    types = f"(keys {found['cache_type_k']}, values {found['cache_type_v']}, {found['kv']})"
+    kv = f"{found['kv']}: {found['kv_why']}"
+    types = f"(keys {found['cache_type_k']}, values {found['cache_type_v']}; {kv})"
     return f"{about}{' and '.join(parts)}, {about}{_size(found['n_memory_bytes'])} in all {types}"
 
 

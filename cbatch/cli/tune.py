@@ -104,16 +104,16 @@ def _chosen(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _tuner(
     text: "ModelText", settings: Mapping[str, Any], at_once: int | None, minutes: float
 ) -> "Tuner":
+    from cbatch.backend.host_limits import available_cores
     from cbatch.backend.load.loader import describe_model  # slow to import
     from cbatch.bench.pacing import Pace
     from cbatch.bench.sides import ProcessSide
     from cbatch.bench.tuning import Tuner, changes_of
     from cbatch.bench.workloads import WORKLOADS
-    from cbatch.worker.placement import my_cores
 
     jobs = [WORKLOADS[name] for name in _JOBS]
     _check_window(jobs, settings["ctx_per_seq"])
-    n_cores, n_clients = len(my_cores()), at_once or settings["parallel"]
+    n_cores, n_clients = available_cores(), at_once or settings["parallel"]
     options = EngineOptions.of(settings)
 
     def make_side(changed: Mapping[str, Any]) -> "TunedSide":

@@ -260,10 +260,37 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
         *("chat template", "vocabulary", "end tokens", "sampling", "slots", "window"),
-        *("weights", "KV cache", "flash attn", "memory", "at most", "requests run"),
+        *("threads", "weights", "KV cache", "flash attn", "memory", "at most", "requests run"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
-    assert "window         256 tokens per slot, for prompt and answer; 512 in all" in lines
+    assert "slots          2 (as asked for)" in lines
+    window = "256 tokens per slot, for prompt and answer; 512 in all"
+    assert f"window         {window} (as asked for)" in lines
+
+
+@pytest.mark.parametrize(
+    ("args", "reasons"),
+    [
+        ((), ("the default", "the default", "the default", "the cores that it may use")),
+        (("--memory-mib", 20), ("what the memory holds", "the default", "the default", None)),
+        (("--memory-mib", 2), ("what the memory holds", "what the memory holds", None, None)),
+        (("--ctx-per-seq", 256), ("the default", "as asked for", None, None)),
+        (("--parallel", 2, "--n-ctx", 600), ("as asked for", "as asked for", None, None)),
+        (("--kv", "unified", "--threads", 1), (None, None, "as asked for", "as asked for")),
+    ],
+    ids=str,
+)
+def test_info_says_where_sizes_come_from(
+    test_model: Path, args: tuple[object, ...], reasons: tuple[str | None, ...]
+) -> None:
+    found = info(test_model, *args)
+    names = ("parallel_why", "n_window_why", "kv_why", "n_threads_why")
+    said = [found[name] for name in names]
+    assert [a for a, b in zip(said, reasons, strict=True) if b] == [b for b in reasons if b]
+
+
+def test_info_says_what_the_model_was_trained_for(synth: SynthFactory) -> None:
+    assert info(synth("test", n_ctx_train=512))["n_window_why"] == "what the model was trained for"
 
 
 def test_info_on_a_narrow_terminal_keeps_values_in_their_column(test_model: Path) -> None:

@@ -37,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     for name, job in WORKLOADS.items():
         short = replace(job, own=(2, 4), output=(2, 4), n_common=0)
         monkeypatch.setitem(cast("dict[str, Workload]", WORKLOADS), name, short)
-    monkeypatch.setattr("cbatch.worker.placement.my_cores", lambda: [0, 1])
+    monkeypatch.setattr("cbatch.backend.host_limits.available_cores", lambda: 2)
     return found
 
 

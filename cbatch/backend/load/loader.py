@@ -10,8 +10,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.adapters import Adapters
-from cbatch.backend.llama.context import context_cells, sequences_of, slot_window
+from cbatch.backend.llama.context import (
+    DEFAULT_WINDOW,
+    context_cells,
+    sequences_of,
+    slot_window,
+)
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
@@ -26,10 +32,16 @@ from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import probe
 from cbatch.backend.load.row_shapes import width_classes
-from cbatch.backend.load.sizing import check_fits, find_room, settle, warn_past_training
+from cbatch.backend.load.sizing import (
+    check_fits,
+    find_room,
+    settle,
+    trained_window,
+    warn_past_training,
+)
 from cbatch.backend.load.weight_kernels import has_plain_weights
 from cbatch.backend.threads import run_in_fresh_thread
-from cbatch.engine_options import BITWISE
+from cbatch.engine_options import BITWISE, DEFAULT_PARALLEL, MAX_THREADS
 from cbatch.errors import ConfigError
 from cbatch.messages import LookAhead
 from cbatch.support.checks import check_path, readable, reading
@@ -47,6 +59,7 @@ if TYPE_CHECKING:
     from cbatch.engine_options import EngineOptions
 
 T = TypeVar("T")
+_ASKED, _DEFAULT, _HELD = "as asked for", "the default", "what the memory holds"
 _log = Log("cbatch")
 
 
@@ -234,9 +247,12 @@ def _told_of_memory(
     """Return the slots and cells that an engine would have, and the memory that they take."""
     n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
     is_pool = settled.kv == "unified"
+    n_window = slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool)
     return {
         "parallel": n_slots,
-        "n_window": slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool),
+        "n_window": n_window,
+        **_reasons(loaded, options, settled, room, n_window),
+        "n_threads": options.n_threads or min(available_cores(), MAX_THREADS),
         "n_cells": n_cells,
         "kv": settled.kv,
         "cache_type_k": settled.cache_type_k,
@@ -251,6 +267,32 @@ def _told_of_memory(
         "n_budget_bytes": room.n_budget,
         "n_slots_fit": room.most_slots(n_cells // n_slots),
         "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
+    }
+
+
+def _reasons(
+    loaded: LlamaModel, options: EngineOptions, settled: EngineOptions, room: Room, n_window: int
+) -> dict[str, str]:
+    """Return where slots, window, kind of memory and threads come from; "" where another line tells it."""
+    n_trained = trained_window(loaded, options)
+    n_usual = min(DEFAULT_WINDOW, n_trained or DEFAULT_WINDOW)
+    if options.parallel is not None:
+        slots = _ASKED if settled.parallel == options.parallel else ""
+    elif settled.n_slots == DEFAULT_PARALLEL:
+        slots = _DEFAULT
+    else:
+        slots = "" if room.holds(DEFAULT_PARALLEL, n_usual) else _HELD
+    if options.ctx_per_seq is not None or options.n_ctx is not None:
+        window = _ASKED
+    elif n_window < n_usual:
+        window = _HELD
+    else:
+        window = _DEFAULT if n_window == DEFAULT_WINDOW else "what the model was trained for"
+    return {
+        "parallel_why": slots,
+        "n_window_why": window,
+        "kv_why": _DEFAULT if options.kv == "auto" else _ASKED,
+        "n_threads_why": "the cores that it may use" if options.n_threads is None else _ASKED,
     }
 
 
