@@ -145,6 +145,8 @@ class EngineStats:
     """Seconds more of a step with prompts, however many tokens they have."""
     cost_token_s: float = 0.0
     """Seconds more for each of their tokens."""
+    cost_budget_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens of one newcomer that join decoding rows, by their number, where all output is read as it comes."""
     n_finished: dict[str, int] = field(default_factory=dict)
     decode_s: float = 0.0
     sample_s: float = 0.0
@@ -286,6 +288,7 @@ class EngineStats:
             self,
             n_finished=dict(self.n_finished),
             cost_rows_s=dict(self.cost_rows_s),
+            cost_budget_tokens=dict(self.cost_budget_tokens),
             queue_s=self.queue_s.copy(),
             ttft_s=self.ttft_s.copy(),
             itl_s=self.itl_s.copy(),

@@ -83,6 +83,7 @@ COMMANDS = {
     "sort",
     "status",
     "synth",
+    "tune",
     "verify",
 }
 """A module of `cli` may be called as its command, though another room has the word."""

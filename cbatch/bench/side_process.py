@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from time import process_time
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import FIRST_TOKEN, emit
@@ -109,8 +110,14 @@ def answers_to(job: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     chains = [[WorkRequest(**request) for request in chain] for chain in job["chains"]]
     arrivals_s = job["arrivals_s"]
     pace = Pace(job["n_clients"], None if arrivals_s is None else tuple(arrivals_s))
+    start_cpu_s = process_time()
     answers, seconds = asyncio.run(drive(chains, pace, ask))
-    return {"answers": [asdict(answer) for answer in answers], "seconds": seconds}
+    cpu_s = process_time() - start_cpu_s
+    return {
+        "answers": [asdict(answer) for answer in answers],
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+    }
 
 
 def margins_of(engine: Engine, items: Sequence[Mapping[str, Any]]) -> list[list[float]]:

@@ -84,6 +84,8 @@ class ProcessSide:
         self._spec = {"kind": kind, "model": model, "settings": dict(settings)}
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[str]
+        self.cpu_s = 0.0
+        """CPU seconds of the process in the last `run`."""
 
     def start(self) -> None:
         """Start the process and load the model."""
@@ -143,6 +145,7 @@ class ProcessSide:
                 "is_streamed": is_streamed,
             }
         )
+        self.cpu_s = float(found["cpu_s"])
         answers = [_answer_of(answer) for answer in found["answers"]]
         return answers, float(found["seconds"])
 

@@ -338,7 +338,7 @@ def _cliff(width: Width) -> str:
 
 # ---- text ----
 
-WORD_COLUMNS = ("load", "state", "side", "")
+WORD_COLUMNS = ("load", "state", "side", "setting", "verdict", "")
 """Columns of words, on the left; all others are numbers."""
 
 

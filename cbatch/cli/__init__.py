@@ -14,6 +14,7 @@ from cbatch.cli import (
     sort,
     status,
     synth,
+    tune,
     verify,
 )
 from cbatch.cli.main import make_app
@@ -21,6 +22,7 @@ from cbatch.cli.main import make_app
 app = make_app(
     *(run.run, ask.ask, embed.embed, rerank.rerank, info.info, bench.bench, synth.synth),
     *(sort.sort, status.status, daemon.daemon, serve.serve, verify.verify, doctor.doctor),
+    tune.tune,
 )
 app.add_typer(cache.app, name="cache")
 

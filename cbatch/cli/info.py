@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cbatch.cli.main import write
 from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
-from cbatch.cli.terminal import printable
+from cbatch.cli.terminal import busy, printable
 from cbatch.engine_options import EngineOptions
 from cbatch.files.places import stdout
 
@@ -44,6 +44,13 @@ def info(
             help="Test whether sequences give the same results together as alone; loads the weights.",
         ),
     ] = False,
+    costs: Annotated[
+        bool,
+        option(
+            "--costs",
+            help="Measure what steps cost, and what follows from it; computes for some seconds.",
+        ),
+    ] = False,
     json: Annotated[bool, option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
     """Show what a model file is, what each slot would hold, and the memory that it takes.
@@ -55,8 +62,16 @@ def info(
     from cbatch.backend.load.loader import describe_model  # llama_cpp is slow to import
 
     found = describe_model(model, options, asks_probe=exactness or exact, asks_company=company)
+    found["costs"] = _costs(model, {**given.engine_settings(), "exact": exact}) if costs else None
     width = shutil.get_terminal_size().columns if stdout().isatty() else None
     write((_as_json(found) if json else as_text(found, width)) + "\n")
+
+
+def _costs(model: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    from cbatch.bench.fitted_costs import fitted_costs  # slow to import
+
+    with busy("measuring what steps cost"):
+        return fitted_costs(model, settings)
 
 
 _FLASH_ATTENTION = {"auto": "on if this model supports it", "on": "on", "off": "off"}
@@ -113,8 +128,10 @@ def _rows_of_file(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     n_window, n_cells = found["n_window"], found["n_cells"]
-    yield "slots", f"{found['parallel']}"
-    yield "window", f"{n_window:,} tokens per slot, for prompt and answer; {n_cells:,} in all"
+    yield "slots", f"{found['parallel']}" + _by(found["parallel_why"])
+    window = f"{n_window:,} tokens per slot, for prompt and answer; {n_cells:,} in all"
+    yield "window", window + _by(found["n_window_why"])
+    yield "threads", f"{found['n_threads']}" + _by(found["n_threads_why"])
     yield "weights", _size(found["n_weight_bytes"])
     yield "KV cache", _cells(found)
     if found["n_short_cells"]:
@@ -123,7 +140,7 @@ def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["draft"]:
         yield "draft model", f"{found['draft']}, {_size(found['n_draft_bytes'])} of weights"
     why = found["flash_attn_why"]
-    yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + f" ({why})" * bool(why)
+    yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + _by(why)
     yield (
         "memory",
         f"{_size(found['n_free_bytes'])} free; the KV cache may take {_size(found['n_budget_bytes'])}",
@@ -142,6 +159,39 @@ def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["probe_s"] is not None:
         when = " in an earlier load, and is remembered" * found["is_remembered"]
         yield "probe", f"took {found['probe_s']:.1f} s{when}"
+    if found["costs"] is not None:
+        yield from _cost_rows(found["costs"])
+
+
+def _cost_rows(costs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what steps cost, and what follows from it."""
+    from cbatch.bench.tuning import LEAST_CPU
+
+    rows = ", ".join(f"{_ms(s)} with {n}" for n, s in costs["rows_s"].items())
+    yield "decoding step", f"{rows} rows"
+    run, token = _ms(costs["prompt_s"]), _ms(costs["token_s"])
+    yield "prompts", f"{run} more for a step with prompts, and {token} for each of their tokens"
+    budgets = [f"{n:,} beside {rows}" for rows, n in costs["budget_tokens"].items()]
+    if budgets:
+        said = f"{', '.join(budgets)} rows"
+        yield "prompt budget", f"{said}: tokens of a newcomer in a step, while output is streamed"
+    if costs["cpu_share"] < LEAST_CPU:
+        yield (
+            "measured",
+            f"with {costs['cpu_share']:.0%} of the cores: other programs were busy, so measure again",
+        )
+    n = costs["width"]
+    tps = n / costs["rows_s"][str(n)]
+    yield "best width", f"{n} rows, {tps:,.0f} tokens/s: requests at once that compute fastest"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _by(why: str) -> str:
+    """Return where a value comes from, in brackets."""
+    return f" ({why})" * bool(why)
 
 
 def _cells(found: Mapping[str, Any]) -> str:
@@ -151,7 +201,8 @@ def _cells(found: Mapping[str, Any]) -> str:
     about = "about " * found["is_about"]
     parts = [f"{found['n_cell_bytes']:,} bytes a token"] * (found["n_cell_bytes"] > 0)
     parts += [f"{found['n_state_bytes']:,} bytes a slot"] * (found["n_state_bytes"] > 0)
-    types = f"(keys {found['cache_type_k']}, values {found['cache_type_v']}, {found['kv']})"
+    kv = f"{found['kv']}: {found['kv_why']}"
+    types = f"(keys {found['cache_type_k']}, values {found['cache_type_v']}; {kv})"
     return f"{about}{' and '.join(parts)}, {about}{_size(found['n_memory_bytes'])} in all {types}"
 
 

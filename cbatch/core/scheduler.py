@@ -398,11 +398,9 @@ class ContinuousBatchScheduler:
         """Return the most prompt tokens beside `n_rows` decoding rows, and how many are enough; None for no limit.
         If readers wait for first tokens, a step takes no part of another prompt once it has enough tokens.
         """
-        options, n_new = self.options, self._n_eager(prefills)
-        if n_rows and options.prefill_budget is not None:
-            return options.prefill_budget, None
-        if n_rows and options.itl_ms is not None:
-            return self._n_within(n_rows, options.itl_ms * 1e-3), None
+        n_new = self._n_eager(prefills)
+        if n_rows and (n_set := self._n_as_set(n_rows)) is not None:
+            return n_set, None
         are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
         if n_rows and is_watched and are_few:
             n_most = self._n_beside(n_rows, len(prefills), n_new)
@@ -413,6 +411,22 @@ class ContinuousBatchScheduler:
         else:
             return None, None
         return n_most, (n_most + 1) // 2
+
+    def _n_as_set(self, n_rows: int) -> int | None:
+        """Return how many prompt tokens may join `n_rows` decoding rows by the options; None where they do not say."""
+        if self.options.itl_ms is not None:
+            return self._n_within(n_rows, self.options.itl_ms * 1e-3)
+        return self.options.prefill_budget
+
+    def budgets(self) -> dict[int, int]:
+        """Return how many prompt tokens of one newcomer join decoding rows, all read as they come, by the rows.
+
+        Of 1, 2, 4 rows and so on, as far as steps of so many were seen.
+        """
+        if self.costs.prompt is None:
+            return {}
+        widths = [n for n in self.costs.widths_s if n & (n - 1) == 0]
+        return {n: self._n_as_set(n) or self._n_beside(n, 1, 1) for n in widths}
 
     def _n_eager(self, prefills: Sequence[_Prefill]) -> int:
         """Return for how many prompts an early first token matters more than the fastest steps."""

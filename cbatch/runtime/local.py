@@ -419,6 +419,7 @@ class LocalRuntime:
         stats.cost_rows_s = {str(n): s for n, s in costs.widths_s.items()}
         if costs.prompt is not None:
             stats.cost_prompt_s, stats.cost_token_s = costs.prompt
+        stats.cost_budget_tokens = {str(n): k for n, k in self._scheduler.budgets().items()}
         return stats
 
     def reset_stats(self) -> None:

@@ -167,9 +167,20 @@ ROWS = (
         "rows",
     ),
     EngineFigure(
+        ("cbatch:prompt_cost_seconds",),
+        "Seconds more of a step with prompts, however many tokens they have, as measured lately.",
+        lambda stats: stats.cost_prompt_s,
+    ),
+    EngineFigure(
         ("cbatch:prompt_token_cost_seconds",),
         "Seconds of one more prompt token in a step, as measured lately.",
         lambda stats: stats.cost_token_s,
+    ),
+    EngineFigure(
+        ("cbatch:prompt_budget_tokens",),
+        "Prompt tokens of one newcomer that join a step beside so many rows that are read as they come.",
+        lambda stats: stats.cost_budget_tokens,
+        "rows",
     ),
     EngineFigure(
         ("cbatch:requests_finished_total",),

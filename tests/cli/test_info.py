@@ -260,11 +260,38 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert [line[:15].strip() for line in lines] == [
         *("name", "architecture", "file type", "file size", "parameters", "trained for"),
         *("chat template", "vocabulary", "end tokens", "sampling", "what it does", "vectors"),
-        *("slots", "window"),
+        *("slots", "window", "threads"),
         *("weights", "KV cache", "flash attn", "memory", "at most", "requests run"),
     ]
     assert all(line[13:15] == "  " and line[15] != " " for line in lines)
-    assert "window         256 tokens per slot, for prompt and answer; 512 in all" in lines
+    assert "slots          2 (as asked for)" in lines
+    window = "256 tokens per slot, for prompt and answer; 512 in all"
+    assert f"window         {window} (as asked for)" in lines
+
+
+@pytest.mark.parametrize(
+    ("args", "reasons"),
+    [
+        ((), ("the default", "the default", "the default", "the cores that it may use")),
+        (("--memory-mib", 20), ("what the memory holds", "the default", "the default", None)),
+        (("--memory-mib", 2), ("what the memory holds", "what the memory holds", None, None)),
+        (("--ctx-per-seq", 256), ("the default", "as asked for", None, None)),
+        (("--parallel", 2, "--n-ctx", 600), ("as asked for", "as asked for", None, None)),
+        (("--kv", "unified", "--threads", 1), (None, None, "as asked for", "as asked for")),
+    ],
+    ids=str,
+)
+def test_info_says_where_sizes_come_from(
+    test_model: Path, args: tuple[object, ...], reasons: tuple[str | None, ...]
+) -> None:
+    found = info(test_model, *args)
+    names = ("parallel_why", "n_window_why", "kv_why", "n_threads_why")
+    said = [found[name] for name in names]
+    assert [a for a, b in zip(said, reasons, strict=True) if b] == [b for b in reasons if b]
+
+
+def test_info_says_what_the_model_was_trained_for(synth: SynthFactory) -> None:
+    assert info(synth("test", n_ctx_train=512))["n_window_why"] == "what the model was trained for"
 
 
 def test_info_on_a_narrow_terminal_keeps_values_in_their_column(test_model: Path) -> None:
@@ -396,3 +423,42 @@ def test_info_of_a_model_for_embeddings_tells_its_vectors(synth: SynthFactory) -
     assert "64 numbers, pooling mean, of up to 512 tokens" in said
     assert "slots" not in said
     assert info(synth("test"))["can_generate"]
+
+
+COSTS = {
+    "rows_s": {"1": 0.001, "2": 0.0015},
+    "prompt_s": 0.0005,
+    "token_s": 0.00012,
+    "budget_tokens": {"1": 40, "2": 64},
+    "width": 2,
+    "cpu_share": 0.98,
+}
+
+
+@pytest.mark.parametrize("share", [0.98, 0.4])
+def test_info_tells_what_steps_cost_where_that_is_asked_for(
+    test_model: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    asked: list[tuple[Path, dict[str, Any]]] = []
+
+    def fitted(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        asked.append((model, settings))
+        return {**COSTS, "cpu_share": share}
+
+    monkeypatch.setattr("cbatch.bench.fitted_costs.fitted_costs", fitted)
+    assert info(test_model)["costs"] is None
+    assert not asked
+    assert info(test_model, "--costs", "--parallel", 2)["costs"] == {**COSTS, "cpu_share": share}
+    [(model, settings)] = asked
+    assert (model, settings["parallel"]) == (test_model, 2)
+    lines = invoke("info", test_model, "--costs").stdout.splitlines()[-5:]
+    assert lines[-1].startswith("best width     2 rows, 1,333 tokens/s")
+    assert "decoding step  1 ms with 1, 1.5 ms with 2 rows" in lines
+    assert (
+        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each of their tokens"
+        in lines
+    )
+    assert any(line.startswith("prompt budget  40 beside 1, 64 beside 2 rows") for line in lines)
+    assert any(line.startswith("measured       with 40% of the cores") for line in lines) == (
+        share < 0.7
+    )

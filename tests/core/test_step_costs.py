@@ -301,6 +301,21 @@ def test_reader_of_a_prompt_that_still_loads_holds_up_nobody() -> None:
     assert len(one_step(rig).chunks[-1].tokens) == 2040
 
 
+@pytest.mark.parametrize("options", [{}, {"itl_ms": 1500}, {"prefill_budget": 40}], ids=str)
+def test_budgets_that_are_told_are_those_of_the_next_prompt(options: dict[str, Any]) -> None:
+    rig = load_followers(8, is_watched=True, **options)
+    load(rig, 500)
+    rig.drivers["long"].reply.is_watched = True
+    while rig.drivers["long"].finish_reason is None:
+        one_step(rig)
+    for _ in range(20):
+        one_step(rig)
+    n_told = rig.scheduler.budgets()[8]
+    rig.submit(make_request("next", [9] * 2000, max_tokens=9))
+    rig.drivers["next"].reply.is_watched = True
+    assert len(one_step(rig).chunks[-1].tokens) == n_told
+
+
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_aim_for_a_step_decides_how_much_of_a_prompt_joins(is_watched: bool) -> None:
     rig = load_followers(8, is_watched=is_watched, itl_ms=1500)

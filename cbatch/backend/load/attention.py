@@ -5,7 +5,8 @@ in tiles for prompts. Without it both are matrix products, through a buffer as w
 depends on model, processor and build, so a trial computes the same steps both ways, in turn. Flash attention is
 llama.cpp's default, and is turned off only if nearly every round shows a clear gain.
 
-A note keeps the result for all processes of this machine: the layout of their cells depends on it.
+A note keeps the result for all processes of this machine. It is valid for long only if a second trial, in a later
+load, has the same result: so what a trial found on a busy machine is soon put right.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ _LEAST_CPU = 0.7
 3 ms; 0.5 if another program takes a core."""
 
 _DAY_S = 24 * 3600.0
-_CLEAR_S, _UNCLEAR_S, _DISTURBED_S = 30 * _DAY_S, _DAY_S, 600.0
-"""Seconds that a note is valid: if all rounds agreed, if some did not, and if other programs disturbed them. Our
+_CLEAR_S, _UNCLEAR_S, _SOON_S = 30 * _DAY_S, _DAY_S, 60.0
+"""Seconds that a note is valid: if two trials agreed and all rounds of the second did, if some rounds did not, and if
+there is no second trial yet, or other programs disturbed it. Within the last one all workers of an engine load. Our
 choice."""
 
 _N_BUFFER_MAX = 2**28
@@ -70,22 +72,26 @@ class AttentionFinding:
     rounds: Sequence[TrialRound] = ()
     """Empty if the model is too slow for a trial or other programs disturbed it."""
 
-    @property
-    def gain(self) -> float:
-        """How many times as long requests take with flash attention as without."""
-        return median(map(_gain, self.rounds))
-
     def is_due(self, now_s: float) -> bool:
         """Whether to repeat the trial: its note has expired, or the clock was wrong."""
         return not now_s < self.due_s <= now_s + _CLEAR_S
+
+    def after(self, earlier: AttentionFinding | None) -> AttentionFinding:
+        """Return the finding, to be tried again soon unless an earlier trial has found the same."""
+        is_first = earlier is None or not earlier.rounds or earlier.is_off != self.is_off
+        return replace(self, due_s=self.made_s + _SOON_S) if self.rounds and is_first else self
 
     def __str__(self) -> str:
         """Say why flash attention is on or off."""
         if not self.rounds:
             return "llama.cpp's default; not measured: steps are slow, or other programs were busy"
-        ratio = self.gain if self.is_off else 1 / self.gain
+        ratios = sorted(g if self.is_off else 1 / g for g in map(_gain, self.rounds))
         other = "with" if self.is_off else "without"
-        return f"measured with this model: {ratio:.2f} × as fast as {other}"
+        day = time.strftime("%Y-%m-%d", time.gmtime(self.made_s))
+        return (
+            f"measured with this model on {day}: {median(ratios):.2f} × as fast as {other}, "
+            f"{ratios[0]:.2f}–{ratios[-1]:.2f} in {len(ratios)} rounds"
+        )
 
 
 def settle_attention(model: LlamaModel, options: EngineOptions) -> EngineOptions:
@@ -149,10 +155,32 @@ def find_attention(
     if found is None:
         found = replace(
             known or AttentionFinding(is_off=False, made_s=now_s, due_s=now_s),
-            due_s=now_s + _DISTURBED_S,
+            due_s=now_s + _SOON_S,
         )
+    else:
+        found = found.after(known)
     notes.write(json.dumps(asdict(found)), _NAME, *depends)
     return _noted(*depends)
+
+
+def keep_attention(
+    model: LlamaModel, options: EngineOptions, seen: Sequence[TrialRound], *, is_off: bool
+) -> bool:
+    """Note what whole jobs have shown, for as long as a second trial with the same result; False if no load asks.
+
+    Args:
+        model: may have no weights.
+        options: settled, as for `settle_attention`.
+        seen: `mixed` and `alike` are times of the jobs *mixed* and *decode*, with flash attention over without.
+        is_off: whether the jobs are faster without.
+    """
+    is_asked = options.flash_attn == "auto" and not options.exact and _may_be_off(model, options)
+    if not is_asked or not notes.can_write():
+        return False
+    now_s = time.time()
+    found = AttentionFinding(is_off, now_s, now_s + _CLEAR_S, tuple(seen))
+    notes.write(json.dumps(asdict(found)), _NAME, *_depends(model, options))
+    return True
 
 
 def judge(tried: Iterator[TrialRound], now_s: float) -> AttentionFinding | None:

@@ -10,8 +10,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.adapters import Adapters
-from cbatch.backend.llama.context import context_cells, sequences_of, slot_window
+from cbatch.backend.llama.context import (
+    DEFAULT_WINDOW,
+    context_cells,
+    sequences_of,
+    slot_window,
+)
 from cbatch.backend.llama.draft_model import DraftModel
 from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.fingerprint import model_parts
@@ -21,7 +27,7 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
-from cbatch.backend.load.attention import why_attention
+from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
 from cbatch.backend.load.company import BY_EXACT, find_known, tried_options, try_company
 from cbatch.backend.load.devices import free_on_devices
@@ -29,10 +35,16 @@ from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import probe
 from cbatch.backend.load.row_shapes import width_classes
-from cbatch.backend.load.sizing import check_fits, find_room, settle, warn_past_training
+from cbatch.backend.load.sizing import (
+    check_fits,
+    find_room,
+    settle,
+    trained_window,
+    warn_past_training,
+)
 from cbatch.backend.load.weight_kernels import has_plain_weights
 from cbatch.backend.threads import run_in_fresh_thread
-from cbatch.engine_options import BITWISE
+from cbatch.engine_options import BITWISE, DEFAULT_PARALLEL, MAX_THREADS
 from cbatch.errors import ConfigError, ModelLoadError
 from cbatch.messages import LookAhead
 from cbatch.support.checks import check_path, readable, reading
@@ -40,15 +52,17 @@ from cbatch.support.interrupts import Postponed
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.native import NativeStepper
+    from cbatch.backend.load.attention_trial import TrialRound
     from cbatch.backend.load.exact_notes import ExactFinding
     from cbatch.backend.load.sizing import Room
     from cbatch.engine_options import EngineOptions
 
 T = TypeVar("T")
+_ASKED, _DEFAULT, _HELD = "as asked for", "the default", "what the memory holds"
 _log = Log("cbatch")
 
 
@@ -126,6 +140,35 @@ def find_widths(model: str | os.PathLike[str] | None, options: EngineOptions) ->
         CBatchError: a step cannot be computed.
     """
     return _until_struck(partial(_find_widths, model, options))
+
+
+def note_attention(
+    model: str | os.PathLike[str] | None,
+    options: EngineOptions,
+    seen: Sequence[TrialRound],
+    *,
+    is_off: bool,
+) -> bool:
+    """Keep for later loads of a model whether it is faster without flash attention; see `keep_attention`.
+
+    Raises:
+        ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
+    """
+    return _until_struck(partial(_note_attention, model, options, seen, is_off=is_off))
+
+
+def _note_attention(
+    model: Any,
+    options: EngineOptions,
+    seen: Sequence[TrialRound],
+    is_stopped: Callable[[], bool],
+    *,
+    is_off: bool,
+) -> bool:
+    with _opened(model, options, is_stopped, has_weights=False) as loaded, closing(loaded):
+        settled = settle(loaded, options, find_room(loaded, options, n_unloaded=loaded.n_bytes))
+        asked = replace(settled, flash_attn=options.flash_attn)
+        return keep_attention(loaded, asked, seen, is_off=is_off)
 
 
 def _find_widths(
@@ -220,9 +263,12 @@ def _told_of_memory(
     """Return the slots and cells that an engine would have, and the memory that they take."""
     n_cells, n_slots, cost = context_cells(loaded, settled), settled.n_slots, room.footprint
     is_pool = settled.kv == "unified"
+    n_window = slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool)
     return {
         "parallel": n_slots,
-        "n_window": slot_window(settled, n_cells, loaded.n_ctx_train, is_pool=is_pool),
+        "n_window": n_window,
+        **_reasons(loaded, options, settled, room, n_window),
+        "n_threads": options.n_threads or min(available_cores(), MAX_THREADS),
         "n_cells": n_cells,
         "kv": settled.kv,
         "cache_type_k": settled.cache_type_k,
@@ -237,6 +283,32 @@ def _told_of_memory(
         "n_budget_bytes": room.n_budget,
         "n_slots_fit": room.most_slots(n_cells // n_slots),
         "n_window_fit": room.most_window(n_slots, loaded.n_ctx_train or n_cells),
+    }
+
+
+def _reasons(
+    loaded: LlamaModel, options: EngineOptions, settled: EngineOptions, room: Room, n_window: int
+) -> dict[str, str]:
+    """Return where slots, window, kind of memory and threads come from; "" where another line tells it."""
+    n_trained = trained_window(loaded, options)
+    n_usual = min(DEFAULT_WINDOW, n_trained or DEFAULT_WINDOW)
+    if options.parallel is not None:
+        slots = _ASKED if settled.parallel == options.parallel else ""
+    elif settled.n_slots == DEFAULT_PARALLEL:
+        slots = _DEFAULT
+    else:
+        slots = "" if room.holds(DEFAULT_PARALLEL, n_usual) else _HELD
+    if options.ctx_per_seq is not None or options.n_ctx is not None:
+        window = _ASKED
+    elif n_window < n_usual:
+        window = _HELD
+    else:
+        window = _DEFAULT if n_window == DEFAULT_WINDOW else "what the model was trained for"
+    return {
+        "parallel_why": slots,
+        "n_window_why": window,
+        "kv_why": _DEFAULT if options.kv == "auto" else _ASKED,
+        "n_threads_why": "the cores that it may use" if options.n_threads is None else _ASKED,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from tests.conftest import SynthFactory
 
 DAY_S = 24 * 3600.0
+SOON_S = 60.0
 NOW_S = 1e9
 Gains: TypeAlias = "Sequence[float | tuple[float, float]]"
 """Of rounds; two where they differ for rows of many lengths and for rows that are all long."""
@@ -143,25 +145,26 @@ def find(model: LlamaModel, now_s: float = NOW_S, **options: Any) -> tuple[bool,
     return None if found is None else (found.is_off, found.due_s - now_s)
 
 
-def test_what_was_found_is_not_tried_again(trial: Trial, model: LlamaModel) -> None:
-    assert find(model) == (True, 30 * DAY_S)
+def test_what_two_loads_have_found_is_not_tried_again(trial: Trial, model: LlamaModel) -> None:
+    assert find(model) == (True, SOON_S)
+    assert find(model, NOW_S + SOON_S) == (True, 30 * DAY_S)
     trial.gains = LOSSES
-    assert find(model) == (True, 30 * DAY_S)
-    assert trial.n_trials == 1
+    assert find(model, NOW_S + SOON_S + 29 * DAY_S) == (True, DAY_S)
+    assert trial.n_trials == 2
 
 
 def test_another_model_or_number_of_threads_is_tried_by_itself(
     trial: Trial, model: LlamaModel, synth: SynthFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find(model) == (True, 30 * DAY_S)
+    assert find(model) == (True, SOON_S)
     trial.gains = LOSSES
-    assert find(model, n_threads=1) == (False, 30 * DAY_S)
-    assert find(model, parallel=1) == (False, 30 * DAY_S)
+    assert find(model, n_threads=1) == (False, SOON_S)
+    assert find(model, parallel=1) == (False, SOON_S)
     with closing(open_model(synth("test", n_layer=3))) as other:
-        assert find(other) == (False, 30 * DAY_S)
-    assert find(model) == (True, 30 * DAY_S)
+        assert find(other) == (False, SOON_S)
+    assert find(model) == (True, SOON_S)
     monkeypatch.setattr(notes, "device_names", lambda: ["another processor"])
-    assert find(model) == (False, 30 * DAY_S)
+    assert find(model) == (False, SOON_S)
 
 
 def test_workers_of_a_pool_find_what_was_found_in_process(trial: Trial, model: LlamaModel) -> None:
@@ -176,7 +179,7 @@ def test_workers_of_a_pool_find_what_was_found_in_process(trial: Trial, model: L
 def test_note_of_the_older_kind_does_not_hold(trial: Trial, model: LlamaModel) -> None:
     trial.gains = LOSSES
     notes.write("slower", "flash-attention")
-    assert find(model) == (False, 30 * DAY_S)
+    assert find(model) == (False, SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -199,28 +202,68 @@ def test_damaged_note_does_not_hold(
     said["found"] = json.dumps({**json.loads(said["found"]), name: value})
     note.write_text(json.dumps(said))
     trial.gains = LOSSES
-    assert find(model) == (False, 30 * DAY_S)
+    assert find(model) == (False, SOON_S)
 
 
-@pytest.mark.parametrize("now_s", [NOW_S + 30 * DAY_S, NOW_S - 1], ids=["old", "clock set back"])
-def test_note_is_put_right_by_a_later_load(trial: Trial, model: LlamaModel, now_s: float) -> None:
+@pytest.mark.parametrize(
+    ("is_confirmed", "now_s"),
+    [(False, NOW_S + SOON_S), (True, NOW_S + SOON_S + 30 * DAY_S), (True, NOW_S - 3600)],
+    ids=["of one load", "old", "clock set back"],
+)
+def test_false_note_is_put_right_by_the_second_quiet_load(
+    trial: Trial, model: LlamaModel, is_confirmed: bool, now_s: float
+) -> None:
     find(model)
+    if is_confirmed:
+        assert find(model, NOW_S + SOON_S) == (True, 30 * DAY_S)
     trial.gains = LOSSES
-    assert find(model, now_s) == (False, 30 * DAY_S)
+    assert find(model, now_s) == (False, SOON_S)
+    assert find(model, now_s + SOON_S) == (False, 30 * DAY_S)
 
 
-def test_disturbed_trial_is_made_again_after_ten_minutes(trial: Trial, model: LlamaModel) -> None:
+def test_trial_beside_other_programs_is_made_again_by_the_next_load(
+    trial: Trial, model: LlamaModel
+) -> None:
     trial.cpu_share = 0.5
-    assert find(model) == (False, 600)
+    assert find(model) == (False, SOON_S)
     trial.cpu_share = 1.0
-    assert find(model, NOW_S + 599) == (False, 1)
-    assert find(model, NOW_S + 600) == (True, 30 * DAY_S)
+    assert find(model, NOW_S + SOON_S - 1) == (False, 1)
+    assert find(model, NOW_S + SOON_S) == (True, SOON_S)
+    assert find(model, NOW_S + 2 * SOON_S) == (True, 30 * DAY_S)
 
 
 def test_disturbed_trial_leaves_what_was_found_before(trial: Trial, model: LlamaModel) -> None:
     find(model)
     trial.cpu_share = 0.5
-    assert find(model, NOW_S + 30 * DAY_S) == (True, 600)
+    assert find(model, NOW_S + 30 * DAY_S) == (True, SOON_S)
+
+
+def test_model_that_is_too_slow_needs_no_second_trial(trial: Trial, model: LlamaModel) -> None:
+    trial.first_s = 0.6
+    assert find(model) == (False, 30 * DAY_S)
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+def test_jobs_of_tune_put_a_false_note_right(trial: Trial, model: LlamaModel, is_off: bool) -> None:
+    trial.gains = LOSSES if is_off else GAINS
+    assert settled(model) == ("auto" if is_off else "off")
+    ratio = 1.2 if is_off else 0.8
+    seen = [TrialRound(ratio, ratio, 1.0, 1.0)]
+    assert attention.keep_attention(model, EngineOptions(), seen, is_off=is_off)
+    assert settled(model) == ("off" if is_off else "auto")
+    assert "measured with this model" in why_attention(model, EngineOptions())
+    assert trial.n_trials == 1
+
+
+@pytest.mark.parametrize(
+    "said", [{"flash_attn": "on"}, {"exact": True}, {"kv": "unified"}], ids=str
+)
+def test_jobs_note_nothing_that_no_load_asks_for(
+    trial: Trial, model: LlamaModel, said: dict[str, Any]
+) -> None:
+    options = EngineOptions(**said)
+    assert not attention.keep_attention(model, options, [], is_off=True)
+    assert settled(model) == "off", "by a trial of its own"
 
 
 def test_trial_that_cannot_run_changes_nothing(
@@ -253,7 +296,7 @@ def test_what_another_process_found_meanwhile_holds(
         return trial.rounds()
 
     monkeypatch.setattr(attention, "rounds", slower)
-    assert find(model) == (True, 30 * DAY_S)
+    assert find(model) == (True, SOON_S)
     assert trial.n_trials == 2
 
 
@@ -268,7 +311,8 @@ def test_model_without_weights_is_not_tried(trial: Trial, synth: SynthFactory) -
         with closing(open_model(synth("test"))) as loaded:
             attention.find_attention(loaded, options)
         assert (
-            why_attention(described, options) == "measured with this model: 1.30 × as fast as with"
+            why_attention(described, options) == "measured with this model on "
+            f"{time.strftime('%Y-%m-%d', time.gmtime())}: 1.30 × as fast as with, 1.30–1.30 in 4 rounds"
         )
         assert trial.n_trials == 1
 
@@ -279,12 +323,15 @@ def test_model_without_weights_is_not_tried(trial: Trial, synth: SynthFactory) -
         ({"flash_attn": "off"}, "as asked for"),
         ({"exact": True}, ""),
         ({"kv": "unified"}, "llama.cpp's default"),
-        ({}, "measured with this model: 1.25 × as fast as without"),
+        (
+            {},
+            "measured with this model on 2001-09-09: 1.25 × as fast as without, 1.25–1.25 in 2 rounds",
+        ),
     ],
 )
 def test_reason_is_told(trial: Trial, model: LlamaModel, said: dict[str, Any], why: str) -> None:
     trial.gains = LOSSES
-    attention.find_attention(model, EngineOptions())
+    attention.find_attention(model, EngineOptions(), lambda: NOW_S)
     assert why_attention(model, EngineOptions(**said)) == why
 
 
