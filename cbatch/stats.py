@@ -118,6 +118,12 @@ class EngineStats:
     """Their tokens; those of equal texts once."""
     embed_s: float = 0.0
     """Seconds of computing them."""
+    n_job_draft_tokens: int = 0
+    """Draft tokens that came from other answers of the same call."""
+    n_job_accepted_tokens: int = 0
+    n_model_draft_tokens: int = 0
+    """Draft tokens that came from the draft model."""
+    n_model_accepted_tokens: int = 0
     n_preempted: int = 0
     """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0

@@ -107,6 +107,8 @@ class Submission:
     """Whether they are a part of the requests of one call."""
     texts: TextSettings | None = None
     """How the prompts are embedded or scored, where they are texts for that."""
+    job: int = 0
+    """The number of the call that they belong to; 0 for none."""
     is_awaited: bool = True
     """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
 

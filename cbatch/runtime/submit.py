@@ -137,6 +137,7 @@ class Submitter:
                 asks_again=mailbox.asks_again,
                 is_checked=is_soon,
                 is_awaited=not is_soon,
+                job=mailbox.job,
             )
         )
 
@@ -198,6 +199,7 @@ class Submitter:
                     is_fed=True,
                     asks_again=mailbox.asks_again,
                     texts=reading.texts,
+                    job=mailbox.job,
                 )
             )
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.context import context_cells, sequences_of, slot_window
+from cbatch.backend.llama.draft_model import DraftModel
 from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
@@ -150,11 +151,14 @@ def _describe(
 ) -> dict[str, Any]:
     has_weights = asks_probe or asks_company
     opened = _opened(model, options, is_stopped, has_weights=has_weights)
-    with opened as loaded, closing(loaded):
+    with opened as loaded, closing(loaded), ExitStack() as stack:
         if loaded.why_not_generative:
             return {**_told_of_file(loaded), "n_weight_bytes": loaded.n_bytes}
-        n_unloaded = 0 if has_weights else loaded.n_bytes
-        room = find_room(loaded, options, n_unloaded=n_unloaded)
+        draft = _open_draft(loaded, options, is_stopped, has_weights=has_weights)
+        beside = stack.enter_context(closing(draft)).model if draft else None
+        n_weights = loaded.n_bytes + (beside.n_bytes if beside else 0)
+        n_unloaded = 0 if has_weights else n_weights
+        room = find_room(loaded, options, draft=beside, n_unloaded=n_unloaded)
         settled = settle(loaded, options, room)
         company, asked = find_known(loaded, settled), settled
         if has_weights:
@@ -175,6 +179,8 @@ def _describe(
         return {
             **_told_of_file(loaded),
             **_told_of_memory(loaded, options, settled, room),
+            "draft": beside and beside.name,
+            "n_draft_bytes": beside and beside.n_bytes,
             "n_short_cells": n_short,
             "n_short_bytes": room.footprint and room.footprint.of(0, n_short),
             "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
@@ -248,10 +254,20 @@ def _load(
     with _opened(model, options, is_stopped) as loaded:
         if loaded.why_not_generative:
             return _embed_only(loaded, options)
-        room = find_room(loaded, options, n_sharing=n_sharing)
-        settled = settle(loaded, options, room, look_ahead)
-        check_fits(loaded, settled, room)
-        backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
+        draft = _open_draft(loaded, options, is_stopped)
+        try:
+            room = find_room(
+                loaded, options, draft=draft.model if draft else None, n_sharing=n_sharing
+            )
+            settled = settle(loaded, options, room, look_ahead)
+            check_fits(loaded, settled, room)
+            backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
+            if draft is not None:
+                backend.draft_with(draft)
+        except BaseException:
+            if draft is not None:
+                draft.close()
+            raise
         warn_past_training(loaded, settled, backend.n_window)
         if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
@@ -265,13 +281,33 @@ def _embed_only(
     loaded: LlamaModel, options: EngineOptions
 ) -> tuple[EmbedOnlyBackend, Callable[[], str]]:
     """Return the backend of a model that generates no text, and what tells its exactness."""
-    if options.adapters:
-        raise ConfigError(
-            "adapters: a model that only embeds or reranks takes none here: leave them out"
-        )
+    for name in ("adapters", "draft"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"{name}: a model that only embeds or reranks takes none: leave it out"
+            )
     backend = EmbedOnlyBackend(loaded, options)
     said = BITWISE if options.exact else "not guaranteed: texts are computed together (exact=False)"
     return backend, partial(str, said)
+
+
+def _open_draft(
+    target: LlamaModel,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    *,
+    has_weights: bool = True,
+) -> DraftModel | None:
+    """Return the model that drafts for `target`; None where there is none."""
+    if options.draft is None:
+        return None
+    own = replace(options, chat_template=None)
+    model = open_model(options.draft, own, has_weights=has_weights, is_stopped=is_stopped)
+    try:
+        return DraftModel(model, target)
+    except BaseException:
+        model.close()
+        raise
 
 
 def _has_short_pool(
