@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     Check = Callable[..., object]
 
-POOLINGS = ("none", "mean", "cls", "last", "rank")
+POOLINGS = ("mean", "cls", "last")
+"""Those of `Engine.embed` by which a text has one vector."""
 
 _OF_BOTH: dict[str, tuple[Check, tuple[object, ...]]] = {
     "instruction": (check_string, ()),
@@ -44,7 +45,7 @@ _OF_BOTH: dict[str, tuple[Check, tuple[object, ...]]] = {
 _OF_EMBED: dict[str, tuple[Check, tuple[object, ...]]] = {
     "dimensions": (check_int, (1, MAX_INT)),
     "normalize": (check_flag, ()),
-    "pooling": (check_choice, POOLINGS[:-1]),
+    "pooling": (check_choice, POOLINGS),
     **_OF_BOTH,
 }
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cbatch.chat.vector_calls import POOLINGS
 from cbatch.cli.completion import among
 from cbatch.cli.option_table import DEVICES, Given, names_in, option, takes
 from cbatch.cli.run import finish_run, view_for
@@ -50,9 +51,9 @@ def embed(
     pooling: Annotated[
         str | None,
         option(
-            help="none, mean, cls or last, where the model leaves it open.",
+            help="How a vector is made of those of tokens: mean, cls or last.",
             default="the model's",
-            autocompletion=among(["none", "mean", "cls", "last"]),
+            autocompletion=among(POOLINGS),
         ),
     ] = None,
     normalize: Annotated[

@@ -208,6 +208,8 @@ class _Run:
         call = EmbedCall([]) if self.vectors is not None else next(filter(None, calls))
         if why := call.lack(engine):
             raise ConfigError(f"{why}: give another model")
+        if self.vectors is not None:
+            engine.embed([], **self.vectors).cancel()  # refuses settings that do not fit the model
         return VectorEngine(engine, self.vectors, stream.is_dry)
 
 

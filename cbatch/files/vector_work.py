@@ -14,7 +14,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.vector_calls import EmbedCall, VectorPrompt, error_in, n_tokens_of
-from cbatch.errors import CBatchError, RequestCancelledError, WorkerDiedError
+from cbatch.embedding import EmbedResult
+from cbatch.errors import CBatchError, ConfigError, RequestCancelledError, WorkerDiedError
 from cbatch.response import BatchResult, Timings, Usage
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class _TextGroup:
         for settings, some in groupby((call for _, call in self.calls), _settings_of):
             if settings is None:
                 for call in some:
-                    first, begun = len(self.responses), call.begun(engine)
+                    first, begun = len(self.responses), begun_or_failed(call, engine)
                     self.parts.append([(first + i, slice(None)) for i in range(len(begun))])
                     self.responses += begun
                 continue
@@ -101,7 +102,7 @@ class _TextGroup:
                 n_before, place = len(together), len(self.responses)
                 together += call.texts
                 self.parts.append([(place, slice(n_before, len(together)))])
-            self.responses.append(engine.embed(together, **settings))
+            self.responses += begun_or_failed(EmbedCall(together, settings), engine)
 
     def results(self) -> Iterator[tuple[str, VectorCall, list[list[Any]]]]:
         """Wait, and yield each item's id and call, and the results of its texts in their order."""
@@ -112,13 +113,22 @@ class _TextGroup:
     def cancel(self) -> None:
         """End its texts."""
         for response in self.responses:
-            with suppress(CBatchError):
-                response.cancel()
+            if not isinstance(response, list):  # of texts that were refused
+                with suppress(CBatchError):
+                    response.cancel()
 
 
 def _settings_of(call: VectorCall) -> dict[str, Any] | None:
     """Return the settings with which a call's texts are embedded; None for another call."""
     return call.settings if isinstance(call, EmbedCall) else None
+
+
+def begun_or_failed(call: VectorCall, engine: Engine) -> list[Any]:
+    """Have an engine begin a call; return its responses, or where it refuses the call, a list of failed results."""
+    try:
+        return call.begun(engine)
+    except ConfigError as error:
+        return [[EmbedResult(str(i), i, None, 0, error) for i in range(len(call.texts))]]
 
 
 def in_order(response: Any) -> list[Any]:
@@ -200,7 +210,8 @@ class VectorRun:
     ) -> BatchResult:
         wrong = error_in(found)
         if wrong is not None and isinstance(wrong[1], WorkerDiedError):  # once more, alone
-            found = [in_order(response) for response in call.begun(self._runner.engine)]
+            again = begun_or_failed(call, self._runner.engine)
+            found = [in_order(response) for response in again]
             wrong = error_in(found)
         return result_of(id, found, time.perf_counter() - group.start_s)
 

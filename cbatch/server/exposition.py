@@ -184,6 +184,21 @@ ROWS = (
         "finished_reason",
     ),
     EngineFigure(
+        ("cbatch:texts_total",),
+        "Texts that were embedded or scored, equal ones too.",
+        lambda stats: stats.n_texts,
+    ),
+    EngineFigure(
+        ("cbatch:text_tokens_total",),
+        "Tokens that were computed for them.",
+        lambda stats: stats.n_text_tokens,
+    ),
+    EngineFigure(
+        ("cbatch:embed_seconds_total",),
+        "Seconds of computing them.",
+        lambda stats: stats.embed_s,
+    ),
+    EngineFigure(
         ("cbatch:preemptions_total", "vllm:num_preemptions_total"),
         "Preemptions for want of cells.",
         lambda stats: stats.n_preempted,
@@ -293,11 +308,6 @@ class Exposition(Collector):
         ):
             words = "Tokens per second, the mean of all answers."
             yield from self._figures((name,), words, n / seconds if seconds else 0.0)
-        for name, words, counts in (
-            ("cbatch:vector_texts_total", "Texts embedded or scored, by route.", meters.n_vectors),
-            ("cbatch:vector_tokens_total", "Their tokens.", meters.n_vector_tokens),
-        ):
-            yield from self._figures((name,), words, dict(sorted(counts.items())), "route")
         name, words = "cbatch:http_requests_total", "HTTP requests by route and status."
         family = CounterMetricFamily(name, words, labels=["route", "status"])
         for (route, status), n in sorted(meters.n_http.items()):

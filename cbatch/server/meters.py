@@ -68,10 +68,6 @@ class Meters:
     def __init__(self) -> None:
         self.n_http: Counter[tuple[str, int]] = Counter()
         """HTTP requests by route and status."""
-        self.n_vectors: Counter[str] = Counter()
-        """Texts that were embedded or scored, by route."""
-        self.n_vector_tokens: Counter[str] = Counter()
-        """Their tokens."""
         self.queue_s, self.e2e_s = Histogram(LATENCY_S), Histogram(LATENCY_S)
         self.ttft_s = Histogram(TTFT_S)
         self.prompt_tokens, self.output_tokens = Histogram(N_TOKENS), Histogram(N_TOKENS)
@@ -81,11 +77,6 @@ class Meters:
         """Seconds from slots to first tokens, and from there to last ones, of all answers."""
         self.n_computed = self.n_decoded = 0
         """Tokens of these times: prompt tokens that were computed, and output tokens but for the first ones."""
-
-    def count_vectors(self, route: str, n_texts: int, n_tokens: int) -> None:
-        """Count texts that were embedded or scored."""
-        self.n_vectors[route] += n_texts
-        self.n_vector_tokens[route] += n_tokens
 
     def count_answers(self, results: Iterable[BatchResult]) -> None:
         """Count prompts that were answered."""

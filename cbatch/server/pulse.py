@@ -110,4 +110,5 @@ def is_idle(stats: EngineStats) -> bool:
 
 def progress(stats: EngineStats) -> tuple[object, ...]:
     """Return what changes while the engine gets on."""
-    return stats.n_steps, stats.n_prompt_tokens, stats.n_output_tokens, stats.n_finished
+    tokens = stats.n_prompt_tokens, stats.n_output_tokens, stats.n_text_tokens
+    return stats.n_steps, *tokens, stats.n_texts, stats.n_finished

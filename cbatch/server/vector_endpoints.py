@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from cbatch.chat.vector_calls import error_in, n_tokens_of
-from cbatch.errors import ConfigError
+from cbatch.chat.vector_calls import error_in
+from cbatch.errors import ConfigError, UnsupportedTaskError
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -45,7 +45,6 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     if (found := error_in(results)) is not None:
         raise problem_at(call, *found)
     model = call.model or desk.model_name
-    desk.meters.count_vectors(exchange.record.route, len(call.texts), n_tokens_of(results))
     content = await desk.in_thread(lambda: dumps(call.body(results, model)))  # it can be long
     await exchange.respond(200, content, ignored_header(ignored) if ignored else None)
 
@@ -54,6 +53,8 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
     """Return the results of each response; none is left running where the client leaves."""
     responses: list[Any] = []
     found: list[list[Any]] = []
+    problem: Exception | None = None
+    is_done = False
 
     async def watch(scope: anyio.CancelScope) -> None:
         await exchange.wait_until_left()
@@ -62,17 +63,32 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, tasks.cancel_scope)
-            responses = await desk.in_thread_for(exchange, call.begun, desk.engine)
-            for response in responses:
-                ended = [result async for result in response]
-                found.append(sorted(ended, key=lambda result: result.index))
+            try:
+                responses = await desk.in_thread_for(exchange, _begun, call, desk.engine)
+                for response in responses:
+                    ended = [result async for result in response]
+                    found.append(sorted(ended, key=lambda result: result.index))
+                is_done = True
+            except Exception as error:  # not in a group of exceptions
+                problem = error
             tasks.cancel_scope.cancel()
     finally:
         for response in responses[len(found) :]:
             response.cancel()
-    if len(found) < len(responses) or not responses:
+    if problem is not None:
+        raise problem
+    if not is_done:
         raise ClientGoneError
     return found
+
+
+def _begun(call: VectorCall, engine: Engine) -> list[Any]:
+    try:
+        return call.begun(engine)
+    except UnsupportedTaskError:
+        raise
+    except ConfigError as error:
+        raise _of_field(error, type(call)) from None
 
 
 def call_of(
@@ -90,7 +106,7 @@ def call_of(
     try:
         call = kind.of(given)
     except ConfigError as error:
-        raise _of_field(str(error), given) from None
+        raise _of_field(error, kind) from None
     if call.model is None and settings.model_required:
         raise bad_request("model is missing", "model")
     if len(call.texts) > settings.max_choices:
@@ -108,6 +124,8 @@ def check_can(call: VectorCall, engine: Engine) -> None:
 
 def problem_at(call: VectorCall, i_text: int, error: CBatchError) -> HttpProblemError:
     """Return what a client is told of a text without a result."""
+    if isinstance(error, ConfigError) and not isinstance(error, UnsupportedTaskError):
+        return _of_field(error, type(call))
     problem = problem_of(error, call.prompt_field)
     place = call.place(i_text)
     if (
@@ -119,7 +137,8 @@ def problem_at(call: VectorCall, i_text: int, error: CBatchError) -> HttpProblem
     return problem
 
 
-def _of_field(words: str, given: Mapping[str, Any]) -> HttpProblemError:
+def _of_field(error: ConfigError, kind: type[VectorCall]) -> HttpProblemError:
     """Return the problem of a field, by whose name its words begin."""
-    found = re.match(r"\w+", words)
-    return bad_request(words, found[0] if found else None)
+    found = re.match(r"\w+", str(error))
+    is_field = found is not None and found[0] in kind.fields
+    return bad_request(str(error), found[0] if found and is_field else kind.prompt_field)

@@ -38,11 +38,12 @@ def texts_of(path: Path) -> list[str]:
 def test_embeddings_are_llama_cpps(synth: SynthFactory, tmp_path: Path, name: str) -> None:
     import pyarrow.parquet
 
+    model_file = synth(name, type="f32")  # rounding of q8_0 is larger in a random model
     source, out = write_table(tmp_path / "in.csv", 40), tmp_path / "out.parquet"
-    done = invoke("embed", source, "--column", "text", "-m", synth(name), "-o", out, "--threads", 1)
+    done = invoke("embed", source, "--column", "text", "-m", model_file, "-o", out, "--threads", 1)
     assert done.exit_code == 0, done.stderr
     found = np.array(pyarrow.parquet.read_table(out)["embedding"].to_pylist())
-    with PlainEmbedder(synth(name)) as model:
+    with PlainEmbedder(model_file) as model:
         rows = np.stack([model.embed(model.tokenize(text)) for text in texts_of(source)])
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     assert (found * rows).sum(axis=1).min() >= 0.9999
@@ -78,6 +79,15 @@ def test_too_long_rows_are_errors_unless_truncated(synth: SynthFactory, tmp_path
     again = invoke("embed", source, "-m", model, "-o", cut, "--threads", 1, "--truncate", "end")
     assert again.exit_code == 0, again.stderr
     assert not np.isnan(np.load(cut)).any()
+
+
+def test_more_dimensions_than_the_model_has_are_refused(
+    synth: SynthFactory, tmp_path: Path
+) -> None:
+    source, out = write_table(tmp_path / "in.csv", 3), tmp_path / "out.npy"
+    done = invoke("embed", source, "-m", synth("bert"), "-o", out, "--dimensions", 65)
+    assert done.exit_code == 2
+    assert "dimensions=65 is more than the 64 numbers" in done.stderr
 
 
 def test_best_rows_come_first(synth: SynthFactory, tmp_path: Path) -> None:

@@ -90,6 +90,42 @@ def test_openai_gets_fewer_dimensions_of_length_one(embedder: tuple[Running, Pat
     assert np.linalg.norm(found) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": [[1, 99_999_999]]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": "a", "pooling": "none"}, "pooling"),
+    ],
+)
+def test_wrong_input_is_named_alone_and_in_a_batch(
+    embedder: tuple[Running, Path], body: dict[str, Any], param: str
+) -> None:
+    server, _ = embedder
+    alone = httpx.post(f"{server.url}/v1/embeddings", json=body)
+    assert alone.status_code == 400
+    assert alone.json()["error"]["param"] == param
+    with client_of(server) as client:
+        line = {"method": "POST", "url": "/v1/embeddings"}
+        lines = [
+            {**line, "custom_id": str(i), "body": b} for i, b in enumerate((body, {"input": "a"}))
+        ]
+        data = "".join(json.dumps(each) + "\n" for each in lines).encode()
+        file = client.files.create(file=("in.jsonl", data), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        done = client.batches.retrieve(batch.id)
+        assert done.error_file_id is not None
+        (wrong,) = client.files.content(done.error_file_id).text.splitlines()
+    assert json.loads(wrong)["response"]["body"]["error"]["param"] == param
+    assert done.request_counts is not None
+    assert done.request_counts.completed == 1
+
+
 def test_openai_gets_the_same_for_token_ids(embedder: tuple[Running, Path]) -> None:
     server, path = embedder
     with PlainEmbedder(path) as model:

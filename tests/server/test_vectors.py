@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from cbatch.errors import EngineClosedError
 from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
 from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
 
@@ -228,12 +229,22 @@ def test_call_for_what_a_model_cannot_is_refused(path: str, asked: Any, can: Any
 
 
 def test_metrics_count_texts_and_tokens() -> None:
-    with vector_app() as app:
-        call(app, EMBEDDINGS, {"input": ["ab", "abc"]})
-        call(app, RERANK, {"query": "a", "documents": ["ab"]})
+    with fake_app() as app:
+        call(app, EMBEDDINGS, {"input": ["ab", "abc", "ab"]})
         text = call(app, "/metrics").text
-    assert 'cbatch:vector_texts_total{route="/embeddings"} 2.0' in text
-    assert 'cbatch:vector_tokens_total{route="/rerank"} 3.0' in text
+    assert "cbatch:texts_total 3.0" in text
+    assert "cbatch:text_tokens_total 5.0" in text
+
+
+def test_engine_that_ended_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VectorEngine()
+
+    def ended(*args: object, **settings: object) -> None:
+        raise EngineClosedError("closed")
+
+    monkeypatch.setattr(engine, "embed", ended)
+    with vector_app(engine) as app:
+        assert error_of(call(app, EMBEDDINGS, {"input": "a"}), 503)["code"] == "engine_closed"
 
 
 def test_client_that_leaves_cancels_its_texts() -> None:
