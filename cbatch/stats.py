@@ -112,18 +112,18 @@ class EngineStats:
     """Tokens that were drafted and computed: see `speculate` of `ScheduleOptions`."""
     n_accepted_tokens: int = 0
     """Those of them that were sampled too."""
-    n_texts: int = 0
-    """Texts that were embedded or scored, equal ones too."""
-    n_text_tokens: int = 0
-    """Their tokens; those of equal texts once."""
-    embed_s: float = 0.0
-    """Seconds of computing them."""
     n_job_draft_tokens: int = 0
     """Draft tokens that came from other answers of the same call."""
     n_job_accepted_tokens: int = 0
     n_model_draft_tokens: int = 0
     """Draft tokens that came from the draft model."""
     n_model_accepted_tokens: int = 0
+    n_texts: int = 0
+    """Texts that were embedded or scored, equal ones too."""
+    n_text_tokens: int = 0
+    """Their tokens; those of equal texts once."""
+    embed_s: float = 0.0
+    """Seconds of computing them."""
     n_preempted: int = 0
     """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0
