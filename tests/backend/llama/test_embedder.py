@@ -88,7 +88,7 @@ def test_scores_equal_those_of_plain_llama(models: Any, name: str) -> None:
     with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
         found = engine.rerank("what is red?", documents, raw_scores=name == "bert-rerank").scores()
         assert found == pytest.approx(
-            [oracle.score("what is red?", d) for d in documents], abs=2e-3
+            [oracle.score("what is red?", d) for d in documents], abs=1e-2
         )
 
 
