@@ -22,6 +22,10 @@ _CONTINUATION = 5
 _LEVELS = {0: logging.INFO, 1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 
 
+_POOLED_HERE = b"model default pooling_type is"
+"""Of a warning about contexts whose vectors are pooled by cbatch, as all are."""
+
+
 class LlamaLog:
     """llama.cpp's log lines, kept natively until `drain`.
 
@@ -102,7 +106,8 @@ class LlamaLog:
         *complete, self._partial = (self._partial + text).split(b"\n")
         for line in complete:
             if line.strip():
-                yield self._level, line.decode(errors="replace")
+                level = logging.DEBUG if _POOLED_HERE in line else self._level
+                yield level, line.decode(errors="replace")
 
 
 def _records(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -349,6 +349,20 @@ def _load(
         return backend, ask
 
 
+def _embed_only(
+    loaded: LlamaModel, options: EngineOptions
+) -> tuple[EmbedOnlyBackend, Callable[[], str]]:
+    """Return the backend of a model that generates no text, and what tells its exactness."""
+    for name in ("adapters", "draft"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"{name}: a model that only embeds or reranks takes none: leave it out"
+            )
+    backend = EmbedOnlyBackend(loaded, options)
+    said = BITWISE if options.exact else "not guaranteed: texts are computed together (exact=False)"
+    return backend, partial(str, said)
+
+
 def _open_draft(
     target: LlamaModel,
     options: EngineOptions,
@@ -370,20 +384,6 @@ def _open_draft(
     except BaseException:
         model.close()
         raise
-
-
-def _embed_only(
-    loaded: LlamaModel, options: EngineOptions
-) -> tuple[EmbedOnlyBackend, Callable[[], str]]:
-    """Return the backend of a model that generates no text, and what tells its exactness."""
-    if options.adapters or options.draft is not None:
-        name = "adapters" if options.adapters else "draft"
-        raise ConfigError(
-            f"{name}: a model that only embeds or reranks takes none here: leave it out"
-        )
-    backend = EmbedOnlyBackend(loaded, options)
-    said = BITWISE if options.exact else "not guaranteed: texts are computed together (exact=False)"
-    return backend, partial(str, said)
 
 
 def _has_short_pool(
