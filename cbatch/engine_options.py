@@ -53,7 +53,7 @@ CellType: TypeAlias = Literal[
 Kv: TypeAlias = Literal["auto", "partitioned", "unified"]
 Policy: TypeAlias = Literal["fcfs", "priority", "shortest", "round_robin"]
 Ttft: TypeAlias = Literal["auto", "first", "any"]
-Speculate: TypeAlias = Literal["off", "auto"]
+Speculate: TypeAlias = Literal["off", "ngram", "auto"]
 SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
 
@@ -83,10 +83,12 @@ class ScheduleOptions:
             the rest of the step, while a reader streams output.
         prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
         itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
-        speculate: "auto" drafts the tokens that followed the newest ones where they stood before, in prompt or answer,
-            computes them in the same step, and keeps those that are sampled too; as many as make answers faster, by
-            what steps take and how many were kept. Answers differ by no more than the rounding that company changes
-            too. With `exact`, and where memory cannot be cut, there are none. "off": one token a step.
+        speculate: "auto" drafts the tokens that followed the newest ones where they stood before, in the prompt, the
+            answer, or other answers of the same call, or that the `draft` model guesses. They are computed in the same
+            step, and those that are sampled too are kept; as many are drafted as make answers faster, by what steps
+            take and how many were kept. Answers differ by no more than the rounding that other requests in the batch
+            cause too. With `exact`, and where memory cannot be cut, there are none. "ngram": from the prompt and the
+            answer alone. "off": one token a step.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
         share_prefixes: compute a common prefix of prompts once and share its cells.
         checkpoint_mib: most host memory for checkpoints, by which sequences share a prefix where memory cannot be cut
@@ -109,7 +111,7 @@ class ScheduleOptions:
     prefill_budget: int | None = checked(check_int, 1, MAX_INT)
     prefill_chunk: int | None = checked(check_int, 1, MAX_INT)
     itl_ms: float | None = checked(check_float, 1e-3, 1e9)
-    speculate: Speculate = checked(check_choice, *get_args(Speculate), default="off")
+    speculate: Speculate = checked(check_choice, *get_args(Speculate), default="auto")
     swap_mib: int = checked(check_int, 0, MAX_INT, default=1024)
     share_prefixes: bool = checked(check_flag, default=True)
     checkpoint_mib: int | None = checked(check_int, 0, MAX_INT)
@@ -219,6 +221,7 @@ class EngineOptions(ScheduleOptions):
         use_mlock: keep the model in memory.
         chat_template: "chatml" or a Jinja template, instead of the model's own.
         adapters: LoRA files by the names that requests give.
+        draft: a smaller model's file, with the same vocabulary: it drafts tokens too; see `speculate`.
         cache_dir: the folder for cells that requests save; default: the user's own.
         cache_mib: the most that the folder may hold.
 
@@ -259,6 +262,7 @@ class EngineOptions(ScheduleOptions):
     use_mlock: bool = checked(check_flag, default=False)
     chat_template: str | None = checked(check_string)
     adapters: Mapping[str, str | os.PathLike[str]] | None = checked(check_adapter_files)
+    draft: str | os.PathLike[str] | None = checked(check_path)
     cache_dir: str | os.PathLike[str] | None = checked(check_path)
     cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
 
@@ -373,6 +377,11 @@ class EngineOptions(ScheduleOptions):
             raise ConfigError(
                 f"exact=True cannot hold with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
                 "use other kernels in narrow steps; merge one into the model, or leave exact out"
+            )
+        if self.draft is not None and (self.exact or self.speculate != "auto"):
+            other = "exact=True" if self.exact else f"speculate={self.speculate!r}"
+            raise ConfigError(
+                f"draft={str(self.draft)!r} has no effect with {other}: leave one of them out"
             )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(

@@ -187,8 +187,9 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = {k: v if k in _OF_LOAD else getattr(options, k) for k, v in settings.items()}
     if "options" in found:
         found["options"] = RunOptions.of(found["options"])
-    if found.get("cache_dir") is not None:
-        found["cache_dir"] = os.path.abspath(found["cache_dir"])
+    for name in ("cache_dir", "draft"):
+        if found.get(name) is not None and not is_hub_name(os.fspath(found[name])):
+            found[name] = os.path.abspath(found[name])
     if found.get("adapters"):
         files = found["adapters"].items()
         found["adapters"] = {name: os.path.abspath(file) for name, file in files}

@@ -112,6 +112,12 @@ class EngineStats:
     """Tokens that were drafted and computed: see `speculate` of `ScheduleOptions`."""
     n_accepted_tokens: int = 0
     """Those of them that were sampled too."""
+    n_job_draft_tokens: int = 0
+    """Draft tokens that came from other answers of the same call."""
+    n_job_accepted_tokens: int = 0
+    n_model_draft_tokens: int = 0
+    """Draft tokens that came from the draft model."""
+    n_model_accepted_tokens: int = 0
     n_preempted: int = 0
     """Preemptions for want of cells in a shared pool, of the requests that ended."""
     n_waiting: int = 0

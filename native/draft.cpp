@@ -22,6 +22,13 @@ constexpr float most_likely = 0.98f;
 // Places that are looked at for one gram: tokens may be chosen so that all fall on the same ones.
 constexpr int32_t n_places_tried = 16;
 
+// Tokens of answers that a group keeps, 6 MiB with its tables, and of one answer: 0.1 to 0.3 us each.
+constexpr int32_t n_answer_tokens = 1 << 17;
+constexpr size_t n_tokens_each = 1 << 14;
+
+// Tokens before an answer that are kept with it, so that its first ones are found.
+constexpr int32_t n_before_answer = 4;
+
 // Tokens of a prompt that enter the tables in one step: 0.1 to 0.3 us each.
 constexpr int32_t n_indexed_at_once = 1024;
 
@@ -57,8 +64,9 @@ constexpr double unknown_row = 0.5;
 constexpr int32_t some_each[] = {1, 2, 3, 5, n_drafts_each};
 constexpr int32_t some_all[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
 
-int32_t match_class(int32_t n_match) {
-    return n_match <= 2 ? 0 : n_match == 3 ? 1 : n_match <= 5 ? 2 : n_match <= 9 ? 3 : n_match <= 16 ? 4 : 5;
+int32_t match_kind(bool is_of_group, int32_t n_match) {
+    const int32_t i_class = n_match <= 2 ? 0 : n_match == 3 ? 1 : n_match <= 5 ? 2 : n_match <= 9 ? 3 : n_match <= 16 ? 4 : 5;
+    return i_class + (is_of_group ? n_match_classes : 0);
 }
 
 uint32_t hash_of(const int32_t * gram, int32_t n) {
@@ -71,8 +79,7 @@ uint32_t hash_of(const int32_t * gram, int32_t n) {
 }
 
 // Return the place of a gram, or the one where it belongs: a free one, or that of another gram.
-size_t place_of(const gram_table & table, const std::vector<int32_t> & tokens, int32_t end) {
-    const int32_t * gram = tokens.data() + end - table.n;
+size_t place_of(const gram_table & table, const std::vector<int32_t> & tokens, const int32_t * gram) {
     const size_t mask = table.ends.size() - 1;
     size_t i = hash_of(gram, table.n) & mask;
     for (int32_t n = 1; n < n_places_tried; n++) {
@@ -89,16 +96,16 @@ void grow(gram_table * table, const std::vector<int32_t> & tokens) {
     old.swap(table->ends);
     for (const int32_t end : old) {
         if (end != 0) {
-            table->ends[place_of(*table, tokens, end)] = end;
+            table->ends[place_of(*table, tokens, tokens.data() + end - table->n)] = end;
         }
     }
 }
 
-// Return how many of the newest tokens are those before `at` too.
-int32_t match_length(const std::vector<int32_t> & tokens, int32_t at) {
-    const int32_t n = static_cast<int32_t>(tokens.size());
+// Return how many of the newest tokens are those before `at` in a text too.
+int32_t match_length(const std::vector<int32_t> & text, int32_t at, const std::vector<int32_t> & newest) {
+    const int32_t n = static_cast<int32_t>(newest.size());
     int32_t n_match = 0;
-    while (n_match < match_max && n_match < at && tokens[at - 1 - n_match] == tokens[n - 1 - n_match]) {
+    while (n_match < std::min({match_max, at, n}) && text[at - 1 - n_match] == newest[n - 1 - n_match]) {
         n_match++;
     }
     return n_match;
@@ -139,37 +146,93 @@ int32_t gram_table::exchange(const std::vector<int32_t> & tokens, int32_t end) {
     if (2 * (static_cast<size_t>(n_used) + 1) > ends.size()) {
         grow(this, tokens);
     }
-    int32_t & place = ends[place_of(*this, tokens, end)];
+    const int32_t * gram = tokens.data() + end - n;
+    int32_t & place = ends[place_of(*this, tokens, gram)];
     const int32_t before = place;
     n_used += before == 0;
     place = end;
-    const int32_t * gram = tokens.data() + end - n;
     const bool is_same = before != 0 && std::equal(gram, gram + n, tokens.data() + before - n);
     return is_same ? before : 0;
 }
 
-void drafts::push(int32_t token, hit_rate * rates) {
-    const bool is_hit = at > 0 && tokens[at] == token;
-    if (at > 0 && rates != nullptr) {
-        hit_rate & rate = rates[match_class(n_match)];
-        own.learn(is_hit, usual_chance(rate), n_hits_of_one);
-        rate.learn(is_hit, 1.0f, n_tries_of_all);
+int32_t gram_table::find(const std::vector<int32_t> & tokens, const std::vector<int32_t> & others) const noexcept {
+    if (ends.empty() || others.size() < static_cast<size_t>(n)) {
+        return 0;
     }
-    tokens.push_back(token);
-    const int32_t n = static_cast<int32_t>(tokens.size());
+    const int32_t * gram = others.data() + others.size() - n;
+    const int32_t end = ends[place_of(*this, tokens, gram)];
+    return end != 0 && std::equal(gram, gram + n, tokens.data() + end - n) ? end : 0;
+}
+
+int32_t draft_text::index(int32_t n) {
     int32_t before = 0;
-    for (const int32_t end = std::min(n, n_indexed + n_indexed_at_once); n_indexed < end;) {
+    for (const int32_t end = std::min(static_cast<int32_t>(tokens.size()), n_indexed + n); n_indexed < end;) {
         n_indexed++;
         const int32_t by_short = shorter.exchange(tokens, n_indexed);
         const int32_t by_long = longer.exchange(tokens, n_indexed);
         before = by_long != 0 ? by_long : by_short;
     }
+    return before;
+}
+
+int32_t draft_text::find(const std::vector<int32_t> & others) const noexcept {
+    const int32_t by_long = longer.find(tokens, others);
+    return by_long != 0 ? by_long : shorter.find(tokens, others);
+}
+
+void group_answers::add(const std::vector<int32_t> & sequence, int32_t start, int32_t last_token) noexcept {
+    const size_t first = static_cast<size_t>(std::max(0, start - n_before_answer));
+    if (start >= static_cast<int32_t>(sequence.size())) {
+        return;
+    }
+    try {
+        const size_t last = std::min(sequence.size(), first + n_tokens_each);
+        if (text.tokens.size() + last - first > n_answer_tokens) {
+            text = {};
+            n_cleared++;
+        }
+        text.tokens.insert(text.tokens.end(), sequence.begin() + first, sequence.begin() + last);
+        if (last_token >= 0 && last == sequence.size()) {
+            text.tokens.push_back(last_token);
+        }
+        text.index(n_answer_tokens);
+    } catch (const std::exception &) {
+        return;
+    }
+}
+
+void drafts::look_up(int32_t before) {
+    is_of_group = false;
+    at = before;
+    n_match = at != 0 ? match_length(text.tokens, at, text.tokens) : 0;
+    const int32_t in_group = answers != nullptr && n_match < match_max ? answers->text.find(text.tokens) : 0;
+    const int32_t n_in_group = in_group != 0 ? match_length(answers->text.tokens, in_group, text.tokens) : 0;
+    if (n_in_group > n_match && in_group < static_cast<int32_t>(answers->text.tokens.size())) {
+        at = in_group;
+        n_match = n_in_group;
+        n_cleared = answers->n_cleared;
+        is_of_group = true;
+    }
+}
+
+void drafts::push(int32_t token, hit_rate * rates) {
+    if (is_of_group && (n_cleared != answers->n_cleared || at >= static_cast<int32_t>(answers->text.tokens.size()))) {
+        at = 0;
+        is_of_group = false;
+    }
+    const bool is_hit = at > 0 && source().tokens[at] == token;
+    if (at > 0 && rates != nullptr) {
+        hit_rate & rate = rates[match_kind(is_of_group, n_match)];
+        own.learn(is_hit, usual_chance(rate), n_hits_of_one);
+        rate.learn(is_hit, 1.0f, n_tries_of_all);
+    }
+    text.tokens.push_back(token);
+    const int32_t before = text.index(n_indexed_at_once);
     if (is_hit) {
         at++;
         n_match = std::min(n_match + 1, match_max);
     } else {
-        at = n_indexed == n ? before : 0;
-        n_match = at != 0 ? match_length(tokens, at) : 0;
+        look_up(text.n_indexed == static_cast<int32_t>(text.tokens.size()) ? before : 0);
     }
 }
 
@@ -192,16 +255,20 @@ void drafts::feed(int32_t start, const int32_t * fed, int32_t n_fed, bool has_ou
 }
 
 int32_t drafts::draft(int32_t j, const int32_t * before) const noexcept {
-    const int32_t n_left = static_cast<int32_t>(tokens.size()) - at;
-    return j < n_left ? tokens[at + j] : before[j - n_left];
+    const int32_t n_left = static_cast<int32_t>(source().tokens.size()) - at;
+    return j < n_left ? source().tokens[at + j] : before[j - n_left];
+}
+
+int32_t drafts::n_drafts(int32_t n_most) const noexcept {
+    if (at == 0 || (is_of_group && n_cleared != answers->n_cleared)) {
+        return 0;
+    }
+    return is_of_group ? std::min(n_most, static_cast<int32_t>(source().tokens.size()) - at) : n_most;
 }
 
 float drafts::chance(const hit_rate * rates, int32_t j) const noexcept {
-    if (at == 0) {
-        return 0.0f;
-    }
     const float by_own = (own.n_hits + n_hits_common) / (own.n_expected + n_hits_common);
-    return std::min(usual_chance(rates[match_class(n_match + j)]) * by_own, most_likely);
+    return std::min(usual_chance(rates[match_kind(is_of_group, n_match + j)]) * by_own, most_likely);
 }
 
 void width_costs::learn(int32_t n_rows, int64_t ns) noexcept {

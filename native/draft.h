@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 // Of so many steps that would have drafts one has none, so that what steps without them take is known.
@@ -10,8 +11,9 @@ constexpr int32_t n_between_plain = 32;
 // Most drafts behind one row.
 constexpr int32_t n_drafts_each = 7;
 
-// Classes of matches by their length.
+// Classes of matches by their length, and kinds: the classes in a sequence itself, then those in answers of its group.
 constexpr int32_t n_match_classes = 6;
+constexpr int32_t n_match_kinds = 2 * n_match_classes;
 
 // How many drafts were right of those that were expected to be; what is old counts less.
 struct hit_rate {
@@ -22,44 +24,80 @@ struct hit_rate {
     void learn(bool is_hit, float expected, float n_most) noexcept;
 };
 
-// Where each sequence of `n` tokens ended last. Some are forgotten where many fall on the same places: each call takes
-// bounded time, whatever the tokens are.
+// Where each sequence of `n` tokens of a text ended last. Some are forgotten where many fall on the same places: each
+// call takes bounded time, whatever the tokens are.
 struct gram_table {
     explicit gram_table(int32_t n) : n(n) {}
 
     // Note that `n` tokens end at `end`; return where they ended before, 0 where that is unknown. Throws std::bad_alloc.
     int32_t exchange(const std::vector<int32_t> & tokens, int32_t end);
 
+    // Return where the last `n` of other tokens ended last in the text, 0 where that is unknown.
+    int32_t find(const std::vector<int32_t> & tokens, const std::vector<int32_t> & others) const noexcept;
+
     int32_t n;
     int32_t n_used = 0;
     std::vector<int32_t> ends;  // a power of two of places; each the number of tokens up to the end, 0 where free
 };
 
-// All tokens of one slot, and where its newest tokens stood before.
-struct drafts {
+// Tokens in which the newest ones of a sequence are looked up.
+struct draft_text {
     std::vector<int32_t> tokens;
-    int32_t n_indexed = 0;  // tokens that are in the tables: a long prompt enters them in several steps
+    int32_t n_indexed = 0;  // tokens that are in the tables
     gram_table longer{4};
     gram_table shorter{2};
+
+    // Enter up to `n` more tokens into the tables; return where the last ones entered stood before, 0 where that is
+    // unknown. Throws std::bad_alloc.
+    int32_t index(int32_t n);
+
+    // Return where the newest of other tokens end in this text, 0 where that is unknown.
+    int32_t find(const std::vector<int32_t> & others) const noexcept;
+};
+
+// Answers of one group of sequences that left their slots.
+struct group_answers {
+    int64_t group = 0;
+    draft_text text;
+    int32_t n_cleared = 0;  // times that it was emptied: places in it from before mean nothing
+
+    // Add the tokens of a sequence from `start`, some before it, and `last_token` behind it if it is not below 0. Once it
+    // is full it begins anew. Without memory for them they are left out.
+    void add(const std::vector<int32_t> & sequence, int32_t start, int32_t last_token) noexcept;
+};
+
+// All tokens of one slot, and where its newest tokens stood before.
+struct drafts {
+    draft_text text;  // a long prompt enters its tables in several steps
+    std::shared_ptr<group_answers> answers;  // of its group, or NULL
     int32_t at = 0;       // the token that is drafted to come next; 0: none
+    bool is_of_group = false;  // whether `at` is in `answers`
+    int32_t n_cleared = 0;     // of `answers` when `at` was found there
     int32_t n_match = 0;  // newest tokens that are the same as those before `at`; more than are told apart are not counted
     hit_rate own;         // by what its matches let expect
     bool is_placed = false;  // as edits.is_placed
-    int32_t end = 0;         // positions below it are in `tokens`
+    int32_t end = 0;         // positions below it are in `text`
     bool is_lost = false;    // no memory: no drafts any more
 
-    // Add a token; `rates`: (n_match_classes) to learn from it, or NULL. Throws std::bad_alloc.
+    // Add a token; `rates`: (n_match_kinds) to learn from it, or NULL. Throws std::bad_alloc.
     void push(int32_t token, hit_rate * rates);
 
     // Add what is new of tokens at positions from `start`; `has_output` as of their chunk. Without memory for them there
     // are no drafts any more.
     void feed(int32_t start, const int32_t * fed, int32_t n_fed, bool has_output, hit_rate * rates) noexcept;
 
-    // Return the j-th draft.   before: those before it.
+    // Return the j-th draft, below n_drafts().   before: those before it.
     int32_t draft(int32_t j, const int32_t * before) const noexcept;
 
-    // Return how likely the j-th draft is right if those before it are; 0 without a draft.
+    // Return how many drafts there may be at most: as many as asked for in a text that goes on with itself.
+    int32_t n_drafts(int32_t n_most) const noexcept;
+
+    // Return how likely the j-th draft is right if those before it are.
     float chance(const hit_rate * rates, int32_t j) const noexcept;
+
+private:
+    const draft_text & source() const noexcept { return is_of_group ? answers->text : text; }
+    void look_up(int32_t before);
 };
 
 // What decoding steps take by their rows, learned from those that were done.

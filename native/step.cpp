@@ -1,7 +1,8 @@
 // The stepper: fills llama_batch, decodes, samples all rows, and feeds the sampled tokens to the next step.
 #include "cbatch.h"
+#include "batch.h"
 #include "draft.h"
-#include "llama_abi.h"
+#include "draft_model.h"
 #include "row.h"
 #include "sample.h"
 
@@ -44,6 +45,7 @@ struct binding {
     int64_t cost_ps = 0;  // of one logit under the rule
     std::vector<int32_t> stop;
     std::unique_ptr<drafts> next;  // NULL where it has no drafts
+    int32_t last_token = CBATCH_NO_TOKEN;  // sampled last, which has no cell yet
 };
 
 // One row to sample in the current step, and those of the drafts behind it.
@@ -82,14 +84,7 @@ struct cbatch_stepper {
 
     std::vector<binding> bindings;  // (n_slots)
 
-    // The batch. seq_id and n_seq_id never change except for the ids, which are in `slot`.
-    std::vector<int32_t> token;     // (n_batch)
-    std::vector<int32_t> pos;       // (n_batch)
-    std::vector<int32_t> n_seq_id;  // (n_batch), all 1
-    std::vector<int32_t> slot;      // (n_batch)
-    std::vector<int32_t *> seq_id;  // (n_batch), each into slot
-    std::vector<int8_t> logits;     // (n_batch)
-    int32_t n_tokens;
+    token_batch batch;
 
     // The current step.
     std::vector<cbatch_chunk> chunks;  // (n_slots)
@@ -104,6 +99,10 @@ struct cbatch_stepper {
     int32_t n_rows;
     int32_t n_scores;
     int32_t n_all_drafts;
+    std::vector<guesses> guessed;      // what the draft model made for chunks of the step
+    std::vector<int32_t> i_guessed;    // (n_slots) of each chunk, where its drafts are the model's; else −1
+    int64_t draft_ns;                  // that the draft model took
+    int64_t catch_up_ns;               // of that, not for drafts of this step
     bool may_draft;                    // whether the step may have drafts, and what it takes is learned
     int32_t n_steps;                   // the caller's: also the most tokens of one chunk
     int32_t n_drafts_most;            // the caller's
@@ -118,9 +117,10 @@ struct cbatch_stepper {
 
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
-    hit_rate match_rates[n_match_classes];  // how often drafts were right, by how long they matched
+    hit_rate match_rates[n_match_kinds];   // how often drafts were right, by where and how long they matched
     int32_t n_drafting;                     // steps that had drafts, or were to have some
     width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
+    draft_model model;
     std::vector<draft_gain> gains;          // (n_slots + 1) by the number of chunks
 
     std::atomic<int32_t> i_next_row;
@@ -139,19 +139,6 @@ bool is_usable(const cbatch_api * api) {
 
 bool are_positive(const cbatch_sizes & s) {
     return s.n_slots >= 1 && s.n_batch >= 1 && s.n_vocab >= 1 && s.n_threads >= 1 && s.n_scores >= 0;
-}
-
-void allocate_batch(cbatch_stepper * s) {
-    const int32_t n = s->sizes.n_batch;
-    s->token.resize(n);
-    s->pos.resize(n);
-    s->n_seq_id.assign(n, 1);
-    s->slot.resize(n);
-    s->seq_id.resize(n);
-    s->logits.resize(n);
-    for (int32_t i = 0; i < n; i++) {
-        s->seq_id[i] = &s->slot[i];
-    }
 }
 
 void allocate_scratch(cbatch_stepper * s) {
@@ -174,11 +161,13 @@ void allocate(cbatch_stepper * s) {
     s->scores.resize(s->sizes.n_scores);
     s->chances.resize(static_cast<size_t>(s->sizes.n_slots) * n_drafts_each);
     s->n_drafts.resize(s->sizes.n_slots);
+    s->i_guessed.resize(s->sizes.n_slots);
     s->draft_tokens.resize(s->sizes.n_scores);
     s->draft_rows.resize(s->sizes.n_scores);
     s->costs.allocate(s->sizes.n_slots + s->sizes.n_scores);
     s->gains.resize(static_cast<size_t>(s->sizes.n_slots) + 1);
-    allocate_batch(s);
+    s->batch.allocate(s->sizes.n_batch);
+    s->guessed.reserve(s->sizes.n_slots);
     allocate_scratch(s);
 }
 
@@ -192,6 +181,15 @@ bool is_pad(const cbatch_chunk & c) {
 
 bool is_sampled(const cbatch_chunk & c) {
     return c.has_output != 0 && !is_pad(c) && c.has_output != CBATCH_SILENT_ROW;
+}
+
+bool is_stop(const binding & b, int32_t token) {
+    for (const int32_t stop : b.stop) {
+        if (token == stop) {
+            return true;
+        }
+    }
+    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
 }
 
 // ---- checking a run before anything is done ----
@@ -272,11 +270,7 @@ int32_t check_run(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t
 // ---- one step ----
 
 void put_token(cbatch_stepper * s, const cbatch_chunk & c, int32_t token, int32_t i_in_chunk) {
-    const int32_t i = s->n_tokens++;
-    s->token[i] = token;
-    s->pos[i] = c.start + i_in_chunk;
-    s->slot[i] = c.slot;
-    s->logits[i] = c.has_output && i_in_chunk == c.n_tokens - 1;
+    s->batch.put(token, c.start + i_in_chunk, c.slot, c.has_output && i_in_chunk == c.n_tokens - 1);
 }
 
 int32_t target_count(const cbatch_stepper & s, int32_t i_chunk) {
@@ -287,8 +281,8 @@ int32_t target_count(const cbatch_stepper & s, int32_t i_chunk) {
 void put_score(cbatch_stepper * s, int32_t i_chunk, int32_t i_in_chunk, int32_t i_target) {
     if (i_in_chunk < target_count(*s, i_chunk)) {
         const int32_t i = i_target + i_in_chunk;
-        const int32_t i_token = s->n_tokens - 1;
-        s->logits[i_token] = 1;
+        const int32_t i_token = s->batch.n - 1;
+        s->batch.logits[i_token] = 1;
         s->scores[s->n_scores++] = {i_token, s->scoring->targets[i], s->scoring->n_top[i_chunk], nullptr,
                                     s->scoring->out + i};
     }
@@ -299,7 +293,7 @@ void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
     if (is_sampled(c)) {
         const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens;
         const int32_t i_output = static_cast<int32_t>(end - s->bindings[c.slot].output_origin);
-        s->rows[s->n_rows++] = {i_chunk, i_mask, s->n_tokens - 1, i_output, nullptr, 0, 0, 0, 0};
+        s->rows[s->n_rows++] = {i_chunk, i_mask, s->batch.n - 1, i_output, nullptr, 0, 0, 0, 0};
     }
 }
 
@@ -329,32 +323,105 @@ bool is_plain(const cbatch_stepper & s) {
     return s.masks == nullptr && s.given_rows == nullptr && s.scoring == nullptr;
 }
 
-// Fill `chances`; return for how many drafts of each chunk, 0 where none can be right.
-int32_t estimate_chances(cbatch_stepper * s) {
-    int32_t n_each = std::min(s->n_drafts_most, n_drafts_each);
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        n_each = std::min(n_each, s->n_steps - s->n_out[i] - 1);
-    }
-    bool has_any = false;
-    for (int32_t i = 0; i < s->n_chunks && n_each > 0; i++) {
-        const drafts * next = s->bindings[s->chunks[i].slot].next.get();
-        float all_right = 1.0f;
-        for (int32_t j = 0; j < n_each; j++) {
-            all_right *= next != nullptr ? next->chance(s->match_rates, j) : 0.0f;
-            s->chances[i * n_each + j] = all_right;
+// Fill the chances of one chunk's drafts. A stop token is no draft: what is behind it is never sampled.
+void estimate_chunk(const cbatch_stepper & s, int32_t i_chunk, int32_t n_each, float * chances) {
+    const binding & b = s.bindings[s.chunks[i_chunk].slot];
+    std::fill(chances, chances + n_each, 0.0f);
+    const int32_t n = b.next != nullptr ? b.next->n_drafts(n_each) : 0;
+    float all_right = 1.0f;
+    int32_t made[n_drafts_each];
+    for (int32_t j = 0; j < n; j++) {
+        made[j] = b.next->draft(j, made);
+        if (is_stop(b, made[j])) {
+            return;
         }
-        has_any |= all_right > 0.0f;
+        all_right *= b.next->chance(s.match_rates, j);
+        chances[j] = all_right;
     }
-    return has_any ? n_each : 0;
+}
+
+// Return how many drafts each chunk may have.
+int32_t most_drafts(const cbatch_stepper & s) {
+    int32_t n_each = std::min(s.n_drafts_most, n_drafts_each);
+    for (int32_t i = 0; i < s.n_chunks; i++) {
+        n_each = std::min(n_each, s.n_steps - s.n_out[i] - 1);
+    }
+    return n_each;
+}
+
+// Have the draft model guess for chunks whose own drafts are less likely, and take its chances for them.
+void guess_by_model(cbatch_stepper * s, int32_t n_each) {
+    draft_model & model = s->model;
+    const double step_ns = s->costs.cost(s->n_chunks);
+    const auto is_better = [&](int32_t i) {
+        const drafts * next = s->bindings[s->chunks[i].slot].next.get();
+        return next != nullptr && !next->is_lost && s->chances[i * n_each] < model.usual_chance();
+    };
+    int32_t n_better = 0;
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        n_better += is_better(i);
+    }
+    const int32_t k = model.choose(s->n_chunks, n_better, n_each, s->is_even, s->costs);
+    if (k == 0) {
+        return;
+    }
+    const int64_t start_ns = s->api.clock_ns();
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        const binding & b = s->bindings[s->chunks[i].slot];
+        if (model.is_on() && is_better(i) && model.knows(s->api, s->chunks[i].slot, b.next->text.tokens, step_ns)) {
+            guesses g;
+            g.slot = s->chunks[i].slot;
+            g.text = &b.next->text.tokens;
+            g.stop = &b.stop;
+            g.n_text = static_cast<int32_t>(b.next->text.tokens.size());
+            g.is_open = true;
+            s->i_guessed[i] = static_cast<int32_t>(s->guessed.size());
+            s->guessed.push_back(g);
+        }
+    }
+    s->catch_up_ns = s->api.clock_ns() - start_ns;
+    if (model.is_on() && !s->guessed.empty()) {
+        model.guess(s->api, &s->guessed, k);
+    }
+    s->draft_ns = s->api.clock_ns() - start_ns;
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        if (s->i_guessed[i] >= 0) {
+            const guesses & g = s->guessed[s->i_guessed[i]];
+            std::fill(&s->chances[i * n_each], &s->chances[i * n_each] + n_each, 0.0f);
+            std::copy(g.chances, g.chances + g.n, &s->chances[i * n_each]);
+        }
+    }
+}
+
+// Write down the drafts of a chunk, as many as were decided on.
+void write_drafts(cbatch_stepper * s, int32_t i_chunk, int32_t n_each) {
+    const drafts * next = s->bindings[s->chunks[i_chunk].slot].next.get();
+    const int32_t i_guessed = s->i_guessed[i_chunk];
+    int32_t * own = s->draft_tokens.data() + s->n_all_drafts;
+    for (int32_t j = 0; j < s->n_drafts[i_chunk]; j++) {
+        const bool is_made = s->chances[i_chunk * n_each + j] > 0.0f;
+        own[j] = !is_made ? pad_token : i_guessed >= 0 ? s->guessed[i_guessed].tokens[j] : next->draft(j, own);
+    }
+    s->n_all_drafts += s->n_drafts[i_chunk];
 }
 
 // Decide how many drafts stand behind each chunk, and write them down.
 void make_drafts(cbatch_stepper * s) {
     s->n_all_drafts = 0;
+    s->draft_ns = 0;
+    s->catch_up_ns = 0;
+    s->guessed.clear();
     std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
-    const int32_t n_each = s->may_draft && s->gains[s->n_chunks].allows() ? estimate_chances(s) : 0;
-    if (n_each == 0) {
+    std::fill(s->i_guessed.begin(), s->i_guessed.begin() + s->n_chunks, -1);
+    const int32_t n_each = s->may_draft && s->gains[s->n_chunks].allows() ? most_drafts(*s) : 0;
+    if (n_each < 1) {
         return;
+    }
+    for (int32_t i = 0; i < s->n_chunks; i++) {
+        estimate_chunk(*s, i, n_each, s->chances.data() + i * n_each);
+    }
+    if (s->model.is_on()) {
+        guess_by_model(s, n_each);
     }
     const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
     const draft_limits limits = {n_each, n_all, s->is_even};
@@ -364,12 +431,7 @@ void make_drafts(cbatch_stepper * s) {
         std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
     }
     for (int32_t i = 0; i < s->n_chunks; i++) {
-        const drafts * next = s->bindings[s->chunks[i].slot].next.get();
-        int32_t * own = s->draft_tokens.data() + s->n_all_drafts;
-        for (int32_t j = 0; j < s->n_drafts[i]; j++) {
-            own[j] = s->chances[i * n_each] > 0.0f ? next->draft(j, own) : pad_token;
-        }
-        s->n_all_drafts += s->n_drafts[i];
+        write_drafts(s, i, n_each);
     }
 }
 
@@ -378,13 +440,9 @@ void put_drafts(cbatch_stepper * s, output_row * row, int32_t i_draft) {
     const cbatch_chunk & c = s->chunks[row->i_chunk];
     row->n_drafts = s->n_drafts[row->i_chunk];
     row->i_draft = i_draft;
-    row->i_draft_token = s->n_tokens;
+    row->i_draft_token = s->batch.n;
     for (int32_t j = 0; j < row->n_drafts; j++) {
-        const int32_t i = s->n_tokens++;
-        s->token[i] = s->draft_tokens[i_draft + j];
-        s->pos[i] = c.start + 1 + j;
-        s->slot[i] = c.slot;
-        s->logits[i] = 1;
+        s->batch.put(s->draft_tokens[i_draft + j], c.start + 1 + j, c.slot, true);
     }
 }
 
@@ -392,7 +450,7 @@ void put_drafts(cbatch_stepper * s, output_row * row, int32_t i_draft) {
 // cuts a batch into runs of consecutive ascending sequences with equally many tokens, so this order keeps the decoding
 // rows of one step in one run whatever prompts stand between them.
 void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
-    s->n_tokens = 0;
+    s->batch.n = 0;
     s->n_rows = 0;
     s->n_scores = 0;
     int32_t offset = 0;
@@ -433,10 +491,8 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
 }
 
 int32_t decode(cbatch_stepper * s) {
-    const llama_batch batch = {s->n_tokens,        s->token.data(),  nullptr,         s->pos.data(),
-                               s->n_seq_id.data(), s->seq_id.data(), s->logits.data()};
     try {
-        const int32_t code = s->api.decode(s->ctx, batch);
+        const int32_t code = s->api.decode(s->ctx, s->batch.view());
         if (code == 0 && s->n_rows + s->n_scores == 0 && s->api.synchronize != nullptr) {
             s->api.synchronize(s->ctx);
         }
@@ -483,15 +539,6 @@ int32_t sample_logits(cbatch_stepper * s, const output_row & row, int32_t i_in_s
     }
     s->out[i] = token;
     return token;
-}
-
-bool is_stop(const binding & b, int32_t token) {
-    for (const int32_t stop : b.stop) {
-        if (token == stop) {
-            return true;
-        }
-    }
-    return token == CBATCH_BROKEN_ROW || token == CBATCH_EMPTY_ROW;
 }
 
 // Sample a row, and those of its drafts as long as they are what was sampled.
@@ -561,6 +608,12 @@ void sample_rows(cbatch_stepper * s) {
 
 // ---- from step to step ----
 
+// Return the place in a report of where a chunk's drafts come from.
+int32_t source_of(const cbatch_stepper & s, int32_t i_chunk) {
+    const drafts * next = s.bindings[s.chunks[i_chunk].slot].next.get();
+    return s.i_guessed[i_chunk] >= 0 ? 2 : next != nullptr && next->is_of_group ? 1 : 0;
+}
+
 // Count what was sampled, and take back the cells of drafts that were wrong; return whether a run ends here.
 bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
     bool is_over = false;
@@ -574,13 +627,20 @@ bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
         if (n_accepted < row.n_drafts) {
             s->api.memory_seq_rm(s->api.get_memory(s->ctx), c.slot, end, -1);
         }
+        const int32_t source = source_of(*s, row.i_chunk);
         if (n_accepted > 0) {
             b.next->feed(end - n_accepted, sampled, n_accepted, true, s->match_rates);
         }
-        if (b.next != nullptr) {
-            report->n_drafts += row.n_drafts;
+        b.last_token = sampled[n_accepted];
+        const int32_t i_guessed = s->i_guessed[row.i_chunk];
+        if (i_guessed >= 0) {
+            const guesses & g = s->guessed[i_guessed];
+            s->model.learn(g, std::min(row.n_drafts, g.n), n_accepted);
         }
-        report->n_accepted += n_accepted;
+        if (b.next != nullptr) {
+            report->n_drafts[source] += row.n_drafts;
+        }
+        report->n_accepted[source] += n_accepted;
         s->n_out[row.i_chunk] += row.n_sampled;
         is_over |= s->n_out[row.i_chunk] >= s->n_steps || is_stop(b, sampled[n_accepted]);
     }
@@ -637,11 +697,12 @@ void learn_step(cbatch_stepper * s, int64_t ns) {
         for (int32_t i = 0; i < s->n_rows; i++) {
             n_sampled += s->rows[i].n_sampled;
         }
-        const double usual_ns = s->costs.cost(s->n_tokens);
+        const double usual_ns = s->costs.cost(s->batch.n);
         const double gained_ns = s->costs.cost(s->n_rows) * n_sampled / s->n_rows;
-        s->gains[s->n_rows].learn(gained_ns, std::min(static_cast<double>(ns), slow_step * usual_ns));
+        const double spent_ns = static_cast<double>(ns - s->catch_up_ns);
+        s->gains[s->n_rows].learn(gained_ns, std::min(spent_ns, slow_step * usual_ns + s->draft_ns));
     }
-    s->costs.learn(s->n_tokens, ns);
+    s->costs.learn(s->batch.n, ns - s->draft_ns);
 }
 
 void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t budget_us, cbatch_report * report) {
@@ -661,6 +722,41 @@ void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t bu
         feed(s);
         tokens = s->fed.data();
     }
+}
+
+// ---- answers of a group ----
+
+// Return the answers of a group, or NULL for group 0. Throws std::bad_alloc.
+std::shared_ptr<group_answers> answers_of(const cbatch_stepper & s, int64_t group) {
+    if (group == 0) {
+        return nullptr;
+    }
+    for (const binding & b : s.bindings) {
+        if (b.next != nullptr && b.next->answers != nullptr && b.next->answers->group == group) {
+            return b.next->answers;
+        }
+    }
+    std::shared_ptr<group_answers> made = std::make_shared<group_answers>();
+    made->group = group;
+    return made;
+}
+
+// Return how many first tokens of a slot's sequence are those of another one.
+int32_t n_same(const binding & b, const std::vector<int32_t> & others) {
+    if (b.next == nullptr) {
+        return 0;
+    }
+    const std::vector<int32_t> & tokens = b.next->text.tokens;
+    const size_t n = std::min(tokens.size(), others.size());
+    return static_cast<int32_t>(std::mismatch(tokens.begin(), tokens.begin() + n, others.begin()).first - tokens.begin());
+}
+
+// Keep what a slot's sequence was answered for the others of its group.
+void leave(binding * b) noexcept {
+    if (b->next == nullptr || b->next->answers == nullptr || b->next->is_lost) {
+        return;
+    }
+    b->next->answers->add(b->next->text.tokens, b->output_origin, b->last_token);
 }
 
 }  // namespace
@@ -715,6 +811,24 @@ void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
     s->ctx = ctx;
 }
 
+int32_t cbatch_stepper_draft_with(cbatch_stepper * s, const cbatch_draft_context * given) noexcept {
+    if (s->api.get_memory == nullptr || s->api.memory_seq_rm == nullptr) {
+        return CBATCH_BAD_DRAFTS;
+    }
+    if (given->ctx == nullptr || given->n_batch < 1 || given->n_window < 1 || given->n_vocab < 1) {
+        return CBATCH_BAD_SIZES;
+    }
+    try {
+        s->model.allocate(*given, s->sizes.n_slots);
+    } catch (const std::exception &) {
+        return CBATCH_NO_MEMORY;
+    }
+    for (int32_t slot = 0; slot < s->sizes.n_slots; slot++) {
+        s->api.memory_seq_rm(s->api.get_memory(given->ctx), slot, 0, -1);
+    }
+    return CBATCH_OK;
+}
+
 int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_binding * binding) noexcept {
     if (!has_slot(*s, slot)) {
         return CBATCH_BAD_SLOT;
@@ -730,9 +844,14 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
         b.cost_ps = sample_cost_ps(b.row.rule);
         if (binding->has_drafts != 0) {
             b.next = std::make_unique<drafts>();
-            b.next->tokens.assign(binding->history, binding->history + binding->n_history);
+            b.next->text.tokens.assign(binding->history, binding->history + binding->n_history);
+            b.next->answers = answers_of(*s, binding->draft_group);
         }
         b.is_bound = true;
+        if (s->model.is_on()) {
+            s->model.keep(slot, b.next != nullptr ? n_same(s->bindings[slot], b.next->text.tokens) : 0);
+        }
+        leave(&s->bindings[slot]);
         s->bindings[slot] = std::move(b);
     } catch (const std::exception &) {
         return CBATCH_NO_MEMORY;

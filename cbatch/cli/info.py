@@ -18,7 +18,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @takes(
     *("parallel", "ctx_per_seq", "n_ctx", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
-    *("memory_mib", "checkpoint_mib", "threads", "gpu_layers"),
+    *("memory_mib", "checkpoint_mib", "threads", "gpu_layers", "draft"),
 )
 def info(
     file: Annotated[
@@ -119,6 +119,8 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["n_short_cells"]:
         size = f"{found['n_short_cells']:,} tokens, {_size(found['n_short_bytes'])}"
         yield "second cache", f"{size}; faster while all requests are short"
+    if found["draft"]:
+        yield "draft model", f"{found['draft']}, {_size(found['n_draft_bytes'])} of weights"
     why = found["flash_attn_why"]
     yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + _by(why)
     yield (

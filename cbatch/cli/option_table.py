@@ -316,7 +316,8 @@ OPTIONS = (
     _schedule("prefill_chunk", "Most prompt tokens of one request in a step.", "what a step holds"),
     _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
     _schedule(
-        "speculate", "Draft tokens that repeat earlier ones, where that is faster: auto, or off."
+        "speculate",
+        "Draft tokens that repeat earlier ones, where that is faster: auto, off, or ngram (from the request alone).",
     ),
     _schedule("swap_mib", "MiB of host memory for the KV cache of preempted requests."),
     _schedule(
@@ -356,6 +357,11 @@ OPTIONS = (
         setting="adapters",
         read=named_adapters,
         type=list[str],
+    ),
+    _model(
+        "draft",
+        "A smaller model with the same vocabulary: it guesses tokens, and the model keeps those it agrees with.",
+        metavar="FILE",
     ),
     _model(
         "cache_dir",

@@ -357,8 +357,15 @@ class SequenceDriver:
         if self.n_prompts_before is None:
             self.n_prompts_before = n_prompts
 
-    def binding(self, slot: Slot, *, has_drafts: bool = False) -> Binding:
-        """Return what the backend must know of this sequence in `slot`, and whether it may draft tokens."""
+    def binding(
+        self, slot: Slot, *, has_drafts: bool = False, shares_drafts: bool = False
+    ) -> Binding:
+        """Return what the backend must know of this sequence in `slot`.
+
+        Args:
+            has_drafts: whether it may have draft tokens.
+            shares_drafts: whether they may come from other answers of its job.
+        """
         request = self.request
         output_origin = len(self.tokens) - len(self.output)  # tokens that left the window lower it
         constraint = self.compiled.get(request.grammar) if request.grammar else None
@@ -377,6 +384,7 @@ class SequenceDriver:
             output=() if constraint is None else (*self.output, *held),
             processor=None if process is None else OwnProcessor(process, self.given, self.output),
             has_drafts=has_drafts and constraint is None and process is None,
+            draft_group=request.job if has_drafts and shares_drafts else 0,
         )
 
     @property

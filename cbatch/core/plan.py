@@ -144,6 +144,8 @@ class Binding:
     """Changes each row of logits before anything else; None: no processor."""
     has_drafts: bool = False
     """Whether the backend may draft tokens of it: `StepPlan.n_drafts`."""
+    draft_group: int = 0
+    """Not 0: drafts may come from the answers of sequences with the same number, too."""
 
 
 @dataclass(slots=True)
@@ -200,7 +202,7 @@ class StepPlan:
     """Seconds of the run, from where computing begins; 0 for no limit."""
     n_drafts: int = 0
     """Most draft tokens that a step may compute behind a row's own token: only in a run of several steps, and where
-    `KvCapabilities.can_trim`. A draft that equals the token sampled before it is accepted: its own row is sampled in
+    `KvCapabilities.can_draft`. A draft that equals the token sampled before it is accepted: its own row is sampled in
     the same step. So a row samples one token a step or more, and a run ends when one has sampled `n_steps`."""
     clears: tuple[Slot, ...] = ()
     """Slots to empty, whatever is in them."""
@@ -278,9 +280,9 @@ class StepResult:
     """Log-probabilities of the targets of each chunk that has some; empty where the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """What constraints say of the tokens sampled in their slots; a constraint with nothing to say is left out."""
-    n_drafts: int = 0
-    """Draft tokens that were computed."""
-    n_accepted: int = 0
+    n_drafts: tuple[int, int, int] = (0, 0, 0)
+    """Draft tokens that were computed: that the sequence repeats, of its group, of a draft model."""
+    n_accepted: tuple[int, int, int] = (0, 0, 0)
     """Those of them that were accepted."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows in place of tokens."""
@@ -303,6 +305,8 @@ class KvCapabilities:
     """Cells in total."""
     can_trim: bool = True
     """Whether the end of a sequence can be taken off."""
+    can_draft: bool = False
+    """Whether steps may have draft tokens: `StepPlan.n_drafts`. Implies `can_trim`."""
     can_save: bool = False
     """Whether a sequence's cells can be copied out and into another slot."""
     can_check: bool = True

@@ -35,6 +35,8 @@ class Request:
     """Alternatives to report for each token of the prompt; None where it is not scored."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Log-probabilities of the prompt, where an earlier request found them."""
+    job: int = 0
+    """The number of the call it belongs to; 0 for none. Drafts may come from the answers of one call, too."""
     owner: str = ""
     """The mark of the engine that it was submitted to."""
     output: tuple[int, ...] = ()

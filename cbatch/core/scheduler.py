@@ -127,8 +127,9 @@ class ContinuousBatchScheduler:
         self._has_checkpoints = cells.prefixes.checkpoints.is_on
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
-        can_draft = options.speculate != "off" and memory.can_trim and not cuts
+        can_draft = options.speculate != "off" and memory.can_draft and not cuts
         self._n_drafts = N_DRAFTS_MAX if can_draft else 0
+        self._shares_drafts = options.speculate in ("auto", "job")
         self._has_adapters = has_adapters
         self._adapter_turns: Mapping[AdapterSet, int] = {}
         self._n_adapter_turns = 0
@@ -253,10 +254,15 @@ class ContinuousBatchScheduler:
         if not (placed or slot_plan.cells.rebinds):
             return ()
         rebound = [(holders[slot], slot) for slot in slot_plan.cells.rebinds]
-        may_draft = self._n_drafts > 0
+        may_draft, shares = self._n_drafts > 0, self._shares_drafts
         held = [(d, slot) for d, slot in rebound if d is not None and d not in placed]
         held += [(driver, slot) for driver, (slot, _) in placed.items()]
-        return tuple([driver.binding(slot, has_drafts=may_draft) for driver, slot in held])
+        return tuple(
+            [
+                driver.binding(slot, has_drafts=may_draft, shares_drafts=shares)
+                for driver, slot in held
+            ]
+        )
 
     # ---- what a step computes ----
 
@@ -510,6 +516,16 @@ class ContinuousBatchScheduler:
         has_room = slot_plan.ledger.n_free_cells >= n_tokens + N_TARGETS_MAX
         return self._n_drafts if has_room else 0
 
+    def _count_drafts(self, result: StepResult) -> None:
+        stats, (_, n_job, n_model) = self._stats, result.n_drafts
+        stats.n_draft_tokens += sum(result.n_drafts)
+        stats.n_job_draft_tokens += n_job
+        stats.n_model_draft_tokens += n_model
+        _, n_job, n_model = result.n_accepted
+        stats.n_accepted_tokens += sum(result.n_accepted)
+        stats.n_job_accepted_tokens += n_job
+        stats.n_model_accepted_tokens += n_model
+
     def _check_progress(self, slot_plan: SlotPlan) -> None:
         """Refuse to sleep while a sequence could be served.
 
@@ -588,8 +604,8 @@ class ContinuousBatchScheduler:
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
         self._stats.n_pad_rows += result.n_pad_rows
-        self._stats.n_draft_tokens += result.n_drafts
-        self._stats.n_accepted_tokens += result.n_accepted
+        if any(result.n_drafts):
+            self._count_drafts(result)
         self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
         if n_prompt:
             self.costs.learn_mixed(n_decode, n_prompt, result.first_s)

@@ -103,8 +103,8 @@ def run_file(
     named, model, place = model, local_model(model), file_of("output", output)
     _check_calls(on_result, stop)
     models = [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
-    adapters = [str(path) for path in (load_settings.get("adapters") or {}).values()]
-    check_places(place, asked, [*models, *adapters])
+    beside = [*(load_settings.get("adapters") or {}).values(), load_settings.get("draft") or ""]
+    check_places(place, asked, [*models, *filter(None, map(str, beside))])
     with Recording(asked, view.say) as recording:
         run = _Run(asked, defaults, view, recording, stop or Stopper(), on_result)
         with ExitStack() as stack:

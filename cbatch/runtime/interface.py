@@ -104,6 +104,8 @@ class Submission:
     """Whether prompts are tokenized at once, however many wait, so that a prompt that cannot run ends soon."""
     is_part: bool = False
     """Whether they are a part of the requests of one call."""
+    job: int = 0
+    """The number of the call that they belong to; 0 for none."""
     is_awaited: bool = True
     """Whether the caller waits for the word of other processes; else a prompt that they refuse ends with its error."""
 

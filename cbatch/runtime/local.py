@@ -275,7 +275,9 @@ class LocalRuntime:
         """Return the sequences of one prompt, or the error that it alone ends with."""
         prompt, id, name = asked.prompts[i], asked.ids[i], asked.names[i]
         try:
-            return self.sequences.of_prompt(prompt, id, asked.options, now, asked.ends_s, name=name)
+            return self.sequences.of_prompt(
+                prompt, id, asked.options, now, asked.ends_s, name=name, job=asked.job
+            )
         except ConfigError as error:
             if asked.is_group and self.sequences.is_own_fault(prompt, asked.options):
                 return error

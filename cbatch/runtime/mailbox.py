@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.progress import Counts
@@ -134,6 +135,9 @@ class ItemCounts:
             return Counts(n_total, n_done, self._n_failed, self._n_cancelled)
 
 
+_n_jobs = count(1)
+
+
 class Mailbox:
     """Delivery of one batch. The owner never waits here; a reader may.
 
@@ -156,6 +160,8 @@ class Mailbox:
         `pump` does a step of an engine without a thread, and returns False where there is none to do; `log` is told of
         results before a reader is; `engine` is kept alive.
         """
+        self.job = next(_n_jobs)
+        """The number of the call."""
         self.is_streamed = self.wants_tokens = False
         self.asks_again = False
         """Whether its items are asked again where their worker process dies."""

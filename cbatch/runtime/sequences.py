@@ -74,9 +74,10 @@ class SequenceMaker:
         ends_s: float,
         *,
         name: str = "",
+        job: int = 0,
     ) -> list[SequenceDriver]:
         """Return the sequences of a prompt, one for each choice; a `ConfigError` of its options names it `name`."""
-        request = self.request(item, id, run_options, now, ends_s, name=name)
+        request = self.request(item, id, run_options, now, ends_s, name=name, job=job)
         n_choices, options = request.options.n_choices, request.options
         if options.choice_probs:
             return [self.of_request(label, now) for label in _labels(request)]
@@ -93,6 +94,7 @@ class SequenceMaker:
         ends_s: float,
         *,
         name: str = "",
+        job: int = 0,
     ) -> Request:
         """Return what a prompt asks for, with merged options. Raises as `of_prompt`."""
         try:
@@ -107,7 +109,7 @@ class SequenceMaker:
         except ConfigError as error:
             raise ConfigError(f"{name or f'request {id!r}'}: {error}") from None
         deadline_s = min(ends_s, now + check_seconds("timeout_s", options.timeout_s))
-        request = self._request(item, id, options, deadline_s, grammar)
+        request = self._request(item, id, options, deadline_s, grammar, job)
         return replace(request, grammar=None, is_grammar_open=True) if is_open else request
 
     def is_own_fault(self, item: BatchPrompt, run_options: RunOptions) -> bool:
@@ -137,6 +139,7 @@ class SequenceMaker:
         options: RunOptions,
         deadline_s: float,
         grammar: Grammar | None,
+        job: int,
     ) -> Request:
         vocab = self._backend.vocab
         seed = secrets.randbits(32) if options.seed is None else options.seed
@@ -152,6 +155,7 @@ class SequenceMaker:
             options.adapters,
             options.n_logprobs,
             options.n_prompt_logprobs,
+            job=job,
             owner=self.owner,
             grammar=grammar,
             dry_breakers=options.dry_breakers(sampling),

@@ -120,6 +120,7 @@ class Submitter:
                 asks_again=mailbox.asks_again,
                 is_checked=is_soon,
                 is_awaited=not is_soon,
+                job=mailbox.job,
             )
         )
 
@@ -167,6 +168,7 @@ class Submitter:
                     first_place=place,
                     is_fed=True,
                     asks_again=mailbox.asks_again,
+                    job=mailbox.job,
                 )
             )
         except Exception as error:

@@ -45,6 +45,10 @@ def _n_prompt(stats: EngineStats) -> float:
     return stats.n_prompt_tokens + stats.n_cached_tokens
 
 
+def _by_source(n_all: int, n_job: int, n_model: int) -> Mapping[str, float]:
+    return {"ngram": n_all - n_job - n_model, "job": n_job, "model": n_model}
+
+
 def _successes(stats: EngineStats) -> Mapping[str, float]:
     """Return ends by vLLM's reasons."""
     found = dict.fromkeys(("stop", "length", "abort", "error"), 0)
@@ -142,13 +146,19 @@ ROWS = (
     ),
     EngineFigure(
         ("cbatch:draft_tokens_total",),
-        "Tokens that were drafted and computed.",
-        lambda stats: stats.n_draft_tokens,
+        "Tokens that were drafted and computed, by what they were drafted from.",
+        lambda stats: _by_source(
+            stats.n_draft_tokens, stats.n_job_draft_tokens, stats.n_model_draft_tokens
+        ),
+        "source",
     ),
     EngineFigure(
         ("cbatch:accepted_tokens_total",),
-        "Draft tokens that were sampled too.",
-        lambda stats: stats.n_accepted_tokens,
+        "Draft tokens that were sampled too, by what they were drafted from.",
+        lambda stats: _by_source(
+            stats.n_accepted_tokens, stats.n_job_accepted_tokens, stats.n_model_accepted_tokens
+        ),
+        "source",
     ),
     EngineFigure(
         ("cbatch:step_cost_seconds",),

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import Struct
@@ -39,6 +40,7 @@ from cbatch.worker.protocol_commands import (
     COMMAND,
     COMMANDS,
     CROSSINGS,
+    MAX_JOB,
     ORDERS,
     Abort,
     CancelCommand,
@@ -74,6 +76,9 @@ N_LATER_BYTES_MAX = 4 * N_LINE_MAX
 
 _LOOK_S = 0.05
 """How often requests are cancelled that were on their way into the queue."""
+
+
+_n_hosts = count(1)
 
 
 class SessionEnd(Enum):
@@ -126,6 +131,8 @@ class Host:
         self._batches: dict[str, _HostBatch] = {}
         """The target of each request in flight, by id. Changed under `_renaming`."""
         self._renaming = threading.Lock()
+        self._first_job = MAX_JOB * next(_n_hosts)
+        """Added to its client's numbers of jobs: other clients have the same ones."""
         self._ids, self._options = Ids(), _LastOptions(options or RunOptions())
         self._later: dict[threading.Thread, int] = {}
         """Threads of commands that wait or compute, and the bytes of each one's line."""
@@ -341,6 +348,7 @@ class Host:
             may_wait=command.may_wait,
             is_checked=command.checked,
             is_part=command.part,
+            job=command.job and self._first_job + command.job,
         )
         batch.ids.update(enumerate(ids))
         self._know(ids, batch)

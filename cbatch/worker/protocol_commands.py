@@ -64,6 +64,10 @@ class ProtocolCommand(
     n: int | str | None = None
 
 
+MAX_JOB = 2**40
+"""Numbers of jobs are below it. Our choice."""
+
+
 class RunCommand(ProtocolCommand, tag="run"):
     """The ids; all items are queued, or none."""
 
@@ -92,6 +96,14 @@ class RunCommand(ProtocolCommand, tag="run"):
         bool,
         Meta(description="the items are a part of a call's: one with wrong options fails alone"),
     ] = False
+    job: Annotated[
+        int,
+        Meta(
+            ge=0,
+            lt=MAX_JOB,
+            description="draft tokens may come from answers with the same number, too; 0: none",
+        ),
+    ] = 0
 
 
 class HeardToken(Struct):

@@ -72,6 +72,7 @@ class Asked:
     is_fed: bool = False
     may_wait: bool = True
     is_checked: bool = False
+    job: int = 0
     is_part: bool = False
     """Whether it is one of several requests of a call."""
     asks_again: bool = False
@@ -135,6 +136,7 @@ class Asked:
                 is_fed=s.is_fed,
                 may_wait=s.may_wait,
                 is_checked=s.is_checked,
+                job=s.job,
                 is_part=s.is_group,
                 is_paused=s.is_paused,
                 asks_again=s.asks_again,
@@ -184,6 +186,7 @@ class Asked:
             may_wait=self.may_wait,
             checked=self.is_checked,
             part=self.is_part,
+            job=self.job,
             seconds=None if self.ends_s == math.inf else max(0.0, self.ends_s - now),
             age_s=round(now - self.submitted_s, 3),
         )

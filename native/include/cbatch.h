@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 10
+#define CBATCH_ABI_VERSION 11
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -134,6 +134,8 @@ typedef struct cbatch_binding {
     int32_t has_logprobs;  // not 0: report log-probabilities
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
     int32_t has_drafts;   // not 0: what followed its newest tokens before may be computed ahead; `history` is all of it
+    // Not 0: drafts come from answers of slots that were bound with the same number, too; they are kept as long as one is.
+    int64_t draft_group;
 } cbatch_binding;
 
 // Log-probabilities of one token by the model's own logits: before any changed row, mask, bias, penalty, filter or temperature.
@@ -168,8 +170,10 @@ typedef struct cbatch_report {
     int64_t decode_ns;  // time in llama_decode and in fetching rows, all steps, nanoseconds
     int64_t sample_ns;  // time in sampling and scoring, all steps, nanoseconds
     int64_t first_ns;   // decode_ns and sample_ns of the first step alone; 0 where it failed
-    int32_t n_drafts;  // drafts that were checked
-    int32_t n_accepted;    // drafts that were sampled too
+    // Drafts that were checked, and those of them that were sampled too: of what the slot's tokens repeat, of what answers
+    // of its group said, of the draft model.
+    int32_t n_drafts[3];
+    int32_t n_accepted[3];
 } cbatch_report;
 
 typedef struct cbatch_stepper cbatch_stepper;    // runs steps in one llama context
@@ -197,6 +201,19 @@ CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
 // Compute in another context from now on, which has the same model and room for the same sizes; what is bound stays. Not
 // while a run is in flight.
 CBATCH_EXPORT void cbatch_stepper_use(cbatch_stepper * s, void * ctx) CBATCH_NOEXCEPT;
+
+// The context of a smaller model that has the same tokens, and the slots as its sequences. Its memory can be cut.
+typedef struct cbatch_draft_context {
+    void * ctx;         // the stepper's alone, and outlives it
+    int32_t n_batch;    // ≥ 1; most tokens of one call
+    int32_t n_window;   // ≥ 1; cells of each slot
+    int32_t n_vocab;    // ≥ 1; floats in one row of its logits
+} cbatch_draft_context;
+
+// Draft with a smaller model too, from now on. Its cells are emptied.
+// Returns CBATCH_OK, _BAD_DRAFTS without memory_seq_rm, _BAD_SIZES or _NO_MEMORY.
+CBATCH_EXPORT int32_t cbatch_stepper_draft_with(cbatch_stepper * s,
+                                                const cbatch_draft_context * given) CBATCH_NOEXCEPT;
 
 // Say how `slot` is sampled from now on. Everything is copied; where penalties or DRY are on, tokens that are fed to the
 // slot afterwards join its history.

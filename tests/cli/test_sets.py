@@ -232,7 +232,7 @@ FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "prefill_budget": (("--prefill-budget", 64), 64),
     "prefill_chunk": (("--prefill-chunk", 32), 32),
     "itl_ms": (("--itl-ms", 12.5), 12.5),
-    "speculate": (("--speculate", "auto"), "auto"),
+    "speculate": (("--speculate", "off"), "off"),
     "swap_mib": (("--swap-mib", 0), 0),
     "checkpoint_mib": (("--checkpoint-mib", 0), 0),
     "share_prefixes": (("--no-share-prefixes",), False),
@@ -240,6 +240,7 @@ FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
 MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "n_batch": (("--n-batch", 256), 256),
     "n_ubatch": (("--n-ubatch", 64), 64),
+    "draft": (("--draft", "d.gguf"), "d.gguf"),
     "cache_mib": (("--cache-mib", 5), 5),
     "use_mmap": (("--no-mmap",), False),
     "use_mlock": (("--mlock",), True),

@@ -222,6 +222,7 @@ def memories(draw: st.DrawFn, n_slots: int, n_window: int) -> KvCapabilities:
         kind,
         n_cells,
         can_trim=can_trim,
+        can_draft=can_trim,
         can_save=can_save,
         can_copy=can_trim and draw(st.sampled_from([True, True, True, False])),
         can_shift=can_trim,

@@ -45,12 +45,13 @@ def test_paths_of_a_spec_mean_the_same_file_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    spec = cbatch.EngineSpec("m.gguf", adapters={"a": "a.gguf"}, cache_dir="cells")
+    spec = cbatch.EngineSpec("m.gguf", adapters={"a": "a.gguf"}, cache_dir="cells", draft="d.gguf")
     monkeypatch.chdir("/")
     assert spec.model == str(tmp_path / "m.gguf")
     assert spec.settings == {
         "adapters": {"a": str(tmp_path / "a.gguf")},
         "cache_dir": str(tmp_path / "cells"),
+        "draft": str(tmp_path / "d.gguf"),
     }
     assert cbatch.EngineSpec("hf:a/b/c.gguf").model == "hf:a/b/c.gguf"
 

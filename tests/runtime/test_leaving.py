@@ -151,9 +151,11 @@ def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], No
 
 @no_pool(Reason.ONE_BACKEND)
 def test_many_that_leave_in_one_step_cost_no_step_each() -> None:
-    backend, n_clients = GatedBackend(2, LONG, 16, hold_at=3), 20
+    backend, n_clients = GatedBackend(2, LONG, 16), 20
     with engine_on(backend, options=ENDLESS) as engine:
         readers = [iter(engine.submit(f"{i}")) for i in range(n_clients)]
+        engine.stats()  # what was sent before it has been read
+        in_owner(engine, lambda: setattr(backend, "hold_at", backend.n_runs))
         backend.wait_until_held()
         n_plans = len(backend.plans)
         for reader in readers:

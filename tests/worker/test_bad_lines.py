@@ -202,7 +202,8 @@ def test_request_with_the_id_of_one_that_just_ended_is_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its id comes when the result is written, before the thread that computes goes on."""
-    again = {"items": [{"prompt": "b", "id": "x"}], "options": {"max_tokens": 40}, "paused": True}
+    own = {"max_tokens": 40, "ignore_eos": True}
+    again = {"items": [{"prompt": "b", "id": "x"}], "options": own, "paused": True}
     deliver = Outbox.deliver
 
     def delivered(outbox: Outbox, chunks: Any, results: Sequence[BatchResult]) -> None:

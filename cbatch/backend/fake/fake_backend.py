@@ -199,8 +199,8 @@ class FakeBackend:
             logprobs=found,
             scores=self._scores if n_done else {},
             grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
-            n_drafts=self._n_drafts,
-            n_accepted=self._n_accepted,
+            n_drafts=(self._n_drafts, 0, 0),
+            n_accepted=(self._n_accepted, 0, 0),
             failures=self._failures,
         )
 
@@ -432,7 +432,7 @@ class FakeBackend:
             and not all(c.has_output for c in chunks),
             "steps under a constraint or with a processor cannot be repeated": not is_one_step
             and any(c.slot in constrained for c in chunks),
-            "draft tokens in memory that cannot be cut": plan.n_drafts and not self.memory.can_trim,
+            "draft tokens in memory that has none": plan.n_drafts and not self.memory.can_draft,
             "no such adapter": any(name not in self.adapters for name, _ in plan.adapters),
             "a slot was never bound": any(c.has_output and c.slot not in bindings for c in chunks),
         }

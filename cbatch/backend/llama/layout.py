@@ -85,6 +85,14 @@ class Footprint:
         """Return the bytes of a context of `n_slots` slots and `n_cells` cells in total."""
         return n_slots * self.n_state_bytes + n_cells * self.n_cell_bytes
 
+    def with_other(self, other: Footprint) -> Footprint:
+        """Return the bytes of two contexts of the same sequences."""
+        return Footprint(
+            self.n_cell_bytes + other.n_cell_bytes,
+            self.n_state_bytes + other.n_state_bytes,
+            self.is_about or other.is_about,
+        )
+
 
 def footprint(layout: Layout, options: EngineOptions) -> Footprint | None:
     """Return what sequences need with the options' types of cells; None where the file does not tell."""

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Vocab
     from cbatch.backend.llama.adapters import Adapters
+    from cbatch.backend.llama.draft_model import DraftModel
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.core.plan import Slot
@@ -100,6 +101,7 @@ class LlamaBackend:
         self.company = "together: not tried"
         """See `Engine.company`."""
         self._adapters = adapters
+        self._draft: DraftModel | None = None
         self.adapters: Sequence[str] = () if adapters is None else adapters.names
         self.grammars = LlamaGrammars(model)
         self.vocab: Vocab = model.vocab
@@ -130,6 +132,23 @@ class LlamaBackend:
             self.short_pool = ShortPool(self.model, self.options, self.n_threads, self._format)
         except (ModelLoadError, ValueError) as error:
             _log.write(logging.INFO, "no pool for short sequences: %s", error)
+
+    def draft_with(self, draft: DraftModel) -> None:
+        """Draft tokens with a smaller model, too; it is closed with the backend. Slots are empty.
+
+        Raises:
+            ModelLoadError: its context cannot be made.
+        """
+        if self._draft is None and self.memory.can_draft:
+            draft.make_context(self.options, self.n_threads)
+            self._draft = draft
+            self._runner.free()
+            self._runner.renew()
+        else:
+            _log.warn(
+                "the draft model has no effect: this model's memory cannot be cut, so it has no draft tokens"
+            )
+            draft.close()
 
     # ---- the context's life ----
 
@@ -187,7 +206,7 @@ class LlamaBackend:
         )
 
     def _make_stepper(self) -> NativeStepper:
-        return self._stepper_class(
+        stepper = self._stepper_class(
             ctypes.cast(self.ctx, ctypes.c_void_p),
             n_slots=sequences_of(self.options),
             n_batch=self.n_batch,
@@ -195,6 +214,9 @@ class LlamaBackend:
             n_threads=self.n_threads,
             has_silent_rows=self.options.exact,
         )
+        if self._draft is not None:
+            self._draft.serve(stepper)
+        return stepper
 
     def _rebuild(self) -> None:
         """Make the context anew; every slot is empty and unbound then, saved states stay."""
@@ -221,6 +243,8 @@ class LlamaBackend:
         self.grammars.close()
         if self._adapters is not None:
             self._adapters.close()
+        if self._draft is not None:
+            self._draft.close()
         if self.owns_model:
             self.model.close()
         llama_log().remove()

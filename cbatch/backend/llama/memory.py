@@ -168,6 +168,7 @@ def find_memory(ctx: Any, model: LlamaModel, options: EngineOptions) -> FoundMem
         kind=kind,
         n_cells=int(llama_cpp.llama_n_ctx(ctx)),
         can_trim=trial.can_trim,
+        can_draft=trial.can_trim,
         can_save=trial.can_save,
         can_check=format is not None,
         can_copy=trial.can_copy,

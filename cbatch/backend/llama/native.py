@@ -12,6 +12,7 @@ import numpy as np
 
 from cbatch.backend.llama.library import LlamaApi, library
 from cbatch.backend.llama.structs import (
+    NativeDraftContext,
     NativeLogprobs,
     NativeReport,
     NativeScoring,
@@ -136,6 +137,23 @@ class NativeStepper:
     def use(self, ctx: Any) -> None:
         """Compute in another `llama_context` of the same sizes from now on; what is bound stays."""
         self._lib.cbatch_stepper_use(self._open(), ctx)
+
+    def draft_with(self, ctx: Any, *, n_batch: int, n_window: int, n_vocab: int) -> None:
+        """Draft tokens with a smaller model, too.
+
+        Args:
+            ctx: its `llama_context *`, which has the slots as sequences; nobody else computes in it. It is emptied.
+            n_batch: most tokens of one call.
+            n_window: cells of each slot.
+            n_vocab: tokens of its vocabulary.
+
+        Raises:
+            PlanError: memory cannot be cut, or there is none for it.
+        """
+        context = NativeDraftContext(ctx, n_batch, n_window, n_vocab)
+        code = self._lib.cbatch_stepper_draft_with(self._open(), ctypes.byref(context))
+        if code != 0:
+            raise PlanError(f"{_MEANINGS[code]}: a draft model")
 
     def bind(self, binding: Binding) -> None:
         """Say how `binding.slot` is sampled from now on. Copies everything.
@@ -281,8 +299,8 @@ class NativeStepper:
             first_s=report.first_ns * 1e-9,
             logprobs=() if reports is None else self._logprobs(chunks, n_steps, reports),
             scores={} if scoring is None or not report.n_steps else scoring.found(),
-            n_drafts=report.n_drafts,
-            n_accepted=report.n_accepted,
+            n_drafts=tuple(report.n_drafts),
+            n_accepted=tuple(report.n_accepted),
         )
 
     def interrupt(self) -> None:

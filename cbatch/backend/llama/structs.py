@@ -89,11 +89,23 @@ class NativeBinding(ctypes.Structure):
         ("has_logprobs", ctypes.c_int32),
         ("n_top", ctypes.c_int32),
         ("has_drafts", ctypes.c_int32),
+        ("draft_group", ctypes.c_int64),
     ]
 
 
 N_TOP_MAX = 20
 """Most alternatives that are reported of a token. Source: native/include/cbatch.h, CBATCH_TOP_MAX."""
+
+
+class NativeDraftContext(ctypes.Structure):
+    """The context of a draft model: `cbatch_draft_context`."""
+
+    _fields_ = [
+        ("ctx", ctypes.c_void_p),
+        ("n_batch", ctypes.c_int32),
+        ("n_window", ctypes.c_int32),
+        ("n_vocab", ctypes.c_int32),
+    ]
 
 
 class NativeLogprobs(ctypes.Structure):
@@ -122,8 +134,8 @@ class NativeReport(ctypes.Structure):
         ("decode_ns", ctypes.c_int64),
         ("sample_ns", ctypes.c_int64),
         ("first_ns", ctypes.c_int64),
-        ("n_drafts", ctypes.c_int32),
-        ("n_accepted", ctypes.c_int32),
+        ("n_drafts", ctypes.c_int32 * 3),
+        ("n_accepted", ctypes.c_int32 * 3),
     ]
 
 
@@ -159,6 +171,7 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
         has_logprobs=b.n_logprobs is not None,
         n_top=b.n_logprobs or 0,
         has_drafts=b.has_drafts,
+        draft_group=b.draft_group,
     )
     return native, (stop, history, breakers, biases)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -18,6 +18,7 @@ from cbatch.backend.llama.context import (
     sequences_of,
     slot_window,
 )
+from cbatch.backend.llama.draft_model import DraftModel
 from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
@@ -189,9 +190,12 @@ def _describe(
 ) -> dict[str, Any]:
     has_weights = asks_probe or asks_company
     opened = _opened(model, options, is_stopped, has_weights=has_weights)
-    with opened as loaded, closing(loaded):
-        n_unloaded = 0 if has_weights else loaded.n_bytes
-        room = find_room(loaded, options, n_unloaded=n_unloaded)
+    with opened as loaded, closing(loaded), ExitStack() as stack:
+        draft = _open_draft(loaded, options, is_stopped, has_weights=has_weights)
+        beside = stack.enter_context(closing(draft)).model if draft else None
+        n_weights = loaded.n_bytes + (beside.n_bytes if beside else 0)
+        n_unloaded = 0 if has_weights else n_weights
+        room = find_room(loaded, options, draft=beside, n_unloaded=n_unloaded)
         settled = settle(loaded, options, room)
         company, asked = find_known(loaded, settled), settled
         if has_weights:
@@ -212,6 +216,8 @@ def _describe(
         return {
             **_told_of_file(loaded),
             **_told_of_memory(loaded, options, settled, room),
+            "draft": beside and beside.name,
+            "n_draft_bytes": beside and beside.n_bytes,
             "n_short_cells": n_short,
             "n_short_bytes": room.footprint and room.footprint.of(0, n_short),
             "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
@@ -308,10 +314,20 @@ def _load(
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
     with _opened(model, options, is_stopped) as loaded:
-        room = find_room(loaded, options, n_sharing=n_sharing)
-        settled = settle(loaded, options, room, look_ahead)
-        check_fits(loaded, settled, room)
-        backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
+        draft = _open_draft(loaded, options, is_stopped)
+        try:
+            room = find_room(
+                loaded, options, draft=draft.model if draft else None, n_sharing=n_sharing
+            )
+            settled = settle(loaded, options, room, look_ahead)
+            check_fits(loaded, settled, room)
+            backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
+            if draft is not None:
+                backend.draft_with(draft)
+        except BaseException:
+            if draft is not None:
+                draft.close()
+            raise
         warn_past_training(loaded, settled, backend.n_window)
         if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
@@ -319,6 +335,25 @@ def _load(
             load_s = round(perf_counter() - start_s, 3)
             _log_load(loaded, settled, room, backend, load_s, proof)
         return backend, ask
+
+
+def _open_draft(
+    target: LlamaModel,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    *,
+    has_weights: bool = True,
+) -> DraftModel | None:
+    """Return the model that drafts for `target`; None where there is none."""
+    if options.draft is None:
+        return None
+    own = replace(options, chat_template=None)
+    model = open_model(options.draft, own, has_weights=has_weights, is_stopped=is_stopped)
+    try:
+        return DraftModel(model, target)
+    except BaseException:
+        model.close()
+        raise
 
 
 def _has_short_pool(

@@ -156,11 +156,16 @@ def _fastest_kv(
 
 
 def find_room(
-    model: LlamaModel, options: EngineOptions, *, n_unloaded: int = 0, n_sharing: int = 1
+    model: LlamaModel,
+    options: EngineOptions,
+    *,
+    draft: LlamaModel | None = None,
+    n_unloaded: int = 0,
+    n_sharing: int = 1,
 ) -> Room:
     """Return the memory for cells: `memory_mib`, or else half of what is free besides `n_unloaded` bytes of weights.
 
-    Of what is free, `n_sharing` processes have equal shares.
+    Of what is free, `n_sharing` processes have equal shares. A `draft` model needs cells for the same tokens.
 
     Raises:
         ConfigError: cells that the model cannot have.
@@ -169,7 +174,9 @@ def find_room(
     n_free = free_for_cells(model, options, n_unloaded=n_unloaded)
     n_half = None if n_free is None else n_free // 2 // n_sharing
     n_budget = n_half if options.memory_mib is None else options.memory_mib * _MIB
-    return Room(footprint(read_layout(model), options), n_budget, n_free, options)
+    own = footprint(read_layout(model), options)
+    beside = draft and footprint(read_layout(draft), options)
+    return Room((own and beside and own.with_other(beside)) or own, n_budget, n_free, options)
 
 
 def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:

@@ -1,7 +1,8 @@
 """What draft tokens gain or cost: `python -m cbatch.bench.experiments.speculation [MODEL]`.
 
-Two engines on one model, with `speculate="auto"` and without, in turn. Each job is some answers for each slot, all of
-which run to their end.
+Engines on one model, with `speculate="auto"`, "ngram", "off", and with a draft model, in turn. Each job is some answers
+for each slot, all of which run to their end. `ratio` is of "auto": tokens a second over those of "off"; `ngram` and
+`draft` likewise.
 
 Texts: "copy", sentences to repeat; "json", fields of a sentence; "story"; "list", a raw text of lines that are alike,
 which a model goes on with; "free", a raw text at temperature 1, in which nothing repeats itself.
@@ -10,6 +11,7 @@ which a model goes on with; "free", a raw text at temperature 1, in which nothin
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,8 +46,11 @@ def _json(i: int) -> BatchPrompt:
 
 
 def _story(i: int) -> BatchPrompt:
-    animal = ("fox", "owl", "dragon", "penguin")[i % 4]
-    return _chat(f"Tell me a short story about a {animal} in the {('desert', 'castle')[i % 2]}.")
+    animal = ("fox", "owl", "dragon", "penguin", "lion", "mouse", "whale", "crow")[i % 8]
+    place = ("desert", "castle", "forest", "city", "garden", "cave", "harbour", "school")[
+        i // 8 % 8
+    ]
+    return _chat(f"Tell me a short story about a {animal} in the {place}.")
 
 
 def _list(i: int) -> BatchPrompt:
@@ -103,29 +108,37 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--texts", default="copy,json,story,list,free")
     asked.add_argument("--running", default="1,2,4,8,16", help="answers at once")
     asked.add_argument("--items", type=int, default=16, help="answers of a job for each slot")
+    asked.add_argument("--draft", help="a draft model, for another engine")
     asked.add_argument("--tokens", type=int, default=128, help="of each answer, at most")
     a = asked.parse_args(words)
+    ways: list[dict[str, Any]] = [{}, {"speculate": "off"}, {"speculate": "ngram"}]
+    if a.draft:
+        ways.append({"draft": a.draft})
     for n in [int(n) for n in a.running.split(",")]:
-        settings: dict[str, Any] = {"parallel": n, "ctx_per_seq": 1024}
-        with (
-            load(a.model, speculate="off", **settings) as plain,
-            load(a.model, speculate="auto", **settings) as drafting,
-        ):
+        with ExitStack() as stack:
+            engines = [
+                stack.enter_context(load(a.model, parallel=n, ctx_per_seq=1024, **settings))
+                for settings in ways
+            ]
             for text in a.texts.split(","):
-                engines = (drafting, plain)
-                ways = [partial(job, e, text, n * a.items, a.tokens) for e in engines]
-                rounds = take_turns(a.rounds, *ways)
-                n_drafted = sum(auto.n_drafted for auto, _ in rounds)
+                jobs = [partial(job, e, text, n * a.items, a.tokens) for e in engines]
+                rounds = take_turns(a.rounds, *jobs)
+                n_drafted = sum(auto.n_drafted for auto, *_ in rounds)
                 emit(
                     text=text,
                     running=n,
-                    off=median((off.rate for _, off in rounds), 1),
-                    auto=median((auto.rate for auto, _ in rounds), 1),
-                    **ratios((auto.rate, off.rate) for auto, off in rounds),
-                    drafted_over_accepted=round(
-                        n_drafted / max(1, sum(auto.n_accepted for auto, _ in rounds)), 2
+                    off=median((off.rate for _, off, *_ in rounds), 1),
+                    ngram=ratios((r[2].rate, r[1].rate) for r in rounds)["ratio"],
+                    **(
+                        {"draft": ratios((r[3].rate, r[1].rate) for r in rounds)["ratio"]}
+                        if a.draft
+                        else {}
                     ),
-                    drafted_share=round(n_drafted / sum(auto.n_tokens for auto, _ in rounds), 3),
+                    **ratios((auto.rate, off.rate) for auto, off, *_ in rounds),
+                    drafted_over_accepted=round(
+                        n_drafted / max(1, sum(auto.n_accepted for auto, *_ in rounds)), 2
+                    ),
+                    drafted_share=round(n_drafted / sum(auto.n_tokens for auto, *_ in rounds), 3),
                 )
 
 

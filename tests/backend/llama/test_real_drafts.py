@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 import cbatch
+from cbatch.errors import ModelLoadError
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from cbatch.stats import EngineStats
+    from tests.conftest import SynthFactory
 
 pytestmark = pytest.mark.real
 
@@ -58,3 +60,47 @@ def test_many_answers_end_and_drafts_are_counted(test_model: Path) -> None:
 def test_exact_has_no_drafts(test_model: Path) -> None:
     _, stats = answers(test_model, 2, {}, exact=True, speculate="auto")
     assert stats.n_draft_tokens == 0
+
+
+DRAFT = Path(cbatch.__file__).parent / "models/draft.gguf"
+
+
+@pytest.mark.parametrize("kv", ["partitioned", "unified"])
+def test_draft_model_guesses_what_the_model_says(test_model: Path, kv: Literal["unified"]) -> None:
+    stories = [
+        f"Tell me a short story about a {a} in the castle." for a in ("fox", "owl", "penguin")
+    ]
+    chats = [[{"role": "user", "content": text}] for text in stories]
+    with cbatch.load(test_model, parallel=3, ctx_per_seq=512, kv=kv, draft=DRAFT) as engine:
+        for _ in range(4):
+            results = engine.run(chats, options={"temperature": 0}).results()
+        stats = engine.stats()
+    assert all(r.finish_reason == "stop" for r in results)
+    assert 0 <= stats.n_model_accepted_tokens <= stats.n_model_draft_tokens <= stats.n_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ("test", "must have the same vocabulary"),
+        ("missing.gguf", "missing.gguf"),
+        ("mamba", "cannot be cut"),
+    ],
+)
+def test_draft_model_that_cannot_draft_is_refused(
+    synth: SynthFactory, draft: str, words: str
+) -> None:
+    path = draft if draft.endswith(".gguf") else synth(draft)
+    model = None if draft == "test" else synth("test")
+    with pytest.raises(ModelLoadError, match=words):
+        cbatch.load(model, parallel=2, draft=path)
+
+
+def test_draft_model_without_effect_is_told(
+    synth: SynthFactory, test_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "cbatch"):
+        cbatch.load(synth("mamba"), parallel=2, draft=synth("test")).close()
+        assert "draft model has no effect" in caplog.text
+        cbatch.load(DRAFT, parallel=2, draft=test_model).close()
+        assert "is larger than the model" in caplog.text

@@ -1,0 +1,145 @@
+"""Drafts of a smaller model: the same tokens, in fewer steps, and cells of the slots in its own context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.backend.llama.native import NativeStepper
+from cbatch.core.plan import Chunk, Slot
+from cbatch.errors import PlanError
+from cbatch.options import GREEDY, Sampling
+from tests.native.test_drafts import (
+    DRAFT,
+    N_VOCAB,
+    SAMPLINGS,
+    Pair,
+    TextLlama,
+    bindings_of,
+    generate,
+    line,
+    n_drafted,
+)
+from tests.profiles import examples
+
+PROMPTS = [[5, 9, 1], [8, 8, 2, 30]]
+
+
+def unlike(tokens: list[int]) -> Any:
+    """Logits of a text in which nothing repeats itself: the next token follows from how many there are."""
+    logits = np.zeros(N_VOCAB, np.float32)
+    logits[np.random.default_rng(len(tokens)).integers(0, N_VOCAB)] = 9.0
+    return logits
+
+
+def cheap(n_tokens: int) -> int:
+    return 100_000
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=30), min_size=1, max_size=4
+    ),
+    sampling=SAMPLINGS,
+    noises=st.tuples(st.integers(2, 30), st.integers(2, 30)),
+    stop=st.sampled_from([(), (7,)]),
+    n_steps=st.integers(2, 40),
+    n_vocab=st.integers(N_VOCAB - 6, N_VOCAB),
+    n_window=st.sampled_from([20, 1000]),
+    are_apart=st.booleans(),
+)
+def test_answers_are_those_without_drafts(
+    prompts: list[list[int]],
+    sampling: Sampling,
+    noises: tuple[int, int],
+    stop: tuple[int, ...],
+    n_steps: int,
+    n_vocab: int,
+    n_window: int,
+    are_apart: bool,
+) -> None:
+    bindings = bindings_of(prompts, sampling, stop)
+    alone, _ = generate(TextLlama(line(3, noises[0])), prompts, bindings, 40, 0, n_steps)
+    row = line(3, noises[1])
+    draft = TextLlama(
+        lambda tokens: row(tokens)[:n_vocab].copy(), cheap, n_window=n_window, n_vocab=n_vocab
+    )
+    model = TextLlama(line(3, noises[0]))
+    found, _ = generate(model, prompts, bindings, 40, 7, n_steps, are_apart=are_apart, draft=draft)
+    assert found == alone
+
+
+def test_good_draft_model_takes_fewer_steps() -> None:
+    bindings = bindings_of(PROMPTS, GREEDY)
+    draft = TextLlama(unlike, cheap)
+    _, results = generate(TextLlama(unlike), PROMPTS, bindings, 200, 7, 64, draft=draft)
+    n_guessed = sum(r.n_drafts[2] for r in results)
+    assert sum(r.n_steps for r in results) < 100
+    assert n_guessed == sum(r.n_accepted[2] for r in results) > 150 * len(PROMPTS)
+
+
+def test_poor_draft_model_is_hardly_asked() -> None:
+    bindings = bindings_of(PROMPTS, GREEDY)
+    draft = TextLlama(lambda tokens: unlike([*tokens, 1, 2, 3]), cheap)
+    model = TextLlama(unlike)
+    _, results = generate(model, PROMPTS, bindings, 400, 7, 64, draft=draft)
+    assert n_drafted(results) < 60
+    assert draft.now_ns < 0.05 * model.now_ns
+
+
+def test_slow_draft_model_is_asked_once_or_twice() -> None:
+    bindings = bindings_of(PROMPTS, GREEDY)
+    draft = TextLlama(unlike, lambda n_tokens: 2_000_000)
+    model = TextLlama(unlike)
+    generate(model, PROMPTS, bindings, 400, 7, 64, draft=draft)
+    assert draft.now_ns < 0.05 * model.now_ns
+
+
+def test_short_answers_do_not_pay_for_a_long_prompt() -> None:
+    prompt = [i % 31 for i in range(400)]
+    draft = TextLlama(unlike, lambda n_tokens: n_tokens * 100_000)
+    generate(TextLlama(unlike), [prompt], bindings_of([prompt], GREEDY), 8, 7, draft=draft)
+    assert len(draft.cells[0]) < 100
+
+
+def test_model_that_fails_drafts_no_more() -> None:
+    bindings = bindings_of(PROMPTS, GREEDY)
+    draft = TextLlama(unlike, cheap, code=-2)
+    alone, _ = generate(TextLlama(unlike), PROMPTS, bindings, 60, 0)
+    found, results = generate(TextLlama(unlike), PROMPTS, bindings, 60, 7, draft=draft)
+    assert found == alone
+    assert n_drafted(results) < 20
+
+
+def test_slot_that_goes_to_another_request_keeps_the_beginning() -> None:
+    draft = TextLlama(unlike, cheap)
+    pair = Pair(TextLlama(unlike), draft)
+    stepper = NativeStepper(
+        None, n_slots=1, n_batch=64, n_vocab=N_VOCAB, n_threads=1, api=pair.api()
+    )
+    stepper.draft_with(DRAFT, n_batch=64, n_window=1000, n_vocab=N_VOCAB)
+    for end in (1, 2):
+        pair.model.cells.clear()
+        prompt = [*range(30), end]
+        stepper.bind(bindings_of([prompt], GREEDY)[0])
+        tokens = stepper.run([Chunk(Slot(0), 0, prompt, has_output=True)]).tokens[0]
+        while len(tokens) < 60:
+            chunk = Chunk(Slot(0), len(prompt) + len(tokens) - 1, tokens[-1:], has_output=True)
+            tokens += stepper.run([chunk], 8, n_drafts=7).tokens[0]
+        assert draft.cells[0][:31] == prompt
+    stepper.close()
+
+
+def test_draft_model_is_refused_where_memory_cannot_be_cut() -> None:
+    llama = TextLlama(unlike)
+    stepper = NativeStepper(
+        None, n_slots=1, n_batch=8, n_vocab=N_VOCAB, n_threads=1, api=llama.api(can_cut=False)
+    )
+    with pytest.raises(PlanError, match="draft"):
+        stepper.draft_with(DRAFT, n_batch=8, n_window=8, n_vocab=N_VOCAB)
+    stepper.close()
