@@ -42,7 +42,9 @@ def fitted_costs(
     """
     n_cores = available_cores()
     n_threads = min(settings.get("n_threads") or n_cores, n_cores)
-    with load(model, **{**settings, "threaded": False, "share_prefixes": False}) as engine:
+    plain = {name: value for name, value in settings.items() if name != "draft"}
+    plain |= {"threaded": False, "share_prefixes": False, "speculate": "off"}
+    with load(model, **plain) as engine:
         start_s, start_cpu_s = perf_counter(), process_time()
         show_steps(engine)
         wall_s, cpu_s = perf_counter() - start_s, process_time() - start_cpu_s
