@@ -83,8 +83,6 @@ _log = Log("cbatch")
 IsStopped = Callable[[], bool]
 """Tells whether a load is to stop, for its result is not wanted any more."""
 
-ONLY_EMBEDS = "it only embeds texts or reranks documents: use embed() or rerank()"
-
 N_TEXTS_AHEAD = 2048
 """Texts of a generator in hand: enough to fill micro-batches, and for results that a reader has not taken. Our
 choice."""
@@ -437,8 +435,6 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         self._runtime.check_open()
-        if not self.can_generate:
-            raise UnsupportedTaskError("generate", ONLY_EMBEDS)
         run_options = run_options_of(self, options)
         ends_s = time.perf_counter() + check_seconds("max_time_s", max_time_s)
         view, asks_again = check_view(progress), check_flag("ask_again", ask_again)

@@ -285,9 +285,7 @@ class LocalRuntime:
     def _check_generates(self) -> None:
         """Raise an `UnsupportedTaskError` where the model generates no text."""
         if not self._can_generate:
-            raise UnsupportedTaskError(
-                "generate", "it only embeds texts or reranks documents: use embed() or rerank()"
-            )
+            raise UnsupportedTaskError("generate", "it only embeds texts or reranks documents")
 
     def _enter_texts(self, asked: Submission, settings: TextSettings) -> Callable[[], None]:
         """Check texts to embed and make them known; return what queues them."""

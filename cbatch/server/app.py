@@ -24,7 +24,7 @@ from cbatch.server.call import Answering
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.gate import Gate
-from cbatch.server.http_errors import HttpProblemError, absent, problem_of, told
+from cbatch.server.http_errors import HttpProblemError, problem_of, told
 from cbatch.server.infill import InfillCall
 from cbatch.server.llama_completions import LlamaCall
 from cbatch.server.openai_chat import ChatCall
@@ -151,8 +151,6 @@ async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) 
     """Answer a call of some dialect."""
     body = await small.body_of(desk, exchange)
     call = await exchange.aside(call_of, body, is_strict=desk.settings.strict_fields)
-    if not desk.engine.can_generate:
-        raise absent("this model generates no text: use /v1/embeddings or /v1/rerank")
     await Answering(desk, exchange, call).run()
 
 
