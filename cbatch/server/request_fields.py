@@ -13,7 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.errors import ConfigError, GrammarError, UnsupportedOptionError
+from cbatch.errors import (
+    ConfigError,
+    GrammarError,
+    UnsupportedOptionError,
+    UnsupportedTaskError,
+)
 from cbatch.options import MAX_BIASES, MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -471,7 +476,7 @@ _GIVEN_BY = {
 
 def with_param(error: Exception, asked: RequestFields, prompt_field: str) -> Exception:
     """Return a refusal of the engine as a problem that names the field; another error as it is."""
-    if not isinstance(error, ConfigError | GrammarError):
+    if not isinstance(error, ConfigError | GrammarError) or isinstance(error, UnsupportedTaskError):
         return error
     if isinstance(error, GrammarError | UnsupportedOptionError):
         option = error.kind if isinstance(error, GrammarError) else error.option

@@ -36,7 +36,6 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     body = await body_of(desk, exchange)
     call, ignored = await exchange.aside(call_of, kind, body, desk.settings)
     sizes = await desk.sizes()
-    check_can(call, desk.engine)
     with desk.visit(1, sizes.n_slots) as visit:
         with visit.scope:
             results = await _results(desk, exchange, call)
@@ -83,6 +82,7 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
 
 
 def _begun(call: VectorCall, engine: Engine) -> list[Any]:
+    check_can(call, engine)
     try:
         return call.begun(engine)
     except UnsupportedTaskError:

@@ -12,6 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
 from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
@@ -220,12 +222,20 @@ def test_texts_of_a_score_that_do_not_pair_are_refused() -> None:
         (EMBEDDINGS, {"input": "a"}, {"can_embed": False}),
         (RERANK, {"query": "a", "documents": ["a"]}, {"can_rerank": False}),
         (SCORE, {"text_1": "a", "text_2": "a"}, {"can_rerank": False, "can_embed": False}),
-        (CHAT, {"messages": USER}, {"can_generate": False}),
     ],
 )
 def test_call_for_what_a_model_cannot_is_refused(path: str, asked: Any, can: Any) -> None:
     with vector_app(VectorEngine(**can)) as app:
         assert error_of(call(app, path, asked), 501)["code"] == "not_implemented"
+
+
+def test_chat_with_a_model_that_only_embeds_is_refused() -> None:
+    backend = FakeBackend(2, 64)
+    backend.can_generate = False
+    with fake_app(engine=Engine(backend)) as app:
+        error = error_of(call(app, CHAT, {"messages": USER}), 501)
+    assert error["code"] == "not_implemented"
+    assert "only embeds texts" in error["message"]
 
 
 def test_metrics_count_texts_and_tokens() -> None:
