@@ -140,7 +140,7 @@ def test_daemon_that_dies_gives_typed_errors(tmp_path: Path) -> None:
         (b"{}", "first line must have"),
         (b'{"cbatch": true}', "not True"),
         (b'{"cbatch": 2, "frame": "lines"}', "frame"),
-        (b'{"cbatch": 2, "load": {}}', "has its model"),
+        (b'{"cbatch": 2, "load": {}}', "has loaded its model"),
         (b'{"cbatch": 2, "credit": 0}', "credit"),
         (b"{", "not a line of JSON"),
     ],

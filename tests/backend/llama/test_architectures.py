@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.errors import GrammarError, ModelLoadError
+from cbatch.errors import GrammarError, ModelLoadError, UnsupportedTaskError
 from cbatch.messages import BatchPrompt
 from cbatch.verify.one_model import difference, rounding_of
 from tests.zoo import REFUSED, ZOO, write_arch
@@ -111,7 +111,20 @@ def test_answers_in_company_are_those_alone(
     assert len({token for result in expected for token in result.token_ids}) > 8  # not one alone
 
 
-@pytest.mark.parametrize("name", REFUSED)
+EMBEDS = ("gemma-embedding", "t5encoder")
+"""Models of `REFUSED` that load, for embeddings."""
+
+
+@pytest.mark.parametrize("name", EMBEDS)
+def test_model_that_only_embeds_refuses_prompts(name: str, zoo: Callable[[str], Path]) -> None:
+    with cbatch.load(zoo(name)) as engine:
+        assert not engine.can_generate
+        with pytest.raises(UnsupportedTaskError, match="cannot generate"):
+            engine.run(["red"])
+        assert engine.embed([[5, 6, 7]]).array().shape == (1, engine.n_embedding)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in EMBEDS])
 def test_model_that_generates_no_text_is_refused_by_name(
     name: str, zoo: Callable[[str], Path]
 ) -> None:
