@@ -10,8 +10,7 @@ namespace {
 // Longest match that is told from a shorter one.
 constexpr int32_t match_max = 32;
 
-// After so many the older ones count half: tries of all slots, and expected hits of one.
-constexpr float n_tries_of_all = 128.0f;
+// As n_tries_of_all, for the expected hits of one slot.
 constexpr float n_hits_of_one = 16.0f;
 
 // So many right drafts more than expected double the chance that a slot's drafts are given.
@@ -36,9 +35,6 @@ constexpr int32_t n_indexed_at_once = 1024;
 constexpr float n_hits_before = 0.5f;
 constexpr float n_tries_before = 4.0f;
 
-// Drafts are made where they bring this much more: less is noise.
-constexpr double least_gain = 1.1;
-
 // Steps after which what a width took is forgotten, so that it is tried again: the machine may do something else by then.
 constexpr int64_t n_steps_known = 2048;
 
@@ -60,8 +56,7 @@ constexpr int32_t n_tried = 2;
 // is hoped for.
 constexpr double unknown_row = 0.5;
 
-// Numbers of drafts that are weighed against each other: behind each row, or behind all. Each width has to be tried.
-constexpr int32_t some_each[] = {1, 2, 3, 5, n_drafts_each};
+// As some_each, behind all rows together.
 constexpr int32_t some_all[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
 
 int32_t match_kind(bool is_of_group, int32_t n_match) {

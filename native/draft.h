@@ -11,6 +11,15 @@ constexpr int32_t n_between_plain = 32;
 // Most drafts behind one row.
 constexpr int32_t n_drafts_each = 7;
 
+// Numbers of drafts behind each row that are weighed against each other. Each width has to be tried.
+constexpr int32_t some_each[] = {1, 2, 3, 5, n_drafts_each};
+
+// Drafts are made where they bring this much more: less is noise.
+constexpr double least_gain = 1.1;
+
+// After so many tries of all slots the older ones count half.
+constexpr float n_tries_of_all = 128.0f;
+
 // Classes of matches by their length, and kinds: the classes in a sequence itself, then those in answers of its group.
 constexpr int32_t n_match_classes = 6;
 constexpr int32_t n_match_kinds = 2 * n_match_classes;

@@ -18,16 +18,12 @@ constexpr double usual_share = 0.15;
 // Before anything is known most guesses are right: else none would be made.
 constexpr float n_hits_before = 3.6f;
 constexpr float n_tries_before = 4.0f;
-constexpr float n_tries_known = 128.0f;
 
 // So much is never missed: the slot has tokens that the model does not have.
 constexpr int64_t never_ns = INT64_MIN / 2;
 
 // Guesses that are less likely to be all right are not made.
 constexpr float least_chance = 0.3f;
-
-constexpr double least_gain = 1.1;
-constexpr int32_t some_each[] = {1, 2, 3, 5, n_drafts_each};
 
 float chance_of(const hit_rate & rate) {
     return (rate.n_hits + n_hits_before) / (rate.n_expected + n_tries_before);
@@ -193,10 +189,10 @@ void draft_model::guess(const cbatch_api & api, std::vector<guesses> * all, int3
 
 void draft_model::learn(const guesses & g, int32_t n_checked, int32_t n_right) noexcept {
     for (int32_t j = 0; j < std::min(n_checked, n_right + 1); j++) {
-        leads[g.classes[j]].learn(j < n_right, 1.0f, n_tries_known);
+        leads[g.classes[j]].learn(j < n_right, 1.0f, n_tries_of_all);
     }
     if (n_checked > 0) {
-        first.learn(n_right > 0, 1.0f, n_tries_known);
+        first.learn(n_right > 0, 1.0f, n_tries_of_all);
     }
     n_cells[g.slot] = g.n_fed > 0 || g.n > 0 ? g.n_text + std::min(n_right, g.n_fed) : n_cells[g.slot];
 }
