@@ -1,4 +1,4 @@
-"""What the system lets this process use: its cores, and the control groups around it."""
+"""What the system lets this process use: its cores, its memory, and the control groups around it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUP = Path("/proc/self/cgroup")
+_PROC = Path("/proc")
 
 
 def available_cores() -> int:
@@ -50,3 +51,66 @@ def _thread_limit() -> Iterator[int]:
         n_most = int(os.environ["OMP_THREAD_LIMIT"])
         if n_most > 0:
             yield n_most
+
+
+def host_free(path: str) -> int | None:
+    """Return the bytes that this process may still take from the host, with the mapped weights of `path` in memory.
+
+    Cached files count as free, on the machine and in a control group, except for mapped weights.
+    """
+    n_free = _n_free()
+    return None if n_free is None else max(0, n_free - _mapped(path))
+
+
+def host_most() -> int | None:
+    """Return the most bytes that the host can give this process: mapped weights may be dropped, and swap used."""
+    n_free = _n_free()
+    return (
+        None if n_free is None else n_free + _counts(_PROC / "meminfo").get("SwapFree:", 0) * 1024
+    )
+
+
+def _n_free() -> int | None:
+    """Return the bytes that the machine and its control groups leave; None where the system does not tell."""
+    known = [*_limits()] if (n_free := _machine_free()) is None else [n_free, *_limits()]
+    return min(known, default=None)
+
+
+def _machine_free() -> int | None:
+    if (kib := _counts(_PROC / "meminfo").get("MemAvailable:")) is not None:
+        return kib * 1024
+    with suppress(AttributeError, OSError, ValueError):  # macOS and Windows do not tell
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _limits() -> Iterator[int]:
+    """Yield the bytes that each control group around this process leaves; none without a limit."""
+    # Source: Linux Documentation/admin-guide/cgroup-v2.rst, memory.max, memory.current, memory.stat
+    for group in control_groups():
+        with suppress(OSError, ValueError):
+            n_most = int((group / "memory.max").read_text())  # "max" is no number and no limit
+            n_taken = int((group / "memory.current").read_text())
+            counts = _counts(group / "memory.stat")
+            n_of_files = counts.get("inactive_file", 0) + counts.get("active_file", 0)
+            yield max(0, n_most - n_taken + n_of_files)
+
+
+def _mapped(path: str) -> int:
+    """Return the bytes of model files that are mapped into this process."""
+    own, n_bytes = os.path.realpath(path), 0
+    with suppress(OSError):
+        for line in (_PROC / "self/maps").read_text().splitlines():
+            addresses, *_, file = line.split(maxsplit=5)
+            if file == own or file.endswith(".gguf"):
+                start, end = addresses.split("-")
+                n_bytes += int(end, 16) - int(start, 16)
+    return n_bytes
+
+
+def _counts(path: Path) -> dict[str, int]:
+    """Return the numbers of a file by the names before them, a line each; none where the file cannot be read."""
+    words: list[list[str]] = []
+    with suppress(OSError):
+        words = [line.split() for line in path.read_text().splitlines()]
+    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}

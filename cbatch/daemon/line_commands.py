@@ -249,7 +249,7 @@ def _command(text: str, prefix: _Prefix) -> Command:
 
 
 def _start(name: str, rest: str) -> Start:
-    path, total, quantum = _path_and_numbers(name, rest, "<prompt_file> <total> <quantum>")
+    path, total, quantum = _path_and_numbers(rest, 2, f"{name} <prompt_file> <total> <quantum>")
     return Start(
         path,
         _number("total", total, 1, MAX_INT),
@@ -257,11 +257,11 @@ def _start(name: str, rest: str) -> Start:
     )
 
 
-def _path_and_numbers(name: str, rest: str, form: str) -> list[str]:
-    """Return a path, which may have blanks, and the words after it."""
-    words = rest.rsplit(maxsplit=form.count("<") - 1)
-    if len(words) != form.count("<"):
-        raise _WrongError(f"usage: {name} {form}")
+def _path_and_numbers(rest: str, n_numbers: int, form: str) -> list[str]:
+    """Return a path, which may have blanks, and the `n_numbers` words after it."""
+    words = rest.rsplit(maxsplit=n_numbers)
+    if len(words) != n_numbers + 1:
+        raise _WrongError(f"usage: {form}")
     return words
 
 
@@ -280,10 +280,8 @@ def _cancel(rest: str, prefix: _Prefix) -> LineCancel:
 
 def _restore(name: str, rest: str) -> Generate:
     number, *more = rest.split(None, 1)
-    form = "<snapshot> <prompt_file> <n>"
-    if not more:
-        raise _WrongError(f"usage: {name} {form}")
-    path, n = _path_and_numbers(name, more[0], "<prompt_file> <n>")
+    form = f"{name} <snapshot> <prompt_file> <n>"
+    path, n = _path_and_numbers(more[0] if more else "", 1, form)
     n_tokens = _number("the number of tokens", n, 1, MAX_INT)
     return Generate(path, n_tokens, _number("the snapshot", number, 0, MAX_SNAPSHOT))
 

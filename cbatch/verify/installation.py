@@ -105,7 +105,7 @@ def _of_llama() -> dict[str, Any]:
     from cbatch.backend.llama.library import handshake  # llama_cpp is slow to import
     from cbatch.backend.load import notes
     from cbatch.backend.load.amx import has_sound_amx
-    from cbatch.backend.load.free_memory import host_most
+    from cbatch.backend.host_limits import host_most
     from cbatch.backend.load.open_model import shipped_model
 
     problem = ""

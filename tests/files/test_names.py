@@ -123,7 +123,7 @@ def test_text_is_of_the_format_that_is_asked_for(
         ("out.jsonl", {"output_format": "arrow"}, "its name says jsonl, and answers are arrow"),
         ("out.jsonl", {"errors": "e.csv"}, r"e\.csv: its name says csv, and answers are jsonl"),
         ("out.csv", {"errors": "e.jsonl"}, r"e\.jsonl: its name says jsonl, and answers are csv"),
-        ("out.csv", {"errors": "e.csv.gz"}, r"e\.csv\.gz: answers are cannot be compressed"),
+        ("out.csv", {"errors": "e.csv.gz"}, r"e\.csv\.gz: answers cannot be compressed"),
         ("out.jsonl", {"errors": "e.parquet", "output_format": "csv"}, "name says parquet"),
     ],
     ids=str,

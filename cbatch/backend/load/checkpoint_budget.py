@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.backend.load.free_memory import host_free
+from cbatch.backend.host_limits import host_free
 from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB
 from cbatch.support.logs import Log
 

@@ -21,7 +21,8 @@ from cbatch.backend.llama.context import (
 )
 from cbatch.backend.llama.layout import footprint, read_layout
 from cbatch.backend.load.attention import settle_attention
-from cbatch.backend.load.free_memory import free_for_cells, host_most, share_on_host
+from cbatch.backend.host_limits import host_most
+from cbatch.backend.load.free_memory import free_for_cells, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
 from cbatch.support.logs import Log

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend import host_limits
+from cbatch.backend.host_limits import host_free, host_most
 from cbatch.backend.llama.model import Placement
 from cbatch.backend.load import free_memory
-from cbatch.backend.load.free_memory import free_for_cells, host_free, host_most, share_on_host
+from cbatch.backend.load.free_memory import free_for_cells, share_on_host
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 
@@ -40,7 +41,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "meminfo").write_text("MemFree:  5 kB\nMemAvailable:   1000 kB\n")
     (proc / "self/maps").write_text("")
     (proc / "self/cgroup").write_text("4:memory:/old\n0::/a/b\n")
-    monkeypatch.setattr(free_memory, "_PROC", proc)
+    monkeypatch.setattr(host_limits, "_PROC", proc)
     monkeypatch.setattr(host_limits, "_OWN_GROUP", proc / "self/cgroup")
     monkeypatch.setattr(host_limits, "_CGROUPS", tmp_path / "groups")
     return tmp_path
@@ -97,7 +98,7 @@ def test_host_gives_at_most_what_is_free_and_its_swap(system: Path) -> None:
 
 
 def test_mapping_of_a_real_model_is_found(test_model: Path) -> None:
-    n_mapped = partial(free_memory._mapped, str(test_model))
+    n_mapped = partial(host_limits._mapped, str(test_model))
     n_others = n_mapped()  # which other tests have open
     with closing(open_model(test_model, EngineOptions(exact=True))) as model:
         assert n_others + 0.9 * model.n_bytes < n_mapped()
