@@ -102,10 +102,10 @@ def _answers(library: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
 
 def _of_llama() -> dict[str, Any]:
     """Return what is known where llama.cpp can be loaded into this process."""
+    from cbatch.backend.host_limits import host_most
     from cbatch.backend.llama.library import handshake  # llama_cpp is slow to import
     from cbatch.backend.load import notes
     from cbatch.backend.load.amx import has_sound_amx
-    from cbatch.backend.host_limits import host_most
     from cbatch.backend.load.open_model import shipped_model
 
     problem = ""

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.host_limits import host_most
 from cbatch.backend.llama.context import padded, set_computing
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.host_limits import host_most
 from cbatch.backend.threads import teams
 from cbatch.errors import (
     DecodeError,

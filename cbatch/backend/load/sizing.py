@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from cbatch.backend.host_limits import host_most
 from cbatch.backend.llama.context import (
     DEFAULT_WINDOW,
     N_PAD,
@@ -21,7 +22,6 @@ from cbatch.backend.llama.context import (
 )
 from cbatch.backend.llama.layout import footprint, read_layout
 from cbatch.backend.load.attention import settle_attention
-from cbatch.backend.host_limits import host_most
 from cbatch.backend.load.free_memory import free_for_cells, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
