@@ -41,6 +41,9 @@ class Vocab(Protocol):
     def template(self) -> str:
         """The chat template's source; empty where there is none."""
 
+    def start_chats(self) -> None:
+        """Start what renders chats. Raises a ModelLoadError where the system has no process for it."""
+
     @property
     def tool_refusal(self) -> str:
         """Why chats cannot have tools, naming the template; empty where they can."""

@@ -34,6 +34,9 @@ class FakeVocab:
         self.controls: dict[int, bytes] = {END_TOKEN: b"<end>"}
         """Control tokens with their text."""
 
+    def start_chats(self) -> None:
+        """Do nothing: this one renders them itself."""
+
     @property
     def control_tokens(self) -> frozenset[int]:
         """The end token, and the tokens that a test made control tokens."""

@@ -101,6 +101,10 @@ class LlamaVocab:
         adds = self._may_add_special and llama_cpp.llama_vocab_get_add_bos(self.pointer)
         return self.bos_id >= 0 and bool(adds)
 
+    def start_chats(self) -> None:
+        """See `Vocab`."""
+        self._chat.start()
+
     @property
     def tool_refusal(self) -> str:
         """Why chats cannot have tools, naming the template; empty where they can."""
