@@ -344,6 +344,12 @@ class BatchStore:
             self._folder.remove_work(batch.id)
             self._folder.take_reserve()
 
+    def set_work_aside(self, batch: StoredBatch) -> None:
+        """Move the folder of a batch to where nothing is removed. Raises an `OSError` if it cannot be moved."""
+        folder = self.folder_of(batch)
+        if folder.is_dir():
+            self._folder.set_aside("the answers of a batch that has failed", folder)
+
     def batch(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """Return a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
         query = f"SELECT {_BATCH} FROM shown_batches WHERE id = ? AND {_IS_SEEN}"
