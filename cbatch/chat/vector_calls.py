@@ -62,6 +62,8 @@ class VectorCall(ABC):
     """The field that has the texts."""
 
     model: str | None
+    reranks: bool = False
+    """Whether it asks for scores of a reranker."""
 
     @classmethod
     @abstractmethod
@@ -269,6 +271,7 @@ class RerankCall(VectorCall):
     is_tei: bool = False
     """Whether the request is text-embeddings-inference's, whose answer is a list."""
     model: str | None = None
+    reranks: bool = True
 
     urls = ("/v1/rerank",)
     prompt_field = "documents"
@@ -311,6 +314,11 @@ class RerankCall(VectorCall):
     def lack(self, engine: Any) -> str:
         """Return why an engine cannot answer."""
         return "" if engine.can_rerank else "this model cannot rerank"
+
+    @property
+    def queries(self) -> list[tuple[str, list[str]]]:
+        """The query with its documents."""
+        return [(self.query, self.documents)]
 
     def begun(self, engine: Any) -> list[Any]:
         """Have an engine score the documents."""
@@ -397,8 +405,14 @@ class ScoreCall(VectorCall):
             firsts, seconds = zip(*self.pairs, strict=True)
             return [engine.embed([*firsts], **settings), engine.embed([*seconds], **settings)]
         return [
-            engine.rerank(query, [self.pairs[i][1] for i in places], **self.settings)
-            for query, places in self._places.items()
+            engine.rerank(query, documents, **self.settings) for query, documents in self.queries
+        ]
+
+    @property
+    def queries(self) -> list[tuple[str, list[str]]]:
+        """Each first text with the second texts that it is compared with."""
+        return [
+            (query, [self.pairs[i][1] for i in places]) for query, places in self._places.items()
         ]
 
     @property

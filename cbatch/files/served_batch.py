@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from cbatch.chat.vector_calls import CALLS
+from cbatch.chat.vector_calls import CALLS, EmbedCall
 from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError, EngineClosedError
 from cbatch.files.input.item import InputLineError, ItemError, Seen, bytes_of, item_key, rival_key
 from cbatch.files.input.json_requests import OpenAIReader
 from cbatch.files.input.text_files import InputFile
+from cbatch.files.judged_run import JudgingEngine
 from cbatch.files.outcome import Stopper
 from cbatch.files.output import durable
 from cbatch.files.output.encoders import Encoder
@@ -318,9 +319,8 @@ class ServedBatch:
         """
         asked, options = FileOptions(max_time_s=max_time_s), run_options_of(self.engine, None)
         with self._lines(self.ask) as lines, self._journal() as journal:
-            is_vectors = self.url in CALLS  # which need no slots
-            gate = OpenGate() if is_vectors else self.gate
-            engine = VectorEngine(self.engine) if is_vectors else self.engine
+            gate = OpenGate() if self.url in CALLS else self.gate  # texts need no slots
+            engine = self._runner()
             context = RunContext(journal, _ServedEncoder(), _digest, options, "", self.prefix, gate)
             self._work = work = Work(lines, context, engine, asked, self._stop)
 
@@ -333,6 +333,14 @@ class ServedBatch:
                 return work.run(note)
             finally:
                 self._count(journal)
+
+    def _runner(self) -> Engine | VectorEngine | JudgingEngine:
+        kind = CALLS.get(self.url)
+        if kind is None:
+            return self.engine
+        if kind is not EmbedCall and self.engine.judges:
+            return JudgingEngine(self.engine, self.gate)
+        return VectorEngine(self.engine, is_patient=True)
 
     def stop(self) -> None:
         """Begin no more lines; lines that run are finished. Also before `run`, and twice."""
