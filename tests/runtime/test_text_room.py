@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,11 @@ from cbatch.errors import (
     TextTooLongError,
     UnsupportedTaskError,
 )
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from cbatch.backend.fake.fake_embedder import FakeEmbedder
 
@@ -424,3 +427,35 @@ def test_wrong_arguments_are_refused_by_name(engine: Engine, wrong: dict[str, An
 def test_what_is_no_list_of_texts_is_refused(engine: Engine, texts: Any) -> None:
     with pytest.raises(ConfigError):
         engine.embed(texts)
+
+
+DROPPED: dict[str, Callable[[Engine], object]] = {
+    "embed": lambda engine: engine.embed(f"{i}" * 60 for i in range(500)),
+    "rerank": lambda engine: engine.rerank("q", (f"{i}" for i in range(500))),
+    "score": lambda engine: engine.score([("c", [f"{i}" for i in range(500)])]),
+}
+
+
+@pytest.mark.parametrize("what", DROPPED)
+def test_what_was_read_of_a_dropped_response_is_cancelled(what: str) -> None:
+    backend, gate = GatedBackend(4, 1024, hold_at=0), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        response = DROPPED[what](engine)
+        if what == "embed":
+            gate.has_come.wait()
+        else:
+            backend.wait_until_held()
+        backend.release_when_asked()
+        del response
+        gc.collect()
+        gate.may_go.set()
+        wait_until(lambda: engine.stats().n_finished.get("cancelled", 0) > 0)
+        wait_until(lambda: sum(engine.stats().n_finished.values()) == engine.stats().n_submitted)
+        assert engine.stats().n_finished.get("stop", 0) < 100
+
+
+def test_reader_keeps_what_it_reads(engine: Engine) -> None:
+    reader = iter(engine.embed(f"text {i}" for i in range(2000)))
+    gc.collect()
+    assert len([*reader]) == 2000
