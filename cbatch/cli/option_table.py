@@ -375,6 +375,11 @@ OPTIONS = (
         metavar="FILE",
     ),
     _model(
+        "mmproj",
+        "The model's projector: chats may have pictures then.",
+        metavar="FILE",
+    ),
+    _model(
         "cache_dir",
         "Folder of KV caches saved under a cache_key.",
         "the user's, or CBATCH_CACHE_DIR",
