@@ -390,8 +390,8 @@ class EngineOptions(ScheduleOptions):
             )
         if self.exact and self.mmproj is not None:
             raise ConfigError(
-                "exact=True cannot be guaranteed with mmproj yet: rows of pictures have other shapes than tokens; leave "
-                "one of them out"
+                "exact=True cannot be guaranteed with mmproj yet: rows of pictures have other shapes than tokens; "
+                "leave one of them out"
             )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(

@@ -297,9 +297,7 @@ def _message(place: str, message: object) -> Message:
         )
     if role not in _ROLES and (others := near(role.strip(), _ROLES)):
         raise ConfigError(f"{place} has the role {shown(role)}, which is unknown; {others}")
-    rest: dict[Any, Any] = {
-        key: plain(value) for key, value in given.items() if key != "content"
-    }
+    rest: dict[Any, Any] = {key: plain(value) for key, value in given.items() if key != "content"}
     calls = check_calls(place, role, rest.pop("tool_calls", None))
     rest |= {name: _name(place, name, given) for name in ("tool_call_id", "name") if name in given}
     content = given.get("content")
@@ -330,7 +328,9 @@ def _content(place: str, role: str, content: object) -> str | tuple[dict[str, An
     if not any(is_picture(part) for part in parts):
         return "\n".join(_part(place, plain(part))["text"] for part in parts)
     if role not in _SEEING_ROLES:
-        raise ConfigError(f"{place} of role {role!r} has a picture: only those of role user and tool may have one")
+        raise ConfigError(
+            f"{place} of role {role!r} has a picture: only those of role user and tool may have one"
+        )
     return tuple(
         picture_part(place, part) if is_picture(part) else _part(place, plain(part))
         for part in parts

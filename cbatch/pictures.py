@@ -111,7 +111,9 @@ def _file_of(place: str, image: object) -> bytes:
     """Return the bytes of a picture's file; of an image in memory, those of a PNG file."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
-    if isinstance(image, os.PathLike):  # a text could come from a file of prompts, or from the network
+    if isinstance(
+        image, os.PathLike
+    ):  # a text could come from a file of prompts, or from the network
         try:
             path = Path(os.fspath(image))
             _check_size(place, path.stat().st_size)
@@ -127,8 +129,8 @@ def _file_of(place: str, image: object) -> bytes:
             raise ConfigError(f"{place} has an array that is no picture: {error}") from None
     if not hasattr(image, "save"):
         raise ConfigError(
-            f"{place} has an image of type {type(image).__name__}: give a pathlib.Path, the bytes of a file, a PIL image, "
-            "or an array of shape (height, width, 3) of uint8"
+            f"{place} has an image of type {type(image).__name__}: give a pathlib.Path, the bytes of a file, a PIL "
+            "image, or an array of shape (height, width, 3) of uint8"
         )
     file = io.BytesIO()
     image.save(file, "PNG")

@@ -43,6 +43,10 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
             return np.asarray(upright.convert("RGB"), dtype=np.uint8)
     except PromptError:
         raise
+    except pil.Image.DecompressionBombError:  # Pillow's own limit, which it looks at first
+        raise PromptError(
+            f"a picture has more than {N_PIXELS_MAX:,} pixels: make it smaller"
+        ) from None
     except pil.UnidentifiedImageError:
         raise PromptError(
             f"a picture is none of {', '.join(_FORMATS)}, or its file is damaged"

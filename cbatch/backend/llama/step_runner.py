@@ -39,7 +39,8 @@ class StepRunner:
         is_on_device: bool,
         cheaper_widths: CheaperWidths | None = None,
     ) -> None:
-        """Take what `renew` calls for a stepper and its `llama_context *`, what fills steps, and whether a device computes: then masks are made meanwhile.
+        """Take what `renew` calls for a stepper and its `llama_context *`, what fills steps, and whether a device
+        computes: then masks are made meanwhile.
 
         Last, what fills steps that need no shape where that is faster; None where it must not.
         """

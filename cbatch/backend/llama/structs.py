@@ -151,7 +151,9 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
     s = b.sampling
     breakers = _flat(s.dry_breakers)
     seen = without_pictures(b.history)
-    has_drafts = b.has_drafts and seen is b.history  # what is behind a picture has other places than in the history
+    has_drafts = (
+        b.has_drafts and seen is b.history
+    )  # what is behind a picture has other places than in the history
     n_seen = len(seen) if has_drafts else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
     stop = array("i", b.stop_tokens)
     history = array("i", seen[max(0, len(seen) - n_seen) :])
