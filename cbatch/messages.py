@@ -323,17 +323,18 @@ def _content(place: str, role: str, content: object) -> str | tuple[dict[str, An
     text, parts = text_of(content), list_of(content)
     if text is not None:
         return text
-    if parts is None or not all(isinstance(part, Mapping) for part in parts):
+    mappings = [part for part in parts or () if isinstance(part, Mapping)]
+    if parts is None or len(mappings) < len(parts):
         raise ConfigError(f"{place} content must be a string, not {_kind(content)}")
-    if not any(is_picture(part) for part in parts):
-        return "\n".join(_part(place, plain(part))["text"] for part in parts)
+    if not any(is_picture(part) for part in mappings):
+        return "\n".join(_part(place, plain(part))["text"] for part in mappings)
     if role not in _SEEING_ROLES:
         raise ConfigError(
             f"{place} of role {role!r} has a picture: only those of role user and tool may have one"
         )
     return tuple(
         picture_part(place, part) if is_picture(part) else _part(place, plain(part))
-        for part in parts
+        for part in mappings
     )
 
 

@@ -124,7 +124,7 @@ def _file_of(place: str, image: object) -> bytes:
         from PIL import Image
 
         try:
-            image = Image.fromarray(image)  # type: ignore[arg-type]
+            image = Image.fromarray(image)
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"{place} has an array that is no picture: {error}") from None
     if not hasattr(image, "save"):

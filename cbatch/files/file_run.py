@@ -391,6 +391,7 @@ def _settings_of(
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
+        **({"image column": asked.image_column} if asked.image_column else {}),
         "rows": _rows(stream, asked),
         **columns,
         **engine.fingerprint,

@@ -11,6 +11,7 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import output_format
 from cbatch.files.input.item import duplicate
+from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.source import open_source
 from cbatch.files.output.target import encoder
 from tests.files.samples import error_of, read, write
@@ -142,7 +143,7 @@ def test_stdin_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         buffer = io.BytesIO(gzip.compress(b"\nid,text\n1,x\n"))
 
     monkeypatch.setattr("sys.stdin", Stdin)
-    with open_source("-", format="csv", template="{text}") as source:
+    with open_source("-", format="csv", asking=Asking("{text}")) as source:
         [item] = source
     assert (item.place, item.extra) == ("<stdin>, line 3", {"id": "1", "text": "x"})
     assert source.n_bytes is None

@@ -89,8 +89,8 @@ class StepRunner:
             are_apart: see `NativeStepper`.
         """
         self._stepper.are_apart = are_apart
-        if self.pictures is not None and (groups := self.pictures.groups(plan.chunks)):
-            return self._run_groups(plan.chunks, groups, undo)
+        if self.pictures is not None and (parts := self.pictures.groups(plan.chunks)):
+            return self._run_groups(plan.chunks, parts, undo)
         is_exact = bool(cuts)
         if (is_exact or is_apart) and any(len(c.tokens) > 1 for c in plan.chunks):
             groups = _each_alone(plan.chunks, cuts) if is_exact else _prompts_first(plan.chunks)

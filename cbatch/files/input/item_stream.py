@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import ItemError, Seen
+from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.source import open_source
 from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import LookAhead
@@ -124,8 +125,12 @@ class ItemStream:
             open_source,
             paths,
             format=options.format,
-            template=options.template,
-            system=options.system,
+            asking=Asking(
+                options.template,
+                options.system,
+                is_raw=options.is_raw is True,
+                image_column=options.image_column,
+            ),
             is_raw=options.is_raw,
             without=without,
         )
