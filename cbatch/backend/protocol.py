@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cbatch.core.picture_tokens import PictureTokens
     from cbatch.core.plan import KvCapabilities, PromptCuts, StepPlan, StepResult
     from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet, Grammar
     from cbatch.support.model_facts import ModelFacts
+    from cbatch.support.picture_tokens import PictureTokens
 
 Message = Mapping[str, object]
 """One chat message: at least `role` and `content`."""

@@ -14,7 +14,6 @@ from cbatch.errors import ConfigError
 from cbatch.files import places
 from cbatch.files.file_formats import is_columnar
 from cbatch.files.input.item import Seen, item_key, rival_key
-from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.source import open_source
 from cbatch.files.output.identity import inputs_of
 from cbatch.files.output.journal import duplicate_key
@@ -116,12 +115,12 @@ def _left(manifest: Manifest, place: Path, inputs: Sequence[str | Path]) -> dict
     if not paths:
         return {"problem": "the input was a pipe"}
     format, said = settings.get("input format", "auto"), settings.get("template", "none")
-    asking = Asking(None if said == "none" else said, image_column=settings.get("image column"))
+    template, pictures = None if said == "none" else said, settings.get("image column")
     n_items = n_left = 0
     try:
         with (
             closing(Seen()) as seen,
-            open_source(paths, format=format, asking=asking) as source,
+            open_source(paths, format=format, template=template, image_column=pictures) as source,
         ):
             for item in source:
                 key = record_key(item_key(item))

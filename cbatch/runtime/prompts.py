@@ -10,7 +10,6 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from cbatch.core.picture_tokens import PictureTokens
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
 from cbatch.messages import BatchPrompt
@@ -18,6 +17,7 @@ from cbatch.pictures import marked_messages
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
+from cbatch.support.picture_tokens import PictureTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

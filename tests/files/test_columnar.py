@@ -14,7 +14,6 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.file_run import run_file
 from cbatch.files.input.columnar import rows_of
-from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.source import open_source
 from cbatch.files.output.columnar_answers import ColumnarEncoder
 from cbatch.files.output.encoders import AnswerColumns
@@ -74,7 +73,7 @@ def finished(target: Path, *paths: str, to: str = "auto", only: set[int] | None 
 
 def _template(paths: tuple[str, ...]) -> dict[str, Any]:
     is_columnar = paths[0].endswith((".parquet", ".arrow"))
-    return {"asking": Asking("Classify: {review}")} if is_columnar else {}
+    return {"template": "Classify: {review}"} if is_columnar else {}
 
 
 def test_rows_are_asked_with_their_values(tmp_path: Path) -> None:
@@ -316,7 +315,7 @@ def test_output_that_cannot_be_written_is_no_change_of_the_input(
 def test_finish_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = save(tmp_path / "in.parquet")
     (tmp_path / "records").write_bytes(b'1\t["too", "few"]\n')
-    with open_source(path, asking=Asking("{review}")) as source:
+    with open_source(path, template="{review}") as source:
         encode = ColumnarEncoder("parquet", source, AnswerColumns(source.columns))
     with pytest.raises(ConfigError, match="row 1 is not the one"):
         encode.finish(tmp_path / "records", tmp_path / "out.parquet", 3)

@@ -11,7 +11,6 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import output_format
 from cbatch.files.input.item import duplicate
-from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.source import open_source
 from cbatch.files.output.target import encoder
 from tests.files.samples import error_of, read, write
@@ -107,7 +106,9 @@ def test_unknown_format_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [OPENAI, CBATCH])
 def test_template_does_not_fit_requests(tmp_path: Path, content: str) -> None:
     path = write(tmp_path / "a.jsonl", content)
-    with pytest.raises(ConfigError, match="which a template or a system message does not fit"):
+    with pytest.raises(
+        ConfigError, match="which a template, a system message or a column of pictures does not fit"
+    ):
         read(path, system="x")
     with pytest.raises(ConfigError, match="there is no column 'x'"):
         read(path, template="{x}")
@@ -143,7 +144,7 @@ def test_stdin_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         buffer = io.BytesIO(gzip.compress(b"\nid,text\n1,x\n"))
 
     monkeypatch.setattr("sys.stdin", Stdin)
-    with open_source("-", format="csv", asking=Asking("{text}")) as source:
+    with open_source("-", format="csv", template="{text}") as source:
         [item] = source
     assert (item.place, item.extra) == ("<stdin>, line 3", {"id": "1", "text": "x"})
     assert source.n_bytes is None

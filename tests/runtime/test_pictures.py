@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from cbatch import Engine
 from cbatch.backend.fake.fake_backend import FakeBackend
-from cbatch.core.picture_tokens import (
+from cbatch.core.plan import KvCapabilities
+from cbatch.engine_options import ScheduleOptions
+from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
     PictureTokens,
     ids_of,
     place_of,
     without_pictures,
 )
-from cbatch.core.plan import KvCapabilities
-from cbatch.engine_options import ScheduleOptions
 from tests.profiles import examples
 
 MEMORIES = (

@@ -9,10 +9,10 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cbatch.core.picture_tokens import PictureTokens, ids_of
 from cbatch.core.plan import GrammarStep, TokenLogprobs
 from cbatch.errors import GrammarError, PlanError
 from cbatch.pictures import NO_PROJECTOR, marked_messages, picture_data
+from cbatch.support.picture_tokens import PictureTokens, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -65,5 +65,5 @@ def _pillow() -> Any:
         import PIL.Image
         import PIL.ImageOps
     except ImportError as error:
-        raise ConfigError("pictures need Pillow: pip install 'cbatch[pictures]'") from error
+        raise ConfigError("pictures need Pillow: pip install pillow") from error
     return PIL

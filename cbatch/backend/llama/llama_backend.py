@@ -106,7 +106,8 @@ class LlamaBackend:
         """See `Engine.company`."""
         self._adapters = adapters
         self._draft: DraftModel | None = None
-        self._projector: Projector | None = None
+        self.projector: Projector | None = None
+        """What encodes pictures; None without one."""
         self.adapters: Sequence[str] = () if adapters is None else adapters.names
         self.grammars = LlamaGrammars(model)
         self.vocab: Vocab = model.vocab
@@ -162,9 +163,9 @@ class LlamaBackend:
             ModelLoadError: the file is no projector of this model, or of a kind that is not supported.
             ConfigError: Pillow is not installed.
         """
-        self._projector = self.model.vocab.projector = Projector(self.model, path, self.n_threads)
+        self.projector = self.model.vocab.projector = Projector(self.model, path, self.n_threads)
         n_embd = int(llama_cpp.llama_model_n_embd_inp(self.model.pointer))
-        self._runner.pictures = PictureRows(self._projector, self.n_batch, n_embd)
+        self._runner.pictures = PictureRows(self.projector, self.n_batch, n_embd)
 
     # ---- the context's life ----
 
@@ -277,9 +278,9 @@ class LlamaBackend:
             self._close_projector()
 
     def _close_projector(self) -> None:
-        if self._projector is not None and self._runner.pictures is not None:
+        if self.projector is not None and self._runner.pictures is not None:
             self._runner.pictures.close()
-            self._projector.close()
+            self.projector.close()
 
     def _free(self) -> None:
         self._runner.free()

@@ -8,8 +8,8 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.core.picture_tokens import FIRST_PICTURE, place_of
 from cbatch.core.plan import Chunk, StepResult
+from cbatch.support.picture_tokens import FIRST_PICTURE, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

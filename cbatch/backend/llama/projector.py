@@ -16,9 +16,9 @@ import numpy as np
 from cbatch.backend.bindings import llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import check_pillow, pixels_of
 from cbatch.backend.llama.log import llama_log
-from cbatch.core.picture_tokens import N_ROWS_MAX, ids_of, place_of
 from cbatch.errors import ModelLoadError, PromptError, RequestFailedError
 from cbatch.support.checks import readable
+from cbatch.support.picture_tokens import N_ROWS_MAX, ids_of, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,9 +7,9 @@ from array import array
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from cbatch.core.picture_tokens import without_pictures
 from cbatch.core.plan import TokenLogprobs
 from cbatch.options import Sampling
+from cbatch.support.picture_tokens import without_pictures
 
 if TYPE_CHECKING:
     from cbatch.core.plan import Binding

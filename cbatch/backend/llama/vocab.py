@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.chat_template import ChatTemplate
-from cbatch.core.picture_tokens import FIRST_PICTURE, PictureTokens
 from cbatch.errors import PromptError
 from cbatch.pictures import NO_PROJECTOR, marked_messages, picture_data
+from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, cast
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import ItemError, Seen
-from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.source import open_source
 from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import LookAhead
@@ -125,13 +124,10 @@ class ItemStream:
             open_source,
             paths,
             format=options.format,
-            asking=Asking(
-                options.template,
-                options.system,
-                is_raw=options.is_raw is True,
-                image_column=options.image_column,
-            ),
+            template=options.template,
+            system=options.system,
             is_raw=options.is_raw,
+            image_column=options.image_column,
             without=without,
         )
         self.source = self._open_source()

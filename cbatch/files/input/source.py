@@ -88,12 +88,14 @@ class Source:
         self.close()
 
 
-def open_source(
+def open_source(  # noqa: PLR0913  # how rows are asked, and which files are read
     paths: str | Path | Sequence[str | Path],
     *,
     format: str = "auto",
-    asking: Asking | None = None,
+    template: str | None = None,
+    system: str | None = None,
     is_raw: bool | None = None,
+    image_column: str | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
     url: str | None = None,
     without: Collection[str] = (),
@@ -103,8 +105,10 @@ def open_source(
     Args:
         paths: files, patterns such as `part-*.jsonl`, or `-` for stdin; all of one format.
         format: one of `Format`; auto: by the files' names, and for JSON lines by the first object.
-        asking: how rows become prompts, but for `is_raw`.
+        template: the text of a prompt with columns' names in braces, for tables, plain text and JSON objects.
+        system: the text of a system message, with fields too.
         is_raw: see `FileOptions`.
+        image_column: see `FileOptions`.
         max_line_bytes: a longer line, or row, becomes an item with an error.
         url: of every line of OpenAI's requests; None: any that is served.
         without: real paths of files that patterns leave out.
@@ -117,7 +121,8 @@ def open_source(
         check_flag("is_raw", is_raw)
     check_format(format, "auto")
     named = find_files(names_of("source", paths), without)
-    asking = replace(asking or Asking(), is_raw=is_raw is True, folder=Path(named[0]).parent)
+    folder = Path(named[0]).parent
+    asking = Asking(template, system, is_raw is True, image_column=image_column, folder=folder)
     with ExitStack() as stack:
         files = [stack.enter_context(closing(InputFile(name, max_line_bytes))) for name in named]
         source = _looked_at(files, format, asking, url, is_raw=is_raw)

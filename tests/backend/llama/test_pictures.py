@@ -14,6 +14,7 @@ import cbatch
 from cbatch.bench.synthetic_projector import KINDS, write_projector
 from cbatch.errors import ConfigError, ModelLoadError, PromptError
 from tests.oracle.pictures import PlainSeer
+from tests.runtime.backends import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,11 +100,11 @@ def test_company_changes_no_answer(seeing: cbatch.Engine) -> None:
 
 
 def test_picture_in_many_chats_is_encoded_and_computed_once(seeing: cbatch.Engine) -> None:
-    backend = seeing._runtime.backend  # type: ignore[attr-defined]  # counts what nobody is told
-    n_encoded, before = backend._projector.n_encoded, seeing.stats()
+    projector, before = parts_of(seeing).backend.projector, seeing.stats()
+    n_encoded = projector.n_encoded
     asked = [chat("Look:", picture(77), f"Question {i}?") for i in range(20)]
     results = seeing.run(asked, options=GREEDY).results(return_errors=True)
-    assert backend._projector.n_encoded == n_encoded + 1
+    assert projector.n_encoded == n_encoded + 1
     after = seeing.stats()
     n_computed = after.n_prompt_tokens - before.n_prompt_tokens
     assert n_computed < sum(r.usage.prompt_tokens for r in results) / 2
