@@ -65,11 +65,6 @@ class FoundPrompt:
     n_before: int = 0
     """Tokens before the request's `ending`; 0 without one."""
 
-    @property
-    def pictures(self) -> Sequence[object]:
-        """What keeps the rows of the prompt's pictures in memory."""
-        return self.tokens.pictures if isinstance(self.tokens, PictureTokens) else ()
-
 
 class PromptTokenizer:
     """Tokenizes prompts. From any thread."""
@@ -139,7 +134,8 @@ class PromptTokenizer:
             driver.set_grammar(found.grammar)
         try:
             driver.set_prompt(found.tokens, self._n_window, found.n_first, found.n_before)
-            driver.pictures = found.pictures
+            if isinstance(found.tokens, PictureTokens):
+                driver.pictures, driver.n_image_tokens = found.tokens.pictures, found.tokens.n_rows
         except CBatchError as error:
             driver.error = error
 

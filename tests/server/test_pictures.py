@@ -62,6 +62,8 @@ def test_picture_is_computed_as_rows(
 ) -> None:
     answer = call(app, path, body_for(path, part)).json()
     assert answer["usage"][n] == len("user:What?") + len(b"pixels")
+    details = answer["usage"].get("prompt_tokens_details", {})
+    assert details.get("image_tokens") == (6 if path == CHAT else None)
 
 
 def test_three_formats_give_one_answer(app: Starlette) -> None:

@@ -80,6 +80,8 @@ def test_answer_is_that_of_llama_cpps_own_helper(model: Path, tmp_path: Path, ki
         asked = chat(first, pictures[0], middle, pictures[1], last)
         [result] = engine.run([asked], options=GREEDY).results(return_errors=True)
     assert result.token_ids == expected
+    assert result.usage.image_tokens % 16 == 0
+    assert 32 <= result.usage.image_tokens < result.usage.prompt_tokens
 
 
 def test_company_changes_no_answer(seeing: cbatch.Engine) -> None:
