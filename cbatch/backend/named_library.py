@@ -33,6 +33,9 @@ TRIED = "CBATCH_TRIED_LIBRARY"
 _TRIAL = "cbatch.backend.library_trial"
 _WALL_S = 120.0
 _ENDINGS = (".dylib", ".so", ".so.*") if sys.platform == "darwin" else (".so", ".so.*")
+_DIGEST = f"-{'[0-9a-f]' * 8}"
+"""What auditwheel adds to the names of libraries in a wheel's folder NAME.libs."""
+
 _IN = (".", "lib", "lib64", "bin")
 """Folders of a named one that may have the library: of a build, of an installation, of a wheel."""
 
@@ -115,8 +118,9 @@ def find_library(path: str | os.PathLike[str]) -> Path:
 
 
 def _files(folder: Path, stem: str) -> Sequence[Path]:
-    found = [path for ending in _ENDINGS for path in sorted(folder.glob(f"{stem}{ending}"))]
-    return [path for path in found if path.is_file()]
+    """Return the files of a library in a folder, the plain name first, then those that auditwheel has renamed."""
+    names = [f"{stem}{digest}{ending}" for digest in ("", _DIGEST) for ending in _ENDINGS]
+    return [path for name in names for path in sorted(folder.glob(name)) if path.is_file()]
 
 
 def check_library(file: Path) -> None:
