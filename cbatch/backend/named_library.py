@@ -296,7 +296,10 @@ def _renamed_backends(folder: Path) -> Sequence[Path]:
 
 def backend_folders(file: Path) -> Sequence[Path]:
     """Return the folders that may have the backends of a library."""
-    places = [Path(os.path.abspath(file.parent / name)) for name in _BACKENDS_IN]
+    beside = [file.parent]
+    if file.is_symlink():
+        beside.append(Path(os.path.realpath(file)).parent)
+    places = [Path(os.path.abspath(folder / name)) for folder in beside for name in _BACKENDS_IN]
     return [place for place in dict.fromkeys(places) if place.is_dir()]
 
 

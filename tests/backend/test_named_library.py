@@ -201,6 +201,12 @@ def test_library_without_backends_says_where_they_are_sought(tmp_path: Path) -> 
         load_backends(library, file)
     assert library.folders == [os.fsencode(tmp_path / name) for name in ("lib", "bin")]
     assert backend_folders(file) == [tmp_path / "lib", tmp_path / "bin"]
+    (tmp_path / "lib" / "of").mkdir()
+    link = tmp_path / "lib" / "of" / "libllama.so"
+    file.touch()
+    link.symlink_to(file)
+    assert backend_folders(link)[0] == link.parent
+    assert set(backend_folders(link)) >= {tmp_path / "lib", tmp_path / "bin"}
 
 
 def test_backends_that_auditwheel_renamed_are_loaded_too(tmp_path: Path) -> None:

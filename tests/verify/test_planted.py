@@ -21,7 +21,7 @@ def _with_first_on_path(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
-def _build(file: Path, source: str, *words: object) -> None:
+def _build(file: Path, source: str, *words: str | Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
