@@ -93,6 +93,9 @@ class NativeBinding(ctypes.Structure):
     ]
 
 
+_DRAFTS_AGAIN, _DRAFTS_MODEL = 1, 2
+"""Sources of draft tokens. Source: native/include/cbatch.h, CBATCH_DRAFTS_AGAIN and what follows."""
+
 N_TOP_MAX = 20
 """Most alternatives that are reported of a token. Source: native/include/cbatch.h, CBATCH_TOP_MAX."""
 
@@ -149,7 +152,11 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
     """Return a binding as the native library takes it, and the arrays that must live as long."""
     s = b.sampling
     breakers = _flat(s.dry_breakers)
-    n_seen = len(b.history) if b.has_drafts else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
+    n_seen = (
+        len(b.history)
+        if b.has_drafts or b.has_model_drafts
+        else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
+    )
     stop = array("i", b.stop_tokens)
     history = array("i", b.history[max(0, len(b.history) - n_seen) :])
     biases = (NativeBias * len(s.logit_bias))(*(NativeBias(*pair) for pair in s.logit_bias))
@@ -170,7 +177,7 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
         output_origin=b.output_origin,
         has_logprobs=b.n_logprobs is not None,
         n_top=b.n_logprobs or 0,
-        has_drafts=b.has_drafts,
+        has_drafts=_DRAFTS_AGAIN * b.has_drafts + _DRAFTS_MODEL * b.has_model_drafts,
         draft_group=b.draft_group,
     )
     return native, (stop, history, breakers, biases)
