@@ -65,7 +65,7 @@ def test_answers_are_those_without_drafts(
     n_window: int,
     are_apart: bool,
     has_all: bool,
-    sources: dict[str, bool],
+    sources: dict[str, Any],
 ) -> None:
     bindings = bindings_of(prompts, sampling, stop, **sources)
     alone, _ = generate(TextLlama(line(3, noises[0])), prompts, bindings, 40, 0, n_steps)
@@ -91,7 +91,7 @@ def test_good_draft_model_takes_fewer_steps() -> None:
 
 @pytest.mark.parametrize("has_model_drafts", [True, False])
 def test_model_guesses_only_for_slots_that_allow_it(has_model_drafts: bool) -> None:
-    sources = {"has_drafts": False, "has_model_drafts": has_model_drafts}
+    sources: dict[str, Any] = {"has_drafts": False, "has_model_drafts": has_model_drafts}
     bindings = bindings_of(PROMPTS, GREEDY, **sources)
     draft = TextLlama(unlike, cheap)
     _, results = generate(TextLlama(unlike), PROMPTS, bindings, 60, 7, draft=draft, has_all=True)

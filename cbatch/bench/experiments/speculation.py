@@ -10,8 +10,8 @@ which a model goes on with; "free", a raw text at temperature 1, in which nothin
 With `--joining` there is one slot more, for answers of five tokens one after another: a prompt joins every fifth step.
 With `--tail` the job is 200 answers of uneven lengths: `tail` is the ratio of the times from where no answer waits for
 a slot to the end, and `different` counts the answers that are not those of "off".
-With `--llama-server PROGRAM` there are only "auto" and that server, in its default and with each `--spec-type`, over HTTP
-with as many connections as slots: ratios of "auto" over each.
+With `--llama-server PROGRAM` there are only "auto" and that server, in its default and with each `--spec-type`, over
+HTTP with as many connections as slots: ratios of "auto" over each.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class _Server:
 
     def _answer(self, options: dict[str, Any], prompt: BatchPrompt) -> tuple[int, int, int]:
         """Return how many tokens an answer has, how many were drafted, and accepted."""
-        path, given = "/completion", {"prompt": prompt.prompt}
+        path = "/completion"
+        given: dict[str, Any] = {"prompt": prompt.prompt}
         if prompt.messages is not None:
             path, given = "/v1/chat/completions", {"messages": list(prompt.messages)}
         body = {**given, **options, "seed": 1}
@@ -199,8 +200,9 @@ def _against(a: argparse.Namespace, n: int) -> None:
         for text in a.texts.split(","):
             asked = {**TEXTS[text][1], "max_tokens": a.tokens}
             prompts = _prompts(text, n, a)
-            ways = [partial(job, engine), *[server.job for server in servers]]
-            rounds = take_turns(a.rounds, *[partial(way, prompts, asked) for way in ways])
+            ours: Callable[[], Done] = partial(job, engine, prompts, asked)
+            theirs = [partial(server.job, prompts, asked) for server in servers]
+            rounds = take_turns(a.rounds, ours, *theirs)
             over = {
                 kind: ratios((r[0].rate, r[i].rate) for r in rounds)["ratio"]
                 for i, kind in enumerate(kinds, 1)
@@ -247,7 +249,9 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     sources = [s for s in a.sources.split(",") if s] + ["draft"] * bool(a.draft)
     drafting = {"draft": a.draft} if a.draft else {}
-    ways: dict[str, dict[str, Any]] = {"auto": drafting, "off": {}, "again": {}}
+    ways: dict[str, dict[str, Any]] = {"auto": drafting, "off": {}}
+    if not a.tail:
+        ways |= {"again": {}}
     ways |= {s: drafting if s == "draft" else {} for s in sources}
     for n in [int(n) for n in a.running.split(",")]:
         with ExitStack() as stack:
@@ -261,7 +265,8 @@ def main(words: Sequence[str] | None = None) -> None:
             for text in a.texts.split(","):
                 options = {**TEXTS[text][1], "max_tokens": a.tokens}
                 prompts = _prompts(text, n, a)
-                rounds = take_turns(a.rounds, *[partial(job, e, prompts, options) for e in engines])
+                jobs = [partial(job, e, prompts, options) for e in engines]
+                rounds = take_turns(a.rounds, *jobs, n_warm_up=0 if a.tail else 1)
                 _emit(text, n, list(ways), rounds, is_tail=a.tail)
 
 
@@ -270,12 +275,14 @@ def _emit(
 ) -> None:
     auto, off = [r[0] for r in rounds], [r[1] for r in rounds]
     n_drafted, n_accepted = sum(d.n_drafted for d in auto), sum(d.n_accepted for d in auto)
-    again = sorted(r[2].rate / r[1].rate for r in rounds)
-    others = {
+    others: dict[str, Any] = {
         way: ratios((r[i].rate, r[1].rate) for r in rounds)["ratio"]
         for i, way in enumerate(ways)
-        if i > 2
+        if way not in ("auto", "off", "again")
     }
+    if "again" in ways:
+        again = sorted(r[2].rate / r[1].rate for r in rounds)
+        others["again"] = [round(again[0], 3), round(again[-1], 3)]
     tails = {
         "tail": median(
             plain.tail_s / drafted.tail_s for drafted, plain in zip(auto, off, strict=True)
@@ -288,7 +295,6 @@ def _emit(
         running=n,
         off=median((d.rate for d in off), 1),
         **ratios((d.rate, plain.rate) for d, plain in zip(auto, off, strict=True)),
-        again=[round(again[0], 3), round(again[-1], 3)],
         **others,
         **(tails if is_tail else {}),
         drafted_over_accepted=round(n_drafted / max(1, n_accepted), 2),
