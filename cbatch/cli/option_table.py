@@ -15,7 +15,7 @@ import typer
 from cbatch.backend.named_library import use_library
 from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.sets import read_text, set_options, value_of
-from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import EngineOptions, Speculate
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import Format
 from cbatch.files.places import file_of
@@ -322,7 +322,11 @@ OPTIONS = (
     _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
     _schedule(
         "speculate",
-        "Draft tokens that repeat earlier ones, where that is faster: auto, off, or ngram (from the request alone).",
+        "Where draft tokens come from, if they make answers faster: auto, ngram (the request), "
+        "job (also other answers), draft (the draft model), off; or a fixed number of them, 1 … 7.",
+        metavar="WORD|N",
+        read=number_or_word,
+        completion=among(get_args(Speculate)),
     ),
     _schedule("swap_mib", "MiB of host memory for the KV cache of preempted requests."),
     _schedule(

@@ -231,6 +231,7 @@ class LlamaBackend:
             n_threads=self.n_threads,
             has_silent_rows=self.options.exact,
         )
+        stepper.has_all_drafts = isinstance(self.options.speculate, int)
         if self._draft is not None:
             self._draft.serve(stepper)
         return stepper, self.ctx

@@ -571,6 +571,7 @@ function statsOf(stats, n) {
   if (stats.prompt_ms !== undefined) words.push(`first after ${span((stats.queue_ms + stats.prompt_ms) / 1000)}`);
   if (stats.queue_ms > 100) words.push(`${span(stats.queue_ms / 1000)} of it queued`);
   if (stats.cache_n) words.push(`${whole(stats.cache_n)} of ${whole(stats.cache_n + stats.prompt_n)} prompt tokens from cache`);
+  if (stats.draft_n) words.push(`${whole(stats.draft_n_accepted)} of ${whole(stats.draft_n)} draft tokens accepted`);
   return words.join(" · ");
 }
 
