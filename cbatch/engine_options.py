@@ -222,6 +222,7 @@ class EngineOptions(ScheduleOptions):
         chat_template: "chatml" or a Jinja template, instead of the model's own.
         adapters: LoRA files by the names that requests give.
         draft: a smaller model's file, with the same vocabulary: it drafts tokens too; see `speculate`.
+        mmproj: the model's projector, a GGUF file: chats may have pictures then; see `cbatch.pictures`.
         cache_dir: the folder for cells that requests save; default: the user's own.
         cache_mib: the most that the folder may hold.
         library: llama.cpp's library, or a folder that has it, in place of the one that `LLAMA_CPP_LIB_PATH` names or
@@ -265,6 +266,7 @@ class EngineOptions(ScheduleOptions):
     chat_template: str | None = checked(check_string)
     adapters: Mapping[str, str | os.PathLike[str]] | None = checked(check_adapter_files)
     draft: str | os.PathLike[str] | None = checked(check_path)
+    mmproj: str | os.PathLike[str] | None = checked(check_path)
     cache_dir: str | os.PathLike[str] | None = checked(check_path)
     cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
     library: str | os.PathLike[str] | None = checked(check_path)
@@ -385,6 +387,11 @@ class EngineOptions(ScheduleOptions):
             other = "exact=True" if self.exact else f"speculate={self.speculate!r}"
             raise ConfigError(
                 f"draft={str(self.draft)!r} has no effect with {other}: leave one of them out"
+            )
+        if self.exact and self.mmproj is not None:
+            raise ConfigError(
+                "exact=True cannot be guaranteed with mmproj yet: rows of pictures have other shapes than tokens; "
+                "leave one of them out"
             )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(

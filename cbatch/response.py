@@ -52,7 +52,8 @@ class Usage:
     """Tokens of one request: prompt, sampled (with the ending token), prompt tokens that were not computed again.
 
     `context_shifts` is how often tokens were taken out of the full window, with `n_discard`. `reasoning_tokens` are
-    the sampled ones of the thinking that the result has, its marks included.
+    the sampled ones of the thinking that the result has, its marks included. `image_tokens` are those of the prompt
+    that are rows of pictures.
     """
 
     prompt_tokens: int
@@ -60,6 +61,7 @@ class Usage:
     cached_tokens: int = 0
     context_shifts: int = 0
     reasoning_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

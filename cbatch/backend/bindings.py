@@ -121,6 +121,26 @@ except (ImportError, OSError, RuntimeError, AttributeError) as error:
     raise not_loaded(LIBRARY, error) from error
 
 
+def mtmd_bindings() -> Any:
+    """Return the bindings of libmtmd, which encodes pictures; it is loaded at the first call.
+
+    Raises:
+        IncompatibleLlamaError: it is not there, or llama.cpp is a library that the user named.
+    """
+    if LIBRARY is not None:
+        raise IncompatibleLlamaError(
+            f"pictures need llama-cpp-python's own library, not {LIBRARY}: leave library, or mmproj, out"
+        )
+    try:
+        with short_spins():
+            from llama_cpp import mtmd_cpp
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise IncompatibleLlamaError(
+            f"llama-cpp-python {bindings_version()} has no library for pictures (libmtmd): {words_of(error)}"
+        ) from error
+    return mtmd_cpp
+
+
 def build_name() -> str:
     """Return the version of llama-cpp-python, and that of the library where it is another than its own."""
     own = str(llama_cpp.__version__)

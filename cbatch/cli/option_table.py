@@ -255,6 +255,7 @@ OPTIONS = (
     ),
     _file("template", "The prompt of a row: 'Classify: {review}'.", "none"),
     _file("system", "A system message for each row; may be a template.", "none"),
+    _file("image_column", "The column with a picture for each row.", "none", metavar="NAME"),
     _file(
         "raw",
         "Read rows, and prompts in JSON lines, as text to complete (--raw) or as chats (--chat).",
@@ -377,6 +378,11 @@ OPTIONS = (
     _model(
         "draft",
         "A smaller model with the same vocabulary: it guesses tokens, and the model keeps those it agrees with.",
+        metavar="FILE",
+    ),
+    _model(
+        "mmproj",
+        "The model's projector: chats may have pictures then.",
         metavar="FILE",
     ),
     _model(

@@ -54,6 +54,13 @@ def synth(
             autocompletion=gguf_files,
         ),
     ] = None,
+    mmproj: Annotated[
+        str | None,
+        option(
+            help="Write a projector of pictures instead, for a model that is --n-embd wide: llava or llava-tiles.",
+            default="a model is written",
+        ),
+    ] = None,
     seed: Annotated[int, option(help="Seed of the weights.", min=0)] = 0,
     force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
     n_vocab: Annotated[
@@ -137,6 +144,15 @@ def synth(
     if full_every is not None and not window:
         raise ConfigError("full_every needs a window: give --window too")
     check_new(output, force=force)
+    if mmproj is not None:
+        from cbatch.bench.synthetic_projector import write_projector
+
+        width = n_embd or SHAPES[shape].n_embd
+        path = write_projector(output, width, kind=mmproj, seed=seed)
+        say(
+            f"{path}: {path.stat().st_size:,} bytes, {mmproj} for a model of width {width}, seed {seed}"
+        )
+        return
     tokenizer = None if vocab is None else take_tokenizer(vocab, n_vocab)
     asked: dict[str, Any] = {
         "type": type,

@@ -138,6 +138,10 @@ class SequenceDriver:
     """Whether its prompt is tokenized on submission, regardless of the queue's length."""
     takes_long: bool | None = None
     """Whether its prompt takes long to tokenize; None if not estimated yet."""
+    pictures: Sequence[object] = ()
+    """What keeps the rows of its prompt's pictures in memory."""
+    n_image_tokens: int = 0
+    """How many of its prompt's tokens are such rows."""
     is_done_with_disk: bool = False
     """Whether its file of cells must not be read (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)

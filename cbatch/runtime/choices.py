@@ -256,6 +256,7 @@ class Choices(Members):
             _n_cached(all_results),
             sum(r.usage.context_shifts for r in all_results),
             sum(r.usage.reasoning_tokens for r in all_results),
+            max(r.usage.image_tokens for r in all_results),
         )
         timings = _timings(first, all_results)
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)

@@ -80,7 +80,14 @@ def result_of(driver: SequenceDriver) -> BatchResult:
     text, tokens = _echo(driver)
     token_ids = (*tokens, *driver.output[: driver.reply.text.n_fed])
     n_thought = parts.n_thought(driver.output[: driver.reply.text.n_fed]) if parts else 0
-    usage = Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts, n_thought)
+    usage = Usage(
+        driver.n_given,
+        driver.n_output,
+        driver.n_cached,
+        driver.n_shifts,
+        n_thought,
+        driver.n_image_tokens,
+    )
     return BatchResult(
         id=driver.request.id,
         text=text + answer.text,

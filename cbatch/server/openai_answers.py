@@ -203,11 +203,14 @@ def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:
     n_prompt = sum(result.usage.prompt_tokens for result in results)
     n_output = sum(result.usage.completion_tokens for result in results)
     n_thought = sum(result.usage.reasoning_tokens for result in results)
+    details = {"cached_tokens": sum(result.usage.cached_tokens for result in results)}
+    if n_shown := sum(result.usage.image_tokens for result in results):
+        details["image_tokens"] = n_shown
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_output,
         "total_tokens": n_prompt + n_output,
-        "prompt_tokens_details": {"cached_tokens": sum(r.usage.cached_tokens for r in results)},
+        "prompt_tokens_details": details,
         "completion_tokens_details": {"reasoning_tokens": n_thought},
     }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import TokenLogprobs
 from cbatch.options import Sampling
+from cbatch.support.picture_tokens import without_pictures
 
 if TYPE_CHECKING:
     from cbatch.core.plan import Binding
@@ -149,9 +150,13 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
     """Return a binding as the native library takes it, and the arrays that must live as long."""
     s = b.sampling
     breakers = _flat(s.dry_breakers)
-    n_seen = len(b.history) if b.has_drafts else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
+    seen = without_pictures(b.history)
+    has_drafts = (
+        b.has_drafts and seen is b.history
+    )  # what is behind a picture has other places than in the history
+    n_seen = len(seen) if has_drafts else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
     stop = array("i", b.stop_tokens)
-    history = array("i", b.history[max(0, len(b.history) - n_seen) :])
+    history = array("i", seen[max(0, len(seen) - n_seen) :])
     biases = (NativeBias * len(s.logit_bias))(*(NativeBias(*pair) for pair in s.logit_bias))
     sampling = NativeSampling(
         **{name: getattr(s, name) for name in _SAME_NAMES},
@@ -170,7 +175,7 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
         output_origin=b.output_origin,
         has_logprobs=b.n_logprobs is not None,
         n_top=b.n_logprobs or 0,
-        has_drafts=b.has_drafts,
+        has_drafts=has_drafts,
         draft_group=b.draft_group,
     )
     return native, (stop, history, breakers, biases)

@@ -251,8 +251,9 @@ def _body(url: str, key: str, result: BatchResult, created: int, model: str) -> 
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-    if usage.cached_tokens:
-        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    shown = {name: getattr(usage, name) for name in ("cached_tokens", "image_tokens")}
+    if details := {name: n for name, n in shown.items() if n}:
+        counts["prompt_tokens_details"] = details
     if usage.reasoning_tokens:
         counts["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     body = {
