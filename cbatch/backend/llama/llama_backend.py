@@ -148,13 +148,17 @@ class LlamaBackend:
         except (ModelLoadError, ValueError) as error:
             _log.write(logging.INFO, "no pool for short sequences: %s", error)
 
-    def vary_threads(self) -> None:
-        """Compute with fewer threads while other programs take cores, unless `n_threads` or `exact` fixes them."""
+    def vary_threads(self, *, is_on_cpu: bool) -> None:
+        """Compute with fewer threads while other programs take cores, unless `n_threads` or `exact` fixes them.
+
+        Not where a device computes too: there the owner thread waits for it.
+        """
         options = self.options
         changes_bits = options.exact and depends_on_threads(
             options, self.shape, self.cuts, self.n_window
         )
-        if self.n_threads > 1 and options.n_threads is None and not changes_bits:
+        may_vary = is_on_cpu and options.n_threads is None and not changes_bits
+        if may_vary and self.n_threads > 1:
             self._elastic = ElasticThreads(self.n_threads)
 
     def _set_threads(self, n_threads: int) -> None:

@@ -353,8 +353,7 @@ def _load(
         warn_past_training(loaded, settled, backend.n_window)
         if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
-        if _is_on_cpu(settled):
-            backend.vary_threads()
+        backend.vary_threads(is_on_cpu=_is_on_cpu(settled))
         if _log.has_info:
             load_s = round(perf_counter() - start_s, 3)
             _log_load(loaded, settled, room, backend, load_s, proof)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from cbatch.messages import BatchResult
+    from cbatch.response import BatchResult
 
 ALONE = {1: 0.010, 2: 0.006, 3: 0.005, 4: 0.004}
 """Seconds of a step of one row by its threads."""
