@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet, Grammar
     from cbatch.support.model_facts import ModelFacts
+    from cbatch.support.picture_tokens import PictureTokens
 
 Message = Mapping[str, object]
 """One chat message: at least `role` and `content`."""
@@ -41,9 +42,25 @@ class Vocab(Protocol):
     def template(self) -> str:
         """The chat template's source; empty where there is none."""
 
+    def start_chats(self) -> None:
+        """Start what renders chats. Raises a ModelLoadError where the system has no process for it."""
+
     @property
     def tool_refusal(self) -> str:
         """Why chats cannot have tools, naming the template; empty where they can."""
+
+    @property
+    def picture_refusal(self) -> str:
+        """Why chats cannot have pictures; empty where they can."""
+
+    def picture_tokens(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> PictureTokens:
+        """Return the tokens of a chat with pictures, each of these encoded: its rows have ids of their own.
+
+        Raises:
+            RequestFailedError: the template refuses the chat, a picture is refused, or the model takes none.
+        """
 
     def piece(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; control tokens add none."""

@@ -282,6 +282,11 @@ class LocalRuntime:
         self._lanes.order_first(drivers, self.batcher.n_waiting)
         return drivers, refusals
 
+    def start_chats(self) -> None:
+        """Start what renders chats, before the first one. Raises a `ModelLoadError` where the system refuses it."""
+        if self._can_generate:
+            self.backend.vocab.start_chats()
+
     def _check_generates(self) -> None:
         """Raise an `UnsupportedTaskError` where the model generates no text."""
         if not self._can_generate:

@@ -226,6 +226,8 @@ def problem_of(error: BaseException, prompt_field: str | None = None) -> HttpPro
         return HttpProblemError(500, "an internal error", "internal_error", headers=NO_RETRY)
     if isinstance(error, ModelLoadError):
         return no_worker(_MENDED_S)
+    if type(error) is RequestFailedError and isinstance(error.__cause__, OSError):
+        return HttpProblemError(503, words_for_clients(error), "no_resources", headers=SOON)
     param = prompt_field if isinstance(error, PromptError) else _param_of(error)
     for kind, status, code, headers in _STATUS:
         if isinstance(error, kind):

@@ -104,6 +104,7 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
         said = _Kept()
         with _logs_to(said, hello.log_level):
             runtime = _load(hello.load)
+            start_chats(runtime)
     except CBatchError as error:
         _refuse(first, sink, error)
         return
@@ -295,6 +296,15 @@ def _load(said: LoadCommand | None) -> LocalRuntime:
         bool,
         n_sharing=said.n_sharing,
     )
+
+
+def start_chats(runtime: LocalRuntime) -> None:
+    """Start what renders chats: a worker that cannot fails its load, and gets no chats that it would fail."""
+    try:
+        runtime.start_chats()
+    except CBatchError:
+        runtime.close()
+        raise
 
 
 def _look_ahead(said: LookedAhead) -> LookAhead:

@@ -100,6 +100,17 @@ def test_no_error_tells_a_path_of_the_server(error: Exception) -> None:
         assert SECRET not in json.dumps(problem_of(each).as_openai())
 
 
+def test_lack_of_processes_is_told_as_passing() -> None:
+    failed = errors.RequestFailedError("the messages could not be rendered: no process")
+    failed.__cause__ = OSError("no process")
+    problem = problem_of(failed)
+    assert (problem.status, problem.code, problem.headers["retry-after"]) == (
+        503,
+        "no_resources",
+        "1",
+    )
+
+
 def test_health_tells_no_path_of_the_server() -> None:
     class Ended:
         def stats(self) -> None:

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import cbatch
-from cbatch.errors import ConfigError, EngineError
+from cbatch.backend.fake.fake_backend import FakeBackend
+from cbatch.backend.fake.fake_tokens import FakeVocab
+from cbatch.engine_options import ScheduleOptions
+from cbatch.errors import ConfigError, EngineClosedError, EngineError, ModelLoadError
+from cbatch.runtime.local import LocalRuntime
 from cbatch.worker import connect, start
+from cbatch.worker.service import start_chats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +69,20 @@ def test_auto_starts_workers_where_they_pay(
         with cbatch.load(test_model, replicas="auto", parallel=parallel) as engine:
             assert engine.submit("a", options={"max_tokens": 1}).result().token_ids
     assert asked == expected
+
+
+def test_worker_that_cannot_start_chats_closes_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was ready without them would fail each chat at once, and so get most of them."""
+
+    def refuse(self: FakeVocab) -> None:
+        raise ModelLoadError("no process for the chat template: 11")
+
+    monkeypatch.setattr(FakeVocab, "start_chats", refuse)
+    runtime = LocalRuntime(FakeBackend(), ScheduleOptions())
+    with pytest.raises(ModelLoadError, match="no process for the chat template"):
+        start_chats(runtime)
+    with pytest.raises(EngineClosedError):
+        runtime.check_open()
 
 
 def test_socket_without_a_worker_is_an_error_by_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cbatch.backend.bindings import llama_chat_format
 from cbatch.backend.llama import template_job
 from cbatch.backend.llama.sandbox import Limits, NoAnswerError, Sandbox
-from cbatch.errors import ConfigError, PromptError, RequestFailedError
+from cbatch.errors import ConfigError, ModelLoadError, PromptError, RequestFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,6 +190,14 @@ class _Renderer:
                 self._free.append(sandbox)
             self._changed.notify_all()
 
+    def start(self) -> None:
+        """Start the first process, which gets ready while the caller goes on. Raises a ModelLoadError if it fails."""
+        sandbox = self._take()
+        if not sandbox.problem:
+            self._give_back(sandbox)
+        elif sandbox.is_possible:
+            raise ModelLoadError(f"no process for the chat template: {sandbox.problem}")
+
     def close(self) -> None:
         """End the idle processes; others end with their chat."""
         with self._changed:
@@ -217,6 +225,11 @@ class ChatTemplate:
         """
         self._source, self._name = source, name
         self._renderer = None if source is None else _Renderer(source, bos_text, eos_text, clock)
+
+    def start(self) -> None:
+        """Start the process of the first chat. Raises a ModelLoadError if none can be started."""
+        if self._renderer is not None:
+            self._renderer.start()
 
     def close(self) -> None:
         """End the idle processes; later chats start new ones."""

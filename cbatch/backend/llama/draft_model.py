@@ -95,6 +95,7 @@ def context_options(model: LlamaModel, options: EngineOptions) -> EngineOptions:
         flash_attn="auto",
         adapters=None,
         draft=None,
+        speculate="off",
     )
 
 

@@ -30,6 +30,8 @@ from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
+from cbatch.backend.llama.picture_rows import PictureRows
+from cbatch.backend.llama.projector import Projector
 from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
@@ -104,6 +106,8 @@ class LlamaBackend:
         """See `Engine.company`."""
         self._adapters = adapters
         self._draft: DraftModel | None = None
+        self.projector: Projector | None = None
+        """What encodes pictures; None without one."""
         self.adapters: Sequence[str] = () if adapters is None else adapters.names
         self.grammars = LlamaGrammars(model)
         self.vocab: Vocab = model.vocab
@@ -151,6 +155,17 @@ class LlamaBackend:
                 "the draft model has no effect: this model's memory cannot be cut, so it has no draft tokens"
             )
             draft.close()
+
+    def see_with(self, path: str) -> None:
+        """Take pictures in chats from now on, by a projector's file; it is freed with the backend.
+
+        Raises:
+            ModelLoadError: the file is no projector of this model, or of a kind that is not supported.
+            ConfigError: Pillow is not installed.
+        """
+        self.projector = self.model.vocab.projector = Projector(self.model, path, self.n_threads)
+        n_embd = int(llama_cpp.llama_model_n_embd_inp(self.model.pointer))
+        self._runner.pictures = PictureRows(self.projector, self.n_batch, n_embd)
 
     # ---- the context's life ----
 
@@ -207,7 +222,7 @@ class LlamaBackend:
             ),
         )
 
-    def _make_stepper(self) -> NativeStepper:
+    def _make_stepper(self) -> tuple[NativeStepper, Any]:
         stepper = self._stepper_class(
             ctypes.cast(self.ctx, ctypes.c_void_p),
             n_slots=sequences_of(self.options),
@@ -216,9 +231,10 @@ class LlamaBackend:
             n_threads=self.n_threads,
             has_silent_rows=self.options.exact,
         )
+        stepper.has_all_drafts = isinstance(self.options.speculate, int)
         if self._draft is not None:
             self._draft.serve(stepper)
-        return stepper
+        return stepper, self.ctx
 
     def _rebuild(self) -> None:
         """Make the context anew; every slot is empty and unbound then, saved states stay."""
@@ -247,6 +263,7 @@ class LlamaBackend:
             self._adapters.close()
         if self._draft is not None:
             self._draft.close()
+        self._close_projector()
         if self.owns_model:
             self.model.close()
         llama_log().remove()
@@ -259,6 +276,12 @@ class LlamaBackend:
             self._free_short()
             if self._adapters is not None:
                 self._adapters.close()
+            self._close_projector()
+
+    def _close_projector(self) -> None:
+        if self.projector is not None and self._runner.pictures is not None:
+            self._runner.pictures.close()
+            self.projector.close()
 
     def _free(self) -> None:
         self._runner.free()

@@ -24,6 +24,7 @@ from cbatch.core.plan import (
     N_TARGETS_MAX,
     Binding,
     Chunk,
+    DraftCounts,
     Slot,
     StepPlan,
     StepResult,
@@ -67,6 +68,9 @@ _MEANINGS = {
 }
 
 _VoidFunction = ctypes.CFUNCTYPE(None)
+
+
+_N_COUNTS = len(DraftCounts._fields)
 
 
 class NativeStepper:
@@ -117,9 +121,13 @@ class NativeStepper:
         self.are_apart = True
         """Whether memory is apart for each slot, so that chunks of several lengths are several runs of the graph. Then
         there are as many draft tokens behind each row, or none."""
+        self.has_all_drafts = False
+        """Whether each row gets the most draft tokens wherever there are as many, and not only where that is faster."""
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
         self._n_vocab, self._has_silent_rows = n_vocab, has_silent_rows
+        self._drafted = (ctypes.c_int32 * (_N_COUNTS * n_slots))()
+        self._drafted_at = ctypes.addressof(self._drafted)
         table, handle = self._api.table(), ctypes.c_void_p()
         sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
         code = self._lib.cbatch_stepper_init(
@@ -224,11 +232,13 @@ class NativeStepper:
             math.ceil(slice_s * 1e6),
             n_drafts,
             self.are_apart,
+            self.has_all_drafts,
             mask_rows,
             None if changes is None else changes.addresses,
             self._before_sampling(await_masks if masks is not None else None, changes),
             self._out_at,
             self._n_out_at,
+            self._drafted_at if n_drafts else None,
             reports,
             None if scoring is None else scoring.at,
             self._report_at,
@@ -290,6 +300,7 @@ class NativeStepper:
                 out[i * n_steps : i * n_steps + n_out[i]] if c.has_output else []
                 for i, c in enumerate(chunks)
             ]
+        has_drafts = any(report.n_drafts)
         return StepResult(
             tokens,
             report.n_steps,
@@ -301,7 +312,13 @@ class NativeStepper:
             scores={} if scoring is None or not report.n_steps else scoring.found(),
             n_drafts=tuple(report.n_drafts),
             n_accepted=tuple(report.n_accepted),
+            drafted=self._counts(len(chunks)) if has_drafts else (),
         )
+
+    def _counts(self, n_chunks: int) -> list[DraftCounts]:
+        """Return the counts of draft tokens of each chunk."""
+        found = self._drafted[: _N_COUNTS * n_chunks]
+        return [DraftCounts(*found[i : i + _N_COUNTS]) for i in range(0, len(found), _N_COUNTS)]
 
     def interrupt(self) -> None:
         """Ask the run in flight, or else the next, to end after its current step. Any thread."""

@@ -334,8 +334,14 @@ def _load(
             settled = settle(loaded, options, room, look_ahead)
             check_fits(loaded, settled, room)
             backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
-            if draft is not None:
-                backend.draft_with(draft)
+            try:
+                if draft is not None:
+                    backend.draft_with(draft)
+                if options.mmproj is not None:
+                    backend.see_with(check_path("mmproj", options.mmproj))
+            except BaseException:
+                _discard(backend)
+                raise
         except BaseException:
             if draft is not None:
                 draft.close()
@@ -353,7 +359,7 @@ def _embed_only(
     loaded: LlamaModel, options: EngineOptions
 ) -> tuple[EmbedOnlyBackend, Callable[[], str]]:
     """Return the backend of a model that generates no text, and what tells its exactness."""
-    for name in ("adapters", "draft"):
+    for name in ("adapters", "draft", "mmproj"):
         if getattr(options, name):
             raise ConfigError(
                 f"{name}: a model that only embeds or reranks takes none: leave it out"

@@ -16,7 +16,7 @@ import pytest
 from cbatch.backend.llama import chat_template
 from cbatch.backend.llama.chat_template import NAMED_TEMPLATES, ChatTemplate, parse_override
 from cbatch.backend.llama.sandbox import NoAnswerError
-from cbatch.errors import ConfigError, RequestFailedError
+from cbatch.errors import ConfigError, ModelLoadError, RequestFailedError
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -269,6 +269,22 @@ def test_chat_fails_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPa
 def children() -> list[int]:
     files = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def test_process_of_the_first_chat_is_started_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **named: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    before, template = set(children()), ChatTemplate(ECHO)
+    template.start()
+    template.start()
+    assert len(set(children()) - before) == 1
+    monkeypatch.setattr("cbatch.backend.llama.sandbox.subprocess.Popen", refuse)
+    assert template.render([USER]) == "[Hi]"
+    with pytest.raises(ModelLoadError, match=r"chat template: .*unavailable"):
+        ChatTemplate(CHATML).start()
+    ChatTemplate(None).start()  # such a model has no chats
+    template.close()
 
 
 def test_killed_process_costs_no_chat() -> None:
