@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from cbatch.errors import ELSEWHERE, ConfigError, UnsupportedOptionError
 from cbatch.options import RunOptions
@@ -28,7 +28,7 @@ from cbatch.support.checks import (
     reading,
     shown,
 )
-from cbatch.support.plain import list_of, text_of
+from cbatch.support.plain import int_of, list_of, text_of
 
 if TYPE_CHECKING:
     import os
@@ -53,15 +53,29 @@ CellType: TypeAlias = Literal[
 Kv: TypeAlias = Literal["auto", "partitioned", "unified"]
 Policy: TypeAlias = Literal["fcfs", "priority", "shortest", "round_robin"]
 Ttft: TypeAlias = Literal["auto", "first", "any"]
-Speculate: TypeAlias = Literal["off", "ngram", "auto"]
+Speculate: TypeAlias = Literal["off", "ngram", "job", "draft", "auto"]
 SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
+
+MAX_DRAFTS = 7
+"""Most draft tokens after a row's own token. Our choice: a step of more than eight rows is seldom as short."""
 
 MAX_RPC_SERVERS = 16
 """Source: ggml/include/ggml-rpc.h, GGML_RPC_MAX_SERVERS."""
 
 MAX_THREADS = 512
 """ggml ends the process where it cannot start a thread. Source: ggml/include/ggml.h, GGML_MAX_N_THREADS."""
+
+
+def check_speculate(name: str, value: object) -> Speculate | int:
+    """Return where draft tokens come from, or how many there are."""
+    text, number = text_of(value), int_of(value)
+    if text in get_args(Speculate):
+        return cast("Speculate", text)
+    if number is None or not 1 <= number <= MAX_DRAFTS:
+        words = ", ".join(get_args(Speculate))
+        raise ConfigError(f"{name} must be one of {words} or 1 … {MAX_DRAFTS}, not {shown(value)}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +102,9 @@ class ScheduleOptions:
             step, and those that are sampled too are kept; as many are drafted as make answers faster, by what steps
             take and how many were kept. Answers differ by no more than the rounding that other requests in the batch
             cause too. With `exact`, and where memory cannot be cut, there are none. "ngram": from the prompt and the
-            answer alone. "off": one token a step.
+            answer alone. "job": also from other answers of the same call. "draft": from the `draft` model alone. A
+            number from 1 to 7: so many from any source wherever there are as many, whatever they cost. "off": one
+            token a step.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
         share_prefixes: compute a common prefix of prompts once and share its cells.
         checkpoint_mib: most host memory for checkpoints, by which sequences share a prefix where memory cannot be cut
@@ -111,7 +127,7 @@ class ScheduleOptions:
     prefill_budget: int | None = checked(check_int, 1, MAX_INT)
     prefill_chunk: int | None = checked(check_int, 1, MAX_INT)
     itl_ms: float | None = checked(check_float, 1e-3, 1e9)
-    speculate: Speculate = checked(check_choice, *get_args(Speculate), default="auto")
+    speculate: Speculate | int = checked(check_speculate, default="auto")
     swap_mib: int = checked(check_int, 0, MAX_INT, default=1024)
     share_prefixes: bool = checked(check_flag, default=True)
     checkpoint_mib: int | None = checked(check_int, 0, MAX_INT)
@@ -212,7 +228,7 @@ class EngineOptions(ScheduleOptions):
         flash_attn: "on" or "off"; "auto": llama.cpp's choice, but off if a trial of this model found that faster.
         n_batch: most tokens in a step.
         n_ubatch: most tokens in one run of the compute graph.
-        n_threads: default: the cores that this process may use.
+        n_threads: default: the cores that this process may use, and fewer while other programs use them.
         n_gpu_layers: layers on devices; default: llama.cpp's, all. With `offload_kqv`, `split_mode`, `main_gpu`,
             `tensor_split` and `rpc_servers` it says which devices hold the layers and their cells.
         rope_scaling: with `rope_freq_base`, `rope_freq_scale`, `yarn_ext_factor`, `yarn_attn_factor`, `yarn_beta_fast`,
@@ -222,6 +238,7 @@ class EngineOptions(ScheduleOptions):
         chat_template: "chatml" or a Jinja template, instead of the model's own.
         adapters: LoRA files by the names that requests give.
         draft: a smaller model's file, with the same vocabulary: it drafts tokens too; see `speculate`.
+        mmproj: the model's projector, a GGUF file: chats may have pictures then; see `cbatch.pictures`.
         cache_dir: the folder for cells that requests save; default: the user's own.
         cache_mib: the most that the folder may hold.
         library: llama.cpp's library, or a folder that has it, in place of the one that `LLAMA_CPP_LIB_PATH` names or
@@ -265,6 +282,7 @@ class EngineOptions(ScheduleOptions):
     chat_template: str | None = checked(check_string)
     adapters: Mapping[str, str | os.PathLike[str]] | None = checked(check_adapter_files)
     draft: str | os.PathLike[str] | None = checked(check_path)
+    mmproj: str | os.PathLike[str] | None = checked(check_path)
     cache_dir: str | os.PathLike[str] | None = checked(check_path)
     cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
     library: str | os.PathLike[str] | None = checked(check_path)
@@ -381,10 +399,22 @@ class EngineOptions(ScheduleOptions):
                 f"exact=True cannot be guaranteed with adapters ({', '.join(self.adapters)}): their f16 or f32 weights "
                 "use other kernels in narrow steps; merge one into the model, or leave exact out"
             )
-        if self.draft is not None and (self.exact or self.speculate != "auto"):
+        if self.draft is None and self.speculate == "draft":
+            raise ConfigError("speculate='draft' needs a draft model: add draft=FILE")
+        if self.exact and self.speculate != "off" and self.speculate != "auto":
+            raise ConfigError(
+                f"exact=True cannot be guaranteed with speculate={self.speculate!r}: the number of rows changes the "
+                "rounding; use 'auto', which has no draft tokens then, or 'off'"
+            )
+        if self.draft is not None and (self.exact or self.speculate in ("off", "ngram", "job")):
             other = "exact=True" if self.exact else f"speculate={self.speculate!r}"
             raise ConfigError(
                 f"draft={str(self.draft)!r} has no effect with {other}: leave one of them out"
+            )
+        if self.exact and self.mmproj is not None:
+            raise ConfigError(
+                "exact=True cannot be guaranteed with mmproj yet: rows of pictures have other shapes than tokens; "
+                "leave one of them out"
             )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(

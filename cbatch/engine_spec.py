@@ -187,7 +187,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = {k: v if k in _OF_LOAD else getattr(options, k) for k, v in settings.items()}
     if "options" in found:
         found["options"] = RunOptions.of(found["options"])
-    for name in ("cache_dir", "draft", "library"):
+    for name in ("cache_dir", "draft", "mmproj", "library"):
         if found.get(name) is not None and not is_hub_name(os.fspath(found[name])):
             found[name] = os.path.abspath(found[name])
     if found.get("adapters"):

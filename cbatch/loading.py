@@ -142,7 +142,11 @@ def _unloaded(
     engine_options = EngineOptions.of(settings)
     cache_folder(engine_options.cache_dir)
     model = local_model(model)
-    engine_options = replace(engine_options, draft=local_model(engine_options.draft))
+    engine_options = replace(
+        engine_options,
+        draft=local_model(engine_options.draft),
+        mmproj=local_model(engine_options.mmproj),
+    )
     is_threaded = check_flag("threaded", threaded)
     n_of_memory = check_int("n_sharing", n_sharing, 1, MAX_INT)
     n_replicas = _n_replicas(replicas, model, engine_options, is_threaded=is_threaded)

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from cbatch.errors import ConfigError, near
 from cbatch.options import RunOptions
+from cbatch.pictures import is_picture, picture_part
 from cbatch.support.checks import check_depth, check_flag, given_only, reading, shown
 from cbatch.support.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
 from cbatch.tools import check_calls
@@ -69,6 +70,11 @@ class BatchPrompt:
             if (value := getattr(self, name)) is not None:
                 with reading(name):
                     object.__setattr__(self, name, settle(value))
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a message has a picture."""
+        return any(isinstance(message["content"], tuple) for message in self.messages or ())
 
     def named(self, id: str) -> BatchPrompt:
         """Return the prompt under an id that is known to be one; what was checked is not checked again."""
@@ -167,6 +173,8 @@ def as_prompt(item: Any) -> BatchPrompt:
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of OpenAI's chats. A template may know others, so only what is like one of these is a mistake."""
+
+_SEEING_ROLES = ("user", "tool")
 
 _NO_CHAT = "a message stands alone here: a chat is a list of messages"
 _NO_ROW = (
@@ -289,13 +297,13 @@ def _message(place: str, message: object) -> Message:
         )
     if role not in _ROLES and (others := near(role.strip(), _ROLES)):
         raise ConfigError(f"{place} has the role {shown(role)}, which is unknown; {others}")
-    rest: dict[Any, Any] = {key: plain(value) for key, value in given.items()}
+    rest: dict[Any, Any] = {key: plain(value) for key, value in given.items() if key != "content"}
     calls = check_calls(place, role, rest.pop("tool_calls", None))
     rest |= {name: _name(place, name, given) for name in ("tool_call_id", "name") if name in given}
     content = given.get("content")
     if content is None and not calls:
         raise ConfigError(f"{place} has no content")
-    rest |= {"role": role, "content": None if content is None else _content(place, content)}
+    rest |= {"role": role, "content": None if content is None else _content(place, role, content)}
     return {**rest, "tool_calls": calls} if calls else rest
 
 
@@ -306,22 +314,33 @@ def _name(place: str, key: str, message: Mapping[object, object]) -> str:
     return text
 
 
-def _content(place: str, content: object) -> str:
+def _content(place: str, role: str, content: object) -> str | tuple[dict[str, Any], ...]:
     """Return the text of a message; OpenAI's list of text parts is joined, a line for each.
 
+    With pictures it is a tuple of parts instead; see `picture_part`.
     Source: llama.cpp common/chat.cpp, common_chat_msg::to_json_oaicompat.
     """
     text, parts = text_of(content), list_of(content)
     if text is not None:
         return text
-    if parts is None or not all(isinstance(part, Mapping) for part in parts):
+    mappings = [part for part in parts or () if isinstance(part, Mapping)]
+    if parts is None or len(mappings) < len(parts):
         raise ConfigError(f"{place} content must be a string, not {_kind(content)}")
-    return "\n".join(_part(place, plain(part)) for part in parts)
+    if not any(is_picture(part) for part in mappings):
+        return "\n".join(_part(place, plain(part))["text"] for part in mappings)
+    if role not in _SEEING_ROLES:
+        raise ConfigError(
+            f"{place} of role {role!r} has a picture: only those of role user and tool may have one"
+        )
+    return tuple(
+        picture_part(place, part) if is_picture(part) else _part(place, plain(part))
+        for part in mappings
+    )
 
 
-def _part(place: str, part: Any) -> str:
+def _part(place: str, part: Any) -> dict[str, Any]:
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise ConfigError(
-            f"{place} has a part of type {shown(part.get('type'))}: only text is supported"
+            f"{place} has a part of type {shown(part.get('type'))}: only text and image_url are supported"
         )
-    return str(part["text"])
+    return {"type": "text", "text": str(part["text"])}

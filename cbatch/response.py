@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping  # noqa: TC003  # what crosses to other processes is read by its annotations
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.errors import CBatchError, words_of
@@ -52,7 +52,8 @@ class Usage:
     """Tokens of one request: prompt, sampled (with the ending token), prompt tokens that were not computed again.
 
     `context_shifts` is how often tokens were taken out of the full window, with `n_discard`. `reasoning_tokens` are
-    the sampled ones of the thinking that the result has, its marks included.
+    the sampled ones of the thinking that the result has, its marks included. `image_tokens` are those of the prompt
+    that are rows of pictures.
     """
 
     prompt_tokens: int
@@ -60,6 +61,7 @@ class Usage:
     cached_tokens: int = 0
     context_shifts: int = 0
     reasoning_tokens: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ class Timings:
     `ttft_s` and `last_token_s` count from submission, queue time included. `prompt_tps` counts each token that was
     computed before the first one was sampled, once; tokens from a cache do not count. `generation_tps` is
     (n − 1) / (last − first token), of the tokens that this request sampled itself.
+
+    Then how many draft tokens were computed for it, and how many of them were accepted: all, those from other answers
+    of the call, and those of the draft model.
     """
 
     queue_s: float
@@ -77,6 +82,12 @@ class Timings:
     prompt_tps: float | None
     generation_tps: float | None
     last_token_s: float | None = None
+    n_draft_tokens: int = 0
+    n_accepted_tokens: int = 0
+    n_job_draft_tokens: int = 0
+    n_job_accepted_tokens: int = 0
+    n_model_draft_tokens: int = 0
+    n_model_accepted_tokens: int = 0
 
     @property
     def prompt_s(self) -> float:
@@ -90,6 +101,10 @@ class Timings:
         if self.ttft_s is None or self.last_token_s is None:
             return 0.0
         return max(0.0, self.last_token_s - self.ttft_s)
+
+
+DRAFT_COUNTS = tuple(f.name for f in fields(Timings) if f.name.startswith("n_"))
+"""The fields of `Timings` that count draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,9 @@ void drafts::push(int32_t token, hit_rate * rates) {
         rate.learn(is_hit, 1.0f, n_tries_of_all);
     }
     text.tokens.push_back(token);
+    if (!is_looked_up) {
+        return;
+    }
     const int32_t before = text.index(n_indexed_at_once);
     if (is_hit) {
         at++;
@@ -394,9 +397,30 @@ void choose_ragged(const float * chances, int32_t n, const draft_limits & limits
 
 }  // namespace
 
+namespace {
+
+void take_all(const float * chances, int32_t n, const draft_limits & limits, int32_t * n_drafts) {
+    int32_t n_left = limits.n_all;
+    for (int32_t i = 0; i < n; i++) {
+        const float * own = chances + i * limits.n_each;
+        const auto n_own = static_cast<int32_t>(std::find(own, own + limits.n_each, 0.0f) - own);
+        n_drafts[i] = std::min(n_own, n_left);
+        n_left -= n_drafts[i];
+    }
+    if (limits.is_even) {
+        std::fill(n_drafts, n_drafts + n, std::min(*std::max_element(n_drafts, n_drafts + n), limits.n_all / n));
+    }
+}
+
+}  // namespace
+
 void choose_drafts(const float * chances, int32_t n, const draft_limits & limits, const width_costs & costs,
                    int32_t * n_drafts) noexcept {
     std::fill(n_drafts, n_drafts + n, 0);
+    if (limits.has_all) {
+        take_all(chances, n, limits, n_drafts);
+        return;
+    }
     const double alone_ns = costs.cost(n);
     if (alone_ns <= 0.0 || limits.n_each < 1) {
         return;

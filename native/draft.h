@@ -87,6 +87,7 @@ struct drafts {
     bool is_placed = false;  // as edits.is_placed
     int32_t end = 0;         // positions below it are in `text`
     bool is_lost = false;    // no memory: no drafts any more
+    bool is_looked_up = true;  // whether the newest tokens are: else there are no drafts of their own
 
     // Add a token; `rates`: (n_match_kinds) to learn from it, or NULL. Throws std::bad_alloc.
     void push(int32_t token, hit_rate * rates);
@@ -158,6 +159,7 @@ struct draft_limits {
     int32_t n_each;     // most behind one row
     int32_t n_all;      // most behind all
     bool is_even;       // the same number behind each, or none
+    bool has_all;       // as many as there are, whatever they take
 };
 
 // Write to `n_drafts` how many drafts each of n rows has, so that the most tokens are expected in the time.

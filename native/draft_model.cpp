@@ -110,7 +110,10 @@ bool draft_model::knows(const cbatch_api & api, int32_t slot, const std::vector<
         return true;
     }
     missed_ns[slot] += static_cast<int64_t>(gain_hoped * step_ns);
-    if (missed_ns[slot] < n_missing * token_ns) {
+    if (step_ns > 0.0 && missed_ns[slot] < n_missing * token_ns) {
+        return false;
+    }
+    if (missed_ns[slot] < 0) {
         return false;
     }
     const int64_t start_ns = api.clock_ns();

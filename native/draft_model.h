@@ -49,7 +49,8 @@ struct draft_model {
     int32_t choose(int32_t n, int32_t m, int32_t n_each, bool is_even, const width_costs & target) const noexcept;
 
     // Whether it knows a slot's tokens but for a few, or catches up with some of them now; `step_ns`: what a row's step
-    // takes. Catching up waits until drafts would have gained as much as it costs, so that short answers do not pay it.
+    // takes. Catching up waits until drafts would have gained as much as it costs, so that short answers do not pay it;
+    // it does not wait where that is 0.
     bool knows(const cbatch_api & api, int32_t slot, const std::vector<int32_t> & text, double step_ns) noexcept;
 
     // Guess up to k tokens for each of those that are open.

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
 #include <cstdlib>
@@ -45,6 +46,7 @@ struct binding {
     int64_t cost_ps = 0;  // of one logit under the rule
     std::vector<int32_t> stop;
     std::unique_ptr<drafts> next;  // NULL where it has no drafts
+    bool has_model_drafts = false;
     int32_t last_token = CBATCH_NO_TOKEN;  // sampled last, which has no cell yet
 };
 
@@ -81,6 +83,7 @@ struct cbatch_stepper {
     void * ctx;
     cbatch_sizes sizes;
     const sample_code * code;
+    int32_t n_threads;  // that sample now
 
     std::vector<binding> bindings;  // (n_slots)
 
@@ -107,8 +110,10 @@ struct cbatch_stepper {
     int32_t n_steps;                   // the caller's: also the most tokens of one chunk
     int32_t n_drafts_most;            // the caller's
     bool is_even;                      // the caller's
+    bool has_all;                      // the caller's
     int32_t * out;                     // the caller's
     int32_t * n_out;                   // the caller's
+    int32_t * drafted;                 // the caller's, or NULL
     cbatch_logprobs * logprobs;        // the caller's, or NULL
     const uint32_t * const * masks;    // the caller's, or NULL
     float ** given_rows;               // the caller's, or NULL
@@ -352,17 +357,18 @@ int32_t most_drafts(const cbatch_stepper & s) {
 // Have the draft model guess for chunks whose own drafts are less likely, and take its chances for them.
 void guess_by_model(cbatch_stepper * s, int32_t n_each) {
     draft_model & model = s->model;
-    const double step_ns = s->costs.cost(s->n_chunks);
+    const double step_ns = s->has_all ? 0.0 : s->costs.cost(s->n_chunks);
     const auto is_better = [&](int32_t i) {
-        const drafts * next = s->bindings[s->chunks[i].slot].next.get();
-        return next != nullptr && !next->is_lost && s->chances[i * n_each] < model.usual_chance();
+        const binding & b = s->bindings[s->chunks[i].slot];
+        const float least = s->has_all ? FLT_MIN : model.usual_chance();
+        return b.has_model_drafts && !b.next->is_lost && s->chances[i * n_each] < least;
     };
     int32_t n_better = 0;
     for (int32_t i = 0; i < s->n_chunks; i++) {
         n_better += is_better(i);
     }
-    const int32_t k = model.choose(s->n_chunks, n_better, n_each, s->is_even, s->costs);
-    if (k == 0) {
+    const int32_t k = s->has_all ? n_each : model.choose(s->n_chunks, n_better, n_each, s->is_even, s->costs);
+    if (n_better == 0 || k == 0) {
         return;
     }
     const int64_t start_ns = s->api.clock_ns();
@@ -413,7 +419,8 @@ void make_drafts(cbatch_stepper * s) {
     s->guessed.clear();
     std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
     std::fill(s->i_guessed.begin(), s->i_guessed.begin() + s->n_chunks, -1);
-    const int32_t n_each = s->may_draft && s->gains[s->n_chunks].allows() ? most_drafts(*s) : 0;
+    const bool is_asked = s->may_draft && (s->has_all || s->gains[s->n_chunks].allows());
+    const int32_t n_each = is_asked ? most_drafts(*s) : 0;
     if (n_each < 1) {
         return;
     }
@@ -424,10 +431,10 @@ void make_drafts(cbatch_stepper * s) {
         guess_by_model(s, n_each);
     }
     const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
-    const draft_limits limits = {n_each, n_all, s->is_even};
+    const draft_limits limits = {n_each, n_all, s->is_even, s->has_all};
     choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
     const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
-    if (has_any && ++s->n_drafting % n_between_plain == 0) {
+    if (has_any && !s->has_all && ++s->n_drafting % n_between_plain == 0) {
         std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
     }
     for (int32_t i = 0; i < s->n_chunks; i++) {
@@ -567,7 +574,7 @@ void score_one(cbatch_stepper * s, int32_t i_score, const sample_scratch & scrat
 void sample_share(void * data) {
     cbatch_stepper * s = static_cast<cbatch_stepper *>(data);
     const int32_t i_thread = s->i_next_thread.fetch_add(1, std::memory_order_relaxed);
-    if (i_thread >= s->sizes.n_threads) {
+    if (i_thread >= s->n_threads) {
         return;
     }
     for (;;) {
@@ -584,7 +591,7 @@ void sample_share(void * data) {
 }
 
 bool deserves_team(const cbatch_stepper & s) {
-    if (s.api.gomp_parallel == nullptr || s.sizes.n_threads == 1 || s.n_rows + s.n_scores < 2) {
+    if (s.api.gomp_parallel == nullptr || s.n_threads == 1 || s.n_rows + s.n_scores < 2) {
         return false;
     }
     int64_t work_ps = s.n_scores * score_cost_ps * s.sizes.n_vocab;
@@ -600,7 +607,7 @@ void sample_rows(cbatch_stepper * s) {
     s->i_next_row.store(0, std::memory_order_relaxed);
     s->i_next_thread.store(0, std::memory_order_relaxed);
     if (deserves_team(*s)) {
-        s->api.gomp_parallel(sample_share, s, static_cast<unsigned>(s->sizes.n_threads), 0);
+        s->api.gomp_parallel(sample_share, s, static_cast<unsigned>(s->n_threads), 0);
     } else {
         sample_share(s);
     }
@@ -612,6 +619,16 @@ void sample_rows(cbatch_stepper * s) {
 int32_t source_of(const cbatch_stepper & s, int32_t i_chunk) {
     const drafts * next = s.bindings[s.chunks[i_chunk].slot].next.get();
     return s.i_guessed[i_chunk] >= 0 ? 2 : next != nullptr && next->is_of_group ? 1 : 0;
+}
+
+void count_drafts(cbatch_stepper * s, const output_row & row, int32_t source, cbatch_report * report) {
+    report->n_drafts[source] += row.n_drafts;
+    report->n_accepted[source] += row.n_sampled - 1;
+    if (s->drafted != nullptr) {
+        int32_t * own = s->drafted + static_cast<int64_t>(row.i_chunk) * 6;
+        own[source] += row.n_drafts;
+        own[3 + source] += row.n_sampled - 1;
+    }
 }
 
 // Count what was sampled, and take back the cells of drafts that were wrong; return whether a run ends here.
@@ -638,9 +655,8 @@ bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
             s->model.learn(g, std::min(row.n_drafts, g.n), n_accepted);
         }
         if (b.next != nullptr) {
-            report->n_drafts[source] += row.n_drafts;
+            count_drafts(s, row, source, report);
         }
-        report->n_accepted[source] += n_accepted;
         s->n_out[row.i_chunk] += row.n_sampled;
         is_over |= s->n_out[row.i_chunk] >= s->n_steps || is_stop(b, sampled[n_accepted]);
     }
@@ -793,6 +809,7 @@ int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, const cbatch_siz
         s->api.clock_ns = api->clock_ns != nullptr ? api->clock_ns : system_clock_ns;
         s->ctx = ctx;
         s->sizes = *sizes;
+        s->n_threads = sizes->n_threads;
         s->code = code;
         allocate(s);
     } catch (const std::exception &) {
@@ -809,6 +826,10 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
 
 void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
     s->ctx = ctx;
+}
+
+void cbatch_stepper_set_threads(cbatch_stepper * s, int32_t n_threads) noexcept {
+    s->n_threads = std::clamp(n_threads, 1, s->sizes.n_threads);
 }
 
 int32_t cbatch_stepper_draft_with(cbatch_stepper * s, const cbatch_draft_context * given) noexcept {
@@ -845,7 +866,9 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
         if (binding->has_drafts != 0) {
             b.next = std::make_unique<drafts>();
             b.next->text.tokens.assign(binding->history, binding->history + binding->n_history);
-            b.next->answers = answers_of(*s, binding->draft_group);
+            b.next->is_looked_up = (binding->has_drafts & CBATCH_DRAFTS_AGAIN) != 0;
+            b.next->answers = b.next->is_looked_up ? answers_of(*s, binding->draft_group) : nullptr;
+            b.has_model_drafts = (binding->has_drafts & CBATCH_DRAFTS_MODEL) != 0;
         }
         b.is_bound = true;
         if (s->model.is_on()) {
@@ -861,9 +884,9 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
 
 int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
                            int32_t n_steps, int64_t budget_us, int32_t n_drafts, int32_t is_even,
-                           const uint32_t * const * masks, float ** rows, void (*await_rows)(void), int32_t * out,
-                           int32_t * n_out, cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
-                           cbatch_report * report) noexcept {
+                           int32_t has_all, const uint32_t * const * masks, float ** rows, void (*await_rows)(void),
+                           int32_t * out, int32_t * n_out, int32_t * drafted, cbatch_logprobs * logprobs,
+                           const cbatch_scoring * scoring, cbatch_report * report) noexcept {
     *report = {};
     int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr || rows != nullptr);
     if (code == CBATCH_OK && scoring != nullptr) {
@@ -882,12 +905,17 @@ int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int3
         s->chunks[i] = chunks[i];
         n_out[i] = 0;
     }
+    if (drafted != nullptr) {
+        std::fill(drafted, drafted + static_cast<int64_t>(n_chunks) * 6, 0);
+    }
     s->n_chunks = n_chunks;
     s->n_steps = n_steps;
     s->n_drafts_most = n_drafts;
     s->is_even = is_even != 0;
+    s->has_all = has_all != 0;
     s->out = out;
     s->n_out = n_out;
+    s->drafted = drafted;
     s->logprobs = logprobs;
     s->masks = masks;
     s->given_rows = rows;

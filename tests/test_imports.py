@@ -15,7 +15,8 @@ from tests.private_parts import private_parts
 ROOT = Path(cbatch.__file__).parent
 
 FACE = {
-    "errors", "options", "embedding", "engine_options", "messages", "tools", "response", "progress", "stats",
+    "errors", "options", "embedding", "engine_options", "messages", "pictures", "tools", "response", "progress",
+    "stats",
 }  # fmt: skip
 """Values that callers see: these modules see each other, and their helpers."""
 
@@ -43,7 +44,7 @@ SEES: dict[str, set[str]] = {
     "engine_spec": BELOW_ENGINE | {"engine", "loading"},
     "daemon": BELOW_FILES,
     "files": BELOW_FILES,
-    "server": BELOW_FILES | {"files.served_batch"},
+    "server": BELOW_FILES | {"files.judged_run", "files.served_batch"},
     "bench": BELOW_FILES | {"core"},
     "verify": BELOW_FILES,
     "integrations": BELOW_FILES | {"engine_spec", "files", "server"},

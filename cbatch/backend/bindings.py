@@ -79,13 +79,22 @@ def _numbers(version: str) -> tuple[int, ...]:
 def not_loaded(file: Path | None, error: BaseException) -> IncompatibleLlamaError:
     """Return what to say where `llama_cpp` cannot be imported."""
     if file is not None:
-        return misfit(file, words_of(error))
+        return misfit(file, _no_function(error) or words_of(error))
     if isinstance(error, ModuleNotFoundError):
         return IncompatibleLlamaError(f"{words_of(error)}: pip install llama-cpp-python")
     return IncompatibleLlamaError(
         f"llama-cpp-python {bindings_version()} cannot load its library of llama.cpp: {words_of(error)}. Install it "
         f"again, or name another library: {VARIABLE}, load(library=…) or --llama-library"
     )
+
+
+def _no_function(error: BaseException) -> str:
+    """Return that the library lacks a function of the bindings, if that is what an error says; else nothing."""
+    found = re.search(r"undefined symbol: (\w+)$|, (\w+)\): symbol not found", words_of(error))
+    if found is None or not isinstance(error, AttributeError):
+        return ""
+    name = found[1] or found[2]
+    return f"it has no function {name}, which llama-cpp-python needs: it is older, or not a build of llama.cpp"
 
 
 def _prepare(llama: Any) -> None:
@@ -119,6 +128,26 @@ try:
         _prepare(llama_cpp)
 except (ImportError, OSError, RuntimeError, AttributeError) as error:
     raise not_loaded(LIBRARY, error) from error
+
+
+def mtmd_bindings() -> Any:
+    """Return the bindings of libmtmd, which encodes pictures; it is loaded at the first call.
+
+    Raises:
+        IncompatibleLlamaError: it is not there, or llama.cpp is a library that the user named.
+    """
+    if LIBRARY is not None:
+        raise IncompatibleLlamaError(
+            f"pictures need llama-cpp-python's own library, not {LIBRARY}: leave library, or mmproj, out"
+        )
+    try:
+        with short_spins():
+            from llama_cpp import mtmd_cpp
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise IncompatibleLlamaError(
+            f"llama-cpp-python {bindings_version()} has no library for pictures (libmtmd): {words_of(error)}"
+        ) from error
+    return mtmd_cpp
 
 
 def build_name() -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet, Grammar
     from cbatch.support.model_facts import ModelFacts
+    from cbatch.support.picture_tokens import PictureTokens
 
 Message = Mapping[str, object]
 """One chat message: at least `role` and `content`."""
@@ -47,6 +48,19 @@ class Vocab(Protocol):
     @property
     def tool_refusal(self) -> str:
         """Why chats cannot have tools, naming the template; empty where they can."""
+
+    @property
+    def picture_refusal(self) -> str:
+        """Why chats cannot have pictures; empty where they can."""
+
+    def picture_tokens(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> PictureTokens:
+        """Return the tokens of a chat with pictures, each of these encoded: its rows have ids of their own.
+
+        Raises:
+            RequestFailedError: the template refuses the chat, a picture is refused, or the model takes none.
+        """
 
     def piece(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; control tokens add none."""

@@ -320,15 +320,18 @@ def cbatch_server(model: str, arguments: Sequence[str]) -> Iterator[Started]:
 
 
 @contextmanager
-def llama_server(program: str, model: str, options: EngineOptions) -> Iterator[Started]:
-    """Run llama-server for the block, with the same slots, memory and threads.
+def llama_server(
+    program: str, model: str, options: EngineOptions, more: Sequence[str] = ()
+) -> Iterator[Started]:
+    """Run llama-server for the block, with the same slots, memory and threads, and `more` arguments.
 
     Raises:
         SideError: it cannot be started.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
-    command = [program, "-m", model, *llama_server_arguments(options), "--port", str(port)]
+    command = [program, "-m", model, *llama_server_arguments(options), *more]
+    command += ["--port", str(port)]
     with tempfile.TemporaryFile("w+") as log:
         try:
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

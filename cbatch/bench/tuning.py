@@ -46,7 +46,7 @@ class SettingChange:
 
 
 def changes_of(
-    given: Mapping[str, Any], n_cores: int, flash_attn: str, speculate: str
+    given: Mapping[str, Any], n_cores: int, flash_attn: str, speculate: str | int
 ) -> list[SettingChange]:
     """Return the changes to try, the most promising first; a setting that was given stays as it is.
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ _MAX_SLOTS = 16  # for several answers at once: as many as other commands have
 
 @takes(
     *("model", "ctx_per_seq", "cache_type_k", "cache_type_v", "flash_attn", "memory_mib"),
-    *("threads", "gpu_layers", "llama_library", "adapter", "chat_template"),
+    *("threads", "gpu_layers", "llama_library", "adapter", "mmproj", "chat_template"),
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos"),
     *("choice", "choice_probs", "set", "chat_template_kwargs"),
 )
@@ -35,6 +35,10 @@ def ask(
         bool, option("--interactive", "-i", help="Hold a conversation; an empty line ends it.")
     ] = False,
     system: Annotated[str | None, option(help="System message.", default="nothing")] = None,
+    image: Annotated[
+        list[Path] | None,
+        option(help="A picture before the question; may be given more than once.", default="none"),
+    ] = None,
     given: Given,
 ) -> None:
     """Answer one question as a chat; the answer goes to stdout as it comes.
@@ -52,7 +56,7 @@ def ask(
         check_whole("system", system)
     question = "" if interactive and prompt is None else _first_question(prompt)
     with _open(given["model"], options, settings) as engine:
-        conversation = Conversation(engine, system)
+        conversation = Conversation(engine, system, pictures=image or [])
         try:
             if interactive:
                 n_failed = _converse(conversation, question, forget_interrupt=ctx.obj.forget)
@@ -70,8 +74,10 @@ _NO_LONGER = ", and the model was trained for no longer texts"
 class Conversation:
     """The messages so far, and the engine that answers them."""
 
-    def __init__(self, engine: cbatch.Engine, system: str | None = None) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: cbatch.Engine, system: str | None = None, pictures: Sequence[Path] = ()
+    ) -> None:
+        self._engine, self._pictures = engine, pictures
         self.n_answers = engine.options.n or 1
         n_trained = engine.model_facts.n_ctx_train
         self.can_grow = not n_trained or engine.n_window < n_trained
@@ -80,7 +86,7 @@ class Conversation:
         """Of the last question; None where it failed or was left."""
         self.others: list[str] = []
         """The texts of its other answers."""
-        self.messages: list[Mapping[str, str]] = []
+        self.messages: list[Mapping[str, Any]] = []
         if system is not None:
             self._add("system", system)
 
@@ -95,7 +101,7 @@ class Conversation:
         parts: list[str] = []
         others = [""] * (self.n_answers - 1)
         self.result, self.others = None, others
-        self._add("user", question)
+        self._add("user", self._with_pictures(question))
         try:
             response = self._engine.submit(self.messages)
             with closing(iter(response)) as chunks:
@@ -110,13 +116,20 @@ class Conversation:
         finally:
             self._keep("".join(parts))
 
+    def _with_pictures(self, question: str) -> object:
+        """Return what the user says: the first question has the pictures before it."""
+        if not self._pictures or any(message["role"] == "user" for message in self.messages):
+            return question
+        pictures = [{"type": "image", "image": path} for path in self._pictures]
+        return [*pictures, {"type": "text", "text": question}]
+
     def _keep(self, text: str) -> None:
         if text:
             self._add("assistant", text)
         else:
             self.messages.pop()
 
-    def _add(self, role: str, content: str) -> None:
+    def _add(self, role: str, content: object) -> None:
         self.messages.append({"role": role, "content": content})
 
 

@@ -15,7 +15,7 @@ import typer
 from cbatch.backend.named_library import use_library
 from cbatch.cli.completion import among, gguf_files
 from cbatch.cli.sets import read_text, set_options, value_of
-from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import EngineOptions, Speculate
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import Format
 from cbatch.files.places import file_of
@@ -255,6 +255,7 @@ OPTIONS = (
     ),
     _file("template", "The prompt of a row: 'Classify: {review}'.", "none"),
     _file("system", "A system message for each row; may be a template.", "none"),
+    _file("image_column", "The column with a picture for each row.", "none", metavar="NAME"),
     _file(
         "raw",
         "Read rows, and prompts in JSON lines, as text to complete (--raw) or as chats (--chat).",
@@ -321,7 +322,11 @@ OPTIONS = (
     _schedule("itl_ms", "Target milliseconds of a step, instead of --prefill-budget.", "none"),
     _schedule(
         "speculate",
-        "Draft tokens that repeat earlier ones, where that is faster: auto, off, or ngram (from the request alone).",
+        "Where draft tokens come from, if they make answers faster: auto, ngram (the request), "
+        "job (also other answers), draft (the draft model), off; or a fixed number of them, 1 … 7.",
+        metavar="WORD|N",
+        read=number_or_word,
+        completion=among(get_args(Speculate)),
     ),
     _schedule("swap_mib", "MiB of host memory for the KV cache of preempted requests."),
     _schedule(
@@ -351,7 +356,12 @@ OPTIONS = (
         "exact",
         "Guarantee that answers do not change with the other requests in the batch; fail if impossible.",
     ),
-    _model("threads", "Threads that compute.", "the cores it may use", setting="n_threads"),
+    _model(
+        "threads",
+        "Threads that compute; a number that is set stays.",
+        "the cores it may use, fewer while other programs use them",
+        setting="n_threads",
+    ),
     _model("gpu_layers", "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),
     _model(
         "llama_library",
@@ -372,6 +382,11 @@ OPTIONS = (
     _model(
         "draft",
         "A smaller model with the same vocabulary: it guesses tokens, and the model keeps those it agrees with.",
+        metavar="FILE",
+    ),
+    _model(
+        "mmproj",
+        "The model's projector: chats may have pictures then.",
         metavar="FILE",
     ),
     _model(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cbatch.cli.completion import among, gguf_files
-from cbatch.cli.option_table import option
+from cbatch.cli.option_table import Given, option, takes
 from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import say
 from cbatch.errors import ConfigError
@@ -25,9 +25,11 @@ def _shapes(incomplete: str) -> list[str]:
     return among(SHAPES)(incomplete)
 
 
+@takes("llama_library")
 def synth(
     output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The model file to write.")],
     *,
+    given: Given,  # the library quantises
     shape: Annotated[
         str,
         option(
@@ -52,6 +54,13 @@ def synth(
             help="A GGUF file whose vocabulary is used.",
             default="made up",
             autocompletion=gguf_files,
+        ),
+    ] = None,
+    mmproj: Annotated[
+        str | None,
+        option(
+            help="Write a projector of pictures instead, for a model that is --n-embd wide: llava or llava-tiles.",
+            default="a model is written",
         ),
     ] = None,
     seed: Annotated[int, option(help="Seed of the weights.", min=0)] = 0,
@@ -137,6 +146,15 @@ def synth(
     if full_every is not None and not window:
         raise ConfigError("full_every needs a window: give --window too")
     check_new(output, force=force)
+    if mmproj is not None:
+        from cbatch.bench.synthetic_projector import write_projector
+
+        width = n_embd or SHAPES[shape].n_embd
+        path = write_projector(output, width, kind=mmproj, seed=seed)
+        say(
+            f"{path}: {path.stat().st_size:,} bytes, {mmproj} for a model of width {width}, seed {seed}"
+        )
+        return
     tokenizer = None if vocab is None else take_tokenizer(vocab, n_vocab)
     asked: dict[str, Any] = {
         "type": type,

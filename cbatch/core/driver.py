@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.reply import ReplyText
 from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
-from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, Binding, Chunk, OwnProcessor, Slot
+from cbatch.core.plan import (
+    BROKEN_ROW,
+    EMPTY_ROW,
+    FREE,
+    NO_DRAFTS,
+    Binding,
+    Chunk,
+    OwnProcessor,
+    Slot,
+)
 from cbatch.errors import (
     BannedTokensError,
     DeadlineError,
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.chat.answers import AnswerReader
-    from cbatch.core.plan import GrammarStep, PromptCuts, TokenLogprobs
+    from cbatch.core.plan import DraftCounts, GrammarStep, PromptCuts, TokenLogprobs
     from cbatch.core.request import Request
     from cbatch.errors import CacheError, CBatchError
     from cbatch.options import DryBreakers, Grammar, Sampling
@@ -123,6 +132,8 @@ class SequenceDriver:
     """Tokens to sample before the next pause, from the request or `resume`; None for no pause."""
     held: GrammarStep | None = None
     """Grammar-forced tokens, appended on resume."""
+    drafted: DraftCounts = NO_DRAFTS
+    """Draft tokens that were computed for it."""
     n_window: int = 0
     n_before_turn: int = 0
     """Number of output tokens when the sequence got its slot."""
@@ -138,6 +149,10 @@ class SequenceDriver:
     """Whether its prompt is tokenized on submission, regardless of the queue's length."""
     takes_long: bool | None = None
     """Whether its prompt takes long to tokenize; None if not estimated yet."""
+    pictures: Sequence[object] = ()
+    """What keeps the rows of its prompt's pictures in memory."""
+    n_image_tokens: int = 0
+    """How many of its prompt's tokens are such rows."""
     is_done_with_disk: bool = False
     """Whether its file of cells must not be read (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)
@@ -359,13 +374,19 @@ class SequenceDriver:
             self.n_prompts_before = n_prompts
 
     def binding(
-        self, slot: Slot, *, has_drafts: bool = False, shares_drafts: bool = False
+        self,
+        slot: Slot,
+        *,
+        has_drafts: bool = False,
+        shares_drafts: bool = False,
+        has_model_drafts: bool = False,
     ) -> Binding:
         """Return the backend's settings for this sequence in `slot`.
 
         Args:
-            has_drafts: allow draft tokens.
-            shares_drafts: allow draft tokens from other answers of its job.
+            has_drafts: allow draft tokens that followed its newest ones before.
+            shares_drafts: in other answers of its job, too.
+            has_model_drafts: allow draft tokens of a draft model.
         """
         request = self.request
         output_origin = len(self.tokens) - len(
@@ -375,6 +396,7 @@ class SequenceDriver:
         # held tokens are not sampled: all of them are appended before the next one is
         held = self.held.forced if self.held else ()
         process = request.options.logits_processor
+        may_draft = constraint is None and process is None
         return Binding(
             slot,
             output_origin,
@@ -386,7 +408,8 @@ class SequenceDriver:
             constraint=constraint,
             output=() if constraint is None else (*self.output, *held),
             processor=None if process is None else OwnProcessor(process, self.given, self.output),
-            has_drafts=has_drafts and constraint is None and process is None,
+            has_drafts=has_drafts and may_draft,
+            has_model_drafts=has_model_drafts and may_draft,
             draft_group=request.job if has_drafts and shares_drafts else 0,
         )
 

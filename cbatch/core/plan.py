@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NewType
+from operator import add
+from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -143,9 +144,11 @@ class Binding:
     processor: OwnProcessor | None = None
     """Changes each row of logits before anything else; None for no processor."""
     has_drafts: bool = False
-    """Whether the backend may draft tokens for the sequence; see `StepPlan.n_drafts`."""
+    """Whether the backend may draft tokens that followed the newest ones before; see `StepPlan.n_drafts`."""
+    has_model_drafts: bool = False
+    """Whether it may draft tokens that a draft model guesses."""
     draft_group: int = 0
-    """If not 0, draft tokens may also come from answers of sequences with the same number."""
+    """If not 0, and with `has_drafts`, they may also come from answers of sequences with the same number."""
 
 
 @dataclass(slots=True)
@@ -251,6 +254,25 @@ FREE = GrammarStep()
 """The state of a sequence without a constraint."""
 
 
+class DraftCounts(NamedTuple):
+    """Draft tokens of one sequence that were computed, by source, and those of them that were accepted."""
+
+    n_own: int = 0
+    """Repeated by the sequence."""
+    n_job: int = 0
+    n_model: int = 0
+    n_own_accepted: int = 0
+    n_job_accepted: int = 0
+    n_model_accepted: int = 0
+
+    def and_more(self, others: DraftCounts) -> DraftCounts:
+        """Return the sums."""
+        return DraftCounts(*map(add, self, others))
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a run did. `tokens[i]` are the tokens sampled for `chunks[i]`: one for each step, more with accepted drafts,
@@ -286,8 +308,13 @@ class StepResult:
     """Draft tokens that were computed: repeated by the sequence, from its group, from a draft model."""
     n_accepted: tuple[int, int, int] = (0, 0, 0)
     """Draft tokens that were accepted, by the same sources."""
+    drafted: Sequence[DraftCounts] = ()
+    """The same for each chunk; empty if there were none."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows instead of tokens."""
+
+    n_threads: int = 0
+    """Threads that computed; 0 if unknown."""
 
     @property
     def later_s(self) -> float:

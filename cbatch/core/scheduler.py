@@ -19,6 +19,7 @@ from cbatch.core.plan import (
     StepPlan,
     StepResult,
 )
+from cbatch.engine_options import MAX_DRAFTS
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
 
 if TYPE_CHECKING:
@@ -55,9 +56,6 @@ hardly faster."""
 LEAST_BURST_S = 0.2
 """Least seconds of prompts in a step of a burst: readers do not notice shorter waits, and each step has its own cost in
 Python and in readers."""
-
-N_DRAFTS_MAX = 7
-"""Most draft tokens after a row's own token. Our choice: a step of more than eight rows is seldom as short."""
 
 N_FIRST = 64
 """Prompt tokens of a step while their cost is unknown."""
@@ -127,8 +125,14 @@ class ContinuousBatchScheduler:
         is_fair = options.policy == "round_robin"
         self._quantum = (options.quantum or DEFAULT_QUANTUM) if is_fair else 0
         can_draft = options.speculate != "off" and memory.can_draft and not cuts
-        self._n_drafts = N_DRAFTS_MAX if can_draft else 0
-        self._shares_drafts = options.speculate in ("auto", "job")
+        asked = options.speculate
+        n_most = asked if isinstance(asked, int) else MAX_DRAFTS
+        self._n_drafts = n_most if can_draft else 0
+        self._sources = {
+            "has_drafts": can_draft and asked != "draft",
+            "shares_drafts": asked not in ("ngram", "draft"),
+            "has_model_drafts": can_draft and asked not in ("ngram", "job"),
+        }
         self._has_adapters = has_adapters
         self._adapter_turns: Mapping[AdapterSet, int] = {}
         self._n_adapter_turns = 0
@@ -255,15 +259,9 @@ class ContinuousBatchScheduler:
         if not (placed or slot_plan.cells.rebinds):
             return ()
         rebound = [(holders[slot], slot) for slot in slot_plan.cells.rebinds]
-        may_draft, shares = self._n_drafts > 0, self._shares_drafts
         held = [(d, slot) for d, slot in rebound if d is not None and d not in placed]
         held += [(driver, slot) for driver, (slot, _) in placed.items()]
-        return tuple(
-            [
-                driver.binding(slot, has_drafts=may_draft, shares_drafts=shares)
-                for driver, slot in held
-            ]
-        )
+        return tuple([driver.binding(slot, **self._sources) for driver, slot in held])
 
     # ---- what a step computes ----
 
@@ -586,6 +584,8 @@ class ContinuousBatchScheduler:
             if n_computed < driver.n_prompt or n_computed < driver.n_reached:
                 stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
                 stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
+            if result.drafted:
+                driver.drafted = driver.drafted.and_more(result.drafted[i])
             logprobs = result.logprobs[i] if result.logprobs else ()
             driver.accept(n_chunk, sampled, now, guidance, logprobs, later_s=later_s)
             cells.append((chunk.slot, driver.n_computed - n_computed))

@@ -108,7 +108,10 @@ def run_file(  # noqa: PLR0913  # what runs, how, and who is told
     named, model, place = model, local_model(model), file_of("output", output)
     _check_calls(on_result, stop)
     models = [check_path("model", model)] if isinstance(model, str | os.PathLike) else []
-    beside = [*(load_settings.get("adapters") or {}).values(), load_settings.get("draft") or ""]
+    beside = [
+        *(load_settings.get("adapters") or {}).values(),
+        *(load_settings.get(n) or "" for n in ("draft", "mmproj")),
+    ]
     check_places(place, asked, [*models, *filter(None, map(str, beside))])
     with Recording(asked, view.say) as recording:
         run = _Run(asked, defaults, view, recording, stop or Stopper(), on_result, vectors)
@@ -388,6 +391,7 @@ def _settings_of(
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
+        **({"image column": asked.image_column} if asked.image_column else {}),
         "rows": _rows(stream, asked),
         **columns,
         **engine.fingerprint,

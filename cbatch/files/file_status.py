@@ -115,12 +115,12 @@ def _left(manifest: Manifest, place: Path, inputs: Sequence[str | Path]) -> dict
     if not paths:
         return {"problem": "the input was a pipe"}
     format, said = settings.get("input format", "auto"), settings.get("template", "none")
-    template = None if said == "none" else said
+    template, pictures = None if said == "none" else said, settings.get("image column")
     n_items = n_left = 0
     try:
         with (
             closing(Seen()) as seen,
-            open_source(paths, format=format, template=template) as source,
+            open_source(paths, format=format, template=template, image_column=pictures) as source,
         ):
             for item in source:
                 key = record_key(item_key(item))

@@ -43,6 +43,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     is_raw: bool = False,
     options: RunOptions | Mapping[str, Any] | None = None,
     options_column: str | None = None,
+    image_column: str | None = None,
     output_column: str | None = None,
     keep_columns: Sequence[str] | None = None,
     progress: bool = False,
@@ -63,6 +64,8 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         is_raw: rows are text to complete as it is, instead of chats.
         options: for every row.
         options_column: a column with options of each row, before those of all: JSON text, or a value with their names.
+        image_column: a column with a picture for each row, which stands before its text: the bytes of a file, a data
+            URL, or the name of a file.
         output_column: the name of the column with the answer's text; None: "response".
         keep_columns: columns of the table that the result has, in this order; None: all.
         progress: whether to show progress on stderr.
@@ -78,6 +81,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         check_string("system", system),
         check_flag("is_raw", is_raw),
         check_string("options_column", options_column),
+        check_string("image_column", image_column),
     )
     frame = _frame(table)
     check_unique(frame.columns, "table")

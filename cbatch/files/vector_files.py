@@ -37,7 +37,17 @@ if TYPE_CHECKING:
     from cbatch.files.output.encoders import Encoder
     from cbatch.files.settings import FileOptions
 
-_NOT_OF_VECTORS = ("adopt", "dedupe", "is_raw", "report", "system", "trace", "vectors", "options")
+_NOT_OF_VECTORS = (
+    "adopt",
+    "dedupe",
+    "image_column",
+    "is_raw",
+    "report",
+    "system",
+    "trace",
+    "vectors",
+    "options",
+)
 """Options of a run over files that have no effect on embeddings."""
 
 _N_COLUMN = 1000  # characters of a column's name

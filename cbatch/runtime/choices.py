@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cbatch.errors import EngineError, RequestFailedError
-from cbatch.response import BatchOutputChunk, BatchResult, Usage
+from cbatch.response import DRAFT_COUNTS, BatchOutputChunk, BatchResult, Usage
 from cbatch.runtime.output import Origin
 
 if TYPE_CHECKING:
@@ -256,6 +256,7 @@ class Choices(Members):
             _n_cached(all_results),
             sum(r.usage.context_shifts for r in all_results),
             sum(r.usage.reasoning_tokens for r in all_results),
+            max(r.usage.image_tokens for r in all_results),
         )
         timings = _timings(first, all_results)
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)
@@ -308,6 +309,7 @@ def _timings(first: BatchResult, results: Sequence[BatchResult]) -> Timings:
         total_s=max(r.timings.total_s for r in results),
         prompt_tps=most.timings.prompt_tps,
         last_token_s=max(last_s, default=None),
+        **{name: sum(getattr(r.timings, name) for r in results) for name in DRAFT_COUNTS},
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.chat.answers import Answer
 from cbatch.core.driver import Status
+from cbatch.core.plan import NO_DRAFTS
 from cbatch.errors import SequenceStateError
 from cbatch.response import BatchOutputChunk, BatchResult, Timings, TokenLogprob, ToolCall, Usage
 from cbatch.tools import call_id
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.parts import RequestClock
-    from cbatch.core.plan import TokenLogprobs
+    from cbatch.core.plan import DraftCounts, TokenLogprobs
     from cbatch.core.request import Request
     from cbatch.response import FinishReason
 
@@ -80,7 +81,14 @@ def result_of(driver: SequenceDriver) -> BatchResult:
     text, tokens = _echo(driver)
     token_ids = (*tokens, *driver.output[: driver.reply.text.n_fed])
     n_thought = parts.n_thought(driver.output[: driver.reply.text.n_fed]) if parts else 0
-    usage = Usage(driver.n_given, driver.n_output, driver.n_cached, driver.n_shifts, n_thought)
+    usage = Usage(
+        driver.n_given,
+        driver.n_output,
+        driver.n_cached,
+        driver.n_shifts,
+        n_thought,
+        driver.n_image_tokens,
+    )
     return BatchResult(
         id=driver.request.id,
         text=text + answer.text,
@@ -88,7 +96,7 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         finish_reason=driver.finish_reason,
         error=driver.error,
         usage=usage,
-        timings=timings_of(driver.clock, _n_begun(driver), n_new),
+        timings=timings_of(driver.clock, _n_begun(driver), n_new, driver.drafted),
         seed=driver.request.sampling.seed,
         warnings=(*driver.warnings, *answer.warnings),
         tool_calls=_tool_calls(driver, answer),
@@ -100,13 +108,16 @@ def result_of(driver: SequenceDriver) -> BatchResult:
     )
 
 
-def timings_of(clock: RequestClock, n_computed: int, n_output: int) -> Timings:
+def timings_of(
+    clock: RequestClock, n_computed: int, n_output: int, drafted: DraftCounts = NO_DRAFTS
+) -> Timings:
     """Return a request's times; a rate is None where nothing was timed, never a division by zero.
 
     Args:
         clock: when it passed its stations.
         n_computed: tokens that were computed for the first one to be sampled.
         n_output: tokens that were sampled.
+        drafted: its draft tokens.
     """
     total_s = clock.after_s(clock.finished_s) or 0.0
     queue_s = clock.after_s(clock.admitted_s)
@@ -118,6 +129,12 @@ def timings_of(clock: RequestClock, n_computed: int, n_output: int) -> Timings:
         prompt_tps=_rate(n_computed, admitted_s, clock.computed_s if first_s is None else first_s),
         generation_tps=_rate(n_output - 1, first_s, last_s),
         last_token_s=clock.after_s(last_s),
+        n_draft_tokens=drafted.n_own + drafted.n_job + drafted.n_model,
+        n_accepted_tokens=sum(drafted[3:]),
+        n_job_draft_tokens=drafted.n_job,
+        n_job_accepted_tokens=drafted.n_job_accepted,
+        n_model_draft_tokens=drafted.n_model,
+        n_model_accepted_tokens=drafted.n_model_accepted,
     )
 
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
 from cbatch.messages import BatchPrompt
+from cbatch.pictures import marked_messages
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
+from cbatch.support.picture_tokens import PictureTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -115,9 +117,13 @@ class PromptTokenizer:
         """Return the prompt to tokenize, and the grammar where it was open: then the prompt is the chat's text."""
         if not request.is_grammar_open or self._chats is None:
             return request.prompt, request.grammar
-        text = self._chats.render(request.prompt, request.options)
+        prompt = request.prompt
+        if prompt.has_pictures:
+            marked, _ = marked_messages(prompt.messages or (), "")
+            prompt = replace(prompt, messages=marked)
+        text = self._chats.render(prompt, request.options)
         grammar = self._chats.grammar(request.prompt, request.options, text)
-        return BatchPrompt(prompt=text), grammar
+        return request.prompt if request.prompt.has_pictures else BatchPrompt(prompt=text), grammar
 
     def give(self, driver: SequenceDriver, found: FoundPrompt | CBatchError) -> None:
         """Give a sequence its tokens or error."""
@@ -128,6 +134,8 @@ class PromptTokenizer:
             driver.set_grammar(found.grammar)
         try:
             driver.set_prompt(found.tokens, self._n_window, found.n_first, found.n_before)
+            if isinstance(found.tokens, PictureTokens):
+                driver.pictures, driver.n_image_tokens = found.tokens.pictures, found.tokens.n_rows
         except CBatchError as error:
             driver.error = error
 
@@ -287,6 +295,8 @@ def tokenize(
     if prompt.tokens is not None:
         check_in_vocab(prompt.tokens, vocab)
         return prompt.tokens
+    if prompt.has_pictures:
+        return vocab.picture_tokens(prompt.messages or (), options.template_variables)
     if prompt.messages is not None:
         text = vocab.render_text(prompt.messages, options.template_variables)
     else:

@@ -120,6 +120,8 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
             "echo is for prompts of text or tokens, but this prompt has messages: leave echo out; prompt_logprobs "
             "gives the log-probability of each prompt token"
         )
+    if prompt.has_pictures:
+        _check_pictures(options, vocab)
     tools = options.offered_tools
     for name in ("tools", "chat_template_kwargs"):
         if getattr(options, name) and prompt.messages is None:
@@ -129,6 +131,21 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
             )
     if tools and vocab.tool_refusal:
         raise UnsupportedOptionError("tools", reason=vocab.tool_refusal)
+
+
+def _check_pictures(options: RunOptions, vocab: Vocab) -> None:
+    """Refuse pictures for a model without a projector, and options that look at each token of a prompt."""
+    if vocab.picture_refusal:
+        raise ConfigError(vocab.picture_refusal)
+    asked = {
+        "choice_probs": options.choice_probs,
+        "prompt_logprobs": options.prompt_logprobs is not None,
+        "cache_key": options.cache_key is not None,
+        "n_discard": bool(options.n_discard),
+        "logits_processor": options.logits_processor is not None,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise ConfigError(f"{name} cannot be used with pictures yet: leave it out")
 
 
 def check_labels(prompt: BatchPrompt, options: RunOptions) -> None:

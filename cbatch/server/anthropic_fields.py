@@ -52,7 +52,7 @@ _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "
 _TOOL_KEYS = ("type", "name", "description", "input_schema")
 
 _BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
@@ -227,10 +227,35 @@ def _messages_of(place: str, message: Any) -> list[dict[str, Any]]:
     if role == "assistant":
         return [_assistant(blocks)]
     answers = [_tool_answer(at, block) for at, block in blocks if block["type"] == "tool_result"]
-    texts = [_string(at, block, "text") for at, block in blocks if block["type"] == "text"]
-    if answers and not any(texts):
+    content = _shown(blocks)
+    if answers and not content:
         return answers
-    return [*answers, {"role": role, "content": "\n".join(filter(None, texts))}]
+    return [*answers, {"role": role, "content": content}]
+
+
+def _shown(blocks: Sequence[tuple[str, dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """Return the texts of blocks, joined; where there are pictures, the parts in OpenAI's form."""
+    parts: list[dict[str, Any]] = []
+    for at, block in blocks:
+        if block["type"] == "image":
+            parts.append(_picture(at, block))
+        elif block["type"] == "text" and (text := _string(at, block, "text")):
+            parts.append({"type": "text", "text": text})
+    if any(part["type"] == "image_url" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _picture(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    source = _object(f"{place}.source", block.get("source"), "messages")
+    if source.get("type") != "base64":
+        raise bad_request(
+            f"{place}.source.type must be 'base64', not {shown(source.get('type'))}: no picture is fetched",
+            "messages",
+        )
+    kind = _string(f"{place}.source", source, "media_type", is_filled=True)
+    data = _string(f"{place}.source", source, "data", is_filled=True)
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def _assistant(blocks: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -320,6 +345,12 @@ def joined(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
+def _parts(contents: Sequence[str | list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return contents one after another, as parts."""
+    texts = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents)
+    return [part for parts in texts for part in parts]
+
+
 def _one_of(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return messages as one. Their texts are joined at once, so that the time grows with their length only."""
     one: dict[str, Any] = {}
@@ -327,7 +358,8 @@ def _one_of(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         one.update(message)
     for key in ("content", "reasoning_content"):
         if key in one:
-            one[key] = "\n".join(filter(None, (message.get(key) for message in messages)))
+            given = [*filter(None, (message.get(key) for message in messages))]
+            one[key] = "\n".join(given) if all(isinstance(t, str) for t in given) else _parts(given)
     if calls := [call for message in messages for call in message.get("tool_calls", ())]:
         one["tool_calls"] = calls
     return one

@@ -111,6 +111,7 @@ class EngineSizes:
             "completion": facts.can_generate,
             "embedding": facts.can_embed,
             "rerank": facts.can_rerank,
+            "multimodal": facts.can_see,
         }
         return [name for name, can in able.items() if can]
 

@@ -17,7 +17,7 @@ from cbatch.server.sse import COMMENT, DONE, frame, frame_around
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.response import BatchResult, TokenLogprob
+    from cbatch.response import BatchResult, Timings, TokenLogprob
     from cbatch.server.answer_events import Event, Reasoning
     from cbatch.server.http_errors import HttpProblemError
 
@@ -203,11 +203,14 @@ def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:
     n_prompt = sum(result.usage.prompt_tokens for result in results)
     n_output = sum(result.usage.completion_tokens for result in results)
     n_thought = sum(result.usage.reasoning_tokens for result in results)
+    details = {"cached_tokens": sum(result.usage.cached_tokens for result in results)}
+    if n_shown := sum(result.usage.image_tokens for result in results):
+        details["image_tokens"] = n_shown
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_output,
         "total_tokens": n_prompt + n_output,
-        "prompt_tokens_details": {"cached_tokens": sum(r.usage.cached_tokens for r in results)},
+        "prompt_tokens_details": details,
         "completion_tokens_details": {"reasoning_tokens": n_thought},
     }
 
@@ -230,6 +233,21 @@ def timings_of(result: BatchResult) -> dict[str, Any]:
         "predicted_per_token_ms": 1e3 / output_tps if output_tps else 0.0,
         "predicted_per_second": output_tps,
         "queue_ms": times.queue_s * 1e3,
+        **_drafts_of(times),
+    }
+
+
+def _drafts_of(times: Timings) -> dict[str, int]:
+    """Return how many draft tokens there were, if any: all of them, and those of some sources."""
+    if not times.n_draft_tokens:
+        return {}
+    return {
+        "draft_n": times.n_draft_tokens,
+        "draft_n_accepted": times.n_accepted_tokens,
+        "draft_job_n": times.n_job_draft_tokens,
+        "draft_job_n_accepted": times.n_job_accepted_tokens,
+        "draft_model_n": times.n_model_draft_tokens,
+        "draft_model_n_accepted": times.n_model_accepted_tokens,
     }
 
 

@@ -232,14 +232,30 @@ def _item(place: str, item: Any) -> dict[str, Any]:
     raise bad_request(f"{place} has the type {shown(kind)}, which is unknown", "input")
 
 
-def _content(place: str, content: Any) -> str:
+def _content(place: str, content: Any) -> str | list[dict[str, Any]]:
+    """Return the texts of parts, joined; where there are pictures, the parts as chats have them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request(
             f"{place} must be a string or a list of parts, not {shown(content)}", "input"
         )
-    return "\n".join(_part(f"{place}[{i}]", part, _TEXTS) for i, part in enumerate(content))
+    parts = [
+        _picture(f"{place}[{i}]", part)
+        if isinstance(part, dict) and part.get("type") == "input_image"
+        else {"type": "text", "text": _part(f"{place}[{i}]", part, _TEXTS)}
+        for i, part in enumerate(content)
+    ]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _picture(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    if part.get("image_url") is None:
+        raise bad_request(f"{place} has no image_url: files are not kept as pictures", "input")
+    url = _string(f"{place}.image_url", part["image_url"], "input", is_filled=True)
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _part(place: str, part: Any, kinds: tuple[str, ...]) -> str:

@@ -37,6 +37,8 @@ class ModelFacts:
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling values that the model's file recommends, by the names of `RunOptions`."""
     can_generate: bool = True
+    can_see: bool = False
+    """Whether chats may have pictures."""
     can_embed: bool = False
     """Whether the model has an embedding of its own, or is one for chats, whose hidden states are one."""
     can_rerank: bool = False

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 11
+#define CBATCH_ABI_VERSION 12
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -80,7 +80,7 @@ typedef struct cbatch_sizes {
     int32_t n_slots;    // slots 0 … n_slots − 1, which are llama.cpp's sequence ids
     int32_t n_batch;    // most tokens in one step
     int32_t n_vocab;    // floats in one row of logits
-    int32_t n_threads;  // team size for sampling; give the one that decoding uses
+    int32_t n_threads;  // most threads that sample; give what decoding uses
     int32_t isa;        // CBATCH_ISA_*
     int32_t n_scores;   // ≥ 0; most targets, or drafts, in one step: the context must allow n_slots + n_scores outputs
 } cbatch_sizes;
@@ -121,6 +121,10 @@ typedef struct cbatch_sampling {
 #define CBATCH_LAST_N_MAX 1048576
 #define CBATCH_TOP_MAX 20
 
+// Where the drafts of a slot come from: what followed its newest tokens before, and the draft model.
+#define CBATCH_DRAFTS_AGAIN 1
+#define CBATCH_DRAFTS_MODEL 2
+
 // What a slot needs to know of its sequence. Everything is copied.
 typedef struct cbatch_binding {
     cbatch_sampling sampling;
@@ -133,8 +137,9 @@ typedef struct cbatch_binding {
     int32_t output_origin;
     int32_t has_logprobs;  // not 0: report log-probabilities
     int32_t n_top;         // 0 … CBATCH_TOP_MAX alternatives to report with them
-    int32_t has_drafts;   // not 0: what followed its newest tokens before may be computed ahead; `history` is all of it
-    // Not 0: drafts come from answers of slots that were bound with the same number, too; they are kept as long as one is.
+    int32_t has_drafts;   // CBATCH_DRAFTS_* together: what may be computed ahead; if not 0, `history` is all of it
+    // With CBATCH_DRAFTS_AGAIN, not 0: what followed them in answers of slots that were bound with the same number, too;
+    // these are kept as long as one is.
     int64_t draft_group;
 } cbatch_binding;
 
@@ -202,6 +207,9 @@ CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
 // while a run is in flight.
 CBATCH_EXPORT void cbatch_stepper_use(cbatch_stepper * s, void * ctx) CBATCH_NOEXCEPT;
 
+// Sample with a team of n_threads from now on: 1 … those of `cbatch_sizes`. Not while a run is in flight.
+CBATCH_EXPORT void cbatch_stepper_set_threads(cbatch_stepper * s, int32_t n_threads) CBATCH_NOEXCEPT;
+
 // The context of a smaller model that has the same tokens, and the slots as its sequences. Its memory can be cut.
 typedef struct cbatch_draft_context {
     void * ctx;         // the stepper's alone, and outlives it
@@ -238,16 +246,20 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //     that masks can be made while a device decodes.
 //   n_drafts: most drafts behind one token; 0 for none. Not above 0 without memory_seq_rm.
 //   is_even: not 0: as many behind each token, or none, where memory is apart for each slot.
+//   has_all: not 0: n_drafts wherever there are as many, whatever they let expect.
 //   out: (n_chunks, n_steps) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
 //   n_out: (n_chunks) how many tokens were sampled of each chunk, broken and empty rows included.
+//   drafted: (n_chunks, 6), or NULL: how many drafts of each chunk were checked, by source as in the report, and then how
+//     many were sampled too.
 //   logprobs: (n_chunks, n_steps), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
 //   scoring: NULL, or targets whose log-probabilities are to be reported; written where the step was done. Not with n_steps above 1.
 // Sampling may change a row of logits while it runs; afterwards the row is as before.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
 CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
                                          const int32_t * tokens, int32_t n_steps, int64_t budget_us,
-                                         int32_t n_drafts, int32_t is_even, const uint32_t * const * masks,
-                                         float ** rows, void (*await_rows)(void), int32_t * out, int32_t * n_out,
+                                         int32_t n_drafts, int32_t is_even, int32_t has_all,
+                                         const uint32_t * const * masks, float ** rows, void (*await_rows)(void),
+                                         int32_t * out, int32_t * n_out, int32_t * drafted,
                                          cbatch_logprobs * logprobs, const cbatch_scoring * scoring,
                                          cbatch_report * report) CBATCH_NOEXCEPT;
 

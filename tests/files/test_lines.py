@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.errors import PromptTooLongError
 from cbatch.options import RunOptions
-from cbatch.response import TokenLogprob, ToolCall
+from cbatch.response import DRAFT_COUNTS, TokenLogprob, ToolCall
 from tests.files.samples import ANSWER, error_of, failed, read, records, write
 
 if TYPE_CHECKING:
@@ -193,6 +193,18 @@ def test_result_has_what_there_is_besides_text(tmp_path: Path) -> None:
     assert line["reasoning"] == "hm"
     assert line["tool_calls"] == [call.as_dict()]
     assert line["warnings"] == ["careful"]
+
+
+def test_draft_tokens_are_written_where_there_were_any(tmp_path: Path) -> None:
+    drafted = replace(ANSWER.timings, n_draft_tokens=9, n_accepted_tokens=4, n_job_draft_tokens=2)
+    assert "n_draft_tokens" not in result_of(tmp_path, ANSWER)["timings"]
+    written = result_of(tmp_path, replace(ANSWER, timings=drafted))["timings"]
+    assert {name: n for name, n in written.items() if name.startswith("n_")} == {
+        **dict.fromkeys(DRAFT_COUNTS, 0),
+        "n_draft_tokens": 9,
+        "n_accepted_tokens": 4,
+        "n_job_draft_tokens": 2,
+    }
 
 
 @pytest.mark.parametrize("reason", ["END", 0, 7])

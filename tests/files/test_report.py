@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -98,6 +99,27 @@ def test_page_tells_of_pad_rows_where_there_were_some() -> None:
         recorder(run_of(1, decode(0, "a"), n_pad_rows=n_pad_rows, n_steps=2))
         said = "6 pad rows beside 3 rows of sequences" in page_of(recorder)
         assert said == words
+
+
+def test_page_tells_of_draft_tokens_where_there_were_some() -> None:
+    recorder = RunRecorder(n_slots=2)
+    recorder(run_of(0, prefill(0, "a")))
+    recorder.add_result(result_of("a"))
+    assert "Draft tokens" not in page_of(recorder)
+    timings = replace(
+        result_of("b").timings,
+        n_draft_tokens=8,
+        n_accepted_tokens=6,
+        n_job_draft_tokens=3,
+        n_job_accepted_tokens=1,
+    )
+    recorder.add_result(replace(result_of("b"), timings=timings))
+    page = Reader(page_of(recorder))
+    numbers = dict(zip(page.all("dt"), page.all("dd"), strict=False))
+    values = [*page.all("dd")]
+    assert "Draft tokens" in numbers
+    assert "75% accepted" in values
+    assert "of 8; from other answers 1 of 3, from the draft model 0 of 0" in values
 
 
 def test_page_needs_nothing_from_elsewhere() -> None:

@@ -52,6 +52,8 @@ def cheap(n_tokens: int) -> int:
     n_vocab=st.integers(N_VOCAB - 6, N_VOCAB),
     n_window=st.sampled_from([20, 1000]),
     are_apart=st.booleans(),
+    has_all=st.booleans(),
+    sources=st.sampled_from([{}, {"has_drafts": False}]),
 )
 def test_answers_are_those_without_drafts(
     prompts: list[list[int]],
@@ -62,16 +64,20 @@ def test_answers_are_those_without_drafts(
     n_vocab: int,
     n_window: int,
     are_apart: bool,
+    has_all: bool,
+    sources: dict[str, Any],
 ) -> None:
-    bindings = bindings_of(prompts, sampling, stop)
+    bindings = bindings_of(prompts, sampling, stop, **sources)
     alone, _ = generate(TextLlama(line(3, noises[0])), prompts, bindings, 40, 0, n_steps)
     row = line(3, noises[1])
     draft = TextLlama(
         lambda tokens: row(tokens)[:n_vocab].copy(), cheap, n_window=n_window, n_vocab=n_vocab
     )
     model = TextLlama(line(3, noises[0]))
-    found, _ = generate(model, prompts, bindings, 40, 7, n_steps, are_apart=are_apart, draft=draft)
+    given: dict[str, Any] = {"are_apart": are_apart, "has_all": has_all, "draft": draft}
+    found, results = generate(model, prompts, bindings, 40, 7, n_steps, **given)
     assert found == alone
+    assert not sources or not any(r.n_drafts[0] for r in results if not are_apart)
 
 
 def test_good_draft_model_takes_fewer_steps() -> None:
@@ -81,6 +87,16 @@ def test_good_draft_model_takes_fewer_steps() -> None:
     n_guessed = sum(r.n_drafts[2] for r in results)
     assert sum(r.n_steps for r in results) < 100
     assert n_guessed == sum(r.n_accepted[2] for r in results) > 150 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("has_model_drafts", [True, False])
+def test_model_guesses_only_for_slots_that_allow_it(has_model_drafts: bool) -> None:
+    sources: dict[str, Any] = {"has_drafts": False, "has_model_drafts": has_model_drafts}
+    bindings = bindings_of(PROMPTS, GREEDY, **sources)
+    draft = TextLlama(unlike, cheap)
+    _, results = generate(TextLlama(unlike), PROMPTS, bindings, 60, 7, draft=draft, has_all=True)
+    assert (sum(r.n_accepted[2] for r in results) > 50) is has_model_drafts
+    assert n_drafted(results) == sum(r.n_drafts[2] for r in results)
 
 
 def test_poor_draft_model_is_hardly_asked() -> None:

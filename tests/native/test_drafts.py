@@ -20,7 +20,9 @@ from tests.native.test_native import DECODE, GET_LOGITS, SeenBatch
 from tests.profiles import examples
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from cbatch.core.plan import DraftCounts
 
 N_VOCAB = 40
 
@@ -143,6 +145,7 @@ def generate(
     n_steps: int = 16,
     *,
     are_apart: bool = True,
+    has_all: bool = False,
     draft: TextLlama | None = None,
 ) -> tuple[list[list[int]], list[StepResult]]:
     """Return the answers to prompts, each to `n_tokens` or to its stop token, and the results of all runs."""
@@ -150,7 +153,7 @@ def generate(
     sizes: dict[str, Any] = {"n_slots": len(prompts), "n_batch": n_batch, "n_vocab": N_VOCAB}
     both = llama if draft is None else Pair(llama, draft)
     stepper = NativeStepper(None, n_threads=1, api=both.api(), **sizes)
-    stepper.are_apart = are_apart
+    stepper.are_apart, stepper.has_all_drafts = are_apart, has_all
     if draft is not None:
         stepper.draft_with(DRAFT, n_batch=16, n_window=draft.n_window, n_vocab=draft.n_vocab)
     answers: list[list[int]] = [[] for _ in prompts]
@@ -191,8 +194,7 @@ def bindings_of(
             stop,
             history=tuple(p),
             n_logprobs=2,
-            has_drafts=True,
-            **given,
+            **{"has_drafts": True, "has_model_drafts": True, **given},
         )
         for i, p in enumerate(prompts)
     ]
@@ -200,6 +202,10 @@ def bindings_of(
 
 def n_drafted(results: list[StepResult]) -> int:
     return sum(sum(r.n_drafts) for r in results)
+
+
+def counts_of(drafted: Sequence[DraftCounts]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*drafted, strict=True))) or (0,) * 6
 
 
 def n_accepted(results: list[StepResult]) -> int:
@@ -232,6 +238,7 @@ SAMPLINGS = st.sampled_from(
     n_steps=st.integers(2, 40),
     n_drafts=st.integers(1, 9),
     are_apart=st.booleans(),
+    has_all=st.booleans(),
 )
 def test_answers_are_those_without_drafts(
     prompts: list[list[int]],
@@ -242,14 +249,18 @@ def test_answers_are_those_without_drafts(
     n_steps: int,
     n_drafts: int,
     are_apart: bool,
+    has_all: bool,
 ) -> None:
     bindings = bindings_of(prompts, sampling, stop)
     alone, plain = generate(TextLlama(line(period, noise)), prompts, bindings, 40, 0, n_steps)
     llama = TextLlama(line(period, noise))
-    found, drafted = generate(llama, prompts, bindings, 40, n_drafts, n_steps, are_apart=are_apart)
+    found, drafted = generate(
+        llama, prompts, bindings, 40, n_drafts, n_steps, are_apart=are_apart, has_all=has_all
+    )
     assert found == alone
     assert not any(any(r.n_drafts) for r in plain)
     assert all(0 <= sum(r.n_accepted) <= sum(r.n_drafts) for r in drafted)
+    assert all(counts_of(r.drafted) == (*r.n_drafts, *r.n_accepted) for r in drafted)
     assert all(not are_apart or len(set(c)) == 1 for c in llama.counts if sum(c) > len(c) > 1)
     assert all(sum(c) - len(c) <= N_TARGETS_MAX for c in llama.counts)
 
@@ -262,6 +273,14 @@ def test_reports_are_those_of_the_tokens() -> None:
     for i in range(len(prompts)):
         reports = [[p for r in each for p in r.logprobs[i]] for each in (plain, drafted)]
         assert reports[0] == reports[1]
+
+
+def test_set_number_is_drafted_wherever_there_are_as_many_at_any_cost() -> None:
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2]] * 2
+    llama = TextLlama(line(4, 1000), lambda n_tokens: n_tokens * 1_000_000)
+    bindings = bindings_of(prompts, GREEDY)
+    _, results = generate(llama, prompts, bindings, 201, 4, 65, has_all=True)
+    assert n_drafted(results) == n_accepted(results) == 2 * 200 * 4 / 5
 
 
 @pytest.mark.parametrize("n", [1, 3])

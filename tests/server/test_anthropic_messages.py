@@ -436,7 +436,7 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text"),
-        ({"messages": [user({"type": "image", "source": {}})]}, "'image'"),
+        ({"messages": [user({"type": "image", "source": {}})]}, "source.type must be 'base64'"),
         ({"messages": [user({"type": "document"})]}, "'document'"),
         ({"messages": [user(USED)]}, "messages.0.content.0"),
         ({"messages": [*USER, assistant(USED)]}, "messages.1 calls tools and is the last"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -25,7 +26,7 @@ from cbatch.server.answer_events import (
     joined_events,
 )
 from cbatch.server.call import fingerprint_of
-from cbatch.server.openai_answers import Head
+from cbatch.server.openai_answers import Head, timings_of
 from cbatch.server.openai_chat import ChatCall, ChatStream
 from cbatch.server.pulse import EngineQuestion
 from cbatch.server.responses_api import ResponsesCall
@@ -102,6 +103,14 @@ def test_one_application_answers_in_loops_of_both_kinds() -> None:
         ]
         assert [answer.status_code for answer in answers] == [200] * 6
         assert call(app, "/health", backend="trio").status_code == 200
+
+
+def test_times_have_draft_tokens_where_there_were_some() -> None:
+    times = replace(TIMES, n_draft_tokens=7, n_accepted_tokens=5, n_model_draft_tokens=4)
+    result = BatchResult("a", "", (), "stop", None, Usage(4, 3), times, seed=0)
+    told = timings_of(result)
+    assert (told["draft_n"], told["draft_n_accepted"], told["draft_model_n"]) == (7, 5, 4)
+    assert not any("draft" in name for name in timings_of(replace(result, timings=TIMES)))
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

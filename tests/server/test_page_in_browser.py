@@ -138,6 +138,52 @@ def test_chat_has_its_history_prompt_and_options(browser: Browser) -> None:
         ]
 
 
+DROP = """
+(async () => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [%d, %d];
+  canvas.getContext("2d").fillRect(0, 0, 9, 9);
+  const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([blob], "a.png", { type: "image/png" }));
+  document.querySelector("#chat").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true }));
+})(); 1
+"""
+
+
+def test_dropped_pictures_go_with_the_question(browser: Browser) -> None:
+    backend = FakeBackend(2, 512)
+    backend.vocab.picture_refusal = ""
+    with scripted(browser, says("one"), says("two"), engine=Engine(backend)) as (script, tab):
+        tab.until("!document.querySelector('#attach').hidden")
+        for n, size in enumerate([(40, 30), (5000, 100)], 1):
+            tab.js(DROP % size)
+            tab.until(f"document.querySelectorAll('#pictures img').length === {n}")
+        ask(tab, "What?")
+        wait_for_answers(tab, 1)
+        assert tab.js("document.querySelector('#pictures').hidden")
+        assert tab.js("document.querySelectorAll('.seen img').length") == 2
+        *shown, text = script.asked[0]["messages"][0]["content"]
+        assert text == {"type": "text", "text": "What?"}
+        urls = [part["image_url"]["url"] for part in shown]
+        assert urls[0].startswith("data:image/png;base64,")
+        assert urls[1].startswith("data:image/jpeg;base64,")  # it was made smaller
+        tab.js(DROP % (20, 20))
+        tab.until("document.querySelectorAll('#pictures img').length === 1")
+        tab.click("#pictures .icon")
+        ask(tab, "And now?")
+        wait_for_answers(tab, 2)
+        assert script.asked[1]["messages"][0]["content"] == [*shown, text]
+        assert script.asked[1]["messages"][-1]["content"] == "And now?"
+
+
+def test_page_of_a_model_that_sees_nothing_takes_no_picture(browser: Browser) -> None:
+    with scripted(browser) as (_, tab):
+        tab.js(DROP % (20, 20))
+        assert tab.js("document.querySelector('#attach').hidden")
+        assert tab.js("document.querySelectorAll('#pictures img').length") == 0
+
+
 def test_settings_and_chat_outlive_a_reload(browser: Browser) -> None:
     with scripted(browser, says("kept")) as (_, tab):
         tab.click("[data-view=settings]")

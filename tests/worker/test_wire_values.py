@@ -17,6 +17,7 @@ from cbatch.errors import CBatchError, ConfigError, RequestFailedError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import (
+    DRAFT_COUNTS,
     BatchOutputChunk,
     BatchResult,
     Timings,
@@ -287,7 +288,13 @@ def results(draw: st.DrawFn, n_choices: int = 2) -> BatchResult:
         error=options,
         usage=Usage(*(draw(NUMBERS) for _ in range(5))),
         timings=Timings(
-            draw(SECONDS), draw(maybe), draw(SECONDS), draw(maybe), draw(maybe), draw(maybe)
+            draw(SECONDS),
+            draw(maybe),
+            draw(SECONDS),
+            draw(maybe),
+            draw(maybe),
+            draw(maybe),
+            *(draw(NUMBERS) for _ in DRAFT_COUNTS),
         ),
         seed=draw(st.integers(0, 2**64 - 1)),
         warnings=tuple(draw(st.lists(TEXTS, max_size=2))),

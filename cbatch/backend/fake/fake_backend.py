@@ -33,6 +33,7 @@ from cbatch.core.plan import (
     N_TARGETS_MAX,
     Binding,
     Chunk,
+    DraftCounts,
     GrammarStep,
     KvCapabilities,
     Slot,
@@ -165,7 +166,7 @@ class FakeBackend:
         self.plans: list[StepPlan] = []
         self._tag = 0
         self._scores: dict[Slot, list[TokenLogprobs]] = {}
-        self._n_drafts = self._n_accepted = 0
+        self._drafted: dict[Slot, list[int]] = {}
         self._bound: dict[Slot, _Bound] = {}
         self._processors = LogitsProcessors()
         self._failures: dict[Slot, RequestFailedError] = {}
@@ -192,7 +193,7 @@ class FakeBackend:
         if any(key in lost for _, key, _ in plan.loads):
             return StepResult(tokens, 0, lost=lost)
         start_s = self.now_s
-        self._n_drafts = self._n_accepted = 0
+        self._drafted = {c.slot: [0, 0] for c in plan.chunks}
         n_done, code, first_s = self._steps(plan, tokens)
         n_kept = tuple(self._settle(c) for c in plan.chunks) if code not in (0, 1, -1) else ()
         found = self._logprobs(plan.chunks, tokens)
@@ -207,8 +208,9 @@ class FakeBackend:
             logprobs=found,
             scores=self._scores if n_done else {},
             grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
-            n_drafts=(self._n_drafts, 0, 0),
-            n_accepted=(self._n_accepted, 0, 0),
+            n_drafts=(sum(n for n, _ in self._drafted.values()), 0, 0),
+            n_accepted=(sum(n for _, n in self._drafted.values()), 0, 0),
+            drafted=[DraftCounts(n, n_own_accepted=m) for n, m in self._drafted.values()],
             failures=self._failures,
         )
 
@@ -263,14 +265,15 @@ class FakeBackend:
         """Sample a chunk with so many draft tokens behind it, the first of which are accepted: any number of them."""
         sampled = [self._sample(chunk)]
         n_accepted = mix(chunk.slot, chunk.start) % (n_drafts + 1)
-        self._n_drafts += n_drafts
+        drafted = self._drafted[chunk.slot]
+        drafted[0] += n_drafts
         while len(sampled) <= n_accepted and not self._ends(chunk, sampled[-1]):
             at = chunk.start + len(chunk.tokens) + len(sampled) - 1
             row = Chunk(chunk.slot, at, sampled[-1:], has_output=True)
             self._bound[chunk.slot].history.feed(row)
             self._compute(row, 1, self._tag)
             sampled.append(self._sample(row))
-            self._n_accepted += 1
+            drafted[1] += 1
         return sampled
 
     def interrupt(self) -> None:
@@ -299,6 +302,7 @@ class FakeBackend:
             fim=self.fim,
             sampling=dict(self.sampling_defaults),
             can_generate=self.can_generate,
+            can_see=not self.vocab.picture_refusal,
             can_embed=self.pooling != "rank",
             can_rerank=self.can_generate or self.pooling == "rank",
             n_embedding=N_EMBEDDING,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import GrammarStep, TokenLogprobs
 from cbatch.errors import GrammarError, PlanError
+from cbatch.pictures import NO_PROJECTOR, marked_messages, picture_data
+from cbatch.support.picture_tokens import PictureTokens, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,11 +33,26 @@ class FakeVocab:
         self.suppressed_tokens: tuple[int, ...] = ()
         self.template = ""
         self.tool_refusal = ""
+        self.picture_refusal = NO_PROJECTOR
+        """Tests that give pictures set it to ""."""
         self.controls: dict[int, bytes] = {END_TOKEN: b"<end>"}
         """Control tokens with their text."""
 
     def start_chats(self) -> None:
         """Do nothing: this one renders them itself."""
+
+    def picture_tokens(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
+    ) -> PictureTokens:
+        """Return the bytes of the text, and a row for each byte of a picture; a byte is 1 to 256."""
+        marked, parts = marked_messages(messages, "\0")
+        first, *others = self.render_text(marked, variables).split("\0")
+        tokens = self.tokenize(first)
+        for part, text in zip(parts, others, strict=True):
+            data = picture_data(part)
+            tokens += ids_of(zlib.crc32(data), len(data))
+            tokens += self.tokenize(text)
+        return PictureTokens(tokens, parts)
 
     @property
     def control_tokens(self) -> frozenset[int]:

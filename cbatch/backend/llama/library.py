@@ -19,7 +19,7 @@ from cbatch.errors import IncompatibleLlamaError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
@@ -35,11 +35,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stepper_init": (_int, [_pointer, _pointer, _pointer, _pointer]),
     "cbatch_stepper_free": (None, [_pointer]),
     "cbatch_stepper_use": (None, [_pointer, _pointer]),
+    "cbatch_stepper_set_threads": (None, [_pointer, _int]),
     "cbatch_stepper_draft_with": (_int, [_pointer, _pointer]),
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
     "cbatch_stepper_run": (
         _int,
-        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, _int, _int, *[_pointer] * 8],
+        [_pointer, _pointer, _int, _pointer, _int, ctypes.c_int64, *[_int] * 3, *[_pointer] * 9],
     ),
     "cbatch_stepper_interrupt": (None, [_pointer]),
     "cbatch_log_init": (_pointer, [_int]),

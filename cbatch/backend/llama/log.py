@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import library
@@ -51,6 +51,11 @@ class LlamaLog:
         """The last warnings and errors that were drained, the oldest first."""
         self._log = Log("cbatch.llama")
 
+    @property
+    def callback(self) -> Any:
+        """What keeps lines, for llama.cpp's own libraries; `ring` is its user data."""
+        return ctypes.cast(self._lib.cbatch_log_callback, llama_cpp.llama_log_callback)
+
     def install(self) -> None:
         """Capture llama.cpp's log; each call needs a `remove` of its own.
 
@@ -61,8 +66,7 @@ class LlamaLog:
             self._lib.cbatch_log_set_debug(self.ring, self._log.has_debug)
             self._n_users += 1
             if self._n_users == 1:
-                callback = ctypes.cast(self._lib.cbatch_log_callback, llama_cpp.llama_log_callback)
-                llama_cpp.llama_log_set(callback, ctypes.c_void_p(self.ring))
+                llama_cpp.llama_log_set(self.callback, ctypes.c_void_p(self.ring))
 
     def remove(self) -> None:
         """Return the log to llama-cpp-python after the last user; drain what is left."""

@@ -310,6 +310,7 @@ def facts_of(
         adapters=tuple(adapters),
         sampling=dict(model.sampling_defaults),
         can_generate=can_generate,
+        can_see=not vocab.picture_refusal,
         can_embed=can_embed and pooling != "rank",
         can_rerank=(can_embed and pooling == "rank") or (can_generate and vocab.has_pieces),
         # Source: llama.cpp's src/llama-graph.cpp, build_pooling

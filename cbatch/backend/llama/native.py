@@ -24,6 +24,7 @@ from cbatch.core.plan import (
     N_TARGETS_MAX,
     Binding,
     Chunk,
+    DraftCounts,
     Slot,
     StepPlan,
     StepResult,
@@ -69,6 +70,9 @@ _MEANINGS = {
 _VoidFunction = ctypes.CFUNCTYPE(None)
 
 
+_N_COUNTS = len(DraftCounts._fields)
+
+
 class NativeStepper:
     """Runs steps of one llama context in native code, the interpreter lock released.
 
@@ -95,7 +99,7 @@ class NativeStepper:
             n_slots: llama.cpp's sequence ids `0 … n_slots − 1`: the slots, and those for pad rows.
             n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
-            n_threads: size of the team that samples; give the one that decoding uses.
+            n_threads: most threads that sample; give what decoding uses.
             has_silent_rows: compute the logits of chunks of one token without output too, so that the shape of a step
                 does not depend on how many rows are sampled.
             api: functions to call instead of llama-cpp-python's.
@@ -117,9 +121,14 @@ class NativeStepper:
         self.are_apart = True
         """Whether memory is apart for each slot, so that chunks of several lengths are several runs of the graph. Then
         there are as many draft tokens behind each row, or none."""
+        self.has_all_drafts = False
+        """Whether each row gets the most draft tokens wherever there are as many, and not only where that is faster."""
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
         self._n_vocab, self._has_silent_rows = n_vocab, has_silent_rows
+        self._drafted = (ctypes.c_int32 * (_N_COUNTS * n_slots))()
+        self._drafted_at = ctypes.addressof(self._drafted)
+        self._n_threads = n_threads
         table, handle = self._api.table(), ctypes.c_void_p()
         sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
         code = self._lib.cbatch_stepper_init(
@@ -137,6 +146,11 @@ class NativeStepper:
     def use(self, ctx: Any) -> None:
         """Compute in another `llama_context` of the same sizes from now on; what is bound stays."""
         self._lib.cbatch_stepper_use(self._open(), ctx)
+
+    def set_threads(self, n_threads: int) -> None:
+        """Sample with so many threads from now on, at most those that it was made with."""
+        self._lib.cbatch_stepper_set_threads(self._open(), n_threads)
+        self._n_threads = n_threads
 
     def draft_with(self, ctx: Any, *, n_batch: int, n_window: int, n_vocab: int) -> None:
         """Draft tokens with a smaller model, too.
@@ -224,11 +238,13 @@ class NativeStepper:
             math.ceil(slice_s * 1e6),
             n_drafts,
             self.are_apart,
+            self.has_all_drafts,
             mask_rows,
             None if changes is None else changes.addresses,
             self._before_sampling(await_masks if masks is not None else None, changes),
             self._out_at,
             self._n_out_at,
+            self._drafted_at if n_drafts else None,
             reports,
             None if scoring is None else scoring.at,
             self._report_at,
@@ -290,6 +306,7 @@ class NativeStepper:
                 out[i * n_steps : i * n_steps + n_out[i]] if c.has_output else []
                 for i, c in enumerate(chunks)
             ]
+        has_drafts = any(report.n_drafts)
         return StepResult(
             tokens,
             report.n_steps,
@@ -301,7 +318,14 @@ class NativeStepper:
             scores={} if scoring is None or not report.n_steps else scoring.found(),
             n_drafts=tuple(report.n_drafts),
             n_accepted=tuple(report.n_accepted),
+            drafted=self._counts(len(chunks)) if has_drafts else (),
+            n_threads=self._n_threads,
         )
+
+    def _counts(self, n_chunks: int) -> list[DraftCounts]:
+        """Return the counts of draft tokens of each chunk."""
+        found = self._drafted[: _N_COUNTS * n_chunks]
+        return [DraftCounts(*found[i : i + _N_COUNTS]) for i in range(0, len(found), _N_COUNTS)]
 
     def interrupt(self) -> None:
         """Ask the run in flight, or else the next, to end after its current step. Any thread."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.llama.pad_rows import N_GROUP
+from cbatch.backend.llama.picture_rows import is_rows
 from cbatch.backend.llama.row_changes import RowChanges, without_failed
 from cbatch.backend.logits_processors import LogitsProcessors
 from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.grammar_matchers import GrammarMatchers
     from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.llama.pad_rows import PadRows
+    from cbatch.backend.llama.picture_rows import PictureRows
     from cbatch.core.plan import PromptCuts
     from cbatch.errors import RequestFailedError
 
@@ -30,32 +32,40 @@ class StepRunner:
 
     def __init__(
         self,
-        make_stepper: Callable[[], NativeStepper],
+        make_stepper: Callable[[], tuple[NativeStepper, Any]],
         matchers: GrammarMatchers,
         pad_rows: PadRows,
         *,
         is_on_device: bool,
         cheaper_widths: CheaperWidths | None = None,
     ) -> None:
-        """Take what `renew` calls, what fills steps, and whether a device computes: then masks are made meanwhile.
+        """Take what `renew` calls for a stepper and its `llama_context *`, what fills steps, and whether a device
+        computes: then masks are made meanwhile.
 
         Last, what fills steps that need no shape where that is faster; None where it must not.
         """
         self._make_stepper, self._matchers, self._pad_rows = make_stepper, matchers, pad_rows
         self._cheaper_widths = cheaper_widths
         self._is_on_device = is_on_device
+        self.pictures: PictureRows | None = None
+        """What computes rows of pictures; None where there are none."""
         self._processors = LogitsProcessors()
         self.renew()
 
     def renew(self) -> None:
         """Go on with a new context: every slot is unbound."""
-        self._stepper = self._make_stepper()
+        self._stepper, self._ctx = self._make_stepper()
         self.last_chunks: Sequence[Chunk] = ()
         """What the last call of the stepper computed, pad rows included."""
 
     def use(self, ctx: Any) -> None:
         """Compute in another `llama_context` of the same model from now on; what is bound stays."""
+        self._ctx = ctx
         self._stepper.use(ctypes.cast(ctx, ctypes.c_void_p))
+
+    def set_threads(self, n_threads: int) -> None:
+        """Sample with so many threads from now on."""
+        self._stepper.set_threads(n_threads)
 
     def bind(self, bindings: Sequence[Binding]) -> None:
         """Say how slots are sampled from now on, and what their output must match."""
@@ -83,6 +93,8 @@ class StepRunner:
             are_apart: see `NativeStepper`.
         """
         self._stepper.are_apart = are_apart
+        if self.pictures is not None and (parts := self.pictures.groups(plan.chunks)):
+            return self._run_groups(plan.chunks, parts, undo)
         is_exact = bool(cuts)
         if (is_exact or is_apart) and any(len(c.tokens) > 1 for c in plan.chunks):
             groups = _each_alone(plan.chunks, cuts) if is_exact else _prompts_first(plan.chunks)
@@ -177,13 +189,18 @@ class StepRunner:
         """Compute groups of chunks one after another, as one step."""
         results: list[StepResult] = []
         for group in groups:
-            pads = self._pad_rows.beside(group) if len(group[0].tokens) == 1 else ()
-            result = self._run_padded(group, pads)
+            result = self._run_group(group)
             if result.code:
                 done = [c for g in groups[: len(results)] for c in g]
                 return StepResult([], 0, result.code if undo(done) else _CELLS_UNKNOWN)
             results.append(result)
         return _joined(chunks, groups, results)
+
+    def _run_group(self, group: Sequence[Chunk]) -> StepResult:
+        if self.pictures is not None and is_rows(group[0]):
+            return self.pictures.run(self._ctx, group[0])
+        pads = self._pad_rows.beside(group) if len(group[0].tokens) == 1 else ()
+        return self._run_padded(group, pads)
 
     def interrupt(self) -> None:
         """End a run in flight after its current step. From any thread."""
@@ -267,4 +284,5 @@ def _joined(
         scores=scores,
         failures=failures,
         n_pad_rows=sum(r.n_pad_rows for r in results),
+        n_threads=results[-1].n_threads,
     )

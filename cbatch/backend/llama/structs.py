@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import TokenLogprobs
 from cbatch.options import Sampling
+from cbatch.support.picture_tokens import without_pictures
 
 if TYPE_CHECKING:
     from cbatch.core.plan import Binding
@@ -93,6 +94,9 @@ class NativeBinding(ctypes.Structure):
     ]
 
 
+_DRAFTS_AGAIN, _DRAFTS_MODEL = 1, 2
+"""Sources of draft tokens. Source: native/include/cbatch.h, CBATCH_DRAFTS_AGAIN and what follows."""
+
 N_TOP_MAX = 20
 """Most alternatives that are reported of a token. Source: native/include/cbatch.h, CBATCH_TOP_MAX."""
 
@@ -149,9 +153,13 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
     """Return a binding as the native library takes it, and the arrays that must live as long."""
     s = b.sampling
     breakers = _flat(s.dry_breakers)
-    n_seen = len(b.history) if b.has_drafts else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
+    seen = without_pictures(b.history)
+    # what is behind a picture has other places than in the history
+    sources = _DRAFTS_AGAIN * b.has_drafts + _DRAFTS_MODEL * b.has_model_drafts
+    drafts_from = sources if seen is b.history else 0
+    n_seen = len(seen) if drafts_from else max(s.repeat_last_n, s.dry_penalty_last_n, 0)
     stop = array("i", b.stop_tokens)
-    history = array("i", b.history[max(0, len(b.history) - n_seen) :])
+    history = array("i", seen[max(0, len(seen) - n_seen) :])
     biases = (NativeBias * len(s.logit_bias))(*(NativeBias(*pair) for pair in s.logit_bias))
     sampling = NativeSampling(
         **{name: getattr(s, name) for name in _SAME_NAMES},
@@ -170,7 +178,7 @@ def as_native(b: Binding) -> tuple[NativeBinding, Any]:
         output_origin=b.output_origin,
         has_logprobs=b.n_logprobs is not None,
         n_top=b.n_logprobs or 0,
-        has_drafts=b.has_drafts,
+        has_drafts=drafts_from,
         draft_group=b.draft_group,
     )
     return native, (stop, history, breakers, biases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import secrets
 import threading
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.chat_template import ChatTemplate
 from cbatch.errors import PromptError
+from cbatch.pictures import NO_PROJECTOR, marked_messages, picture_data
+from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cbatch.backend import Message
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.projector import Projector
 
 _MAX_BYTES = 2**31 - 1  # llama_tokenize counts in int32
 # Source: llama-vocab.cpp, token_to_piece: what it leaves out of the text
@@ -65,6 +69,8 @@ class LlamaVocab:
         self._reading = threading.Lock()
         self._find_breakers = lru_cache(_N_BREAKERS_KEPT)(self._read_breakers)
         self.template = template or ""
+        self.projector: Projector | None = None
+        """What encodes pictures; set once it is loaded."""
         self._chat = ChatTemplate(
             template, bos_text=self.bos_text, eos_text=self.eos_text, name=template_name
         )
@@ -242,6 +248,38 @@ class LlamaVocab:
     ) -> list[int]:
         """Return the tokens of a chat by the model's template; see `cbatch.backend.Vocab`."""
         return self.tokenize(self.render_text(messages, variables))
+
+    @property
+    def picture_refusal(self) -> str:
+        """Why chats cannot have pictures; empty where they can."""
+        return "" if self.projector else NO_PROJECTOR
+
+    def picture_tokens(
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+    ) -> PictureTokens:
+        """Return the tokens of a chat with pictures; see `cbatch.backend.Vocab`.
+
+        Source: llama.cpp, common/chat.cpp, to_json_oaicompat, and tools/mtmd/mtmd.cpp: the texts between pictures are
+        tokenized each for itself.
+        """
+        projector = self.projector
+        if projector is None:
+            raise PromptError(NO_PROJECTOR)
+        mark = f"<picture {secrets.token_hex(8)}>"  # which no text has
+        marked, parts = marked_messages(messages, mark)
+        first, *others = self.render_text(marked, variables).split(mark)
+        if len(others) != len(parts):
+            raise PromptError("the chat template does not show each picture of these messages once")
+        pictures = [projector.picture(picture_data(part)) for part in parts]
+        tokens = self.tokenize(first)
+        if self.n_added[1]:
+            del tokens[-self.n_added[1] :]
+        for picture, text in zip(pictures, others, strict=True):
+            tokens += picture.tokens
+            tokens += self._tokenize(_encode(text), add_special=False, parse_special=True)
+        if tokens[-1] >= FIRST_PICTURE:
+            raise PromptError("the prompt ends with a picture: text must follow it")
+        return PictureTokens(tokens, pictures)
 
     def close(self) -> None:
         """End the chat template's processes."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cbatch.files.input.text_files import InputFile
 
 N_ROWS = 1024  # rows in memory at once: our choice
+_N_LARGE_ROWS = 16  # of a table with files in its cells, such as pictures
 _ALL = 2**31 - 1
 """Values that pyarrow's text of an array shows at most; without a number it leaves some out."""
 _ARROW_MAGIC = b"ARROW1"  # Source: Arrow's format, IPC file format; a stream has none
@@ -52,12 +53,18 @@ def _opened(stack: ExitStack, file: BinaryIO, format: str) -> tuple[Any, int | N
     pyarrow = import_pyarrow()
     if format == "parquet":
         reader = stack.enter_context(pyarrow.parquet.ParquetFile(file))
-        return reader.schema_arrow, reader.metadata.num_rows, reader.iter_batches(N_ROWS)
+        n_rows = _N_LARGE_ROWS if _has_files(reader.schema_arrow) else N_ROWS
+        return reader.schema_arrow, reader.metadata.num_rows, reader.iter_batches(n_rows)
     is_file = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
     file.seek(0)
     opener = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
     reader = stack.enter_context(opener(file))
     return reader.schema, None, _arrow_batches(reader, is_file=is_file)
+
+
+def _has_files(schema: Any) -> bool:
+    """Whether cells may be whole files: bytes, or Hugging Face's mappings with bytes."""
+    return any("binary" in str(field.type) for field in schema)
 
 
 @contextmanager

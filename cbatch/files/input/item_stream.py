@@ -127,6 +127,7 @@ class ItemStream:
             template=options.template,
             system=options.system,
             is_raw=options.is_raw,
+            image_column=options.image_column,
             without=without,
         )
         self.source = self._open_source()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import InputLineError
@@ -13,7 +14,7 @@ from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.files.units import listed
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
-from cbatch.support.checks import check_string, why_unread
+from cbatch.support.checks import check_string, shown, why_unread
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -58,12 +59,21 @@ class Asking:
     """Whether prompts are text to complete as it is, instead of chats."""
     options_column: str | None = None
     """The column with options of each row: JSON text, or a value with the options' names."""
+    image_column: str | None = None
+    """The column with a picture for each row: the bytes of a file, a data URL, or the name of a file."""
+    folder: Path = Path()
+    """Where files that rows name are."""
 
     def __post_init__(self) -> None:
         """Check the texts, and that they fit together."""
         check_string("template", self.template)
         check_string("system", self.system)
         check_string("options_column", self.options_column)
+        check_string("image_column", self.image_column)
+        if self.is_raw and self.image_column is not None:
+            raise ConfigError(
+                f"image_column={self.image_column!r} is for chats, raw prompts have no pictures: leave one of them out"
+            )
         if self.is_raw and self.system is not None:
             raise ConfigError(
                 f"system={self.system!r} is for chats, raw prompts have no messages: put it into the template"
@@ -71,8 +81,8 @@ class Asking:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither a template nor a system message."""
-        return self.template is None and self.system is None
+        """Whether there is neither a template nor a system message, nor a column of pictures."""
+        return self.template is None and self.system is None and self.image_column is None
 
 
 class Template:
@@ -147,8 +157,8 @@ class RowPrompts:
         self._is_raw = asking.is_raw
         column = None if asking.template is not None else _default_column(columns, name)
         self._has_chats = column == "messages"
-        if self._has_chats and (asking.system or asking.is_raw):
-            given = "system" if asking.system else "is_raw"
+        if self._has_chats and (asking.system or asking.image_column or asking.is_raw):
+            given = next(n for n in ("system", "image_column", "is_raw") if getattr(asking, n))
             raise ConfigError(
                 f"{name}: its column messages holds whole chats: leave out {given}, or give a template"
             )
@@ -157,15 +167,17 @@ class RowPrompts:
         system = asking.system
         self._system = system and Template(system, columns, name=f"{name}: system")
         self._options = asking.options_column
-        if self._options is not None and self._options not in columns:
-            raise ConfigError(
-                f"{name}: there is no column {self._options!r} with options; the columns are: {listed(columns)}"
-            )
+        self._image, self._folder = asking.image_column, asking.folder
+        for own, what in ((self._options, "options"), (self._image, "pictures")):
+            if own is not None and own not in columns:
+                raise ConfigError(
+                    f"{name}: there is no column {own!r} with {what}; the columns are: {listed(columns)}"
+                )
 
     @property
     def columns(self) -> set[str]:
         """The columns that are read."""
-        own = {self._options} if self._options is not None else set()
+        own = {name for name in (self._options, self._image) if name is not None}
         if self._has_chats:
             return own | {"messages"}
         return own | self._user.fields | (self._system.fields if self._system else set())
@@ -191,11 +203,27 @@ class RowPrompts:
             raise InputLineError("invalid_request", "the prompt is empty")
         if self._is_raw:
             return BatchPrompt(prompt=text)
-        user = {"role": "user", "content": text}
+        user: dict[str, object] = {"role": "user", "content": text}
+        if self._image is not None:
+            picture = self._picture(_value(row, self._image))
+            user["content"] = [picture, {"type": "text", "text": text}]
         if not self._system:
             return BatchPrompt(messages=[user])
         system = {"role": "system", "content": self._system.fill(row)}
         return BatchPrompt(messages=[system, user])
+
+    def _picture(self, value: object) -> dict[str, Any]:
+        """Return the picture in a cell as a part of a message; a mapping is as Hugging Face's datasets have one."""
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes):
+            return {"type": "image", "image": value}
+        if not isinstance(value, str) or not value:
+            message = f"column {self._image!r} has no picture: {shown(value)}"
+            raise InputLineError("invalid_request", message, self._image)
+        if value.startswith("data:"):
+            return {"type": "image_url", "image_url": {"url": value}}
+        return {"type": "image", "image": self._folder / value}
 
 
 def _default_column(columns: Collection[str], name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
@@ -20,7 +21,6 @@ from cbatch.support.plain import is_table, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
 
     from cbatch.files.file_formats import Format
     from cbatch.files.input.item import Item
@@ -88,13 +88,14 @@ class Source:
         self.close()
 
 
-def open_source(
+def open_source(  # noqa: PLR0913  # how rows are asked, and which files are read
     paths: str | Path | Sequence[str | Path],
     *,
     format: str = "auto",
     template: str | None = None,
     system: str | None = None,
     is_raw: bool | None = None,
+    image_column: str | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
     url: str | None = None,
     without: Collection[str] = (),
@@ -107,6 +108,7 @@ def open_source(
         template: the text of a prompt with columns' names in braces, for tables, plain text and JSON objects.
         system: the text of a system message, with fields too.
         is_raw: see `FileOptions`.
+        image_column: see `FileOptions`.
         max_line_bytes: a longer line, or row, becomes an item with an error.
         url: of every line of OpenAI's requests; None: any that is served.
         without: real paths of files that patterns leave out.
@@ -117,9 +119,10 @@ def open_source(
     """
     if is_raw is not None:
         check_flag("is_raw", is_raw)
-    asking = Asking(template, system, is_raw is True)
     check_format(format, "auto")
     named = find_files(names_of("source", paths), without)
+    folder = Path(named[0]).parent
+    asking = Asking(template, system, is_raw is True, image_column=image_column, folder=folder)
     with ExitStack() as stack:
         files = [stack.enter_context(closing(InputFile(name, max_line_bytes))) for name in named]
         source = _looked_at(files, format, asking, url, is_raw=is_raw)
@@ -163,8 +166,8 @@ def _looked_at(
         )
     if known in ("openai", "cbatch") and not asking.is_empty:
         raise ConfigError(
-            f"{first.name}: its lines are requests ({known}), which a template or a system message does not fit: "
-            "leave it out, or give format='jsonl' for objects of your own"
+            f"{first.name}: its lines are requests ({known}), which a template, a system message or a column of "
+            "pictures does not fit: leave it out, or give format='jsonl' for objects of your own"
         )
     kept = [file for file, _ in found]
     reader = CbatchReader(as_chats=is_raw is False) if known == "cbatch" else None

@@ -34,7 +34,7 @@ from cbatch.errors import (
 from cbatch.files.input.item import InputLineError, ItemError, bytes_of
 from cbatch.files.input.json_requests import CHAT, COMPLETIONS, RequestEcho
 from cbatch.files.output.encoders import Known, TraceableEncoder, dump
-from cbatch.response import Timings, Usage
+from cbatch.response import DRAFT_COUNTS, Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
 
 _USAGE = tuple(f.name for f in fields(Usage))
-_TIMINGS = tuple(f.name for f in fields(Timings))
+_TIMINGS = tuple(f.name for f in fields(Timings) if f.name not in DRAFT_COUNTS)
 
 
 def _error_as_json(error: CBatchError) -> dict[str, object]:
@@ -86,10 +86,16 @@ def result_as_json(result: BatchResult) -> dict[str, object]:
         "finish_reason": result.finish_reason,
         "error": result.error and _error_as_json(result.error),
         "usage": {name: getattr(result.usage, name) for name in _USAGE},
-        "timings": {name: getattr(result.timings, name) for name in _TIMINGS},
+        "timings": _times_as_json(result.timings),
         "seed": result.seed,
         **_more(result),
     }
+
+
+def _times_as_json(timings: Timings) -> dict[str, object]:
+    """Return the times of a result, and the numbers of its draft tokens if there were any."""
+    names = (*_TIMINGS, *DRAFT_COUNTS) if timings.n_draft_tokens else _TIMINGS
+    return {name: getattr(timings, name) for name in names}
 
 
 def _more(result: BatchResult) -> dict[str, object]:
@@ -251,8 +257,9 @@ def _body(url: str, key: str, result: BatchResult, created: int, model: str) -> 
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-    if usage.cached_tokens:
-        counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    shown = {name: getattr(usage, name) for name in ("cached_tokens", "image_tokens")}
+    if details := {name: n for name, n in shown.items() if n}:
+        counts["prompt_tokens_details"] = details
     if usage.reasoning_tokens:
         counts["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     body = {

@@ -11,6 +11,7 @@ import numpy as np
 from cbatch.errors import ConfigError
 from cbatch.files.report.spans import SlotSpans, SpanStore
 from cbatch.files.units import cut
+from cbatch.response import DRAFT_COUNTS
 from cbatch.stats import Percentiles
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class ResultBooks:
         self.n_done = self.n_failed = self.n_hits = 0
         self.n_before = 0  # items that an earlier run has done
         self.n_prompt = self.n_cached = 0
+        self.drafts = dict.fromkeys(DRAFT_COUNTS, 0)
         self.queue_s, self.ttft_s = Percentiles(), Percentiles()
         self.finish_reasons: Counter[str] = Counter()
         self.errors: dict[str, ErrorKind] = {}
@@ -111,6 +113,8 @@ class ResultBooks:
         self.n_prompt += usage.prompt_tokens
         self.n_cached += usage.cached_tokens
         self.n_hits += usage.cached_tokens > 0
+        for name in DRAFT_COUNTS:
+            self.drafts[name] += getattr(timings, name)
         if timings.ttft_s is not None:
             self.queue_s.add(timings.queue_s)
             self.ttft_s.add(timings.ttft_s)

@@ -3,9 +3,10 @@
 import * as api from "./api.js";
 import { announce, byId, copyButton, el, iconButton, rate, setText, span, whole } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
+import * as pictures from "./pictures.js";
 import * as settings from "./settings.js";
 
-/** Turns: {role: "user", text}, {role: "assistant", answers, chosen, stats}, {role: "tool", results: [{id, name, text}]}. */
+/** Turns: {role: "user", text, pictures}, {role: "assistant", answers, chosen, stats}, {role: "tool", results: [{id, name, text}]}. */
 let turns = [];
 let running = null; // an AbortController while answers come
 let hooks = { onchange() {}, onproblem() {}, model: () => null };
@@ -32,7 +33,8 @@ const isOpen = (answer) => answer.state === "waiting" || answer.state === "runni
 
 // ---- kept over a reload ----
 
-export const saved = () => turns;
+/** Return the turns without pictures, for which browsers have no room. */
+export const saved = () => turns.map(({ pictures: urls, ...turn }) => (urls?.length ? { ...turn, nLost: urls.length } : turn));
 
 export function restore(given) {
   turns = Array.isArray(given) ? given.filter(isTurn) : [];
@@ -50,8 +52,8 @@ function isTurn(turn) {
 // ---- what a user does ----
 
 /** Ask a new question; false where the settings are wrong. */
-export function send(text) {
-  return ask([...turns, { role: "user", text }]);
+export function send(text, urls = []) {
+  return ask([...turns, { role: "user", text, ...(urls.length ? { pictures: urls } : {}) }]);
 }
 
 export function stop() {
@@ -134,8 +136,8 @@ function messagesOf(history) {
     } else if (turn.role === "user") {
       const last = messages.at(-1);
       // a question without an answer: templates want the roles in turn
-      if (last?.role === "user") last.content += `\n\n${turn.text}`;
-      else messages.push({ role: "user", content: turn.text });
+      if (last?.role === "user") last.content = joined(last.content, said(turn));
+      else messages.push({ role: "user", content: said(turn) });
     } else {
       const { text, calls } = turn.answers[turn.chosen];
       if (!text && !calls.length) continue;
@@ -144,6 +146,13 @@ function messagesOf(history) {
     }
   }
   return messages;
+}
+
+const said = ({ text, pictures: urls }) => (urls?.length ? [...pictures.partsOf(urls), { type: "text", text }] : text);
+
+function joined(first, second) {
+  if (typeof first === "string" && typeof second === "string") return `${first}\n\n${second}`;
+  return [first, second].flatMap((content) => (typeof content === "string" ? [{ type: "text", text: content }] : content));
 }
 
 // ---- asking ----
@@ -279,13 +288,16 @@ class UserView {
       copyButton("Copy message", () => turn.text),
       iconButton("edit", "Edit message", () => edit(this.node, turn.text, "Ask again", (text) => this.change(text), () => this.showAll())),
     );
-    this.node.replaceChildren(el("div", { class: "said" }, turn.text), tools);
+    const { pictures: urls = [], nLost = 0 } = turn;
+    const seen = urls.length > 0 && el("div", { class: "seen" }, ...urls.map(pictures.shown));
+    const lost = nLost > 0 && el("p", { class: "quiet" }, `${whole(nLost)} picture${nLost === 1 ? " was" : "s were"} not kept over the reload`);
+    this.node.replaceChildren(el("div", { class: "said" }, seen, lost, turn.text), tools);
   }
 
   refresh() {}
 
   change(text) {
-    ask([...turns.slice(0, turns.indexOf(this.turn)), { role: "user", text }]);
+    ask([...turns.slice(0, turns.indexOf(this.turn)), { ...this.turn, text }]);
   }
 }
 
@@ -559,6 +571,7 @@ function statsOf(stats, n) {
   if (stats.prompt_ms !== undefined) words.push(`first after ${span((stats.queue_ms + stats.prompt_ms) / 1000)}`);
   if (stats.queue_ms > 100) words.push(`${span(stats.queue_ms / 1000)} of it queued`);
   if (stats.cache_n) words.push(`${whole(stats.cache_n)} of ${whole(stats.cache_n + stats.prompt_n)} prompt tokens from cache`);
+  if (stats.draft_n) words.push(`${whole(stats.draft_n_accepted)} of ${whole(stats.draft_n)} draft tokens accepted`);
   return words.join(" · ");
 }
 

@@ -5,6 +5,7 @@ import * as chat from "./chat.js";
 import { announce, byId, el, setText, whole } from "./dom.js";
 import * as kept from "./kept.js";
 import * as live from "./live.js";
+import * as pictures from "./pictures.js";
 import * as settings from "./settings.js";
 
 const BUSY_S = 1;
@@ -155,6 +156,7 @@ async function meet(signal) {
   question.placeholder = question.disabled ? `This model does not answer: it is for ${can.join(" and ")}` : "Ask the model";
   showModel();
   settings.showDefaults(params, found.chat_template);
+  pictures.allow(Boolean(found.modalities?.vision));
   byId("key-open").hidden = !api.key();
   showRoom();
 }
@@ -217,7 +219,11 @@ function submit(event) {
   const area = byId("question");
   const text = area.value.trim();
   if (!text || chat.isRunning()) return;
-  if (!chat.send(text)) return;
+  const urls = pictures.take();
+  if (!chat.send(text, urls)) {
+    pictures.giveBack(urls);
+    return;
+  }
   area.value = "";
   grow();
 }
@@ -314,6 +320,7 @@ function refuse(error) {
   settings.showProblem(error);
 }
 
+pictures.setUp();
 settings.setUp(() => {
   showChangedSettings();
   save();

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
+DRAFT = Path(cbatch.__file__).parent / "models/draft.gguf"
+
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 
 
@@ -57,12 +59,34 @@ def test_many_answers_end_and_drafts_are_counted(test_model: Path) -> None:
     assert 0 <= stats.n_accepted_tokens <= stats.n_draft_tokens
 
 
-def test_exact_has_no_drafts(test_model: Path) -> None:
-    _, stats = answers(test_model, 2, {}, exact=True, speculate="auto")
+def test_exact_answers_have_no_drafts_and_are_those_without(test_model: Path) -> None:
+    plain, _ = answers(test_model, 4, {"logprobs": True}, exact=True, speculate="off")
+    found, stats = answers(test_model, 4, {"logprobs": True}, exact=True, speculate="auto")
     assert stats.n_draft_tokens == 0
+    assert found == plain
+    alone, _ = answers(test_model, 1, {}, exact=True, speculate="auto")
+    assert alone[0][0] == found[0][0]
 
 
-DRAFT = Path(cbatch.__file__).parent / "models/draft.gguf"
+@pytest.mark.parametrize("kv", ["partitioned", "unified"])
+@pytest.mark.parametrize("speculate", [1, 4, 7])
+def test_set_number_is_drafted_and_answers_stay(test_model: Path, kv: str, speculate: int) -> None:
+    plain, _ = answers(test_model, 1, {}, kv=kv, speculate="off")
+    found, stats = answers(test_model, 1, {}, kv=kv, speculate=speculate)
+    assert found == plain
+    assert stats.n_draft_tokens > 0
+
+
+def test_draft_model_alone_guesses_tokens(test_model: Path) -> None:
+    chats = [[{"role": "user", "content": "Tell me a short story about a fox in the castle."}]]
+    with cbatch.load(
+        test_model, parallel=1, ctx_per_seq=512, speculate="draft", draft=DRAFT
+    ) as engine:
+        for _ in range(4):
+            [result] = engine.run(chats, options={"temperature": 0}).results()
+        stats = engine.stats()
+    assert stats.n_draft_tokens == stats.n_model_draft_tokens
+    assert result.timings.n_draft_tokens == result.timings.n_model_draft_tokens
 
 
 @pytest.mark.parametrize("kv", ["partitioned", "unified"])

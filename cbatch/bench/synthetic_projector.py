@@ -1,0 +1,120 @@
+"""Random projectors: small GGUF files that encode pictures for a model of any width, to try pictures with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cbatch.errors import ConfigError
+from cbatch.support.folders import part_beside, told
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+KINDS = ("llava", "llava-tiles")
+"""CLIP with LLaVA's projector, for pictures of one size; and for a picture's tiles beside the whole, as LLaVA 1.6."""
+
+_N_EMBD, _N_LAYER, _N_HEAD, _N_FF = 64, 3, 2, 128
+_N_SIDE, _N_PATCH = 56, 14
+_MEAN, _DEVIATION = (
+    (0.48, 0.46, 0.41),
+    (0.27, 0.26, 0.28),
+)  # Source: CLIP's preprocessor_config.json
+
+
+def write_projector(
+    path: str | os.PathLike[str], n_embd: int, *, kind: str = "llava", seed: int = 0
+) -> Path:
+    """Write a random projector of 16 rows a picture, or a tile, for a model that is `n_embd` wide; return the path.
+
+    Raises:
+        ConfigError: an unknown kind, or the `gguf` package is not installed.
+        OutputError: the file cannot be written.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind of projector {kind!r}; known are {', '.join(KINDS)}")
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError("writing a projector needs the gguf package: pip install gguf") from error
+    path = Path(path)
+    with told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part_beside(path) as part:
+            writer = gguf.GGUFWriter(part, "clip")
+            try:
+                _write_sizes(writer, n_embd, kind)
+                for name, values in _tensors(np.random.default_rng(seed), n_embd, kind):
+                    writer.add_tensor(name, values)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_tensors_to_file()
+            finally:
+                writer.close()
+            part.replace(path)
+    return path
+
+
+def _write_sizes(writer: Any, n_embd: int, kind: str) -> None:
+    """Source: llama.cpp, tools/mtmd/clip-impl.h."""
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_file_type(0)
+    sizes = {
+        "embedding_length": _N_EMBD,
+        "attention.head_count": _N_HEAD,
+        "feed_forward_length": _N_FF,
+        "block_count": _N_LAYER,
+        "projection_dim": n_embd,
+        "image_size": _N_SIDE,
+        "patch_size": _N_PATCH,
+    }
+    for name, value in sizes.items():
+        writer.add_uint32(f"clip.vision.{name}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    writer.add_array("clip.vision.image_mean", _MEAN)
+    writer.add_array("clip.vision.image_std", _DEVIATION)
+    if kind == "llava-tiles":
+        sides = [_N_SIDE * n for shape in ((1, 2), (2, 1), (2, 2)) for n in shape]
+        writer.add_array("clip.vision.image_grid_pinpoints", sides)
+
+
+def _tensors(
+    random: np.random.Generator, n_embd: int, kind: str
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield the weights by name. Source: llama.cpp, tools/mtmd/clip.cpp, load_tensors."""
+
+    def matrix(*shape: int, scale: float | None = None) -> NDArray[np.float32]:
+        factor = shape[-1] ** -0.5 if scale is None else scale
+        return (random.standard_normal(shape) * factor).astype(np.float32)
+
+    def linear(name: str, n_out: int, n_in: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        yield f"{name}.weight", matrix(n_out, n_in)
+        yield f"{name}.bias", np.zeros(n_out, np.float32)
+
+    def norm(name: str) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        yield f"{name}.weight", np.ones(_N_EMBD, np.float32)
+        yield f"{name}.bias", np.zeros(_N_EMBD, np.float32)
+
+    n_patches = (_N_SIDE // _N_PATCH) ** 2
+    yield "v.class_embd", matrix(_N_EMBD)
+    yield "v.patch_embd.weight", matrix(_N_EMBD, 3, _N_PATCH, _N_PATCH, scale=0.05)
+    yield "v.position_embd.weight", matrix(n_patches + 1, _N_EMBD, scale=0.3)
+    yield from norm("v.pre_ln")
+    for i in range(_N_LAYER):
+        layer = f"v.blk.{i}"
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            yield from linear(f"{layer}.{name}", _N_EMBD, _N_EMBD)
+        yield from norm(f"{layer}.ln1")
+        yield from norm(f"{layer}.ln2")
+        yield from linear(f"{layer}.ffn_up", _N_FF, _N_EMBD)
+        yield from linear(f"{layer}.ffn_down", _N_EMBD, _N_FF)
+    yield from linear("mm.0", n_embd, _N_EMBD)
+    yield from linear("mm.2", n_embd, n_embd)
+    if kind == "llava-tiles":
+        yield "model.image_newline", matrix(n_embd, scale=1.0)

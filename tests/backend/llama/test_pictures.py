@@ -1,0 +1,241 @@
+"""Pictures on llama.cpp: answers against llama.cpp's own helper, company, sharing, and bad files."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import cbatch
+from cbatch.bench.synthetic_projector import KINDS, write_projector
+from cbatch.errors import ConfigError, ModelLoadError, PromptError
+from tests.oracle.pictures import PlainSeer
+from tests.runtime.backends import parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tests.conftest import SynthFactory
+
+pytestmark = pytest.mark.real
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+SHOWN = "Look: <__media__> What is it? <__media__> And this?"
+
+
+def picture(seed: int, width: int = 90, height: int = 60) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+
+
+def png(seed: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(picture(seed)).save(file, "PNG")
+    return file.getvalue()
+
+
+def chat(*parts: object) -> list[dict[str, Any]]:
+    """A message of texts, and of pictures."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(scope="module")
+def model(synth: SynthFactory) -> Path:
+    return synth(
+        "test", tied=False, metadata={"tokenizer.chat_template": "{{ messages[0].content }}"}
+    )
+
+
+@pytest.fixture(scope="module")
+def projector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_projector(tmp_path_factory.mktemp("projectors") / "p.gguf", 64)
+
+
+@pytest.fixture(scope="module")
+def seeing(model: Path, projector: Path) -> Iterator[cbatch.Engine]:
+    with cbatch.load(model, mmproj=projector, parallel=4, ctx_per_seq=256) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answer_is_that_of_llama_cpps_own_helper(model: Path, tmp_path: Path, kind: str) -> None:
+    path = write_projector(tmp_path / "p.gguf", 64, kind=kind, seed=1)
+    pictures = [picture(0), picture(1, 200, 70)]
+    with PlainSeer(model, path) as plain:
+        expected = plain.answer(SHOWN, pictures, 8)
+    first, middle, last = SHOWN.split("<__media__>")
+    with cbatch.load(model, mmproj=path, parallel=2, ctx_per_seq=512) as engine:
+        asked = chat(first, pictures[0], middle, pictures[1], last)
+        [result] = engine.run([asked], options=GREEDY).results(return_errors=True)
+    assert result.token_ids == expected
+    assert result.usage.image_tokens % 16 == 0
+    assert 32 <= result.usage.image_tokens < result.usage.prompt_tokens
+
+
+def test_company_changes_no_answer(seeing: cbatch.Engine) -> None:
+    draw = random.Random(5)
+    words = ["What is it?", "Describe it. " * 12, "Hm"]
+    asked = [
+        chat(
+            "a" * draw.randrange(90),
+            *(picture(draw.randrange(3)) for _ in range(n)),
+            draw.choice(words),
+        )
+        for n in (1, 0, 2, 1, 3, 1, 0, 2, 1, 1, 2, 1)
+    ]
+    alone = [seeing.run([each], options=GREEDY).results(return_errors=True)[0] for each in asked]
+    assert all(result.error is None for result in alone)
+    together = seeing.run(asked * 2, options=GREEDY).results(return_errors=True)
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone] * 2
+
+
+def test_picture_in_many_chats_is_encoded_and_computed_once(seeing: cbatch.Engine) -> None:
+    projector, before = parts_of(seeing).backend.projector, seeing.stats()
+    n_encoded = projector.n_encoded
+    asked = [chat("Look:", picture(77), f"Question {i}?") for i in range(20)]
+    results = seeing.run(asked, options=GREEDY).results(return_errors=True)
+    assert projector.n_encoded == n_encoded + 1
+    after = seeing.stats()
+    n_computed = after.n_prompt_tokens - before.n_prompt_tokens
+    assert n_computed < sum(r.usage.prompt_tokens for r in results) / 2
+    assert {r.usage.cached_tokens > 16 for r in results[4:]} == {True}
+
+
+def test_options_that_know_no_picture_work_beside_one(seeing: cbatch.Engine) -> None:
+    options = {
+        **GREEDY,
+        "repeat_penalty": 1.3,
+        "n": 2,
+        "logprobs": 2,
+        "json_schema": {"type": "integer"},
+    }
+    [result] = seeing.run(
+        [chat(picture(1), "How many?")], options=options | {"max_tokens": 3}
+    ).results(return_errors=True)
+    assert result.error is None
+    assert len(result.choices) == 2
+    assert int(result.text) is not None
+
+
+def _animated() -> bytes:
+    file = io.BytesIO()
+    frames = [Image.fromarray(picture(i)) for i in range(2)]
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
+def _huge(n_side: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("1", (n_side, n_side)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"no picture", "none of PNG, JPEG"),
+        (png(0)[:200], "cannot be decoded|damaged"),
+        (_animated(), "animated"),
+        (_huge(40_000), "more than 67,108,864 pixels"),
+        (_huge(9000), "9,000 × 9,000 pixels; at most 67,108,864"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "none of|cannot be decoded"),
+        (b"P6 3 3 255 " + bytes(27), "none of"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of"),
+    ],
+    ids=["text", "cut", "animated", "huge", "large", "header", "ppm", "svg"],
+)
+def test_bad_picture_fails_its_own_request(seeing: cbatch.Engine, data: bytes, words: str) -> None:
+    good, bad = seeing.run([chat(png(0), "Hm?"), chat(data, "Hm?")], options=GREEDY).results(
+        return_errors=True
+    )
+    assert good.error is None
+    assert isinstance(bad.error, PromptError)
+    with pytest.raises(PromptError, match=words):
+        raise bad.error
+
+
+def test_data_that_is_no_base64_fails_its_own_request(seeing: cbatch.Engine) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}]
+    [result] = seeing.run([[{"role": "user", "content": content}]], options=GREEDY).results(
+        return_errors=True
+    )
+    assert "base64" in str(result.error)
+
+
+def test_fuzzed_files_neither_crash_nor_hang(seeing: cbatch.Engine) -> None:
+    draw, data = random.Random(9), png(4)
+    asked = []
+    for _ in range(60):
+        spoiled = bytearray(data)
+        for _ in range(draw.randrange(1, 6)):
+            spoiled[draw.randrange(len(spoiled))] = draw.randrange(256)
+        asked.append(chat(bytes(spoiled[: draw.randrange(1, len(spoiled) + 1)]), "Hm?"))
+    results = seeing.run(asked, options={**GREEDY, "max_tokens": 1}).results(return_errors=True)
+    assert {type(r.error) for r in results} <= {type(None), PromptError}
+
+
+def test_prompt_that_ends_with_a_picture_is_refused(seeing: cbatch.Engine) -> None:
+    [result] = seeing.run([chat("Look:", picture(0))], options=GREEDY).results(return_errors=True)
+    assert "ends with a picture" in str(result.error)
+
+
+def test_picture_that_does_not_fit_is_too_long(seeing: cbatch.Engine) -> None:
+    asked = chat(*(picture(i) for i in range(16)), "Hm?")
+    [result] = seeing.run([asked], options=GREEDY).results(return_errors=True)
+    assert isinstance(result.error, cbatch.PromptTooLongError)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompt_logprobs": 0}, "prompt_logprobs cannot be used with pictures"),
+        ({"cache_key": "k"}, "cache_key cannot be used with pictures"),
+    ],
+)
+def test_options_that_look_at_each_token_are_refused(
+    seeing: cbatch.Engine, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        seeing.run([chat(picture(0), "Hm?")], options={**GREEDY, **options})
+
+
+def test_model_without_a_projector_takes_no_picture(model: Path) -> None:
+    with (
+        cbatch.load(model, parallel=1, ctx_per_seq=64) as engine,
+        pytest.raises(ConfigError, match="load it with mmproj"),
+    ):
+        engine.run([chat(picture(0), "Hm?")])
+
+
+def test_wrong_projector_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    wide = write_projector(tmp_path / "wide.gguf", 128)
+    text = tmp_path / "text.gguf"
+    text.write_text("no model")
+    for path, words in (
+        (wide, "wide.gguf is no projector of this model.*mismatch"),
+        (model, "has no encoder of pictures"),
+        (text, "text.gguf"),
+        (tmp_path / "none.gguf", "none.gguf"),
+    ):
+        with pytest.raises((ModelLoadError, ConfigError), match=words):
+            cbatch.load(model, mmproj=path, parallel=1, ctx_per_seq=64)
+
+
+def test_workers_take_pictures(model: Path, projector: Path, seeing: cbatch.Engine) -> None:
+    asked = [chat("Look:", png(i % 2), "What?") for i in range(6)]
+    here = seeing.run(asked, options=GREEDY).results(return_errors=True)
+    with cbatch.load(model, mmproj=projector, parallel=4, ctx_per_seq=256, replicas=2) as engine:
+        there = engine.run(asked, options=GREEDY).results(return_errors=True)
+    assert [r.token_ids for r in there] == [r.token_ids for r in here]

@@ -1,0 +1,79 @@
+"""Pictures in the batch, on a fake backend: company, small memory, retained cells, and drafts change no answer."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch import Engine
+from cbatch.backend.fake.fake_backend import FakeBackend
+from cbatch.core.plan import KvCapabilities
+from cbatch.engine_options import ScheduleOptions
+from cbatch.support.picture_tokens import (
+    FIRST_PICTURE,
+    PictureTokens,
+    ids_of,
+    place_of,
+    without_pictures,
+)
+from tests.profiles import examples
+
+MEMORIES = (
+    None,
+    KvCapabilities("partitioned", 5 * 400, can_copy=True),
+    KvCapabilities("unified", 900, can_save=True, can_copy=True, saved_bytes_per_cell=64),
+    KvCapabilities("recurrent", 5, can_trim=False, can_save=True, saved_bytes=4096),
+)
+SAME = {"seed": 1, "max_tokens": 12}
+
+
+def chat(draw: random.Random) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for _ in range(draw.randrange(1, 4)):
+        if draw.random() < 0.6:
+            parts.append(
+                {"type": "image", "image": bytes([draw.randrange(3)]) * draw.randrange(1, 40)}
+            )
+        parts.append({"type": "text", "text": "ab" * draw.randrange(1, 20)})
+    return [{"role": "user", "content": parts}]
+
+
+def engine_of(n_slots: int, *, memory: KvCapabilities | None = None, **schedule: Any) -> Engine:
+    backend = FakeBackend(n_slots, 400, memory=memory)
+    backend.vocab.picture_refusal = ""
+    return Engine(backend, schedule=ScheduleOptions(**schedule))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n_slots=st.integers(1, 5),
+    n_budget=st.sampled_from([None, 4, 32]),
+    memory=st.sampled_from(MEMORIES),
+)
+def test_pictures_in_company_have_the_answers_they_have_alone(
+    seed: int, n_slots: int, n_budget: int | None, memory: KvCapabilities | None
+) -> None:
+    draw = random.Random(seed)
+    asked = [chat(draw) for _ in range(8)]
+    with engine_of(1) as engine:
+        alone = [engine.run([each], options=SAME).results()[0] for each in asked]
+    with engine_of(n_slots, memory=memory, prefill_budget=n_budget) as engine:
+        together = engine.run(asked, options=SAME).results()
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.usage.prompt_tokens for r in together] == [r.usage.prompt_tokens for r in alone]
+
+
+def test_ids_of_pictures_are_no_tokens_and_tell_their_place() -> None:
+    ids = ids_of(3, 5)
+    assert ids[0] >= FIRST_PICTURE
+    assert [place_of(i) for i in ids] == [(3, row) for row in range(5)]
+    assert not {*ids} & {*ids_of(4, 5)}
+    tokens = PictureTokens([1, *ids, 2], ["kept"])
+    assert tokens.n_rows == 5
+    assert without_pictures(tokens) == [1, 2]
+    plain = [1, 2]
+    assert without_pictures(plain) is plain

@@ -1,0 +1,128 @@
+"""Pictures over HTTP: the three chat formats, on a fake backend for which each byte of a picture is a row."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake.fake_backend import FakeBackend
+from tests.server.clients import call, error_of, fake_app
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from starlette.applications import Starlette
+
+DATA = base64.b64encode(b"pixels").decode()
+URL = f"data:image/png;base64,{DATA}"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+
+OPENAI = {"type": "image_url", "image_url": {"url": URL}}
+ANTHROPIC = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": DATA},
+}
+INPUT = {"type": "input_image", "image_url": URL}
+
+
+def seeing() -> Engine:
+    backend = FakeBackend(4, 256)
+    backend.vocab.picture_refusal = ""
+    return Engine(backend)
+
+
+@pytest.fixture
+def app() -> Iterator[Starlette]:
+    with fake_app(engine=seeing()) as app:
+        yield app
+
+
+def body_for(path: str, part: dict[str, Any], text: str = "What?") -> dict[str, Any]:
+    kind = "input_text" if path == RESPONSES else "text"
+    content = [part, {"type": kind, "text": text}]
+    said = [{"role": "user", "content": content}]
+    if path == RESPONSES:
+        return {"input": said, "max_output_tokens": 3}
+    return {"messages": said, "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "n"),
+    [
+        (CHAT, OPENAI, "prompt_tokens"),
+        (MESSAGES, ANTHROPIC, "input_tokens"),
+        (RESPONSES, INPUT, "input_tokens"),
+    ],
+)
+def test_picture_is_computed_as_rows(
+    app: Starlette, path: str, part: dict[str, Any], n: str
+) -> None:
+    answer = call(app, path, body_for(path, part)).json()
+    assert answer["usage"][n] == len("user:What?") + len(b"pixels")
+    details = answer["usage"].get("prompt_tokens_details", {})
+    assert details.get("image_tokens") == (6 if path == CHAT else None)
+
+
+def test_three_formats_give_one_answer(app: Starlette) -> None:
+    same = {"seed": 1}
+    first = call(app, CHAT, body_for(CHAT, OPENAI) | same).json()
+    second = call(app, MESSAGES, body_for(MESSAGES, ANTHROPIC) | same).json()
+    third = call(app, RESPONSES, body_for(RESPONSES, INPUT) | same).json()
+    texts = {
+        first["choices"][0]["message"]["content"],
+        second["content"][0]["text"],
+        third["output"][-1]["content"][0]["text"],
+    }
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "words"),
+    [
+        (CHAT, {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "none is fetched"),
+        (
+            CHAT,
+            {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+            "none is fetched",
+        ),
+        (CHAT, {"type": "image", "image": "/etc/passwd"}, "image of type str"),
+        (CHAT, {"type": "image_url"}, "without url"),
+        (CHAT, {"type": "input_audio", "input_audio": {}}, "only text and image_url"),
+        (CHAT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}, "base64"),
+        (MESSAGES, {"type": "image", "source": {"type": "url", "url": "https://a.b"}}, "fetched"),
+        (MESSAGES, {"type": "image", "source": {}}, "source.type must be 'base64'"),
+        (MESSAGES, {"type": "image"}, "source"),
+        (RESPONSES, {"type": "input_image", "file_id": "file-1"}, "has no image_url"),
+        (RESPONSES, {"type": "input_image", "image_url": "https://a.b/c"}, "none is fetched"),
+    ],
+)
+def test_wrong_picture_is_refused(
+    app: Starlette, path: str, part: dict[str, Any], words: str
+) -> None:
+    answer = call(app, path, body_for(path, part))
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_messages_that_follow_each_other_keep_their_pictures(app: Starlette) -> None:
+    said = [
+        {"role": "user", "content": "One."},
+        {"role": "user", "content": [ANTHROPIC, {"type": "text", "text": "Two."}]},
+    ]
+    answer = call(app, MESSAGES, {"messages": said, "max_tokens": 3}).json()
+    assert answer["usage"]["input_tokens"] == len("user:One.Two.") + len(b"pixels")
+
+
+def test_model_that_sees_nothing_says_how_it_would() -> None:
+    with fake_app() as app:
+        error = error_of(call(app, CHAT, body_for(CHAT, OPENAI)), 400)
+        assert "load it with mmproj" in error["message"]
+        assert call(app, "/props").json()["modalities"] == {"vision": False, "audio": False}
+
+
+def test_props_tell_of_vision(app: Starlette) -> None:
+    assert call(app, "/props").json()["modalities"] == {"vision": True, "audio": False}
+    assert "multimodal" in call(app, "/models").json()["data"][0]["capabilities"]
