@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from cbatch.chat.vector_calls import RerankCall, ScoreCall
     from cbatch.engine import Engine
+    from cbatch.files.vector_work import VectorResults
     from cbatch.files.work import RunGate
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
@@ -73,7 +74,7 @@ def _prompt_or_error(
 
 
 class JudgedRun:
-    """The methods of `BatchResponse` that `Work` needs."""
+    """Judges the documents of all calls in one run of the engine; see `VectorResults`."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class JudgingEngine(VectorEngine):
         max_time_s: float | None,
         ask_again: bool,
         dedupe: bool,
-    ) -> JudgedRun:
+    ) -> VectorResults:
         """Begin to compute."""
         calls = ((str(prompt.id), self.call_of(prompt)) for prompt in prompts)
         return JudgedRun(self.engine, calls, self._gate, options, max_time_s)

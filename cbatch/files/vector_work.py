@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cbatch.chat.vector_calls import EmbedCall, VectorPrompt, error_in, n_tokens_of
 from cbatch.embedding import EmbedResult
@@ -76,7 +76,7 @@ class VectorEngine:
         max_time_s: float | None,
         ask_again: bool,
         dedupe: bool,
-    ) -> VectorRun:
+    ) -> VectorResults:
         """Begin to compute; equal texts of a group are computed once by the engine itself."""
         return VectorRun(self, iter(prompts), max_time_s)
 
@@ -84,7 +84,8 @@ class VectorEngine:
         """Return the call of an item."""
         if isinstance(prompt, VectorPrompt) and prompt.call is not None:
             call: Any = prompt.call
-            return replace(call, settings={**call.settings, **self._more}) if self._more else call
+            made: VectorCall = replace(call, settings={**call.settings, **self._more})
+            return made
         return EmbedCall([prompt.prompt or [*(prompt.tokens or ())]], self._settings)
 
 
@@ -147,8 +148,25 @@ def in_order(response: Any) -> list[Any]:
     return sorted(response, key=lambda result: result.index)
 
 
-class VectorRun:
+class VectorResults(Protocol):
     """The methods of `BatchResponse` that `Work` needs."""
+
+    @property
+    def n_unread(self) -> int:
+        """Results that are there."""
+
+    def wind_down(self) -> None:
+        """Begin no more, and leave what has not begun."""
+
+    def cancel(self) -> None:
+        """End all texts. From any thread."""
+
+    def as_completed(self) -> Generator[BatchResult, None, None]:
+        """Yield results; leaving early ends the other texts."""
+
+
+class VectorRun:
+    """Computes texts in groups; see `VectorResults`."""
 
     def __init__(
         self, runner: VectorEngine, prompts: Iterator[BatchPrompt], max_time_s: float | None

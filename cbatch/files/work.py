@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cbatch.files.output.journal import Journal
     from cbatch.files.output.target import PipedOutput
     from cbatch.files.settings import FileOptions
-    from cbatch.files.vector_work import VectorRun
+    from cbatch.files.vector_work import VectorResults
     from cbatch.messages import BatchPrompt
     from cbatch.progress import Ending
     from cbatch.response import BatchResult
@@ -154,7 +154,7 @@ class Work:
         self._n_started = self._n_given_back = self._n_added = 0
         self._start_s, self._ends_s = 0.0, math.inf
         self._ended: Ending | None = None
-        self._response: BatchResponse | VectorRun | None = None
+        self._response: BatchResponse | VectorResults | None = None
         self._is_cancelled = False
         self._settled = OptionsMerger()
         self._is_reading = True
@@ -226,7 +226,7 @@ class Work:
 
     # ---- out ----
 
-    def start(self) -> BatchResponse | VectorRun:
+    def start(self) -> BatchResponse | VectorResults:
         """Let the engine begin; give its results to `take`."""
         seconds, options = self._max_time_s, self._context.options
         self._start_s = time.perf_counter()
@@ -285,7 +285,7 @@ class Work:
 
     def _take_all(
         self,
-        response: BatchResponse | VectorRun,
+        response: BatchResponse | VectorResults,
         results: Iterator[BatchResult],
         on_ended: OnEnded,
     ) -> None:

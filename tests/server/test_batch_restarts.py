@@ -15,7 +15,7 @@ import pytest
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import ConfigError, EngineClosedError
-from cbatch.files.input import text_files
+from cbatch.files.input import raw_streams
 from cbatch.files.served_batch import ServedBatch
 from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
@@ -290,15 +290,26 @@ def work_of(folder: Path, id: str) -> Path:
     return folder / "kept" / "work" / id
 
 
+def becomes_a_pipe(place: Path) -> None:
+    place.unlink()
+    os.mkfifo(place)
+
+
+def each_manifest(work: Path) -> list[Path]:
+    return [*work.glob("answers.jsonl.*")]
+
+
+def without_manifest(work: Path) -> None:
+    for path in each_manifest(work):
+        path.unlink()
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "no requests": lambda work: (work / "requests.jsonl").unlink(),
-    "a pipe of requests": lambda work: (
-        (work / "requests.jsonl").unlink(),
-        os.mkfifo(work / "requests.jsonl"),
-    ),
-    "no manifest": lambda work: [path.unlink() for path in work.glob("answers.jsonl.*")],
+    "no requests": lambda work: (work / "requests.jsonl").rename(work / "else"),
+    "a pipe of requests": lambda work: becomes_a_pipe(work / "requests.jsonl"),
+    "no manifest": without_manifest,
     "another manifest": lambda work: [
-        path.write_bytes(b"what is this?" * 99) for path in work.glob("answers.jsonl.*")
+        path.write_bytes(b"what is this?" * 99) for path in each_manifest(work)
     ],
     "more answers": lambda work: (work / "answers.jsonl").write_bytes(
         (work / "answers.jsonl").read_bytes() + b'{"custom_id": "r'
@@ -332,7 +343,7 @@ def test_answers_that_cannot_be_published_are_moved_aside(
 def test_lack_of_file_handles_holds_a_batch_up_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, n_refused = text_files.open_raw, [0]
+    opened, n_refused = raw_streams.open_raw, [0]
 
     def refuse(*args: Any, **named: Any) -> Any:
         n_refused[0] += 1
@@ -340,7 +351,7 @@ def test_lack_of_file_handles_holds_a_batch_up_and_loses_nothing(
             raise OSError(errno.EMFILE, "Too many open files")
         return opened(*args, **named)
 
-    monkeypatch.setattr(text_files, "open_raw", refuse)
+    monkeypatch.setattr("cbatch.files.input.text_files.open_raw", refuse)
     monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
     with kept_app(tmp_path) as app:
         batch = ended(app, begun(app, lines(line("a"), line("b"))))
