@@ -18,4 +18,6 @@ wanted = next(
 )
 found = ctypes.CDLL(str(file)).cbatch_abi_version()
 if found != wanted:
-    raise SystemExit(f"{file} has surface {found}, cbatch {cbatch.__version__} wants {wanted}")
+    raise SystemExit(
+        f"{file} has interface version {found}, cbatch {cbatch.__version__} needs {wanted}"
+    )

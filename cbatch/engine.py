@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
@@ -229,6 +230,9 @@ class Engine:
         else:
             if not is_stopped():
                 self._start(runtime)
+                with suppress(CBatchError):  # the next call that needs them raises it
+                    # asked of a worker now, so that a call in an event loop does not wait for it
+                    self._facts = runtime.model_facts()
                 return
             runtime.close()
         raise EngineClosedError("loading was cancelled")

@@ -148,13 +148,26 @@ class PromptTooLongError(RequestError):
 class TextTooLongError(PromptTooLongError):
     """The text has more tokens than the model can embed; nothing is cut off unless `truncate` asks for it."""
 
-    def __init__(self, n_prompt: int, n_limit: int, *, reason: str = "") -> None:
-        """Keep the tokens of the text and the most that it may have; `reason` says why, where that is not the model."""
+    def __init__(
+        self, n_prompt: int, n_limit: int, *, reason: str = "", is_cut: bool = False
+    ) -> None:
+        """Keep the tokens of the text and the most that it may have.
+
+        Args:
+            n_prompt: tokens of the text, with instruction or query.
+            n_limit: the most that it may have.
+            reason: why, where that is not the model.
+            is_cut: whether leaving out the whole text, as `truncate` asks, does not make room.
+        """
         self.n_prompt, self.n_limit, self.n_output, self.is_least = n_prompt, n_limit, 0, False
         CBatchError.__init__(
             self,
             f"the text has {n_prompt} tokens, but at most {n_limit} can be embedded{reason}: "
-            "shorten it, or have it cut off (truncate='end' or 'start')",
+            + (
+                "its instruction or query leaves no room for it; shorten those"
+                if is_cut
+                else "shorten it, or have it cut off (truncate='end' or 'start')"
+            ),
         )
 
 

@@ -57,11 +57,11 @@ def test_container_and_pages_ask_for_the_oldest_bindings() -> None:
 
 def test_licence_of_the_package_is_an_spdx_expression() -> None:
     project = _project()["project"]
-    assert project["license"] == "MIT"
+    assert project["license"] == "MIT AND BSD-3-Clause"
     assert all((ROOT / file).is_file() for file in project["license-files"])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="scripts of a POSIX shell")
-@pytest.mark.parametrize("name", ["run", "wheel", "sanitize"])
+@pytest.mark.parametrize("name", ["run", "wheel", "container", "sanitize"])
 def test_scripts_of_ci_can_be_run(name: str) -> None:
     assert os.access(Path(ROOT, ".ci", name), os.X_OK)

@@ -79,13 +79,22 @@ def _numbers(version: str) -> tuple[int, ...]:
 def not_loaded(file: Path | None, error: BaseException) -> IncompatibleLlamaError:
     """Return what to say where `llama_cpp` cannot be imported."""
     if file is not None:
-        return misfit(file, words_of(error))
+        return misfit(file, _no_function(error) or words_of(error))
     if isinstance(error, ModuleNotFoundError):
         return IncompatibleLlamaError(f"{words_of(error)}: pip install llama-cpp-python")
     return IncompatibleLlamaError(
         f"llama-cpp-python {bindings_version()} cannot load its library of llama.cpp: {words_of(error)}. Install it "
         f"again, or name another library: {VARIABLE}, load(library=…) or --llama-library"
     )
+
+
+def _no_function(error: BaseException) -> str:
+    """Return that the library lacks a function of the bindings, if that is what an error says; else nothing."""
+    found = re.search(r"undefined symbol: (\w+)$|, (\w+)\): symbol not found", words_of(error))
+    if found is None or not isinstance(error, AttributeError):
+        return ""
+    name = found[1] or found[2]
+    return f"it has no function {name}, which llama-cpp-python needs: it is older, or not a build of llama.cpp"
 
 
 def _prepare(llama: Any) -> None:

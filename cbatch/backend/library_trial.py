@@ -70,7 +70,8 @@ def _found(i_device: int | None) -> dict[str, Any]:
 
 def _unloaded(file: Path) -> dict[str, str]:
     """Return why backends beside a library do not load, by the names of their files, such as for lack of a driver."""
-    paths = [path for folder in backend_folders(file) for path in folder.glob("libggml-*")]
+    found = [path for folder in backend_folders(file) for path in folder.glob("libggml-*")]
+    paths = [path for path in found if path.suffix in (".so", ".dylib") or ".so." in path.name]
     return {path.name: reason for path in paths if (reason := _why_not_loaded(path))}
 
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from contextlib import contextmanager, suppress
@@ -33,8 +34,14 @@ TRIED = "CBATCH_TRIED_LIBRARY"
 _TRIAL = "cbatch.backend.library_trial"
 _WALL_S = 120.0
 _ENDINGS = (".dylib", ".so", ".so.*") if sys.platform == "darwin" else (".so", ".so.*")
+_DIGEST = f"-{'[0-9a-f]' * 8}"
+"""What auditwheel adds to the names of libraries in a wheel's folder NAME.libs."""
+
 _IN = (".", "lib", "lib64", "bin")
 """Folders of a named one that may have the library: of a build, of an installation, of a wheel."""
+
+_NO_RENAMED_BACKENDS = ("libggml-base-", "libggml-cpu-")
+"""The first is no backend; the others have scores, by which ggml chooses one."""
 
 _BACKENDS_IN = (".", "backends", "ggml", "../bin", "../lib", "../backends")
 """Folders that may have the backends of a library, seen from its own."""
@@ -115,8 +122,9 @@ def find_library(path: str | os.PathLike[str]) -> Path:
 
 
 def _files(folder: Path, stem: str) -> Sequence[Path]:
-    found = [path for ending in _ENDINGS for path in sorted(folder.glob(f"{stem}{ending}"))]
-    return [path for path in found if path.is_file()]
+    """Return the files of a library in a folder, the plain name first, then those that auditwheel has renamed."""
+    names = [f"{stem}{digest}{ending}" for digest in ("", _DIGEST) for ending in _ENDINGS]
+    return [path for name in names for path in sorted(folder.glob(name)) if path.is_file()]
 
 
 def check_library(file: Path) -> None:
@@ -180,8 +188,15 @@ def tried(device: int | None = None) -> dict[str, Any]:
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
     words_of_it = f": {last[0][:300]}" if last else ""
     return {
-        "problem": f"it ended a process that tried it (exit code {done.returncode}{words_of_it})"
+        "problem": f"it ended a process that tried it ({_ending(done.returncode)}{words_of_it})"
     }
+
+
+def _ending(code: int) -> str:
+    """Return how a process ended, such as "SIGSEGV" or "exit code 3"."""
+    with suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"exit code {code}"
 
 
 def _other_machine(file: Path) -> str:
@@ -218,8 +233,11 @@ def lent(file: Path | None) -> Iterator[None]:
     if file is None:
         yield
         return
-    # loaded by its real path, so that it finds the libraries beside it; links of the usual names are the same file
-    ctypes.CDLL(str(file))
+    # loaded by its own path, so that it finds the libraries beside it; links of the usual names are the same file
+    try:
+        ctypes.CDLL(str(file))
+    except OSError:
+        ctypes.CDLL(os.path.realpath(file))  # a link, with the libraries beside what it names
     with tempfile.TemporaryDirectory(prefix="cbatch-") as folder, _variable(folder):
         Path(folder, f"libllama{_ENDINGS[0]}").symlink_to(file)
         for path in _files(file.parent, "libmtmd")[:1]:
@@ -259,6 +277,9 @@ def load_backends(lib: Any, file: Path) -> None:
             if lib.ggml_backend_reg_count():
                 return
             lib.ggml_backend_load_all_from_path(os.fsencode(folder))
+            if lib.ggml_backend_reg_count():
+                for path in _renamed_backends(folder):
+                    lib.ggml_backend_load(os.fsencode(path))
     if not lib.ggml_backend_reg_count():
         raise misfit(
             file,
@@ -266,9 +287,19 @@ def load_backends(lib: Any, file: Path) -> None:
         )
 
 
+def _renamed_backends(folder: Path) -> Sequence[Path]:
+    """Return backends that ggml does not find by itself: auditwheel has renamed them, and they have no score."""
+    names = [f"libggml-*{_DIGEST}{ending}" for ending in _ENDINGS]
+    found = [path for name in names for path in sorted(folder.glob(name))]
+    return [path for path in found if not path.name.startswith(_NO_RENAMED_BACKENDS)]
+
+
 def backend_folders(file: Path) -> Sequence[Path]:
     """Return the folders that may have the backends of a library."""
-    places = [Path(os.path.abspath(file.parent / name)) for name in _BACKENDS_IN]
+    beside = [file.parent]
+    if file.is_symlink():
+        beside.append(Path(os.path.realpath(file)).parent)
+    places = [Path(os.path.abspath(folder / name)) for folder in beside for name in _BACKENDS_IN]
     return [place for place in dict.fromkeys(places) if place.is_dir()]
 
 

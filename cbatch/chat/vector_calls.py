@@ -62,6 +62,8 @@ class VectorCall(ABC):
     """The field that has the texts."""
 
     model: str | None
+    settings: dict[str, Any]
+    """Of the engine's method."""
 
     @classmethod
     @abstractmethod
@@ -287,6 +289,8 @@ class RerankCall(VectorCall):
         if body.get(name) is None:
             raise _missing(name)
         query, documents = _text("query", body["query"]), _texts(name, body[name])
+        if not query:
+            raise ConfigError("query is empty")
         top_n = body.get("top_n")
         has_texts = body.get(returned)
         return cls(

@@ -12,7 +12,10 @@ from cbatch.cli.run import finish_run, view_for
 from cbatch.files.vector_files import embed_file
 
 OF_RUN = ("max_time_s", "isolate", "replicas", "json", "quiet")
-OF_MODEL = ("model", "parallel", "threads", "gpu_layers", "exact", "flash_attn", "memory_mib")
+OF_MODEL = (
+    *("model", "parallel", "threads", "gpu_layers", "llama_library"),
+    *("exact", "flash_attn", "memory_mib"),
+)
 OF_FILES = (
     "format",
     "output_format",

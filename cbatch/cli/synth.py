@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cbatch.cli.completion import among, gguf_files
-from cbatch.cli.option_table import option
+from cbatch.cli.option_table import Given, option, takes
 from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import say
 from cbatch.errors import ConfigError
@@ -25,9 +25,11 @@ def _shapes(incomplete: str) -> list[str]:
     return among(SHAPES)(incomplete)
 
 
+@takes("llama_library")
 def synth(
     output: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The model file to write.")],
     *,
+    given: Given,  # the library quantises
     shape: Annotated[
         str,
         option(

@@ -45,7 +45,7 @@ _N_EACH = 2
 
 @takes(
     *("parallel", "ctx_per_seq", "kv", "cache_type_k", "cache_type_v", "flash_attn", "n_ubatch"),
-    *("speculate", "threads", "gpu_layers"),
+    *("speculate", "threads", "gpu_layers", "llama_library"),
 )
 def tune(
     file: Annotated[

@@ -9,13 +9,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.vector_calls import EmbedCall, VectorPrompt, error_in, n_tokens_of
 from cbatch.embedding import EmbedResult
-from cbatch.errors import CBatchError, ConfigError, RequestCancelledError, WorkerDiedError
+from cbatch.errors import (
+    CBatchError,
+    ConfigError,
+    RequestCancelledError,
+    WorkerDiedError,
+    words_of,
+)
 from cbatch.response import BatchResult, Timings, Usage
 
 if TYPE_CHECKING:
@@ -213,7 +219,19 @@ class VectorRun:
             again = begun_or_failed(call, self._runner.engine)
             found = [in_order(response) for response in again]
             wrong = error_in(found)
-        return result_of(id, found, time.perf_counter() - group.start_s)
+        result = result_of(id, found, time.perf_counter() - group.start_s)
+        if wrong is not None and len(call.texts) > 1:
+            return replace(result, error=_placed(wrong[1], call.place(wrong[0])))
+        return result
+
+
+def _placed(error: CBatchError, place: str) -> CBatchError:
+    """Return a copy of an error that says of which text it is; equal texts share the error itself."""
+    found = error.__class__.__new__(error.__class__)
+    found.__dict__.update(error.__dict__)
+    found.args = (f"{place}: {words_of(error)}",)
+    found.__cause__ = error.__cause__
+    return found
 
 
 def result_of(id: str, found: Sequence[Sequence[Any]], seconds: float) -> BatchResult:

@@ -17,7 +17,7 @@ from cbatch.errors import CBatchError
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 
     from cbatch.engine import Engine
     from cbatch.engine_spec import EngineSpec
@@ -38,16 +38,11 @@ Options = create_model("Options", __base__=llm.Options, stop=(str | None, None),
 """`RunOptions` of a single value: `llm -o temperature 0`."""
 
 
-class _Chats:
-    """What the model for plain code and the one for async code have in common."""
-
-    can_stream = True
-    supports_schema = True
-    supports_tools = True
-    Options = Options
+class _LoadedOnce:
+    """A model that is loaded when it is first used, and stays."""
 
     def __init__(self, model_id: str, settings: Mapping[str, Any]) -> None:
-        """Name a model; it is loaded for the first prompt. `settings` are arguments of `cbatch.load`."""
+        """Name a model; its first use loads it. `settings` are arguments of `cbatch.load`."""
         self.model_id, self.settings = model_id, settings
         self._is_kept = False
 
@@ -58,10 +53,23 @@ class _Chats:
 
         return EngineSpec(**self.settings)
 
-    def _submit(self, engine: Engine, prompt: Any) -> BatchResponse:
-        if not self._is_kept:  # from now on it stays loaded, until the process ends
+    def _keep(self) -> None:
+        """Have it stay loaded from now on, until the process ends."""
+        if not self._is_kept:
             self.spec.shared().__enter__()
             self._is_kept = True
+
+
+class _Chats(_LoadedOnce):
+    """What the model for plain code and the one for async code have in common."""
+
+    can_stream = True
+    supports_schema = True
+    supports_tools = True
+    Options = Options
+
+    def _submit(self, engine: Engine, prompt: Any) -> BatchResponse:
+        self._keep()
         chat = [each for message in prompt.messages for each in _as_openai(message)]
         return engine.submit(chat, options=_options(prompt))
 
@@ -92,6 +100,20 @@ class AsyncCbatch(_Chats, llm.AsyncModel):
                     yield event
             for event in _end(await answer.only(), response):
                 yield event
+
+
+class CbatchEmbeddings(_LoadedOnce, llm.EmbeddingModel):
+    """A model that makes vectors: `llm embed`, `llm embed-multi`, `llm similar`."""
+
+    batch_size = 1000  # texts for which `llm` waits together. Our choice.
+
+    def embed_batch(
+        self, items: Iterable[str | bytes], *, key: str | None = None
+    ) -> Iterator[list[float]]:
+        """Yield the vector of each text, of length 1."""
+        with self.spec.shared() as engine:
+            self._keep()
+            yield from engine.embed(items).array().tolist()
 
 
 def _options(prompt: Any) -> dict[str, Any]:
@@ -166,6 +188,13 @@ def register_models(register: Any) -> None:
     """Register the shipped model as `cbatch`, and every model that was added."""
     for name, settings in {"cbatch": {}, **_added()}.items():
         register(Cbatch(name, settings), AsyncCbatch(name, settings))
+
+
+@llm.hookimpl
+def register_embedding_models(register: Any) -> None:
+    """Register the same models for embeddings: which of them have one is known when they are loaded."""
+    for name, settings in {"cbatch": {}, **_added()}.items():
+        register(CbatchEmbeddings(name, settings))
 
 
 @llm.hookimpl

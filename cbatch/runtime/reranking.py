@@ -68,7 +68,7 @@ class Judge:
         while n_tokens > n_limit:
             n_left -= n_tokens - n_limit
             if n_left <= 0:
-                raise TextTooLongError(n_tokens, n_limit, reason=", which the query alone takes")
+                raise TextTooLongError(n_tokens, n_limit, is_cut=True)
             some = tokens[:n_left] if self._settings.truncate == "end" else tokens[-n_left:]
             text = b"".join(self._runtime.pieces_of(list(some))).decode("utf-8", "ignore")
             made = self._prompt(text)

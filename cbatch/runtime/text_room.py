@@ -27,6 +27,7 @@ from cbatch.errors import (
     DeadlineError,
     EmbeddingError,
     EngineClosedError,
+    PromptError,
     RequestCancelledError,
     RequestFailedError,
     TextTooLongError,
@@ -416,6 +417,8 @@ class Texts:
             return self._pair(text, settings.query, n_most)
         vocab, prompt = self._backend.vocab, text.prompt
         if prompt.tokens is not None:
+            if settings.prefix:
+                raise PromptError("an instruction is put before a string, not before token ids")
             check_in_vocab(prompt.tokens, vocab)
             tokens, added = tuple(prompt.tokens), (0, 0)
         else:
@@ -423,15 +426,21 @@ class Texts:
             added = vocab.n_added
         if len(tokens) <= n_most:
             return tokens
-        if settings.truncate is None or n_most <= sum(added):
+        if settings.truncate is None:
             raise TextTooLongError(len(tokens), n_most)
+        if settings.prefix:
+            own = vocab.tokenize(settings.prefix)
+            own = own[: len(own) - added[1]]
+            added = _n_equal(tokens, own), added[1]
+        if n_most <= sum(added):
+            raise TextTooLongError(len(tokens), n_most, is_cut=True)
         return _cut(tokens, n_most, added, is_end=settings.truncate == "end")
 
     def _pair(self, text: WaitingText, query: str, n_most: int) -> tuple[int, ...]:
         vocab, settings = self._backend.vocab, text.settings
         document = text.prompt.prompt
         if document is None:
-            raise RequestFailedError("a document to rerank is a string, not token ids")
+            raise PromptError("a document to rerank is a string, not token ids")
         tokens = vocab.tokenize_pair(query, document, settings.instruction)
         if len(tokens) > n_most and settings.truncate is None:
             raise TextTooLongError(len(tokens), n_most)
@@ -441,7 +450,7 @@ class Texts:
         while len(tokens) > n_most:
             n_left -= len(tokens) - n_most
             if n_left <= 0:
-                raise TextTooLongError(len(tokens), n_most, reason=", which the query alone takes")
+                raise TextTooLongError(len(tokens), n_most, is_cut=True)
             some = own[:n_left] if settings.truncate == "end" else own[-n_left:]
             document = b"".join(map(vocab.shown_piece, some)).decode("utf-8", "ignore")
             tokens = vocab.tokenize_pair(query, document, settings.instruction)
@@ -530,16 +539,20 @@ def _n_shared(first: WaitingText, others: Sequence[WaitingText], n_least: int) -
     """Return how many tokens texts of the same kind begin with in common, as far as the first two tell; 0 for few."""
     if not n_least or not others:
         return 0
-    a, b = first.tokens, others[0].tokens
-    n_room = min(len(a), len(b)) - 1
-    n = next((i for i in range(n_room) if a[i] != b[i]), n_room)
+    n = _n_equal(first.tokens[:-1], others[0].tokens[:-1])
     return n if n >= n_least else 0
+
+
+def _n_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two texts begin with in common."""
+    n_room = min(len(a), len(b))
+    return next((i for i in range(n_room) if a[i] != b[i]), n_room)
 
 
 def _cut(
     tokens: tuple[int, ...], n_most: int, added: tuple[int, int], *, is_end: bool
 ) -> tuple[int, ...]:
-    """Return the first or the last tokens of a text; special ones that were added around it stay."""
+    """Return the first or the last tokens of a text; what was added around it stays: special ones, an instruction."""
     n_before, n_behind = added
     own = tokens[n_before : len(tokens) - n_behind]
     n_own = n_most - n_before - n_behind

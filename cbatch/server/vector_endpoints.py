@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from cbatch.chat.vector_calls import error_in
-from cbatch.errors import ConfigError, UnsupportedTaskError
+from cbatch.errors import ConfigError, PromptTooLongError, UnsupportedTaskError
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -126,13 +126,13 @@ def problem_at(call: VectorCall, i_text: int, error: CBatchError) -> HttpProblem
     """Return what a client is told of a text without a result."""
     if isinstance(error, ConfigError) and not isinstance(error, UnsupportedTaskError):
         return _of_field(error, type(call))
-    problem = problem_of(error, call.prompt_field)
     place = call.place(i_text)
-    if (
-        problem.status == 400
-        and "n_prompt_tokens" not in problem.more
-        and place not in problem.message
-    ):
+    problem = problem_of(error, re.split(r"\W", place, maxsplit=1)[0])
+    if isinstance(error, PromptTooLongError):  # clients search for the first words
+        is_cut = "truncate" in call.settings
+        advice = "; instruction or query leave no room for it" if is_cut else ", or give truncate"
+        problem.message = problem.message.replace("the prompt has", f"{place} has", 1) + advice
+    elif problem.status == 400 and place not in problem.message:
         problem.message = f"{place}: {problem.message}"
     return problem
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from cbatch.backend.named_library import VARIABLE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -27,21 +29,27 @@ _INSTALL = "docs/use/install.md"
 # llama.cpp's names of instruction sets, and Linux's. Source: ggml/src/ggml-cpu/ggml-cpu.cpp, ggml_cpu_get_features.
 _SETS: Mapping[str, str] = {
     "AVX": "avx", "AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "BMI2": "bmi2", "AVX_VNNI": "avx_vnni",
-    "AVX512": "avx512f", "AVX512_VBMI": "avx512_vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16",
+    "AVX512": "avx512f", "AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16",
     "NEON": "asimd", "DOTPROD": "asimddp", "MATMUL_INT8": "i8mm", "SVE": "sve",
 }  # fmt: skip
 _MUCH = ("AVX", "AVX2", "FMA", "F16C", "NEON", "DOTPROD")
 """Instruction sets without which llama.cpp takes several times as long."""
 
 _DRIVERS = {
-    "libcuda": "NVIDIA's driver",
-    "libcudart": "the CUDA runtime of the build's version",
-    "libcublas": "the CUDA runtime of the build's version",
+    "libcuda.so": "NVIDIA's driver",
+    "libcudart": "the CUDA runtime of that version",
+    "libcublas": "the CUDA runtime of that version",
     "libvulkan": "a Vulkan loader (libvulkan1) and the GPU's driver",
-    "libamdhip": "AMD's ROCm runtime",
+    "libamdhip": "AMD's ROCm runtime of that version",
+    "libhipblas": "AMD's ROCm runtime of that version",
+    "librocblas": "AMD's ROCm runtime of that version",
+    "libOpenCL": "an OpenCL loader and the GPU's driver",
     "libze_loader": "Intel's level-zero loader",
     "libsycl": "Intel's oneAPI runtime",
 }
+_NATIVE_MISSING = ("is missing", "is the source checkout")
+"""Words of errors about cbatch's native library where there is none. Source: `backend.llama.library`."""
+
 _HOST_BACKENDS = ("CPU", "BLAS", "RPC")
 
 
@@ -77,15 +85,14 @@ def _library(found: Installation) -> Iterator[Advice]:
     if problem is None:
         return
     todo = f"install another build of llama-cpp-python, or name another library: {_INSTALL}"
-    for name, driver in _DRIVERS.items():
-        if f"{name}" in problem and "cannot open shared object" in problem:
-            yield Advice("driver-missing", "broken", _of_library(problem), f"install {driver}")
-            return
+    if "cannot open shared object" in problem and (driver := _driver(problem)):
+        yield Advice("driver-missing", "broken", _of_library(problem), f"install {driver}")
+        return
     if "is too old" in problem:
         name, todo = "bindings-old", "pip install --upgrade llama-cpp-python"
     elif "no backend" in problem:
         name, todo = "no-backends", "copy the libggml-cpu that belongs to the library beside it"
-    elif "cannot load its library" in problem or "No module named" in problem:
+    elif problem.startswith(("no library", "No module")) or "cannot load its library" in problem:
         name = "library-missing"
     elif "computes wrongly" in problem:
         name = "answer-wrong"
@@ -94,8 +101,16 @@ def _library(found: Installation) -> Iterator[Advice]:
     yield Advice(name, "broken", _of_library(problem), todo)
 
 
+def _driver(reason: str) -> str:
+    """Return what a library that does not load needs of a GPU's maker; empty where that is not known."""
+    return next((driver for name, driver in _DRIVERS.items() if name in reason), "")
+
+
 def _of_library(problem: str) -> str:
-    return problem if "llama" in problem else f"the library of llama.cpp cannot be used: {problem}"
+    """Return what is wrong with the library as a sentence that says so."""
+    if problem.startswith(("llama-cpp-python", "no library", "No module")):
+        return problem
+    return f"the library of llama.cpp cannot be used: {problem}"
 
 
 def _answers(found: Installation) -> Iterator[Advice]:
@@ -115,12 +130,12 @@ def _sets(found: Installation) -> Iterator[Advice]:
     if not lost or built.isdisjoint(_SETS):
         return
     much = [name for name in lost if name in _MUCH]
-    share = "several times as long" if much else "up to some ten per cent longer, prompts more"
+    share = "several times as long" if much else "about a tenth longer"
     yield Advice(
         "instruction-sets",
         "slow" if much else "note",
         f"the processor has {', '.join(lost)}, but this build of llama.cpp does not use them: steps take {share}",
-        f'build it on this machine: CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD}',
+        f'build it on this machine: CMAKE_ARGS="-DGGML_NATIVE=ON" {_REBUILD}{_use_it(found)}',
     )
 
 
@@ -132,8 +147,13 @@ def _amx(found: Installation) -> Iterator[Advice]:
             "llama.cpp's AMX code ends the process here, as builds by GCC 12 do; weights are not repacked, so prompts "
             "take longer",
             "build llama-cpp-python with another compiler, or without AMX: "
-            f'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" {_REBUILD}',
+            f'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" {_REBUILD}{_use_it(found)}',
         )
+
+
+def _use_it(found: Installation) -> str:
+    """Return what else to do for a rebuilt llama-cpp-python to be used."""
+    return f", and unset {VARIABLE}" if VARIABLE in found.variables else ""
 
 
 # ---- devices ----
@@ -146,9 +166,9 @@ def _gpus(found: Installation) -> Iterator[Advice]:
     severity: Severity = "slow" if found.gpu_files and not names else "note"
     unloaded = found.library.get("unloaded", {})
     for file, reason in unloaded.items():
-        driver = next((d for n, d in _DRIVERS.items() if n in reason), "what it needs")
         text = f"the backend {file} does not load: {reason}"
-        yield Advice("driver-missing", severity, text, f"if there is a GPU, install {driver}")
+        todo = f"if there is a GPU, install {_driver(reason) or 'what it needs'}"
+        yield Advice("driver-missing", severity, text, todo)
     backends = found.library.get("backends", {})
     idle = [n for n, count in backends.items() if not count and n not in _HOST_BACKENDS]
     for name in idle:
@@ -232,8 +252,8 @@ def _spins(said: Mapping[str, str]) -> bool:
 
 def _native(found: Installation) -> Iterator[Advice]:
     if found.native_problem:
-        has_surface = "has surface" in found.native_problem
-        name = "native-other" if has_surface else "native-missing"
+        is_missing = any(words in found.native_problem for words in _NATIVE_MISSING)
+        name = "native-missing" if is_missing else "native-other"
         yield Advice(name, "broken", found.native_problem, "install cbatch again")
 
 

@@ -217,6 +217,14 @@ def test_lines_for_embeddings_are_answered(engine: Any, tmp_path: Path) -> None:
     assert (again.n_done, again.n_before) == (0, 6)
 
 
+def test_error_of_one_of_several_texts_names_it(engine: Any, tmp_path: Path) -> None:
+    long = "x" * 99
+    source = requests(tmp_path / "in.jsonl", {"input": ["a", long]}, {"input": ["b", "c", long]})
+    run_file(source, tmp_path / "out.jsonl", engine=engine)
+    said = [line["response"]["body"]["error"] for line in lines_of(tmp_path / "out.jsonl")]
+    assert sorted(error["message"].split(":")[0] for error in said) == ["input[1]", "input[2]"]
+
+
 def test_lines_for_scores_are_answered(engine: Any, tmp_path: Path) -> None:
     source = requests(
         tmp_path / "in.jsonl",

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import ConfigError
+from cbatch.response import BatchError
 from tests.chat.test_tool_calls import SAID, Speaker
 from tests.integrations.test_page import register_llm_plugin
 from tests.kinds import engine_on
@@ -177,3 +178,24 @@ def test_models_of_one_spec_share_an_engine_that_stays() -> None:
     assert "5" in text_of(llm.get_async_model("cbatch"), question, temperature=0)
     with EngineSpec().shared() as engine:
         assert engine.stats().n_submitted >= 2
+
+
+def test_texts_are_embedded_by_the_command(engine: Engine, tmp_path: Path) -> None:
+    from llm.cli import cli
+
+    found = CliRunner().invoke(cli, ["embed", "-m", "cbatch", "-c", "red"])
+    expected = engine.embed(["red"]).array()[0].tolist()
+    assert json.loads(found.output) == pytest.approx(expected)
+    lines = [{"id": str(i), "text": f"text {i}"} for i in range(20)]
+    data, kept = tmp_path / "in.json", str(tmp_path / "e.db")
+    data.write_text(json.dumps(lines))
+    words = ["embed-multi", "all", str(data), "-m", "cbatch", "-d", kept, "--store"]
+    assert not CliRunner().invoke(cli, words).exception
+    near = CliRunner().invoke(cli, ["similar", "all", "-d", kept, "-c", "text 7", "-n", "1"])
+    assert json.loads(near.output)["id"] == "7"
+
+
+def test_text_without_a_vector_is_an_error(engine: Engine) -> None:
+    model = llm.get_embedding_model("cbatch")
+    with pytest.raises(BatchError, match="empty"):
+        list(model.embed_multi(["red", ""]))

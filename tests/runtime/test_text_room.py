@@ -154,6 +154,21 @@ def test_truncate_keeps_the_end_or_the_start(engine: Engine) -> None:
         assert np.array_equal(engine.embed([text], truncate=truncate).array()[0], unit(kept))  # type: ignore[arg-type]
 
 
+def test_truncate_leaves_the_instruction_whole(engine: Engine, backend: FakeBackend) -> None:
+    text, before = "a" * 40 + "b" * 40, "Instruct: find\nQuery: "
+    n_left = 64 - len(before)
+    for truncate, kept in (("end", text[:n_left]), ("start", text[-n_left:])):
+        engine.embed([text], truncate=truncate, instruction="find").array()  # type: ignore[arg-type]
+        assert calls(backend)[-1] == before + kept
+    (failed,) = engine.embed(["red"], truncate="start", instruction="x" * 99).results(
+        return_errors=True
+    )
+    assert isinstance(failed.error, TextTooLongError)
+    assert "instruction" in str(failed.error)
+    (failed,) = engine.embed([[1, 2]], instruction="x").results(return_errors=True)
+    assert isinstance(failed.error, PromptError)
+
+
 def test_instruction_stands_before_each_text(engine: Engine, backend: FakeBackend) -> None:
     engine.embed(["red"], instruction="find").array()
     assert calls(backend) == ["Instruct: find\nQuery: red"]

@@ -94,6 +94,15 @@ def test_text_that_is_too_long_has_openais_error() -> None:
         error = error_of(call(app, EMBEDDINGS, {"input": ["ab", "a" * (N_LIMIT + 1)]}), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     assert error["message"].startswith(f"This model's maximum context length is {N_LIMIT} tokens")
+    assert f"input[1] has {N_LIMIT + 1} tokens: shorten it, or give truncate" in error["message"]
+
+
+def test_field_of_a_wrong_document_or_query_is_named() -> None:
+    with vector_app() as app:
+        error = error_of(call(app, "/rerank", {"query": "q", "texts": ["a", ""]}), 400)
+        assert (error["param"], error["message"]) == ("texts", "texts[1]: the text is empty")
+        error = error_of(call(app, "/rerank", {"query": "", "texts": ["a"]}), 400)
+        assert (error["param"], error["message"]) == ("query", "query is empty")
 
 
 @pytest.mark.parametrize(

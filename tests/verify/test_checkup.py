@@ -13,6 +13,7 @@ import pytest
 
 from cbatch.verify.checkup import check_up
 from cbatch.verify.installation import Installation
+from tests.verify.doctor_runs import run_doctor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +93,7 @@ PLANTED: Mapping[str, tuple[Installation, str, str, str]] = {
         "native-missing", "broken", "install cbatch again",
     ),
     "native library of another cbatch": (
-        replace(SOUND, native_problem="cbatch's native library x has surface 9, cbatch wants 10"),
+        replace(SOUND, native_problem="cbatch's native library x has interface version 9, cbatch 0.1.0 needs 10"),
         "native-other", "broken", "install cbatch again",
     ),
     "build without AVX2": (
@@ -144,6 +145,12 @@ def test_each_planted_problem_is_the_one_finding(name: str) -> None:
     assert todo in found.todo
 
 
+def test_rebuilt_library_is_used_once_no_other_is_named() -> None:
+    variables = {"LLAMA_CPP_LIB_PATH": "/lib"}
+    [found] = check_up(replace(SOUND, variables=variables, features=frozenset({"avx512f"})))
+    assert found.todo.endswith(", and unset LLAMA_CPP_LIB_PATH")
+
+
 def test_policy_of_openmp_with_a_short_spin_count_is_no_problem() -> None:
     variables = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000"}
     assert check_up(replace(SOUND, variables=variables)) == []
@@ -159,55 +166,13 @@ def test_worst_findings_come_first() -> None:
 # ---- the command ----
 
 
-def _doctor(*words: str, **variables: str) -> tuple[int, dict[str, Any]]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "LLAMA_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "cbatch", "doctor", "--json", *words],
-        env={**kept, **variables},
-        capture_output=True,
-        text=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return done.returncode, found
-
-
-def _names(found: Mapping[str, Any]) -> set[str]:
-    return {finding["name"] for finding in found["findings"]}
-
-
 @pytest.mark.real
 def test_doctor_finds_nothing_broken_here() -> None:
-    code, found = _doctor()
+    code, found = run_doctor()
     assert (code, found["is_broken"]) == (0, False)
     assert found["answers"]["CPU"] is None
     assert found["versions"]["cbatch"]
     assert found["library"]["problem"] is None
-
-
-@pytest.mark.real
-def test_doctor_finds_what_is_planted_in_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("no folder")
-    code, found = _doctor(
-        OMP_NUM_THREADS="1",
-        OMP_WAIT_POLICY="active",
-        CBATCH_LIBRARY=str(tmp_path / "none.so"),
-        XDG_CACHE_HOME=str(tmp_path / "cache"),
-    )
-    assert (code, found["is_broken"]) == (1, True)
-    assert _names(found) >= {
-        "native-missing", "notes-unwritable", "threads-variable", "openmp-spins",
-    }  # fmt: skip
-    assert found["variables"]["OMP_NUM_THREADS"] == "1"
-
-
-@pytest.mark.real
-def test_doctor_finds_a_foreign_library_that_does_not_fit(tmp_path: Path) -> None:
-    file = tmp_path / "libllama.so"
-    file.write_text("no library")
-    code, found = _doctor("--llama-library", str(file))
-    assert (code, _names(found) & {"library-unfit"}) == (1, {"library-unfit"})
-    code, found = _doctor(LLAMA_CPP_LIB_PATH=str(tmp_path / "none"))
-    assert (code, found["is_broken"]) == (1, True)
 
 
 @pytest.mark.real
@@ -227,5 +192,5 @@ def test_doctor_as_lines_names_what_is_wrong_and_what_to_do(tmp_path: Path) -> N
 
 @pytest.mark.real
 def test_doctor_tells_no_key() -> None:
-    _, found = _doctor(CBATCH_API_KEY="secret")
+    _, found = run_doctor(CBATCH_API_KEY="secret")
     assert "secret" not in json.dumps(found)

@@ -4,7 +4,8 @@ Pooling is done here, from the vectors of tokens: llama.cpp's own mean is a prod
 rounding depends on the other texts. Only the scores of a classifier (`rank`) come from llama.cpp.
 
 With embeddings on, a causal model of llama.cpp computes the logits of every token, too. So for the last token's vector
-all other tokens are computed with embeddings off and without outputs, then the last ones of all texts together.
+all other tokens are computed with embeddings off and without outputs, then the last ones of all texts together. The
+mean and the vectors of all tokens have no such way: they pay for the logits.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ class LlamaEmbedder:
         self._model, self._options, self._n_threads = model, options, n_threads
         self._pooling = pooling
         self._is_causal, self._has_memory = model.is_causal, True
-        self._takes_last = self._is_causal and pooling in ("last", "rank")
-        """Whether the vector of the last token is enough."""
+        self._takes_first = self._is_causal and pooling == "cls"
+        """Whether the first token is enough: it sees no other."""
+        self._takes_last = self._is_causal and pooling in ("cls", "last", "rank")
+        """Whether the vector of the last token that is computed is enough."""
         self._takes_scores = pooling == "rank"
         self._n_out = model.n_classes if self._takes_scores else model.n_embedding
         self.n_most = model.n_embed_max
@@ -89,7 +92,8 @@ class LlamaEmbedder:
         low, high = _N_FULL
         self.n_full = min(max(low, model.n_embedding // 2), high)
         self.n_texts = 1 if options.exact else N_TEXTS
-        self.n_shared = N_SHARED if self._takes_last and not options.exact else 0
+        is_shared = self._takes_last and not (self._takes_first or options.exact)
+        self.n_shared = N_SHARED if is_shared else 0
         self._ctx: Any = None
         self._n_room = 0
         """Tokens that the context has room for."""
@@ -117,6 +121,8 @@ class LlamaEmbedder:
     def compute(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32] | None]:
         """Return the vector of each text; see `cbatch.backend.Embedder`."""
         self._check(texts)
+        if self._takes_first:
+            texts = [text[:1] for text in texts]
         with self._busy:
             if self._is_closed:
                 self._model.check_open()
