@@ -52,6 +52,8 @@ class TextSettings:
     """With it, each text is a document that is paired with this query."""
     instruction: str | None = None
     """What documents are judged by, where the model's template has a place for it."""
+    is_patient: bool = False
+    """Whether texts of others go first, though they came later."""
 
     @classmethod
     def of(cls, **given: Any) -> TextSettings:
@@ -72,6 +74,7 @@ class TextSettings:
             truncate=None if truncate is None else _one_of("truncate", truncate, ("end", "start")),
             query=check_string("query", given.get("query")),
             instruction=check_string("instruction", given.get("instruction")),
+            is_patient=check_flag("is_patient", given.get("is_patient", False)),
         )
 
     def check(self, facts: ModelFacts) -> None:

@@ -605,6 +605,12 @@ class Engine:
         return self.model_facts.can_rerank
 
     @property
+    def judges(self) -> bool:
+        """Whether `rerank` asks the model about each document, by a request that needs a slot."""
+        facts = self.model_facts
+        return facts.can_rerank and facts.pooling != "rank"
+
+    @property
     def n_embedding(self) -> int:
         """Numbers of a text's vector, without `dimensions`; 0 where the model has none."""
         return self.model_facts.n_embedding
@@ -621,6 +627,7 @@ class Engine:
         ids: Iterable[str] | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_patient: bool = False,
     ) -> EmbedResponse:
         """Return vectors of texts, as they are computed: `engine.embed(["red", "blue"]).array()`.
 
@@ -637,9 +644,10 @@ class Engine:
             instruction: put before each text: to causal models as "Instruct: …\nQuery: ", to others as it is.
             truncate: leave out the "end" or the "start" of a text that is too long, which else is an error.
             ids: a name for each text, as in `BatchPrompt`.
-            priority: −100 … 100; the highest is computed first.
+            priority: −100 … 100, with the policy "priority": a point counts as much as `ageing_s` seconds of waiting.
             timeout_s: seconds from when a text was read; a text that is not computed by then ends with a
                 `DeadlineError`.
+            is_patient: let texts of other calls go first that come within ten minutes.
 
         Raises:
             ConfigError: a wrong argument.
@@ -656,6 +664,7 @@ class Engine:
             dimensions=dimensions,
             prefix=prefix,
             truncate=truncate,
+            is_patient=is_patient,
         )
         settings.check(facts)
         response = self._text_batch(texts, settings, ids, priority, timeout_s)
@@ -673,6 +682,7 @@ class Engine:
         ids: Iterable[str] | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        is_patient: bool = False,
     ) -> RerankResponse:
         """Return how well documents fit a query: `engine.rerank(query, documents).results()`, the best first.
 
@@ -688,6 +698,7 @@ class Engine:
             raw_scores: return logits instead of probabilities.
             truncate: leave out the "end" or the "start" of a document that is too long, which else is an error.
             ids, priority, timeout_s: as in `embed`.
+            is_patient: as in `embed`, for a reranker only.
 
         Raises:
             ConfigError: a wrong argument.
@@ -696,14 +707,20 @@ class Engine:
         """
         facts, is_raw = self.model_facts, check_flag("raw_scores", raw_scores)
         n_top = None if top_n is None else check_int("top_n", top_n, 1, MAX_INT)
-        settings = TextSettings.of(query=query, instruction=instruction, truncate=truncate)
+        settings = TextSettings.of(
+            query=query, instruction=instruction, truncate=truncate, is_patient=is_patient
+        )
         if not settings.query:
             raise ConfigError("the query is empty")
         if not facts.can_rerank:
             raise UnsupportedTaskError("rerank", "it neither has a classifier nor generates text")
-        if facts.pooling == "rank":
+        if not self.judges:
             response = self._text_batch(documents, settings, ids, priority, timeout_s)
             return RerankResponse(response, partial(classified, facts=facts, is_raw=is_raw), n_top)
+        if is_patient:
+            raise ConfigError(
+                "is_patient is for texts, and this model judges documents by requests"
+            )
         judge = Judge(self._runtime, facts, settings)
         response = self._text_batch(documents, None, ids, priority, timeout_s, judge.prompt)
         return RerankResponse(response, partial(judged, is_raw=is_raw), n_top)
@@ -897,6 +914,23 @@ def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | Non
     settled = engine._merger.over(RunOptions.of(options), engine.options)
     engine._runtime.check_options(settled)
     return settled
+
+
+def judge_of(engine: Engine, query: str, **settings: Any) -> Judge:
+    """Return what makes the prompts by which a model for chats judges documents.
+
+    Args:
+        engine: `judges`.
+        query: that documents are compared with.
+        settings: instruction and truncate of `Engine.rerank`.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    found = TextSettings.of(query=query, **settings)
+    if not found.query:
+        raise ConfigError("the query is empty")
+    return Judge(engine._runtime, engine.model_facts, found)
 
 
 def run_soon(

@@ -44,7 +44,7 @@ SEES: dict[str, set[str]] = {
     "engine_spec": BELOW_ENGINE | {"engine", "loading"},
     "daemon": BELOW_FILES,
     "files": BELOW_FILES,
-    "server": BELOW_FILES | {"files.served_batch"},
+    "server": BELOW_FILES | {"files.judged_run", "files.served_batch"},
     "bench": BELOW_FILES | {"core"},
     "verify": BELOW_FILES,
     "integrations": BELOW_FILES | {"engine_spec", "files", "server"},

@@ -59,6 +59,7 @@ class VectorEngine(Engine):
     """See the module."""
 
     can_embed = can_rerank = can_generate = True
+    judges = False
     n_embedding = N_EMBEDDING
 
     def __init__(self, **can: bool) -> None:

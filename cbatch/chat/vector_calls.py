@@ -64,6 +64,8 @@ class VectorCall(ABC):
     model: str | None
     settings: dict[str, Any]
     """Of the engine's method."""
+    reranks: bool = False
+    """Whether it asks for scores of a reranker."""
 
     @classmethod
     @abstractmethod
@@ -271,6 +273,7 @@ class RerankCall(VectorCall):
     is_tei: bool = False
     """Whether the request is text-embeddings-inference's, whose answer is a list."""
     model: str | None = None
+    reranks: bool = True
 
     urls = ("/v1/rerank",)
     prompt_field = "documents"
@@ -315,6 +318,11 @@ class RerankCall(VectorCall):
     def lack(self, engine: Any) -> str:
         """Return why an engine cannot answer."""
         return "" if engine.can_rerank else "this model cannot rerank"
+
+    @property
+    def queries(self) -> list[tuple[str, list[str]]]:
+        """The query with its documents."""
+        return [(self.query, self.documents)]
 
     def begun(self, engine: Any) -> list[Any]:
         """Have an engine score the documents."""
@@ -401,8 +409,14 @@ class ScoreCall(VectorCall):
             firsts, seconds = zip(*self.pairs, strict=True)
             return [engine.embed([*firsts], **settings), engine.embed([*seconds], **settings)]
         return [
-            engine.rerank(query, [self.pairs[i][1] for i in places], **self.settings)
-            for query, places in self._places.items()
+            engine.rerank(query, documents, **self.settings) for query, documents in self.queries
+        ]
+
+    @property
+    def queries(self) -> list[tuple[str, list[str]]]:
+        """Each first text with the second texts that it is compared with."""
+        return [
+            (query, [self.pairs[i][1] for i in places]) for query, places in self._places.items()
         ]
 
     @property

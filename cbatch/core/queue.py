@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Slot
     from cbatch.engine_options import ScheduleOptions
+    from cbatch.options import RunOptions
 
 DEFAULT_AGEING_S = 10.0
 """Seconds of waiting worth one point of priority: our choice; ten points are passed by in less than two minutes."""
@@ -48,8 +49,7 @@ def make_policy(options: ScheduleOptions) -> Callable[[SequenceDriver], Rank]:
             stamps = count()
             return lambda _: (next(stamps), 0)
         case "priority":
-            ageing_s = options.ageing_s or DEFAULT_AGEING_S
-            return lambda driver: (virtual_arrival_s(driver, ageing_s), driver.number)
+            return lambda driver: (virtual_arrival_s(driver, options), driver.number)
         case "shortest":
             return lambda driver: (length_and_age(driver), driver.number)
     raise ConfigError(f"policy {options.policy!r} gives the queue no order")
@@ -63,12 +63,17 @@ def length_and_age(driver: SequenceDriver) -> float:
     return driver.n_prompt + driver.number
 
 
-def virtual_arrival_s(driver: SequenceDriver, ageing_s: float) -> float:
+def virtual_arrival_s(driver: SequenceDriver, schedule: ScheduleOptions) -> float:
     """Return the submission time minus `ageing_s` seconds for each point of priority.
 
     So no sequence waits for one that was submitted more than `ageing_s` × (difference of priority) later.
     """
-    return driver.clock.submitted_s - ageing_s * (driver.request.options.priority or 0)
+    return driver.clock.submitted_s - head_start_s(driver.request.options, schedule)
+
+
+def head_start_s(options: RunOptions, schedule: ScheduleOptions) -> float:
+    """Return the seconds that a request's priority counts as much as."""
+    return (schedule.ageing_s or DEFAULT_AGEING_S) * (options.priority or 0)
 
 
 class AdmissionQueue:

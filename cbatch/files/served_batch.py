@@ -6,22 +6,27 @@ that makes a run durable is here: lines in bounded memory, the journal, the orde
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from cbatch.chat.vector_calls import CALLS
+from cbatch.chat.vector_calls import CALLS, EmbedCall
 from cbatch.engine import run_options_of
-from cbatch.errors import EngineClosedError
+from cbatch.errors import ConfigError, EngineClosedError
 from cbatch.files.input.item import InputLineError, ItemError, Seen, bytes_of, item_key, rival_key
 from cbatch.files.input.json_requests import OpenAIReader
 from cbatch.files.input.text_files import InputFile
+from cbatch.files.judged_run import JudgingEngine
 from cbatch.files.outcome import Stopper
+from cbatch.files.output import durable
 from cbatch.files.output.encoders import Encoder
 from cbatch.files.output.journal import Journal
 from cbatch.files.output.json_answers import line_of
+from cbatch.files.output.manifest import LostError
 from cbatch.files.output.opening import OutputSpec
 from cbatch.files.settings import FileOptions
 from cbatch.files.vector_work import VectorEngine
@@ -44,6 +49,31 @@ _N_COMMIT = 256
 """Lines that never ran which are written together: our choice."""
 
 _MANIFEST = {"format": "served"}
+
+
+class FilesChangedError(ConfigError):
+    """The files of a batch were changed or removed by somebody else."""
+
+
+CHANGED = (FilesChangedError, LostError)
+"""Errors that say so."""
+
+_STAYS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors of the system that do not pass by themselves; others do, such as a lack of file handles."""
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Raise the errors of files as `FilesChangedError`, or as the error of the system where that may pass."""
+    try:
+        yield
+    except LostError:
+        raise
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError | sqlite3.OperationalError) and not isinstance(cause, _STAYS):
+            raise cause from None
+        raise FilesChangedError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +144,8 @@ def check_requests(
         is_stopped: tells whether to break off; what was found until then is returned.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file is none of lines, or not there.
+        OSError: it cannot be read now.
     """
     reader = _ServedReader(url, lambda body: _NOT_ASKED)
     problems: list[LineProblem] = []
@@ -213,13 +244,16 @@ class _RequestLines:
 
     def __init__(self, path: Path, reader: OpenAIReader, max_line_bytes: int) -> None:
         self._file = InputFile(str(path), max_line_bytes)
+        if path.exists() and not self._file.is_regular:  # a pipe's end may never come
+            raise FilesChangedError(f"{path}: is no file")
         self._items = reader.items(self._file, 0)
 
     def __iter__(self) -> Iterator[Item]:
-        return self._items
+        return self
 
     def __next__(self) -> Item:
-        return next(self._items)
+        with _told_apart():
+            return next(self._items)
 
     def is_dry(self) -> bool:
         """Say that a file is at hand."""
@@ -251,6 +285,8 @@ class ServedBatch:
         prefix: of the items' ids in the engine.
         max_line_bytes: of a line.
         has_one_model: whether all lines name the same model.
+        n_done: answers on disk.
+        n_failed: errors on disk.
     """
 
     engine: Engine
@@ -261,10 +297,8 @@ class ServedBatch:
     prefix: str
     max_line_bytes: int
     has_one_model: bool = True
-    n_done: int = field(default=0, init=False)
-    """Answers on disk."""
-    n_failed: int = field(default=0, init=False)
-    """Errors on disk."""
+    n_done: int = 0
+    n_failed: int = 0
     _stop: Stopper = field(default_factory=lambda: Stopper(lambda words: None), init=False)
     _work: Work | None = field(default=None, init=False)
 
@@ -280,15 +314,14 @@ class ServedBatch:
         Raises:
             EngineError, RequestCancelledError: the engine failed, was closed, or its `cancel_all` was called.
             OutputError: the disk is full; what was written stays.
-            ConfigError: the files were changed by somebody else.
+            FilesChangedError, LostError: the files were changed by somebody else; see `CHANGED`.
+            OSError, sqlite3.OperationalError: they cannot be used now.
         """
-        options = run_options_of(self.engine, None)
+        asked, options = FileOptions(max_time_s=max_time_s), run_options_of(self.engine, None)
         with self._lines(self.ask) as lines, self._journal() as journal:
-            is_vectors = self.url in CALLS  # which need no slots
-            gate = OpenGate() if is_vectors else self.gate
-            engine = VectorEngine(self.engine) if is_vectors else self.engine
+            gate = OpenGate() if self.url in CALLS else self.gate  # texts need no slots
+            engine = self._runner()
             context = RunContext(journal, _ServedEncoder(), _digest, options, "", self.prefix, gate)
-            asked = FileOptions(max_time_s=max_time_s)
             self._work = work = Work(lines, context, engine, asked, self._stop)
 
             def note(item: Item, result: BatchResult | None) -> None:
@@ -300,6 +333,14 @@ class ServedBatch:
                 return work.run(note)
             finally:
                 self._count(journal)
+
+    def _runner(self) -> Engine | VectorEngine | JudgingEngine:
+        kind = CALLS.get(self.url)
+        if kind is None:
+            return self.engine
+        if kind is not EmbedCall and self.engine.judges:
+            return JudgingEngine(self.engine, self.gate)
+        return VectorEngine(self.engine, is_patient=True)
 
     def stop(self) -> None:
         """Begin no more lines; lines that run are finished. Also before `run`, and twice."""
@@ -317,6 +358,18 @@ class ServedBatch:
         """Count what an earlier run has written. Raises as `run`."""
         with self._journal() as journal:
             self._count(journal)
+
+    def salvage(self) -> None:
+        """Count what is there for the last time; without a manifest that fits, whole lines are kept.
+
+        Raises:
+            OutputError, OSError, sqlite3.OperationalError: the files cannot be used now.
+        """
+        try:
+            self.recount()
+        except CHANGED:
+            places = self.places.answers, self.places.errors
+            self.n_done, self.n_failed = map(_keep_whole_lines, places)
 
     def conclude(self, code: str, message: str) -> None:
         """Write for each line without an answer that it never ran. Raises as `run`."""
@@ -341,4 +394,23 @@ class ServedBatch:
         return closing(_RequestLines(self.places.requests, reader, self.max_line_bytes))
 
     def _journal(self) -> Journal:
-        return Journal(OutputSpec(self.places.answers, _MANIFEST, self.places.errors))
+        with _told_apart():
+            return Journal(OutputSpec(self.places.answers, _MANIFEST, self.places.errors))
+
+
+def _keep_whole_lines(path: Path) -> int:
+    """Remove what is no line of ours from a file of answers or errors; return the lines that stay."""
+    n_lines = 0
+    if path.is_file():
+        with path.open("rb") as lines, durable.whole(path) as part, part.open("wb") as kept:
+            for line in filter(_is_ours, lines):
+                kept.write(line)
+                n_lines += 1
+    return n_lines
+
+
+def _is_ours(line: bytes) -> bool:
+    with suppress(ValueError):
+        found = json.loads(line)
+        return line.endswith(b"\n") and isinstance(found, dict) and "custom_id" in found
+    return False

@@ -50,6 +50,8 @@ class VectorEngine:
         engine: Engine,
         settings: Mapping[str, Any] | None = None,
         is_dry: Callable[[], bool] = bool,
+        *,
+        is_patient: bool = False,
     ) -> None:
         """Take an engine.
 
@@ -57,7 +59,9 @@ class VectorEngine:
             engine: computes.
             settings: of `Engine.embed`, for texts that are no calls.
             is_dry: whether reading the next prompt may wait: then no group waits for more.
+            is_patient: of `Engine.embed` and `rerank`, for all calls.
         """
+        self._more = {"is_patient": True} if is_patient else {}
         self.engine, self._settings, self.is_dry = engine, dict(settings or {}), is_dry
 
     def stats(self) -> EngineStats:
@@ -79,7 +83,8 @@ class VectorEngine:
     def call_of(self, prompt: BatchPrompt) -> VectorCall:
         """Return the call of an item."""
         if isinstance(prompt, VectorPrompt) and prompt.call is not None:
-            return prompt.call
+            call: Any = prompt.call
+            return replace(call, settings={**call.settings, **self._more}) if self._more else call
         return EmbedCall([prompt.prompt or [*(prompt.tokens or ())]], self._settings)
 
 

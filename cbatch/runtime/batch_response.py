@@ -185,6 +185,10 @@ class BatchResponse:
         """
         return self._mailbox.cancel()
 
+    def leave(self) -> None:
+        """Cancel every item of this batch that has not ended, and read no more. Does not wait."""
+        self._mailbox.leave()
+
     def wind_down(self) -> None:
         """Cancel every item of this batch that never had a slot, and read no more. Does not wait."""
         self._mailbox.wind_down()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cbatch.chat.chat_format import ChatFormat
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.kv import KvLedger
+from cbatch.core.queue import head_start_s
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
 from cbatch.runtime.ids import check_own, own_id
@@ -23,7 +24,12 @@ from cbatch.runtime.mailbox import refused
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
 from cbatch.runtime.sequences import UNNAMED, SequenceMaker, check_in_vocab, extended
 from cbatch.runtime.step_record import slot_states
-from cbatch.runtime.validation import check_adapters, check_extension, origin_of
+from cbatch.runtime.validation import (
+    check_adapters,
+    check_extension,
+    check_priority,
+    origin_of,
+)
 from cbatch.runtime.waking import is_in_event_loop
 from cbatch.stats import EngineStats
 from cbatch.support.interrupts import note
@@ -296,6 +302,7 @@ class LocalRuntime:
         """Check texts to embed and make them known; return what queues them."""
         self.check_open()
         self.texts.check(settings)
+        check_priority(asked.options, self._schedule)
         now = time.perf_counter() - asked.age_s
         options = asked.options
         ends_s = min(
@@ -309,7 +316,7 @@ class LocalRuntime:
                 routes[id],
                 prompt,
                 settings,
-                priority=options.priority or 0,
+                head_start_s=head_start_s(options, self._schedule),
                 submitted_s=now,
                 deadline_s=ends_s,
             )

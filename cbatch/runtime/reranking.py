@@ -30,6 +30,9 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 
 _OPTIONS = {"choice": [_YES, _NO], "choice_probs": True}
 
+N_SEQUENCES = len((_YES, _NO))
+"""Sequences of the request that judges a document."""
+
 _N_ANSWER = 8
 """Tokens kept free for the longest answer and marks around it. Our choice."""
 

@@ -152,57 +152,18 @@ def _start(n_before: int) -> int:
     return n_before
 
 
-class Scores(Generic[T]):
-    """Scores in the making: call `results()`, or `await` it, for one entry an item, in their order.
+class _ScoreBook:
+    """The requests of some items, and what is known of their scores. The feed's thread has it, too."""
 
-    Leaving before the end cancels what has not ended.
-    """
-
-    def __init__(
-        self,
-        items: Sequence[Continuations | WholeText],
-        tokenizer: Tokenizer,
-        run: Callable[[Iterable[BatchPrompt]], BatchResponse],
-        fold: Callable[[list[Score]], T],
-    ) -> None:
-        """Queue the requests of `items` one by one; `fold` makes an entry of an item's scores."""
-        self._items, self._tokenizer, self._fold = items, tokenizer, fold
+    def __init__(self, items: Sequence[Continuations | WholeText], tokenizer: Tokenizer) -> None:
+        self.items, self._tokenizer = items, tokenizer
         self._name = uuid4().hex[:12]
         self._found: list[list[list[Score | None]]] = [[] for _ in items]
         self._places: dict[str, tuple[int, int, int, int]] = {}
-        self._response = run(self._prompts())
 
-    def __repr__(self) -> str:
-        return f"<Scores of {len(self._items):,} items: {self._response!r}>"
-
-    def __await__(self) -> Generator[Any, None, list[T]]:
-        """Wait in an event loop. A task that is cancelled here cancels the requests."""
-        return self.gather().__await__()
-
-    async def gather(self, *, return_errors: bool = False) -> list[T]:
-        """Do as `results` in an event loop."""
-        returns_errors = check_flag("return_errors", return_errors)
-        async for result in self._response.as_completed():
-            self._take(result)
-        return self._all(returns_errors=returns_errors)
-
-    def results(self, *, return_errors: bool = False) -> list[T]:
-        """Wait for all scores.
-
-        Args:
-            return_errors: leave scores with an `error` in their places instead of raising.
-
-        Raises:
-            CBatchError: the first error of a score.
-        """
-        returns_errors = check_flag("return_errors", return_errors)
-        for result in self._response.as_completed():
-            self._take(result)
-        return self._all(returns_errors=returns_errors)
-
-    def _prompts(self) -> Iterator[BatchPrompt]:
+    def prompts(self) -> Iterator[BatchPrompt]:
         """Yield the requests, read ahead in another thread."""
-        for i, item in enumerate(self._items):
+        for i, item in enumerate(self.items):
             try:
                 requests = item.requests(self._tokenizer)
             except CBatchError as error:
@@ -218,7 +179,8 @@ class Scores(Generic[T]):
                         tokens=tokens, id=id, options={**OPTIONS, "prompt_logprobs_start": start}
                     )
 
-    def _take(self, result: BatchResult) -> None:
+    def take(self, result: BatchResult) -> None:
+        """Note the scores of a request."""
         i, j, k, start = self._places.pop(result.id)
         scored = (result.prompt_logprobs or ())[start:]
         error = result.error
@@ -228,8 +190,62 @@ class Scores(Generic[T]):
             )
         self._found[i][j][k] = Score(() if error else tuple(filter(None, scored)), error)
 
+    def scores(self) -> list[list[Score]]:
+        """Return the scores of each item."""
+        return [[_merged(windows) for windows in item] for item in self._found]
+
+
+class Scores(Generic[T]):
+    """Scores in the making: call `results()`, or `await` it, for one entry an item, in their order.
+
+    Leaving before the end, or dropping this object, cancels what has not ended.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Continuations | WholeText],
+        tokenizer: Tokenizer,
+        run: Callable[[Iterable[BatchPrompt]], BatchResponse],
+        fold: Callable[[list[Score]], T],
+    ) -> None:
+        """Queue the requests of `items` one by one; `fold` makes an entry of an item's scores."""
+        self._fold, self._book = fold, _ScoreBook(items, tokenizer)
+        self._response = run(self._book.prompts())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_response"):  # else it was refused
+            self._response.leave()
+
+    def __repr__(self) -> str:
+        return f"<Scores of {len(self._book.items):,} items: {self._response!r}>"
+
+    def __await__(self) -> Generator[Any, None, list[T]]:
+        """Wait in an event loop. A task that is cancelled here cancels the requests."""
+        return self.gather().__await__()
+
+    async def gather(self, *, return_errors: bool = False) -> list[T]:
+        """Do as `results` in an event loop."""
+        returns_errors = check_flag("return_errors", return_errors)
+        async for result in self._response.as_completed():
+            self._book.take(result)
+        return self._all(returns_errors=returns_errors)
+
+    def results(self, *, return_errors: bool = False) -> list[T]:
+        """Wait for all scores.
+
+        Args:
+            return_errors: leave scores with an `error` in their places instead of raising.
+
+        Raises:
+            CBatchError: the first error of a score.
+        """
+        returns_errors = check_flag("return_errors", return_errors)
+        for result in self._response.as_completed():
+            self._book.take(result)
+        return self._all(returns_errors=returns_errors)
+
     def _all(self, *, returns_errors: bool) -> list[T]:
-        found = [[_merged(windows) for windows in item] for item in self._found]
+        found = self._book.scores()
         if not returns_errors:
             for score in (score for item in found for score in item):
                 if score.error is not None:

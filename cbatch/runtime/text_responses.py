@@ -57,13 +57,16 @@ class TextReader(Generic[R]):
 class EmbedResponse:
     """Embeddings in the making. Iterate for results as they end, call `results()` or `array()`, or `await` it.
 
-    One reader at a time. Leaving an iteration early cancels the rest; a generator's texts are not read on once this
-    object and its readers are dropped.
+    One reader at a time. Leaving an iteration early cancels the rest, and so does dropping this object and its readers.
     """
 
     def __init__(self, response: BatchResponse, *, is_by_token: bool) -> None:
         """Make one of a batch of texts; `is_by_token`: each result has a vector for each token."""
         self._response, self._is_by_token = response, is_by_token
+
+    def __del__(self) -> None:
+        if hasattr(self, "_response"):  # else Ctrl-C struck as it was made
+            self._response.leave()
 
     def __repr__(self) -> str:
         return f"<EmbedResponse: {self._response!r}>"
@@ -128,7 +131,7 @@ class EmbedResponse:
 class RerankResponse:
     """Scores of documents in the making. Iterate for results as they end, call `results()` or `scores()`, or `await`.
 
-    One reader at a time. Leaving an iteration early cancels the rest.
+    One reader at a time. Leaving an iteration early cancels the rest, and so does dropping this object and its readers.
     """
 
     def __init__(
@@ -139,6 +142,10 @@ class RerankResponse:
     ) -> None:
         """Make one of a batch of documents; `score` reads a document's score of a result without an error."""
         self._response, self._score, self._top_n = response, score, top_n
+
+    def __del__(self) -> None:
+        if hasattr(self, "_response"):  # else Ctrl-C struck as it was made
+            self._response.leave()
 
     def __repr__(self) -> str:
         return f"<RerankResponse: {self._response!r}>"

@@ -1,7 +1,7 @@
 """Texts that wait for their vectors, and the thread that computes them, beside the owner thread and its steps.
 
-Texts of equal settings share micro-batches: the first one that waits, by priority and arrival, and those others that
-fill what is left. Equal texts are computed once.
+Texts of equal settings share micro-batches: the first one in the order of the queue, and those others that fill what
+is left. Equal texts are computed once.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ N_READY = 512
 N_KEPT_BYTES = 2**24
 """Most bytes of vectors that are kept for equal texts. Our choice."""
 
+PATIENCE_S = 600.0
+"""Seconds for which texts of a batch let later ones go first: more than the texts of one batch wait for each other, so
+that calls do not wait for them; but other work does not hold a batch up for ever. Our choice."""
+
 _IDLE_S = 1.0
 """Seconds without a text after which the thread ends: its team of OpenMP's slows down that of the owner thread."""
 
@@ -79,8 +83,8 @@ class WaitingText:
     prompt: BatchPrompt
     settings: TextSettings
     kind: TextKind
-    rank: tuple[int, int]
-    """The lower, the earlier: minus its priority, and its number."""
+    rank: tuple[float, int]
+    """The lower, the earlier: when it came, or would have with its priority or patience, and its number."""
     submitted_s: float
     deadline_s: float
     tokens: tuple[int, ...] = ()
@@ -180,12 +184,13 @@ class Texts:
         prompt: BatchPrompt,
         settings: TextSettings,
         *,
-        priority: int,
+        head_start_s: float,
         submitted_s: float,
         deadline_s: float,
     ) -> WaitingText:
-        """Return a text for `put`."""
-        rank = -priority, next(self._numbers)
+        """Return a text for `put`, which goes before those that were submitted less than `head_start_s` earlier."""
+        behind_s = PATIENCE_S if settings.is_patient else 0.0
+        rank = submitted_s - head_start_s + behind_s, next(self._numbers)
         kind = self.kind_of(settings)
         return WaitingText(route, prompt, settings, kind, rank, submitted_s, deadline_s)
 

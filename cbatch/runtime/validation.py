@@ -28,16 +28,21 @@ EXTENSIBLE = ("length", "cancelled", "timeout")
 def check_fits(options: RunOptions, backend: Backend, schedule: ScheduleOptions) -> None:
     """Refuse options that an engine's model, memory or schedule does not support."""
     _check_tokens(options, backend.vocab.n_vocab)
-    if options.priority is not None and schedule.policy != "priority":
-        raise ConfigError(
-            f"priority={options.priority} has no effect with policy={schedule.policy!r}: "
-            "load the engine with policy='priority'"
-        )
+    check_priority(options, schedule)
     check_slot(options.slot, backend.n_slots)
     _check_key(options, backend.memory)
     _check_scoring(options, backend)
     _check_window(options, backend)
     check_adapters(options, backend)
+
+
+def check_priority(options: RunOptions, schedule: ScheduleOptions) -> None:
+    """Refuse a priority that has no effect."""
+    if options.priority is not None and schedule.policy != "priority":
+        raise ConfigError(
+            f"priority={options.priority} has no effect with policy={schedule.policy!r}: "
+            "load the engine with policy='priority'"
+        )
 
 
 def check_slot(slot: int | None, n_slots: int) -> None:

@@ -6,12 +6,14 @@ because the index may be older than the content, or new.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import sqlite3
+import stat
 import threading
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -175,7 +177,7 @@ class BatchStore:
     def opened(self, file: StoredFile) -> BinaryIO:
         """Open a file's content. Raises a `HttpProblemError` if the file or the folder was removed meanwhile."""
         try:
-            return self.path_of(file).open("rb")
+            return open(self.path_of(file), "rb", opener=_regular)
         except FileNotFoundError:
             with disk_problems():
                 self._folder.check()
@@ -343,6 +345,12 @@ class BatchStore:
         if batch.has_ended:
             self._folder.remove_work(batch.id)
             self._folder.take_reserve()
+
+    def set_work_aside(self, batch: StoredBatch) -> None:
+        """Move the folder of a batch to where nothing is removed. Raises an `OSError` if it cannot be moved."""
+        folder = self.folder_of(batch)
+        if folder.is_dir():
+            self._folder.set_aside("the answers of a batch that has failed", folder)
 
     def batch(self, id: str, viewer: str, kind: Kind = "batch") -> StoredBatch:
         """Return a batch. Raises a `HttpProblemError` if the viewer has none of this kind with this id."""
@@ -512,6 +520,15 @@ def disk_problems() -> Iterator[None]:
         _log.warn("the folder of files cannot be used: %s", words_of(error))
         message = "the server's folder of files cannot be used: the server's log says why"
         raise HttpProblemError(500, message, "storage_unusable", headers=NO_RETRY) from error
+
+
+def _regular(path: str, flags: int) -> int:
+    """Open a regular file; another, such as a pipe that nobody writes to, counts as none. Does not wait."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
+    return fd
 
 
 def _new_id(prefix: str, dash: str = "-") -> str:

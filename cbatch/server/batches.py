@@ -12,7 +12,6 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from cbatch.errors import (
     OutputError,
     RequestCancelledError,
 )
-from cbatch.files.served_batch import BatchPlaces, ServedBatch, check_requests
+from cbatch.files.served_batch import CHANGED, BatchPlaces, ServedBatch, check_requests
 from cbatch.server.batch_index import storable_now
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
 from cbatch.server.batch_room import ItemGate
@@ -368,8 +367,7 @@ class Batches:
             if not self.is_closed:
                 _log.warn("batch %s waits for the next start: %s", job.batch.id, error)
         except Exception as error:
-            rest_s = _NEVER
-            self._give_up(job, error)
+            rest_s = self._give_up(job, error)
         finally:
             with self._changed:
                 self._turns.end(lane, job.batch.kept_owner)
@@ -395,17 +393,34 @@ class Batches:
         else:
             self._finish(job)
 
-    def _give_up(self, job: _BatchJob, error: Exception) -> None:
+    def _give_up(self, job: _BatchJob, error: Exception) -> float:
+        """Fail a batch, which keeps what was answered; return the seconds until this is tried again."""
         _log.fail(f"batch {job.batch.id} has failed")
-        with suppress(Exception):  # what is there is not lost
-            self._publish(job.batch)
         problem = _problem("internal_error", "an internal error")
-        if isinstance(error, ConfigError):  # its message names paths of the server
+        if isinstance(error, CHANGED):  # its message names paths of the server
             problem = _problem(
                 "storage_changed", "the batch's files were changed or removed on the server"
             )
-        with suppress(OSError, sqlite3.Error):  # then the next server finds out
+        try:
+            self._salvage(job.batch)
             self._fail(job, [problem])
+        except (*_PASSING, EngineError, sqlite3.Error):
+            return _AGAIN_S
+        return _NEVER
+
+    def _salvage(self, batch: StoredBatch) -> None:
+        """Make files of what a batch has answered; where that fails, its folder is moved aside."""
+        try:
+            run = self._served(batch, ItemGate(self._room))
+            run.salvage()
+            batch.n_completed, batch.n_failed = run.n_done, run.n_failed
+            self._publish(batch)
+        except (*_PASSING, EngineError, sqlite3.Error):
+            raise
+        except Exception:
+            _log.fail(f"the answers of batch {batch.id} cannot be published")
+            batch.output_file_id = batch.error_file_id = None
+            self.store.set_work_aside(batch)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -446,10 +461,14 @@ class Batches:
 
     def _run(self, job: _BatchJob) -> None:
         """Run the requests that have no answer yet."""
-        left_s = job.batch.expires_at - self._clock()
+        left_s = self._left_s(job.batch)
         if left_s > 0 and self._is_our_engine(job):
             self._run_for(job, left_s)
             self._finalize(job)
+
+    def _left_s(self, batch: StoredBatch) -> float:
+        """Return the seconds until a batch expires: no more than its whole window, whatever the clock says."""
+        return batch.expires_at - max(self._clock(), batch.created_at)
 
     def _finalize(self, job: _BatchJob) -> None:
         """Note how a batch ends that runs no more, unless it was cancelled."""
@@ -481,7 +500,7 @@ class Batches:
             if batch.status == "in_progress":
                 _log.warn("batch %s waits: %s", batch.id, _OTHER_ENGINE)
                 job.wait = _problem("engine_changed", _OTHER_ENGINE)
-                job.rest_until = time.monotonic() + batch.expires_at - self._clock()
+                job.rest_until = time.monotonic() + self._left_s(batch)
         return False
 
     def _served(self, batch: StoredBatch, gate: ItemGate) -> ServedBatch:
@@ -494,6 +513,8 @@ class Batches:
             f"{batch.id}-",
             self._settings.body_limit.n_bytes,
             has_one_model=not batch.is_of_messages,
+            n_done=batch.n_completed,
+            n_failed=batch.n_failed,
         )
 
     def _run_for(self, job: _BatchJob, seconds: float) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from cbatch.chat.vector_calls import error_in
-from cbatch.errors import ConfigError, PromptTooLongError, UnsupportedTaskError
+from cbatch.errors import CBatchError, ConfigError, PromptTooLongError, UnsupportedTaskError
+from cbatch.files.judged_run import judge_prompts
+from cbatch.runtime.reranking import N_SEQUENCES
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
 
     from cbatch.chat.vector_calls import VectorCall
     from cbatch.engine import Engine
-    from cbatch.errors import CBatchError
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
     from cbatch.server.server_settings import ServerSettings
@@ -36,8 +38,13 @@ async def answer_vectors(kind: type[VectorCall], desk: Desk, exchange: Exchange)
     body = await body_of(desk, exchange)
     call, ignored = await exchange.aside(call_of, kind, body, desk.settings)
     sizes = await desk.sizes()
-    with desk.visit(1, sizes.n_slots) as visit:
+    needs_slots = sizes.facts.can_rerank and sizes.facts.pooling != "rank" and call.reranks
+    n_sequences = N_SEQUENCES * len(call.texts) if needs_slots else 1
+    with desk.visit(n_sequences, sizes.n_slots) as visit:
         with visit.scope:
+            if needs_slots and desk.settings.max_queue_tokens is not None:
+                n_tokens = await desk.in_thread_for(exchange, _n_tokens, call, desk.engine)
+                desk.count_tokens(visit, n_tokens, sizes.n_slots)
             results = await _results(desk, exchange, call)
         if visit.scope.cancelled_caught:
             raise visit.problem or ClientGoneError
@@ -79,6 +86,16 @@ async def _results(desk: Desk, exchange: Exchange, call: VectorCall) -> list[lis
     if not is_done:
         raise ClientGoneError
     return found
+
+
+def _n_tokens(call: Any, engine: Engine) -> int:
+    """Return the tokens of the requests by which documents are judged; those that cannot be judged have none."""
+    n_tokens = 0
+    for _, _, made in judge_prompts(call, engine):
+        if not isinstance(made, CBatchError):
+            with suppress(CBatchError):
+                n_tokens += engine.count_tokens(made, options=made.options)
+    return n_tokens
 
 
 def _begun(call: VectorCall, engine: Engine) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_embedder import fake_vector
 from cbatch.engine import Engine
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
     ConfigError,
     DeadlineError,
@@ -25,9 +27,11 @@ from cbatch.errors import (
     TextTooLongError,
     UnsupportedTaskError,
 )
+from tests.runtime.backends import GatedBackend
+from tests.server.clients import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from cbatch.backend.fake.fake_embedder import FakeEmbedder
 
@@ -218,21 +222,56 @@ def test_call_that_fails_ends_only_the_text_at_fault() -> None:
     assert [type(r.error) for r in found] == [type(None), RequestFailedError, type(None)]
 
 
-def test_highest_priority_is_computed_first() -> None:
+def order_of(*asked: tuple[str, dict[str, Any]], **schedule: Any) -> str:
+    """The beginnings of texts in the order in which they are computed; all wait while a first one is held."""
     backend, gate = FakeBackend(2, 64), Gate()
     backend.hold_texts = gate
-    with Engine(backend) as engine:
+    with Engine(backend, schedule=ScheduleOptions(**schedule)) as engine:
         first = engine.embed(["first"])
         gate.has_come.wait()
         others = []
-        for text, priority in (("l", -1), ("m", 0), ("h", 5)):
+        for text, named in asked:
             texts = Queued(text * 40)
-            others.append(engine.embed(texts, priority=priority))
+            others.append(engine.embed(texts, **named))
             texts.wait()
         gate.may_go.set()
         for response in (first, *others):
             response.array()
-    assert [text[0] for text in calls(backend)] == ["f", "h", "m", "l"]
+    first_text, *found = calls(backend)
+    assert first_text == "first"
+    return "".join(text[0] for text in found)
+
+
+def test_highest_priority_is_computed_first() -> None:
+    asked = [(text, {"priority": n}) for text, n in (("l", -1), ("m", 0), ("h", 5))]
+    assert order_of(*asked, policy="priority") == "hml"
+
+
+def test_priority_of_texts_counts_as_seconds_of_waiting() -> None:
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("p", {"is_patient": True, "priority": 1}),
+        ("n", {}),
+    ]
+    assert order_of(*asked, policy="priority", ageing_s=1e4) == "pn"
+    assert order_of(*asked, policy="priority", ageing_s=1.0) == "np"
+
+
+def test_priority_without_its_policy_is_refused_for_texts(engine: Engine) -> None:
+    (found,) = engine.embed(["a"], priority=1).results(return_errors=True)
+    assert isinstance(found.error, ConfigError)
+    assert "policy='priority'" in str(found.error)
+
+
+def test_patient_texts_let_later_ones_go_first() -> None:
+    patient: dict[str, Any] = {"is_patient": True}
+    assert order_of(("a", patient), ("b", {}), ("c", patient), ("d", {})) == "bdac"
+    with Engine(FakeBackend(4, 1024)) as engine, pytest.raises(ConfigError, match="is_patient"):
+        engine.rerank("q", ["a"], **patient)
+
+
+def test_patient_texts_wait_for_no_later_ones_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cbatch.runtime.text_room.PATIENCE_S", 0.0)
+    assert order_of(("a", {"is_patient": True}), ("b", {})) == "ab"
 
 
 def test_cancel_ends_waiting_texts_and_one_that_is_computed() -> None:
@@ -403,3 +442,35 @@ def test_wrong_arguments_are_refused_by_name(engine: Engine, wrong: dict[str, An
 def test_what_is_no_list_of_texts_is_refused(engine: Engine, texts: Any) -> None:
     with pytest.raises(ConfigError):
         engine.embed(texts)
+
+
+DROPPED: dict[str, Callable[[Engine], object]] = {
+    "embed": lambda engine: engine.embed(f"{i}" * 60 for i in range(500)),
+    "rerank": lambda engine: engine.rerank("q", (f"{i}" for i in range(500))),
+    "score": lambda engine: engine.score([("c", [f"{i}" for i in range(500)])]),
+}
+
+
+@pytest.mark.parametrize("what", DROPPED)
+def test_what_was_read_of_a_dropped_response_is_cancelled(what: str) -> None:
+    backend, gate = GatedBackend(4, 1024, hold_at=0), Gate()
+    backend.hold_texts = gate
+    with Engine(backend) as engine:
+        response = DROPPED[what](engine)
+        if what == "embed":
+            gate.has_come.wait()
+        else:
+            backend.wait_until_held()
+        backend.release_when_asked()
+        del response
+        gc.collect()
+        gate.may_go.set()
+        wait_until(lambda: engine.stats().n_finished.get("cancelled", 0) > 0)
+        wait_until(lambda: sum(engine.stats().n_finished.values()) == engine.stats().n_submitted)
+        assert engine.stats().n_finished.get("stop", 0) < 100
+
+
+def test_reader_keeps_what_it_reads(engine: Engine) -> None:
+    reader = iter(engine.embed(f"text {i}" for i in range(2000)))
+    gc.collect()
+    assert len([*reader]) == 2000

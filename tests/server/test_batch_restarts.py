@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +14,10 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.errors import EngineClosedError
+from cbatch.errors import ConfigError, EngineClosedError
+from cbatch.files.input import text_files
+from cbatch.files.served_batch import ServedBatch
+from cbatch.server import batches
 from cbatch.server.batch_store import BatchStore
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import call, wait_until
@@ -234,3 +239,128 @@ def test_batch_of_a_clock_before_1970_is_listed_by_the_next_server(
     with kept_app(tmp_path) as app:
         assert batch_of(app, batch)["request_counts"]["completed"] == 1
         assert len(answers(app, batch_of(app, batch))) == 1
+
+
+@pytest.mark.parametrize("now", [86_400.0, 0.0])
+def test_batch_goes_on_while_the_clock_is_far_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: float
+) -> None:
+    id, _ = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
+    monkeypatch.setattr("cbatch.server.batch_index.time.time", lambda: now)
+    with kept_app(tmp_path) as app:
+        batch = ended(app, id)
+        assert batch["request_counts"] == {"total": N, "completed": N, "failed": 0}
+        assert len(answers(app, batch)) == N
+
+
+# ---- batches that are given up ----
+
+
+def given_up(folder: Path, id: str, before: bytes) -> dict[str, Any]:
+    """The error of a batch that was given up: its answers are there, also with the next server."""
+    for _ in range(2):
+        with kept_app(folder) as app:
+            batch = ended(app, id)
+            assert batch["status"] == "failed"
+            assert batch["request_counts"]["completed"] == before.count(b"\n")
+            data = call(app, f"/v1/files/{batch['output_file_id']}/content").content
+        assert data == before
+    (problem,) = batch["errors"]["data"]
+    assert str(folder) not in problem["message"]
+    found: dict[str, Any] = problem
+    return found
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("max_time_s is wrong"), ValueError("a bug")], ids=str
+)
+def test_batch_with_an_error_of_the_server_keeps_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    id, before = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
+
+    def fail(run: ServedBatch, *args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ServedBatch, "run", fail)
+    assert given_up(tmp_path, id, before)["code"] == "internal_error"
+
+
+def work_of(folder: Path, id: str) -> Path:
+    return folder / "kept" / "work" / id
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "no requests": lambda work: (work / "requests.jsonl").unlink(),
+    "a pipe of requests": lambda work: (
+        (work / "requests.jsonl").unlink(),
+        os.mkfifo(work / "requests.jsonl"),
+    ),
+    "no manifest": lambda work: [path.unlink() for path in work.glob("answers.jsonl.*")],
+    "another manifest": lambda work: [
+        path.write_bytes(b"what is this?" * 99) for path in work.glob("answers.jsonl.*")
+    ],
+    "more answers": lambda work: (work / "answers.jsonl").write_bytes(
+        (work / "answers.jsonl").read_bytes() + b'{"custom_id": "r'
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_batch_whose_files_were_changed_keeps_its_answers(tmp_path: Path, what: str) -> None:
+    id, before = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
+    CHANGES[what](work_of(tmp_path, id))
+    assert given_up(tmp_path, id, before)["code"] == "storage_changed"
+
+
+def test_answers_that_cannot_be_published_are_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id, before = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
+    (work_of(tmp_path, id) / "requests.jsonl").unlink()
+
+    def fail(path: Path) -> None:
+        raise RuntimeError("nobody expects it")
+
+    monkeypatch.setattr(batches, "usage_of", fail)
+    with kept_app(tmp_path) as app:
+        assert ended(app, id)["status"] == "failed"
+    (found,) = (tmp_path / "kept" / "aside").rglob("answers.jsonl")
+    assert found.read_bytes() == before
+
+
+def test_lack_of_file_handles_holds_a_batch_up_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, n_refused = text_files.open_raw, [0]
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        n_refused[0] += 1
+        if n_refused[0] % 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(*args, **named)
+
+    monkeypatch.setattr(text_files, "open_raw", refuse)
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
+    with kept_app(tmp_path) as app:
+        batch = ended(app, begun(app, lines(line("a"), line("b"))))
+        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    assert n_refused[0] > 3
+
+
+def test_full_disk_holds_up_the_files_of_a_batch_that_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id, before = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
+    (work_of(tmp_path, id) / "requests.jsonl").unlink()
+    adopt, n_refused = BatchStore.adopt_file, [0]
+
+    def refuse(*args: Any) -> Any:
+        n_refused[0] += 1
+        if n_refused[0] < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return adopt(*args)
+
+    monkeypatch.setattr(BatchStore, "adopt_file", refuse)
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
+    assert given_up(tmp_path, id, before)["code"] == "storage_changed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 import stat
 import tracemalloc
@@ -62,6 +63,15 @@ def test_file_comes_back_as_it_was_sent(tmp_path: Path) -> None:
         for path, method in (("", "GET"), ("", "DELETE"), ("/content", "GET")):
             error_of(call(app, f"/v1/files/{file['id']}{path}", method=method), 404)
         assert [*(tmp_path / "kept" / "content").iterdir()] == []
+
+
+def test_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    with kept_app(tmp_path) as app:
+        id = upload(app, b"x").json()["id"]
+        place = tmp_path / "kept" / "content" / id
+        place.unlink()
+        os.mkfifo(place)
+        error_of(call(app, f"/v1/files/{id}/content"), 404)
 
 
 def test_file_is_taken_on_trio_too(tmp_path: Path) -> None:

@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.server.clients import call, error_of
-from tests.server.kept import answers, begun, ended, kept_app, line, lines, upload
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from tests.runtime.backends import GatedBackend, in_thread
+from tests.runtime.test_text_room import Gate
+from tests.server.clients import CHAT, USER, call, error_of, wait_until
+from tests.server.kept import SHORT, answers, batch_of, begun, ended, kept_app, line, lines, upload
 from tests.vector_engine import N_LIMIT, VectorEngine
 
 if TYPE_CHECKING:
@@ -74,3 +78,93 @@ def test_endpoint_that_is_not_served_names_those_that_are(tmp_path: Path) -> Non
         asked = {"input_file_id": file, "endpoint": "/v1/images", "completion_window": "24h"}
         error = error_of(call(app, "/v1/batches", asked), 400)
     assert EMBEDDINGS in error["message"]
+
+
+# ---- beside calls ----
+
+
+def test_call_is_computed_before_the_waiting_texts_of_a_batch(tmp_path: Path) -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with kept_app(tmp_path, Engine(backend)) as app:
+        engine = app.state.desk.engine
+        data = lines(*(line(f"r{i}", EMBEDDINGS, input=f"text {i}") for i in range(600)))
+        id = begun(app, data, EMBEDDINGS)
+        gate.has_come.wait()
+        wait_until(lambda: engine.stats().n_submitted == 600)
+        waiting = in_thread(lambda: call(app, EMBEDDINGS, {"input": "a call"}))
+        wait_until(lambda: engine.stats().n_submitted == 601)
+        gate.may_go.set()
+        assert waiting().status_code == 200
+        (embedder,) = backend.embedders
+        assert list(b"a call") in [list(text) for text in embedder.calls[1]]
+        assert ended(app, id)["request_counts"]["completed"] == 600
+
+
+RERANK: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/rerank", {"query": "q", "documents": [f"{i}" for i in range(50)]}),
+    ("/v1/score", {"text_1": "q", "text_2": [f"{i}" for i in range(50)]}),
+]
+
+
+@pytest.mark.parametrize(("url", "body"), RERANK)
+def test_documents_that_are_judged_leave_slots_to_calls(
+    tmp_path: Path, url: str, body: dict[str, Any]
+) -> None:
+    backend = GatedBackend(4, 4096, hold_at=2)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        engine, room = app.state.desk.engine, app.state.desk.room
+        alone = None
+        id = begun(app, lines(*(line(f"{i}", url, **body) for i in range(3))), url)
+        backend.wait_until_held()
+        room.set_calls(4)
+        backend.release()
+        wait_until(lambda: not engine.stats().n_running)
+        assert not batch_of(app, id)["request_counts"]["completed"]
+        room.set_calls(0)
+        found = answers(app, ended(app, id))
+        alone = call(app, url, body).json()
+    assert {id: each["response"]["body"] for id, each in found.items()} == dict.fromkeys(
+        "012", alone
+    )
+
+
+def test_lines_to_judge_fail_alone(tmp_path: Path) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "good": {"query": "q", "documents": ["a", "b"], "raw_scores": True},
+        "empty": {"query": "q", "documents": ["a", ""]},
+        "all empty": {"query": "q", "documents": [""]},
+        "priority": {"query": "q", "documents": ["a"], "priority": 5},
+        "long": {"query": "q", "documents": ["a" * 9999]},
+        "cut": {"query": "q", "documents": ["a" * 9999], "truncate": "end"},
+    }
+    url = "/v1/rerank"
+    with kept_app(tmp_path, Engine(FakeBackend(4, 1024))) as app:
+        data = lines(*(line(id, url, model="m", **body) for id, body in bodies.items()))
+        found = answers(app, ended(app, begun(app, data, url)))
+        for id, body in bodies.items():
+            alone = call(app, url, {**body, "model": "m"})
+            assert found[id]["response"]["status_code"] == alone.status_code, id
+            if id != "priority":  # whose words name the request here
+                assert found[id]["response"]["body"] == alone.json(), id
+    assert found["good"]["response"]["status_code"] == 200
+
+
+def test_batch_of_documents_to_judge_is_cancelled_and_goes_on(tmp_path: Path) -> None:
+    url, body = RERANK[0]
+    data = lines(*(line(f"{i}", url, **body) for i in range(9)))
+    backend = GatedBackend(4, 4096, hold_at=40)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = begun(app, data, url)
+        backend.wait_until_held()
+        backend.release_when_asked(lambda: app.state.desk.batches.is_closed)
+    with kept_app(tmp_path, Engine(FakeBackend(4, 4096))) as app:
+        assert len(answers(app, ended(app, id))) == 9
+        room = app.state.desk.room
+        room.set_calls(4)
+        other = begun(app, data, url)
+        wait_until(lambda: batch_of(app, other)["status"] == "in_progress")
+        call(app, f"/v1/batches/{other}/cancel", method="POST")
+        assert ended(app, other)["request_counts"] == {"total": 9, "completed": 0, "failed": 9}
+        room.set_calls(0)
+        assert call(app, CHAT, {"messages": USER, **SHORT}).status_code == 200

@@ -15,6 +15,7 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
+from tests.runtime.backends import GatedBackend, in_thread
 from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
 from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
 
@@ -289,3 +290,34 @@ def test_width_of_an_embedding_is_the_models() -> None:
     with vector_app() as app:
         body = call(app, EMBEDDINGS, {"input": "a"}).json()
     assert len(body["data"][0]["embedding"]) == N_EMBEDDING
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (RERANK, {"query": "q", "documents": ["a"] * 9}),
+        (SCORE, {"text_1": "q", "text_2": ["a"] * 9}),
+    ],
+)
+def test_documents_to_judge_count_as_requests(url: str, body: dict[str, Any]) -> None:
+    backend = GatedBackend(2, 1024, hold_at=0)
+    with fake_app(engine=Engine(backend), max_queue=3) as app:
+        first = in_thread(lambda: call(app, CHAT, {"messages": USER, "max_tokens": 2}))
+        backend.wait_until_held()
+        assert "at most 3" in error_of(call(app, url, body), 429)["message"]
+        backend.release()
+        assert first().status_code == 200
+        assert call(app, url, body).status_code == 200
+        assert app.state.desk.n_in_flight == 0
+
+
+def test_tokens_of_documents_to_judge_count_in_the_queue() -> None:
+    backend = GatedBackend(2, 1024, hold_at=0)
+    with fake_app(engine=Engine(backend), max_queue_tokens=500) as app:
+        first = in_thread(lambda: call(app, CHAT, {"messages": USER, "max_tokens": 2}))
+        backend.wait_until_held()
+        body = {"query": "q", "documents": ["a" * 99] * 9}
+        assert "at most 500" in error_of(call(app, RERANK, body), 429)["message"]
+        backend.release()
+        assert first().status_code == 200
+        assert call(app, RERANK, body).status_code == 200
