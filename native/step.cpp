@@ -83,6 +83,7 @@ struct cbatch_stepper {
     void * ctx;
     cbatch_sizes sizes;
     const sample_code * code;
+    int32_t n_threads;  // that sample now
 
     std::vector<binding> bindings;  // (n_slots)
 
@@ -573,7 +574,7 @@ void score_one(cbatch_stepper * s, int32_t i_score, const sample_scratch & scrat
 void sample_share(void * data) {
     cbatch_stepper * s = static_cast<cbatch_stepper *>(data);
     const int32_t i_thread = s->i_next_thread.fetch_add(1, std::memory_order_relaxed);
-    if (i_thread >= s->sizes.n_threads) {
+    if (i_thread >= s->n_threads) {
         return;
     }
     for (;;) {
@@ -590,7 +591,7 @@ void sample_share(void * data) {
 }
 
 bool deserves_team(const cbatch_stepper & s) {
-    if (s.api.gomp_parallel == nullptr || s.sizes.n_threads == 1 || s.n_rows + s.n_scores < 2) {
+    if (s.api.gomp_parallel == nullptr || s.n_threads == 1 || s.n_rows + s.n_scores < 2) {
         return false;
     }
     int64_t work_ps = s.n_scores * score_cost_ps * s.sizes.n_vocab;
@@ -606,7 +607,7 @@ void sample_rows(cbatch_stepper * s) {
     s->i_next_row.store(0, std::memory_order_relaxed);
     s->i_next_thread.store(0, std::memory_order_relaxed);
     if (deserves_team(*s)) {
-        s->api.gomp_parallel(sample_share, s, static_cast<unsigned>(s->sizes.n_threads), 0);
+        s->api.gomp_parallel(sample_share, s, static_cast<unsigned>(s->n_threads), 0);
     } else {
         sample_share(s);
     }
@@ -808,6 +809,7 @@ int32_t cbatch_stepper_init(const cbatch_api * api, void * ctx, const cbatch_siz
         s->api.clock_ns = api->clock_ns != nullptr ? api->clock_ns : system_clock_ns;
         s->ctx = ctx;
         s->sizes = *sizes;
+        s->n_threads = sizes->n_threads;
         s->code = code;
         allocate(s);
     } catch (const std::exception &) {
@@ -824,6 +826,10 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
 
 void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
     s->ctx = ctx;
+}
+
+void cbatch_stepper_set_threads(cbatch_stepper * s, int32_t n_threads) noexcept {
+    s->n_threads = std::clamp(n_threads, 1, s->sizes.n_threads);
 }
 
 int32_t cbatch_stepper_draft_with(cbatch_stepper * s, const cbatch_draft_context * given) noexcept {

@@ -356,7 +356,12 @@ OPTIONS = (
         "exact",
         "Guarantee that answers do not change with the other requests in the batch; fail if impossible.",
     ),
-    _model("threads", "Threads that compute.", "the cores it may use", setting="n_threads"),
+    _model(
+        "threads",
+        "Threads that compute; a number that is set stays.",
+        "the cores it may use, fewer while other programs use them",
+        setting="n_threads",
+    ),
     _model("gpu_layers", "Layers on the GPU.", "llama.cpp's: all", setting="n_gpu_layers"),
     _model(
         "llama_library",

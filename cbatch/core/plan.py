@@ -313,6 +313,9 @@ class StepResult:
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows instead of tokens."""
 
+    n_threads: int = 0
+    """Threads that computed; 0 if unknown."""
+
     @property
     def later_s(self) -> float:
         """Seconds of the steps after the first."""

@@ -158,6 +158,7 @@ class Loop:
         stats = self._stats
         stats.decode_s += result.decode_s
         stats.sample_s += result.sample_s
+        stats.n_threads = result.n_threads or stats.n_threads
         stats.plan_s += plan_s
         stats.run_s += run_s
         stats.apply_s += apply_s

@@ -161,6 +161,11 @@ ROWS = (
         "source",
     ),
     EngineFigure(
+        ("cbatch:threads",),
+        "Threads of the last step: fewer than all while other programs use their cores.",
+        lambda stats: stats.n_threads,
+    ),
+    EngineFigure(
         ("cbatch:step_cost_seconds",),
         "Seconds of a step that only decodes, by its rows, as measured lately.",
         lambda stats: stats.cost_rows_s,

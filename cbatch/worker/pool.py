@@ -688,7 +688,9 @@ class Pool:
         """Keep what is known of the work of a worker that is gone."""
         if (stats := connection.stats) is not None:
             stats.n_waiting = stats.n_running = stats.n_paused = stats.n_held = 0
-            stats.n_cells = stats.n_pool = stats.n_checkpoints = stats.n_checkpoint_bytes = 0
+            stats.n_cells = stats.n_pool = stats.n_threads = stats.n_checkpoints = (
+                stats.n_checkpoint_bytes
+            ) = 0
             most = max(self.lost.n_active_max, stats.n_active_max)
             self.lost.add(stats)
             self.lost.n_active_max = most  # the workers did not work at the same time

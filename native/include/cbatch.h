@@ -80,7 +80,7 @@ typedef struct cbatch_sizes {
     int32_t n_slots;    // slots 0 … n_slots − 1, which are llama.cpp's sequence ids
     int32_t n_batch;    // most tokens in one step
     int32_t n_vocab;    // floats in one row of logits
-    int32_t n_threads;  // team size for sampling; give the one that decoding uses
+    int32_t n_threads;  // most threads that sample; give what decoding uses
     int32_t isa;        // CBATCH_ISA_*
     int32_t n_scores;   // ≥ 0; most targets, or drafts, in one step: the context must allow n_slots + n_scores outputs
 } cbatch_sizes;
@@ -206,6 +206,9 @@ CBATCH_EXPORT void cbatch_stepper_free(cbatch_stepper * s) CBATCH_NOEXCEPT;
 // Compute in another context from now on, which has the same model and room for the same sizes; what is bound stays. Not
 // while a run is in flight.
 CBATCH_EXPORT void cbatch_stepper_use(cbatch_stepper * s, void * ctx) CBATCH_NOEXCEPT;
+
+// Sample with a team of n_threads from now on: 1 … those of `cbatch_sizes`. Not while a run is in flight.
+CBATCH_EXPORT void cbatch_stepper_set_threads(cbatch_stepper * s, int32_t n_threads) CBATCH_NOEXCEPT;
 
 // The context of a smaller model that has the same tokens, and the slots as its sequences. Its memory can be cut.
 typedef struct cbatch_draft_context {

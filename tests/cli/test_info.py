@@ -269,10 +269,13 @@ def test_info_in_lines_is_aligned_and_complete(test_model: Path) -> None:
     assert f"window         {window} (as asked for)" in lines
 
 
+CORES = "the cores that it may use; fewer while other programs use them"
+
+
 @pytest.mark.parametrize(
     ("args", "reasons"),
     [
-        ((), ("the default", "the default", "the default", "the cores that it may use")),
+        ((), ("the default", "the default", "the default", CORES)),
         (("--memory-mib", 20), ("what the memory holds", "the default", "the default", None)),
         (("--memory-mib", 2), ("what the memory holds", "what the memory holds", None, None)),
         (("--ctx-per-seq", 256), ("the default", "as asked for", None, None)),

@@ -654,7 +654,10 @@ N_BIG = 40_000  # four rows of it are work for a team where top_p looks at the w
 
 def sampled_with(**given: Any) -> StepResult:
     fake = FakeLlama(n_vocab=N_BIG)
+    n_now = given.pop("n_now", None)
     stepper = native_stepper(fake, **{"api": fake.api(given.pop("gomp", None)), **given})
+    if n_now is not None:
+        stepper.set_threads(n_now)
     for slot in range(N_SLOTS):
         stepper.bind(Binding(Slot(slot), 0, Sampling(top_k=0, temperature=9.0), ()))
     return stepper.run([chunk(slot, 0, 1) for slot in range(N_SLOTS)])
@@ -677,8 +680,12 @@ def test_team_has_the_size_of_the_stepper_and_samples_each_row_once() -> None:
 
     team = GOMP(parallel)
     address = ctypes.cast(team, ctypes.c_void_p).value
-    assert sampled_with(n_threads=3, gomp=address).tokens == sampled_with(n_threads=1).tokens
-    assert asked == [3]
+    alone = sampled_with(n_threads=1).tokens
+    assert sampled_with(n_threads=3, gomp=address).tokens == alone
+    fewer = sampled_with(n_threads=3, n_now=2, gomp=address)
+    assert (fewer.tokens, fewer.n_threads) == (alone, 2)
+    assert sampled_with(n_threads=3, n_now=1, gomp=address).tokens == alone
+    assert asked == [3, 2]
 
 
 @pytest.mark.parametrize("isa", range(native_row.row_library().cbatch_isa_best() + 1))

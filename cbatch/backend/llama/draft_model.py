@@ -69,6 +69,10 @@ class DraftModel:
             n_vocab=self.model.vocab.n_vocab,
         )
 
+    def set_threads(self, n_threads: int) -> None:
+        """Compute with so many threads from now on."""
+        llama_cpp.llama_set_n_threads(self._ctx, n_threads, n_threads)
+
     def close(self) -> None:
         """Free its context and the model. Twice is harmless."""
         ctx, self._ctx = self._ctx, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -77,12 +78,30 @@ def answer_settings(
 def _exactly(options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window: int) -> str:
     if cuts.is_every and cuts.most >= n_window:  # every prompt is one chunk, as with `n_ubatch`
         cuts = PromptCuts.every(max(cuts.most, options.n_ubatch))
-    # flash attention divides the cells of a single row among threads
-    is_by_threads = options.flash_attn != "off" and (cuts.is_every or not shape.has_pads)
-    threads = ("n_threads",) if is_by_threads and n_window > _N_CELLS_UNDIVIDED else ()
+    threads = ("n_threads",) if _divides_cells(options, shape, cuts, n_window) else ()
     devices = _said(options, ("flash_attn", *threads, *_DEVICES))
     places = f", {devices}" if devices else ""
     return f"True (pieces of {cuts}, {shape}, llama-cpp-python {build_name()}{places})"
+
+
+def depends_on_threads(
+    options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window: int
+) -> bool:
+    """Whether bits may depend on the number of threads with `exact`.
+
+    Some of ARM's kernels take rows in pairs where a thread's part is even. Source: ggml/src/ggml-cpu/ggml-cpu.c,
+    ggml_compute_forward_mul_mat_one_chunk.
+    """
+    is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
+    return not is_x86 or _divides_cells(options, shape, cuts, n_window)
+
+
+def _divides_cells(
+    options: EngineOptions, shape: RowShape, cuts: PromptCuts, n_window: int
+) -> bool:
+    """Whether flash attention may divide the cells of a single row among threads."""
+    has_lone_rows = cuts.is_every or not shape.has_pads
+    return options.flash_attn != "off" and has_lone_rows and n_window > _N_CELLS_UNDIVIDED
 
 
 def _said(options: EngineOptions, names: Sequence[str]) -> str:

@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stepper_init": (_int, [_pointer, _pointer, _pointer, _pointer]),
     "cbatch_stepper_free": (None, [_pointer]),
     "cbatch_stepper_use": (None, [_pointer, _pointer]),
+    "cbatch_stepper_set_threads": (None, [_pointer, _int]),
     "cbatch_stepper_draft_with": (_int, [_pointer, _pointer]),
     "cbatch_stepper_bind": (_int, [_pointer, _int, _pointer]),
     "cbatch_stepper_run": (

@@ -20,8 +20,15 @@ from cbatch.backend.llama.context import (
     slot_window,
 )
 from cbatch.backend.llama.context_memory import ContextMemory
+from cbatch.backend.llama.elastic_threads import ElasticThreads
 from cbatch.backend.llama.embedder import LlamaEmbedder, check_pooling
-from cbatch.backend.llama.fingerprint import answer_settings, fingerprint, model_parts, rope_factors
+from cbatch.backend.llama.fingerprint import (
+    answer_settings,
+    depends_on_threads,
+    fingerprint,
+    model_parts,
+    rope_factors,
+)
 from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.backend.llama.library import handshake
@@ -116,6 +123,8 @@ class LlamaBackend:
         self._is_closed = False
         self.n_slots = options.n_slots
         self.n_threads = options.n_threads or min(available_cores(), MAX_THREADS)
+        self._n_threads_now = self.n_threads
+        self._elastic: ElasticThreads | None = None
         self.ctx: Any = make_context(model, options, self.n_threads)
         """`llama_context *`; None once it is freed. Another one after a plan with `is_rebuild`."""
         try:
@@ -138,6 +147,28 @@ class LlamaBackend:
             self.short_pool = ShortPool(self.model, self.options, self.n_threads, self._format)
         except (ModelLoadError, ValueError) as error:
             _log.write(logging.INFO, "no pool for short sequences: %s", error)
+
+    def vary_threads(self, *, is_on_cpu: bool) -> None:
+        """Compute with fewer threads while other programs take cores, unless `n_threads` or `exact` fixes them.
+
+        Not where a device computes too: there the owner thread waits for it.
+        """
+        options = self.options
+        changes_bits = options.exact and depends_on_threads(
+            options, self.shape, self.cuts, self.n_window
+        )
+        may_vary = is_on_cpu and options.n_threads is None and not changes_bits
+        if may_vary and self.n_threads > 1:
+            self._elastic = ElasticThreads(self.n_threads)
+
+    def _set_threads(self, n_threads: int) -> None:
+        short = self.short_pool.ctx if self.short_pool else None
+        for ctx in filter(None, (self.ctx, short)):
+            llama_cpp.llama_set_n_threads(ctx, n_threads, n_threads)
+        if self._draft is not None:
+            self._draft.set_threads(n_threads)
+        self._runner.set_threads(n_threads)
+        self._n_threads_now = n_threads
 
     def draft_with(self, draft: DraftModel) -> None:
         """Draft tokens with a smaller model, too; it is closed with the backend. Slots are empty.
@@ -248,6 +279,7 @@ class LlamaBackend:
         self._cells.renew(self.ctx)
         if self.short_pool is not None:
             self.short_pool.clear()
+        self._set_threads(self.n_threads)
 
     def close(self) -> None:
         """Free the context and saved states, and the model where it is owned. Twice is harmless."""
@@ -356,7 +388,11 @@ class LlamaBackend:
     def _compute(self, plan: StepPlan) -> StepResult:
         if self.n_threads > 1:
             teams().join()
-        result = self._run_steps(plan)
+        result = (
+            self._run_steps(plan)
+            if self._elastic is None
+            else self._elastic.run(plan, self._run_with)
+        )
         if result.n_steps:
             self._cells.add(plan.chunks, result.tokens)
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
@@ -369,6 +405,11 @@ class LlamaBackend:
             for i, c in enumerate(plan.chunks)
         )
         return replace(result, n_kept=n_kept)
+
+    def _run_with(self, plan: StepPlan, n_threads: int) -> StepResult:
+        if n_threads != self._n_threads_now:
+            self._set_threads(n_threads)
+        return self._run_steps(plan)
 
     def _run_steps(self, plan: StepPlan) -> StepResult:
         """Run a plan's chunks with its adapters, where slots' cells are now."""

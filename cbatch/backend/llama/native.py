@@ -99,7 +99,7 @@ class NativeStepper:
             n_slots: llama.cpp's sequence ids `0 … n_slots − 1`: the slots, and those for pad rows.
             n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
-            n_threads: size of the team that samples; give the one that decoding uses.
+            n_threads: most threads that sample; give what decoding uses.
             has_silent_rows: compute the logits of chunks of one token without output too, so that the shape of a step
                 does not depend on how many rows are sampled.
             api: functions to call instead of llama-cpp-python's.
@@ -128,6 +128,7 @@ class NativeStepper:
         self._n_vocab, self._has_silent_rows = n_vocab, has_silent_rows
         self._drafted = (ctypes.c_int32 * (_N_COUNTS * n_slots))()
         self._drafted_at = ctypes.addressof(self._drafted)
+        self._n_threads = n_threads
         table, handle = self._api.table(), ctypes.c_void_p()
         sizes = NativeSizes(n_slots, n_batch, n_vocab, n_threads, isa, N_TARGETS_MAX)
         code = self._lib.cbatch_stepper_init(
@@ -145,6 +146,11 @@ class NativeStepper:
     def use(self, ctx: Any) -> None:
         """Compute in another `llama_context` of the same sizes from now on; what is bound stays."""
         self._lib.cbatch_stepper_use(self._open(), ctx)
+
+    def set_threads(self, n_threads: int) -> None:
+        """Sample with so many threads from now on, at most those that it was made with."""
+        self._lib.cbatch_stepper_set_threads(self._open(), n_threads)
+        self._n_threads = n_threads
 
     def draft_with(self, ctx: Any, *, n_batch: int, n_window: int, n_vocab: int) -> None:
         """Draft tokens with a smaller model, too.
@@ -313,6 +319,7 @@ class NativeStepper:
             n_drafts=tuple(report.n_drafts),
             n_accepted=tuple(report.n_accepted),
             drafted=self._counts(len(chunks)) if has_drafts else (),
+            n_threads=self._n_threads,
         )
 
     def _counts(self, n_chunks: int) -> list[DraftCounts]:

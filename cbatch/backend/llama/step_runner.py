@@ -63,6 +63,10 @@ class StepRunner:
         self._ctx = ctx
         self._stepper.use(ctypes.cast(ctx, ctypes.c_void_p))
 
+    def set_threads(self, n_threads: int) -> None:
+        """Sample with so many threads from now on."""
+        self._stepper.set_threads(n_threads)
+
     def bind(self, bindings: Sequence[Binding]) -> None:
         """Say how slots are sampled from now on, and what their output must match."""
         for binding in bindings:
@@ -280,4 +284,5 @@ def _joined(
         scores=scores,
         failures=failures,
         n_pad_rows=sum(r.n_pad_rows for r in results),
+        n_threads=results[-1].n_threads,
     )

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from cbatch.engine_options import EngineOptions
 
 T = TypeVar("T")
+_CORES = "the cores that it may use"
+_FEWER = "fewer while other programs use them"
 _ASKED, _DEFAULT, _HELD = "as asked for", "the default", "what the memory holds"
 _log = Log("cbatch")
 
@@ -308,7 +310,9 @@ def _reasons(
         "parallel_why": slots,
         "n_window_why": window,
         "kv_why": _DEFAULT if options.kv == "auto" else _ASKED,
-        "n_threads_why": "the cores that it may use" if options.n_threads is None else _ASKED,
+        "n_threads_why": (
+            _ASKED if options.n_threads else _CORES if options.exact else f"{_CORES}; {_FEWER}"
+        ),
     }
 
 
@@ -349,6 +353,7 @@ def _load(
         warn_past_training(loaded, settled, backend.n_window)
         if _has_short_pool(loaded, options, settled, room):
             backend.add_short_pool()
+        backend.vary_threads(is_on_cpu=_is_on_cpu(settled))
         if _log.has_info:
             load_s = round(perf_counter() - start_s, 3)
             _log_load(loaded, settled, room, backend, load_s, proof)
@@ -392,13 +397,16 @@ def _open_draft(
         raise
 
 
+def _is_on_cpu(settled: EngineOptions) -> bool:
+    return not (settled.rpc_servers or (settled.n_gpu_layers != 0 and free_on_devices()))
+
+
 def _has_short_pool(
     loaded: LlamaModel, asked: EngineOptions, settled: EngineOptions, room: Room
 ) -> bool:
     """Whether short sequences are computed in a pool: on processors, where the kind of memory is left open."""
-    is_on_cpu = not (settled.rpc_servers or (settled.n_gpu_layers != 0 and free_on_devices()))
     is_known = find_known(loaded, settled) is not None  # to be computed alike in a pool too
-    is_wanted = asked.kv == "auto" and is_on_cpu and is_known
+    is_wanted = asked.kv == "auto" and _is_on_cpu(settled) and is_known
     if not is_wanted or not may_have_short_pool(loaded, settled):
         return False
     if room.footprint is None or room.n_budget is None:

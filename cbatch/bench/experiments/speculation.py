@@ -153,7 +153,7 @@ def job(engine: Engine, prompts: Sequence[BatchPrompt], options: dict[str, Any])
     )
 
 
-class _Server:
+class _PeerServer:
     """A llama-server that answers prompts, as many at once as it has slots."""
 
     def __init__(self, url: str, n_slots: int) -> None:
@@ -192,7 +192,7 @@ def _against(a: argparse.Namespace, n: int) -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(load(a.model, **sizes, **drafting))
         servers = [
-            _Server(stack.enter_context(start).url, n)
+            _PeerServer(stack.enter_context(start).url, n)
             for start in [
                 llama_server(a.llama_server, a.model, options, more) for more in kinds.values()
             ]

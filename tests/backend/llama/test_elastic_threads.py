@@ -1,0 +1,224 @@
+"""Fewer threads while other programs take cores: what is tried and when, on virtual time, and what answers are then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cbatch.backend.llama import llama_backend
+from cbatch.backend.llama.elastic_threads import (
+    DOWN_WAIT_S,
+    LONGEST_TRIAL,
+    TRIAL_S,
+    UP_WAIT_S,
+    WINDOW_S,
+    ElasticThreads,
+)
+from cbatch.core.plan import StepPlan, StepResult
+from cbatch.loading import load
+from cbatch.options import RunOptions
+from tests.backend.slots import chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from cbatch.response import BatchResult
+
+ALONE = {1: 0.010, 2: 0.006, 3: 0.005, 4: 0.004}
+"""Seconds of a step of one row by its threads."""
+BESIDE_ONE = {1: 0.010, 2: 0.006, 3: 0.005, 4: 0.012}
+BESIDE_ALL = {1: 0.020, 2: 0.013, 3: 0.010, 4: 0.008}
+N_RUN = 8
+
+
+@dataclass(eq=False, slots=True)
+class Machine:
+    """Cores on which a step takes the seconds of its threads; the owner has a core for a share of them."""
+
+    step_s: Mapping[int, float]
+    cpu_share: Mapping[int, float] = field(default_factory=dict)
+    """By threads; 1 where nothing is said."""
+    now: float = 0.0
+    cpu_s: float = 0.0
+    runs: list[int] = field(default_factory=list)
+    """Threads of each run."""
+    code: int = 0
+
+    def compute(self, plan: StepPlan, n_threads: int) -> StepResult:
+        self.runs.append(n_threads)
+        if self.code:
+            return StepResult([[]] * len(plan.chunks), 0, self.code, decode_s=1.0)
+        n_tokens = sum(len(c.tokens) for c in plan.chunks)
+        n_steps, seconds, first_s = 0, 0.0, 0.0
+        while n_steps < plan.n_steps and (not plan.slice_s or seconds <= plan.slice_s):
+            seconds += self.step_s[n_threads] * (len(plan.chunks) if n_steps else n_tokens)
+            first_s = first_s or seconds
+            n_steps += 1
+        self.now += seconds
+        self.cpu_s += seconds * self.cpu_share.get(n_threads, 1.0)
+        return StepResult([[7]], n_steps, decode_s=seconds, first_s=first_s)
+
+    def clock(self) -> float:
+        return self.cpu_s
+
+
+def plan(n_steps: int = N_RUN, *lengths: int) -> StepPlan:
+    tokens = [[7] * n for n in lengths or (1,)]
+    return StepPlan(tuple(chunk(i, 3, t) for i, t in enumerate(tokens)), n_steps=n_steps)
+
+
+def do(
+    found: ElasticThreads, machine: Machine, seconds: float, wanted: StepPlan | None = None
+) -> list[int]:
+    """Run a plan for so long; return the threads of each run."""
+    end_s, n_before = machine.now + seconds, len(machine.runs)
+    while machine.now < end_s:
+        found.run(wanted or plan(), machine.compute)
+    return machine.runs[n_before:]
+
+
+def threads(machine: Machine, n_most: int = 4) -> ElasticThreads:
+    return ElasticThreads(n_most, machine.clock)
+
+
+def test_machine_without_other_programs_is_never_tried_with_fewer() -> None:
+    machine = Machine(ALONE)
+    assert set(do(threads(machine), machine, 60)) == {4}
+
+
+def test_one_core_that_is_taken_costs_one_thread() -> None:
+    machine = Machine(BESIDE_ONE, {4: 0.4})
+    found = threads(machine)
+    do(found, machine, WINDOW_S + 2 * TRIAL_S)
+    runs = do(found, machine, 20)
+    assert runs.count(3) > 0.9 * len(runs)
+    assert set(runs) == {3, 4}  # all of them are tried again, and no fewer
+
+
+def test_threads_come_back_when_cores_are_free() -> None:
+    machine = Machine(BESIDE_ONE, {4: 0.4})
+    found = threads(machine)
+    do(found, machine, 10)
+    machine.step_s, machine.cpu_share = ALONE, {}
+    do(found, machine, 2.0)
+    assert set(do(found, machine, 20)) == {4}
+
+
+def test_trial_of_more_threads_costs_little() -> None:
+    machine = Machine(BESIDE_ONE, {4: 0.4})
+    found = threads(machine)
+    do(found, machine, 10)
+    n_before = len(machine.runs)
+    start_s = machine.now
+    do(found, machine, 100)
+    n_steps = (len(machine.runs) - n_before) * N_RUN
+    assert n_steps * BESIDE_ONE[3] > 0.9 * (machine.now - start_s)
+
+
+def test_fewer_threads_that_bring_nothing_are_tried_more_and_more_seldom() -> None:
+    machine = Machine(BESIDE_ALL, dict.fromkeys(BESIDE_ALL, 0.5))
+    found = threads(machine)
+    n_tries = [sum(n < 4 for n in do(found, machine, 10 * DOWN_WAIT_S)) for _ in range(6)]
+    assert n_tries[0] > n_tries[-1] > 0
+    assert {3, 2} <= set(machine.runs)  # one fewer and half as many, in turn
+    assert found.run(plan(), machine.compute)
+    assert machine.runs[-1] == 4
+
+
+def test_gain_within_the_noise_changes_nothing() -> None:
+    machine = Machine({1: 0.0097, 2: 0.010}, {2: 0.5})
+    found = threads(machine, 2)
+    do(found, machine, 30)
+    assert set(do(found, machine, WINDOW_S)) == {2}
+
+
+def test_many_taken_cores_are_given_up_one_after_another() -> None:
+    machine = Machine({1: 0.010, 2: 0.012, 3: 0.016, 4: 0.024}, {2: 0.6, 3: 0.5, 4: 0.4})
+    found = threads(machine)
+    do(found, machine, 3)
+    assert max(do(found, machine, WINDOW_S, plan(1)), key=machine.runs.count) == 1
+
+
+def test_trial_without_a_step_of_equal_shape_ends_undecided() -> None:
+    machine = Machine(BESIDE_ONE, {4: 0.4})
+    found = threads(machine)
+    do(found, machine, WINDOW_S)
+    n_before, start_s = len(machine.runs), machine.now
+    for n in (30, 60, 8):  # magnitudes of prompts that no step had before
+        found.run(plan(1, n), machine.compute)
+    assert machine.runs[n_before:] == [3, 3, 4]
+    assert machine.now - start_s >= LONGEST_TRIAL * TRIAL_S
+
+
+def test_mixed_steps_are_compared_by_their_shapes() -> None:
+    machine = Machine(BESIDE_ONE, {4: 0.4})
+    found = threads(machine)
+    for i in range(200):
+        found.run(plan(1, 1, 20) if i % 3 else plan(4, 1, 1), machine.compute)
+    assert machine.runs[-20:].count(3) >= 15
+
+
+def test_failed_run_teaches_nothing() -> None:
+    machine = Machine(BESIDE_ONE, {4: 0.4}, code=1)
+    found = threads(machine)
+    for _ in range(5):
+        found.run(plan(), machine.compute)
+    machine.code = 0
+    assert set(do(found, machine, WINDOW_S)) == {4}
+
+
+def test_trial_waits_for_computing_not_for_the_clock() -> None:
+    machine = Machine(BESIDE_ONE, {4: 0.4})
+    found = threads(machine)
+    do(found, machine, 1)
+    runs = do(found, machine, UP_WAIT_S - WINDOW_S - 2 * TRIAL_S)
+    assert runs.count(3) >= len(runs) - 1
+
+
+# ---- on llama.cpp ----
+
+
+class EveryOther(ElasticThreads):
+    """Computes each run with another number of threads."""
+
+    def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
+        self._n = 1 + self._n % 2
+        return compute(plan, self._n)
+
+
+def answers(model: Path, **settings: Any) -> tuple[list[BatchResult], int]:
+    """Return answers to three chats, and the threads of the last step."""
+    options = RunOptions(max_tokens=24, temperature=0.8, seed=1, logprobs=True, ignore_eos=True)
+    with load(model, ctx_per_seq=512, **settings) as engine:
+        chats = [[{"role": "user", "content": f"Count to {i}."}] for i in range(3)]
+        return engine.run(chats, options=options).results(), engine.stats().n_threads
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_backend, "available_cores", lambda: 2)
+    monkeypatch.setattr(llama_backend, "ElasticThreads", EveryOther)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_exact_answers_are_the_same_with_any_threads(test_model: Path) -> None:
+    exact: dict[str, Any] = {"exact": True, "parallel": 4}
+    varied, _ = answers(test_model, **exact)
+    fixed, _ = answers(test_model, n_threads=1, **exact)
+    assert [(r.token_ids, r.logprobs) for r in varied] == [(r.token_ids, r.logprobs) for r in fixed]
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize(
+    "settings",
+    [{"n_threads": 2, "parallel": 2}, {"exact": True, "parallel": 1, "flash_attn": "on"}],
+    ids=["asked for", "bits"],
+)
+def test_threads_stay_where_they_are_asked_for_or_change_bits(
+    settings: dict[str, Any], test_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EveryOther, "run", None)
+    assert answers(test_model, **settings)[1] == 2
