@@ -561,7 +561,7 @@ class Engine:
         The perplexity is `exp(−score.logprob / len(score.tokens))`.
         """
         with reading("texts"):
-            items = [WholeText(as_prompt(text)) for text in texts]
+            items = [WholeText.of(text) for text in texts]
         return self._scores(items, options, progress, itemgetter(0))
 
     def _scores(

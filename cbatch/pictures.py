@@ -7,7 +7,6 @@ HTTP, and to workers. No URL is fetched.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import os
 import re
@@ -22,13 +21,17 @@ from cbatch.support.plain import text_of
 N_BYTES_MAX = 2**26
 """Most bytes of a picture's file. Our choice: a photograph has some millions."""
 
-_DATA = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
+_DATA = re.compile(
+    r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII | re.IGNORECASE
+)
 _N_HEAD = 128
 """Characters in which a data URL says what it has."""
 
 NO_PROJECTOR = "this model is loaded without what encodes pictures: load it with mmproj, its projector's GGUF file"
 
 _KINDS = ("image_url", "image")
+_SHOWN = "<picture>"
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 def is_picture(part: Mapping[str, Any]) -> bool:
@@ -88,12 +91,17 @@ def marked_messages(
     return marked, pictures
 
 
+def shown_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of text alone, for readers: a picture is `<picture>`."""
+    return marked_messages(messages, _SHOWN)[0]
+
+
 def picture_data(part: Mapping[str, Any]) -> bytes:
     """Return the bytes of a picture's file. Raises a PromptError where they are not base64."""
     url = str(part["image_url"]["url"])
     try:
         return base64.b64decode(url[url.index(",") + 1 :], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also of characters that are not ASCII
         raise PromptError(f"a picture's data URL is not base64: {words_of(error)}") from None
 
 
@@ -133,7 +141,12 @@ def _file_of(place: str, image: object) -> bytes:
             "image, or an array of shape (height, width, 3) of uint8"
         )
     file = io.BytesIO()
-    image.save(file, "PNG")
+    try:
+        if getattr(image, "mode", "") not in _PNG_MODES:
+            image = image.convert("RGB")  # type: ignore[attr-defined]
+        image.save(file, "PNG")
+    except Exception as error:  # such as of a file that Pillow reads only now
+        raise ConfigError(f"{place} has an image that cannot be read: {words_of(error)}") from None
     return file.getvalue()
 
 

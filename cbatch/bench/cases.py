@@ -26,6 +26,8 @@ _EXPERIMENTS = (
         "speculation",
         "replicas",
         "neighbours",
+        "beside_loops",
+        "random_load",
         "http_load",
         "http_faults",
     ),

@@ -17,6 +17,7 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.queue import head_start_s
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
+from cbatch.pictures import shown_messages
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.loop import Loop
@@ -194,7 +195,7 @@ class LocalRuntime:
         """Return a chat as the model sees it, or a raw prompt as it is."""
         vocab = self.backend.vocab
         if prompt.messages is not None:
-            return vocab.render_text(prompt.messages, options.template_variables)
+            return vocab.render_text(shown_messages(prompt.messages), options.template_variables)
         if prompt.prompt is not None:
             return prompt.prompt
         return b"".join(self.pieces_of(prompt.tokens or ())).decode("utf-8", "replace")

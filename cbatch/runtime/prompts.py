@@ -258,8 +258,13 @@ def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
 
 
 def _is_long(request: Request) -> bool:
-    """Whether a prompt takes long to become tokens, or may: all of a chat counts, and what its template gets."""
+    """Whether a prompt takes long to become tokens, or may: all of a chat counts, and what its template gets.
+
+    A picture may: a small file can have many pixels.
+    """
     prompt, options = request.prompt, request.options
+    if prompt.has_pictures:
+        return True
     if prompt.messages is not None:
         return _is_large([*prompt.messages, options.template_variables])
     return len(prompt.prompt or prompt.tokens or ()) > _N_LONG

@@ -57,7 +57,7 @@ class Continuations(NamedTuple):
             given = list_of(pair)
             if given is None or len(given) != 2:
                 raise ConfigError(f"score takes pairs (context, continuations), not {shown(pair)}")
-            context = None if text_of(given[0]) == "" else as_prompt(given[0])
+            context = None if text_of(given[0]) == "" else _without_pictures(given[0])
             listed = [given[1]] if text_of(given[1]) is not None else list_of(given[1])
             if not listed:
                 raise ConfigError(
@@ -90,6 +90,11 @@ class WholeText(NamedTuple):
 
     text: BatchPrompt
 
+    @classmethod
+    def of(cls, text: Any) -> WholeText:
+        """Return a caller's text, checked as far as it can be without a model."""
+        return cls(_without_pictures(text))
+
     def requests(self, tokenizer: Tokenizer) -> list[list[ScoredTokens]]:
         """Return windows that are no longer than a slot's; each but the first begins with the last token before it."""
         prompt = self.text
@@ -103,6 +108,13 @@ class WholeText(NamedTuple):
             raise PromptError("a slot's window of one token has no room to score another")
         starts = range(0, max(1, len(tokens) - 1), step)
         return [[ScoredTokens(tokens[i : i + step + 1], 1) for i in starts]]
+
+
+def _without_pictures(text: Any) -> BatchPrompt:
+    prompt = as_prompt(text)
+    if prompt.has_pictures:
+        raise ConfigError("texts with pictures cannot be scored yet: leave the pictures out")
+    return prompt
 
 
 def _continuation(value: Any) -> Continuation:

@@ -55,6 +55,24 @@ def test_cells_are_names_of_files_beside_the_table(tmp_path: Path, engine: Engin
     assert [line["prompt_tokens"] for line in lines] == N_TOKENS
 
 
+def test_names_of_files_are_in_the_folder_of_their_own_table(
+    tmp_path: Path, engine: Engine
+) -> None:
+    sources = []
+    for i, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(DATA[i])
+        sources.append(tmp_path / name / "in.csv")
+        sources[i].write_text("image,text\n0.png,one\n")
+    out = tmp_path / "out.jsonl"
+    run_file(
+        sources, out, engine=engine, options=OPTIONS, image_column="image", output_format="jsonl"
+    )
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    expected = [len("user:one") + len(data) for data in DATA[:2]]
+    assert sorted(line["prompt_tokens"] for line in lines) == expected
+
+
 def test_cells_are_data_urls(tmp_path: Path, engine: Engine) -> None:
     cells = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in DATA]
     lines = answered(as_csv(tmp_path / "in.csv", cells), engine, output_format="jsonl")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch import Engine
-from cbatch.backend.fake.fake_backend import FakeBackend
+from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.core.plan import KvCapabilities
 from cbatch.engine_options import ScheduleOptions
+from cbatch.errors import ConfigError
 from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
     PictureTokens,
@@ -20,6 +23,7 @@ from cbatch.support.picture_tokens import (
     without_pictures,
 )
 from tests.profiles import examples
+from tests.runtime.backends import PATIENCE_S
 
 MEMORIES = (
     None,
@@ -77,3 +81,43 @@ def test_ids_of_pictures_are_no_tokens_and_tell_their_place() -> None:
     assert without_pictures(tokens) == [1, 2]
     plain = [1, 2]
     assert without_pictures(plain) is plain
+
+
+class SlowEyes(FakeVocab):
+    """Encodes pictures only once it is let go."""
+
+    def __init__(self, n_vocab: int) -> None:
+        super().__init__(n_vocab)
+        self.picture_refusal = ""
+        self.is_held, self.go = threading.Event(), threading.Event()
+
+    def picture_tokens(self, *asked: Any) -> PictureTokens:
+        self.is_held.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().picture_tokens(*asked)
+
+
+def test_small_file_of_a_picture_holds_up_no_other_request() -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = SlowEyes(backend.vocab.n_vocab)
+    with Engine(backend) as engine:
+        seen = engine.run([chat(random.Random(1))], options=SAME)
+        try:
+            assert vocab.is_held.wait(PATIENCE_S)
+            [result] = engine.run(["a"], options=SAME).results()
+        finally:
+            vocab.go.set()
+        assert result.error is None
+        assert seen.results()[0].error is None
+
+
+def test_pictures_are_shown_as_marks_in_text_and_are_not_scored() -> None:
+    asked = chat(random.Random(1))
+    with engine_of(1) as engine:
+        text = engine.render(asked)
+        assert "<picture>" in text
+        assert "base64" not in text
+        with pytest.raises(ConfigError, match="pictures cannot be scored"):
+            engine.score_texts([asked])
+        with pytest.raises(ConfigError, match="pictures cannot be scored"):
+            engine.score([(asked, "yes")])

@@ -27,6 +27,7 @@ from cbatch.errors import (
     TextTooLongError,
     UnsupportedTaskError,
 )
+from cbatch.runtime.text_room import KeptVectors
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import wait_until
 
@@ -180,6 +181,15 @@ def test_instruction_stands_before_each_text(engine: Engine, backend: FakeBacken
     with Engine(only_embeds(2)) as other:
         other.embed(["red"], instruction="search: ").array()
         assert other.model_facts.is_causal is False
+
+
+def test_kept_vectors_are_bounded_with_what_they_take_besides_numbers() -> None:
+    kept = KeptVectors(10_000)
+    for i in range(1000):
+        kept.put(bytes([i // 256, i % 256]), np.zeros(2, np.float32))
+    found = [i for i in range(1000) if kept.get(bytes([i // 256, i % 256])) is not None]
+    assert found == [*range(1000 - len(found), 1000)]
+    assert 10 < len(found) < 50
 
 
 def only_embeds(n_slots: int = 2) -> FakeBackend:

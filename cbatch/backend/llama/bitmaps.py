@@ -17,6 +17,8 @@ N_PIXELS_MAX = 2**26
 
 _N_SIDE_MAX = 2**15
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_PHOTO_WITH_OTHERS = "MPO"
+"""What Pillow calls a JPEG with more pictures behind the photograph, as cameras write them."""
 
 
 def pixels_of(data: bytes) -> NDArray[np.uint8]:
@@ -37,9 +39,13 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
                     f"a picture has {width:,} × {height:,} pixels; at most {N_PIXELS_MAX:,} are allowed, and "
                     f"{_N_SIDE_MAX:,} a side: make it smaller"
                 )
-            if getattr(image, "n_frames", 1) > 1:
+            if getattr(image, "is_animated", False) and image.format != _PHOTO_WITH_OTHERS:
                 raise PromptError("a picture is animated: give one of its frames")
             upright = pil.ImageOps.exif_transpose(image)
+            if upright.mode.startswith(
+                "I"
+            ):  # gray of 16 bits, which `convert` would cut off at 255
+                upright = pil.Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             return np.asarray(upright.convert("RGB"), dtype=np.uint8)
     except PromptError:
         raise

@@ -511,6 +511,8 @@ class LlamaBackend:
         said = answer_settings(
             replace(self.options, n_threads=self.n_threads), self.shape, self.cuts, self.n_window
         )
+        if self.projector is not None:
+            said["projector"] = self.projector.digest
         return {**said, "rope factors": self._rope_factors}
 
     @property

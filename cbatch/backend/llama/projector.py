@@ -15,6 +15,7 @@ import numpy as np
 
 from cbatch.backend.bindings import llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import check_pillow, pixels_of
+from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.log import llama_log
 from cbatch.errors import ModelLoadError, PromptError, RequestFailedError
 from cbatch.support.checks import readable
@@ -91,6 +92,8 @@ class Projector:
         log = llama_log()
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(log.ring))
         self._check_file(path)
+        self.digest = file_digest(model_parts(path))
+        """What tells this file from another."""
         params = mtmd.mtmd_context_params_default()
         params.use_gpu = bool(llama_cpp.llama_supports_gpu_offload())
         params.print_timings, params.n_threads = False, n_threads

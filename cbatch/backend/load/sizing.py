@@ -25,6 +25,7 @@ from cbatch.backend.load.attention import settle_attention
 from cbatch.backend.load.free_memory import free_for_cells, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
+from cbatch.pictures import shown_messages
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
@@ -272,8 +273,11 @@ def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
     n_own = n_tokens - n_common
     is_long = n_own >= max(PROMPT_FOR_FLASH * len(read), SHARE_FOR_FLASH * n_output)
     has_caches = any(options.cache_key is not None for _, options in read)
+    needed = [_n_needed(len(tokens), options) for tokens, options in read]
+    if any(prompt.has_pictures for prompt, _ in prompts):
+        needed.append(DEFAULT_WINDOW)  # only a projector knows the rows of a picture
     return WorkloadProfile(
-        n_window=max((_n_needed(len(tokens), options) for tokens, options in read), default=0),
+        n_window=max(needed, default=0),
         n_common=(n_common + n_again) / n_answers,
         n_cells=(n_tokens + n_again + n_output) / n_answers,
         is_mostly_prompt=bool(read) and is_long and not has_caches,  # their cells are of one kind
@@ -303,7 +307,8 @@ def _tokens(vocab: Vocab, prompt: BatchPrompt, options: RunOptions) -> Sequence[
     try:
         if prompt.prompt is not None:
             return vocab.tokenize(prompt.prompt)
-        return prompt.tokens or vocab.render(prompt.messages or (), options.template_variables)
+        messages = shown_messages(prompt.messages or ())
+        return prompt.tokens or vocab.render(messages, options.template_variables)
     except CBatchError:  # the request of this prompt will report it
         return ()
 

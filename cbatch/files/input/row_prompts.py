@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -61,8 +62,6 @@ class Asking:
     """The column with options of each row: JSON text, or a value with the options' names."""
     image_column: str | None = None
     """The column with a picture for each row: the bytes of a file, a data URL, or the name of a file."""
-    folder: Path = Path()
-    """Where files that rows name are."""
 
     def __post_init__(self) -> None:
         """Check the texts, and that they fit together."""
@@ -167,7 +166,7 @@ class RowPrompts:
         system = asking.system
         self._system = system and Template(system, columns, name=f"{name}: system")
         self._options = asking.options_column
-        self._image, self._folder = asking.image_column, asking.folder
+        self._image, self._folder = asking.image_column, Path()
         for own, what in ((self._options, "options"), (self._image, "pictures")):
             if own is not None and own not in columns:
                 raise ConfigError(
@@ -181,6 +180,12 @@ class RowPrompts:
         if self._has_chats:
             return own | {"messages"}
         return own | self._user.fields | (self._system.fields if self._system else set())
+
+    def in_folder(self, folder: Path) -> RowPrompts:
+        """Return the same for rows that name files in `folder`."""
+        found = copy(self)
+        found._folder = folder
+        return found
 
     def __call__(self, row: Row) -> BatchPrompt:
         """Return a row's prompt; LineError or ConfigError where a column is missing, or the prompt is none."""
@@ -221,7 +226,7 @@ class RowPrompts:
         if not isinstance(value, str) or not value:
             message = f"column {self._image!r} has no picture: {shown(value)}"
             raise InputLineError("invalid_request", message, self._image)
-        if value.startswith("data:"):
+        if value[:5].lower() == "data:":
             return {"type": "image_url", "image_url": {"url": value}}
         return {"type": "image", "image": self._folder / value}
 

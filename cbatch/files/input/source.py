@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
@@ -21,6 +20,7 @@ from cbatch.support.plain import is_table, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
     from cbatch.files.file_formats import Format
     from cbatch.files.input.item import Item
@@ -121,8 +121,7 @@ def open_source(  # noqa: PLR0913  # how rows are asked, and which files are rea
         check_flag("is_raw", is_raw)
     check_format(format, "auto")
     named = find_files(names_of("source", paths), without)
-    folder = Path(named[0]).parent
-    asking = Asking(template, system, is_raw is True, image_column=image_column, folder=folder)
+    asking = Asking(template, system, is_raw is True, image_column=image_column)
     with ExitStack() as stack:
         files = [stack.enter_context(closing(InputFile(name, max_line_bytes))) for name in named]
         source = _looked_at(files, format, asking, url, is_raw=is_raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.errors import ConfigError
@@ -61,10 +62,11 @@ class RowReader:
 
     def items(self, file: InputFile, n_before: int) -> Iterator[Item]:
         """Yield a file's rows; the first has the number `n_before` + 1."""
+        prompt_of = self._prompt_of.in_folder(Path(file.path).parent)
         with self._open_table(file, file.lines(), self.columns) as table:
             self._check(table.columns, file.name)  # the file may have been replaced
             for number, (place, row, error) in enumerate(table.rows, n_before + 1):
-                yield item_of_row(number, place, row, self._prompt_of, error)
+                yield item_of_row(number, place, row, prompt_of, error)
 
     def _check(self, columns: Mapping[str, str], name: str) -> None:
         """Check that a table has the columns of the tables before it."""

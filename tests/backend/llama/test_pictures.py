@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 
 import cbatch
+from cbatch.backend.llama.bitmaps import pixels_of
 from cbatch.bench.synthetic_projector import KINDS, write_projector
 from cbatch.errors import ConfigError, ModelLoadError, PromptError
+from cbatch.pictures import picture_data, picture_part
 from tests.oracle.pictures import PlainSeer
 from tests.runtime.backends import parts_of
 
@@ -166,12 +168,43 @@ def test_bad_picture_fails_its_own_request(seeing: cbatch.Engine, data: bytes, w
         raise bad.error
 
 
-def test_data_that_is_no_base64_fails_its_own_request(seeing: cbatch.Engine) -> None:
-    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}]
+@pytest.mark.parametrize("data", ["%%%", "é"])
+def test_data_that_is_no_base64_fails_its_own_request(seeing: cbatch.Engine, data: str) -> None:
+    content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
     [result] = seeing.run([[{"role": "user", "content": content}]], options=GREEDY).results(
         return_errors=True
     )
+    assert isinstance(result.error, PromptError)
     assert "base64" in str(result.error)
+
+
+def test_gray_of_16_bits_has_the_pixels_of_8() -> None:
+    gray = np.arange(60 * 90, dtype=np.uint16).reshape(60, 90) * 12
+    deep, flat = io.BytesIO(), io.BytesIO()
+    Image.fromarray(gray).save(deep, "PNG")
+    Image.fromarray((gray >> 8).astype(np.uint8)).save(flat, "PNG")
+    assert (pixels_of(deep.getvalue()) == pixels_of(flat.getvalue())).all()
+
+
+def test_photograph_with_others_behind_it_is_the_first() -> None:
+    first, second = (Image.fromarray(picture(i)) for i in range(2))
+    file, alone = io.BytesIO(), io.BytesIO()
+    first.save(file, "MPO", save_all=True, append_images=[second])
+    first.save(alone, "JPEG")
+    assert (pixels_of(file.getvalue()) == pixels_of(alone.getvalue())).all()
+
+
+def test_images_in_memory_have_any_colours(seeing: cbatch.Engine) -> None:
+    image = Image.fromarray(picture(0))
+    asked = [chat(image.convert(mode), "Hm?") for mode in ("CMYK", "YCbCr", "RGB")]
+    assert [r.error for r in seeing.run(asked, options=GREEDY).results()] == [None] * 3
+    with pytest.raises(ConfigError, match=r"messages\[0\] has an image that cannot be read"):
+        seeing.run([chat(np.zeros((0, 5, 3), np.uint8), "Hm?")])
+
+
+def test_data_url_has_words_in_any_case() -> None:
+    part = {"type": "image_url", "image_url": {"url": "DATA:image/PNG;BASE64,AAAA"}}
+    assert picture_data(picture_part("it", part)) == bytes(3)
 
 
 def test_fuzzed_files_neither_crash_nor_hang(seeing: cbatch.Engine) -> None:
@@ -239,3 +272,12 @@ def test_workers_take_pictures(model: Path, projector: Path, seeing: cbatch.Engi
     with cbatch.load(model, mmproj=projector, parallel=4, ctx_per_seq=256, replicas=2) as engine:
         there = engine.run(asked, options=GREEDY).results(return_errors=True)
     assert [r.token_ids for r in there] == [r.token_ids for r in here]
+
+
+def test_other_projector_gives_other_answers(
+    model: Path, tmp_path: Path, seeing: cbatch.Engine
+) -> None:
+    other = write_projector(tmp_path / "p.gguf", 64, seed=1)
+    with cbatch.load(model, mmproj=other, parallel=4, ctx_per_seq=256) as engine:
+        told, known = engine.fingerprint, seeing.fingerprint
+    assert {name for name in known if told[name] != known[name]} == {"projector"}

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cbatch
+from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.layout import Footprint
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load import attention, sizing
@@ -478,3 +479,11 @@ def test_load_warns_once_of_windows_beyond_the_trained_length(
         said = [r.getMessage() for r in caplog.records if "was trained for" in r.getMessage()]
     words = "a slot holds 512 tokens, but the model was trained for 200: "
     assert [line.startswith(words) for line in said] == [True] * is_warned
+
+
+def test_picture_counts_as_no_text_and_has_the_usual_room(model: LlamaModel) -> None:
+    content = [{"type": "image", "image": bytes(30_000)}, {"type": "text", "text": "Hm?"}]
+    seen = BatchPrompt([{"role": "user", "content": content}])
+    profile = read_profile(model.vocab, look(seen, max_tokens=1))
+    assert profile.n_window == DEFAULT_WINDOW
+    assert profile.n_cells < 100

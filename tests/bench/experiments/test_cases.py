@@ -35,6 +35,8 @@ OF_A_MODEL = {
     "prompt_scores": "--requests 2 --prompt 20 --slots 2 --rounds 1 --top 0",
     "continuations": "--tasks 2 --common 0 --slots 2 --rounds 1",
     "equal_rows": "--rows 8 --tokens 4 --slots 2 --rounds 1",
+    "beside_loops": "--slots 2 --steps 4 --rounds 1 --seconds 0.1 --longest 40 --loops 0 --workloads=",
+    "random_load": "--seconds 0.1 --requests 2",
     "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
     "first_tokens": "--rounds 1 --sizes 2 --streams 1 --prompts 40",
     "speculation": "--rounds 1 --texts list,free --running 1,2 --tokens 8",
