@@ -10,7 +10,7 @@ import base64
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,9 @@ def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def marked_messages(
-    messages: Sequence[Mapping[str, Any]], mark: str
+    messages: Sequence[Mapping[str, Any]], mark: Callable[[int], str]
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """Return messages of text alone, with `mark` in the place of each picture; and the pictures in this order.
+    """Return messages of text alone, with `mark(i)` in the place of picture `i`; and the pictures.
 
     Source: llama.cpp common/chat.cpp, to_json_oaicompat: texts are joined by line ends, but not beside a picture.
     """
@@ -81,8 +81,8 @@ def marked_messages(
             text, was_text = "", False
             for part in content:
                 if is_picture(part):
+                    text += mark(len(pictures))
                     pictures.append(part)
-                    text += mark
                 else:
                     text += "\n" * was_text + part["text"]
                 was_text = not is_picture(part)
@@ -93,7 +93,7 @@ def marked_messages(
 
 def shown_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages of text alone, for readers: a picture is `<picture>`."""
-    return marked_messages(messages, _SHOWN)[0]
+    return marked_messages(messages, lambda i: _SHOWN)[0]
 
 
 def picture_data(part: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
 from cbatch.messages import BatchPrompt
-from cbatch.pictures import marked_messages
+from cbatch.pictures import shown_messages
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
@@ -119,8 +119,7 @@ class PromptTokenizer:
             return request.prompt, request.grammar
         prompt = request.prompt
         if prompt.has_pictures:
-            marked, _ = marked_messages(prompt.messages or (), "")
-            prompt = replace(prompt, messages=marked)
+            prompt = replace(prompt, messages=shown_messages(prompt.messages or ()))
         text = self._chats.render(prompt, request.options)
         grammar = self._chats.grammar(request.prompt, request.options, text)
         return request.prompt if request.prompt.has_pictures else BatchPrompt(prompt=text), grammar

@@ -45,7 +45,7 @@ class FakeVocab:
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
     ) -> PictureTokens:
         """Return the bytes of the text, and a row for each byte of a picture; a byte is 1 to 256."""
-        marked, parts = marked_messages(messages, "\0")
+        marked, parts = marked_messages(messages, lambda i: "\0")
         first, *others = self.render_text(marked, variables).split("\0")
         tokens = self.tokenize(first)
         for part, text in zip(parts, others, strict=True):

@@ -40,7 +40,7 @@ _LONG_S = 0.5
 """Seconds after which a chat is slow, and another may start beside it. Our choice: most take some milliseconds."""
 
 _TOOL_NAME, _ARGUMENT = "tool_of_a_probe", "argument_of_a_probe"
-_ASKED = {"role": "user", "content": "Hi"}
+_ASKED = {"role": "user", "content": "text_of_a_probe"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -78,6 +78,14 @@ _SHAPES = tuple(
     for is_text in (False, True)
     for has_content in (True, False)
 )
+
+
+def _in_parts(message: Message) -> Message:
+    """Return a message whose text is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _with_text(function: Mapping[str, object]) -> Mapping[str, object]:
@@ -273,6 +281,8 @@ class ChatTemplate:
                     "write them into the message's content"
                 )
             messages = [put(message) for message in messages]
+        if self._wants_parts:
+            messages = [_in_parts(message) for message in messages]
         if messages and messages[-1].get("role") == "assistant":
             opened = _text_of(messages[-1].get("content"))
             return self._render(messages[:-1], variables) + opened
@@ -297,6 +307,23 @@ class ChatTemplate:
                 words
             )
         return found["text"]
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether texts are shown only where they are in lists of parts, as templates of models that see have it.
+
+        Source: llama.cpp, common/chat.cpp, caps.requires_typed_content.
+        """
+        if "type" not in (self._source or ""):
+            return False
+        return not self._shows(_ASKED["content"]) and self._shows(_in_parts(_ASKED)["content"])
+
+    def _shows(self, content: object) -> bool:
+        try:
+            return _ASKED["content"] in self._render([{**_ASKED, "content": content}])
+        except RequestFailedError as error:
+            _check_template(error)
+            return False
 
     @cached_property
     def _shape(self) -> Callable[[Message], Message] | None:

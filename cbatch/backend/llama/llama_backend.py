@@ -194,7 +194,9 @@ class LlamaBackend:
             ModelLoadError: the file is no projector of this model, or of a kind that is not supported.
             ConfigError: Pillow is not installed.
         """
-        self.projector = self.model.vocab.projector = Projector(self.model, path, self.n_threads)
+        self.projector = self.model.vocab.projector = Projector(
+            self.model, path, self.n_threads, is_on_device=self._is_on_device
+        )
         n_embd = int(llama_cpp.llama_model_n_embd_inp(self.model.pointer))
         self._runner.pictures = PictureRows(self.projector, self.n_batch, n_embd)
 
@@ -204,6 +206,7 @@ class LlamaBackend:
         """Find out what the context's memory can do, and make what works on the context."""
         model, options = self.model, self.options
         is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
+        self._is_on_device = bool(is_on_device)
         found = find_memory(self.ctx, model, options)
         self.memory = found.capabilities
         self.n_window = slot_window(

@@ -79,13 +79,17 @@ def is_rows(chunk: Chunk) -> bool:
 def _parts(chunk: Chunk) -> Iterator[Chunk]:
     """Yield the parts of a chunk: tokens, or rows of one picture; the last one has the output."""
     start, left = chunk.start, len(chunk.tokens)
-    for _, group in groupby(chunk.tokens, _picture_of):
-        tokens = [*group]
+    for _, group in groupby(enumerate(chunk.tokens), _run_of):
+        tokens = [token for _, token in group]
         left -= len(tokens)
         yield Chunk(chunk.slot, start, tokens, has_output=chunk.has_output and not left)
         start += len(tokens)
 
 
-def _picture_of(token: int) -> int:
-    """Return the number of an id's picture; -1 for a token."""
-    return place_of(token)[0] if token >= FIRST_PICTURE else -1
+def _run_of(placed: tuple[int, int]) -> tuple[int, int]:
+    """Return what is the same of rows that follow each other in one picture; for all tokens it is the same, too."""
+    i, token = placed
+    if token < FIRST_PICTURE:
+        return -1, 0
+    number, row = place_of(token)
+    return number, row - i  # a picture may follow itself

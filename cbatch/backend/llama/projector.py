@@ -17,7 +17,7 @@ from cbatch.backend.bindings import llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import check_pillow, pixels_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.log import llama_log
-from cbatch.errors import ModelLoadError, PromptError, RequestFailedError
+from cbatch.errors import ModelLoadError, PlanError, PromptError, RequestFailedError
 from cbatch.support.checks import readable
 from cbatch.support.picture_tokens import N_ROWS_MAX, ids_of, place_of
 
@@ -64,13 +64,16 @@ class Picture:
 class Projector:
     """Encodes pictures. From any thread; one picture at a time."""
 
-    def __init__(self, model: LlamaModel, path: str, n_threads: int) -> None:
+    def __init__(
+        self, model: LlamaModel, path: str, n_threads: int, *, is_on_device: bool = False
+    ) -> None:
         """Load a projector's file.
 
         Args:
             model: whose embeddings it gives.
             path: the GGUF file.
             n_threads: that encode a picture.
+            is_on_device: a device encodes them.
 
         Raises:
             ModelLoadError: it is no projector, not of this model, or of a kind that is not supported.
@@ -95,7 +98,7 @@ class Projector:
         self.digest = file_digest(model_parts(path))
         """What tells this file from another."""
         params = mtmd.mtmd_context_params_default()
-        params.use_gpu = bool(llama_cpp.llama_supports_gpu_offload())
+        params.use_gpu = is_on_device
         params.print_timings, params.n_threads = False, n_threads
         self._ctx: Any = mtmd.mtmd_init_from_file(os.fsencode(path), model.pointer, params)
         log.drain()
@@ -153,7 +156,10 @@ class Projector:
     def rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the rows that ids stand for, ids one after another of one picture: (n, n_embd) float32."""
         number, i = place_of(tokens[0])
-        return self._rows[number].values[i : i + len(tokens)]
+        found = self._rows[number].values[i : i + len(tokens)]
+        if len(found) != len(tokens):
+            raise PlanError(f"{len(tokens)} rows of a picture from row {i}, which has {len(found)}")
+        return found
 
     def _encode(self, pixels: NDArray[np.uint8], digest: bytes) -> Picture:
         mtmd, ctx = self._mtmd, self._ctx

@@ -265,12 +265,13 @@ class LlamaVocab:
         projector = self.projector
         if projector is None:
             raise PromptError(NO_PROJECTOR)
-        mark = f"<picture {secrets.token_hex(8)}>"  # which no text has
-        marked, parts = marked_messages(messages, mark)
-        first, *others = self.render_text(marked, variables).split(mark)
-        if len(others) != len(parts):
+        secret = secrets.token_hex(8)  # which no text has
+        marked, parts = marked_messages(messages, lambda i: f"<picture {secret} {i}>")
+        first, *rest = re.split(rf"<picture {secret} (\d+)>", self.render_text(marked, variables))
+        order, others = [int(i) for i in rest[::2]], rest[1::2]
+        if sorted(order) != [*range(len(parts))]:
             raise PromptError("the chat template does not show each picture of these messages once")
-        pictures = [projector.picture(picture_data(part)) for part in parts]
+        pictures = [projector.picture(picture_data(parts[i])) for i in order]
         tokens = self.tokenize(first)
         if self.n_added[1]:
             del tokens[-self.n_added[1] :]

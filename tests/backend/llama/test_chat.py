@@ -266,6 +266,31 @@ def test_chat_fails_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPa
     assert not template.tool_refusal
 
 
+TYPED = (
+    "{% for m in messages %}{{ m['role'] }}:{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}"
+    "{% endif %}{% endfor %};{% endfor %}"
+)
+"""As templates of models that see have it: a content that is a string shows nothing."""
+
+
+def test_template_that_reads_parts_gets_parts() -> None:
+    template = ChatTemplate(TYPED)
+    said = {"role": "assistant", "content": "Well, "}
+    assert template.render([USER]) == "user:Hi;"
+    assert (
+        template.render([{"role": "system", "content": "Be."}, USER, said])
+        == "system:Be.;user:Hi;Well, "
+    )
+    template.close()
+
+
+def test_template_that_takes_both_gets_strings() -> None:
+    both = "{% for m in messages %}{% if m.content is string %}s{{ m.content }}{% else %}type{% endif %}{% endfor %}"
+    template = ChatTemplate(both)
+    assert template.render([USER]) == "sHi"
+    template.close()
+
+
 def children() -> list[int]:
     files = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in files for pid in file.read_text().split()]

@@ -77,13 +77,30 @@ def test_answer_is_that_of_llama_cpps_own_helper(model: Path, tmp_path: Path, ki
     pictures = [picture(0), picture(1, 200, 70)]
     with PlainSeer(model, path) as plain:
         expected = plain.answer(SHOWN, pictures, 8)
+        thrice = plain.answer("Look: <__media__><__media__><__media__> Hm?", pictures[:1] * 3, 8)
     first, middle, last = SHOWN.split("<__media__>")
     with cbatch.load(model, mmproj=path, parallel=2, ctx_per_seq=512) as engine:
         asked = chat(first, pictures[0], middle, pictures[1], last)
-        [result] = engine.run([asked], options=GREEDY).results(return_errors=True)
+        [result] = engine.run([asked], options=GREEDY).results()
+        [again] = engine.run([chat("Look: ", *pictures[:1] * 3, " Hm?")], options=GREEDY).results()
     assert result.token_ids == expected
+    assert again.token_ids == thrice
     assert result.usage.image_tokens % 16 == 0
     assert 32 <= result.usage.image_tokens < result.usage.prompt_tokens
+
+
+def test_template_that_turns_messages_round_keeps_pictures_in_their_places(
+    synth: SynthFactory, projector: Path
+) -> None:
+    source = "{% for m in messages|reverse %}{{ m.content }}{% endfor %} Hm?"
+    model = synth("test", tied=False, metadata={"tokenizer.chat_template": source})
+    first, second = chat("One:", picture(0)), chat("Two:", picture(1))
+    with cbatch.load(model, mmproj=projector, parallel=1, ctx_per_seq=256) as engine:
+        [turned] = engine.run([[*second, *first]], options=GREEDY).results()
+        [plain] = engine.run(
+            [chat("One:", picture(0), "Two:", picture(1))], options=GREEDY
+        ).results()
+    assert turned.token_ids == plain.token_ids
 
 
 def test_company_changes_no_answer(seeing: cbatch.Engine) -> None:
@@ -98,7 +115,7 @@ def test_company_changes_no_answer(seeing: cbatch.Engine) -> None:
         for n in (1, 0, 2, 1, 3, 1, 0, 2, 1, 1, 2, 1)
     ]
     alone = [seeing.run([each], options=GREEDY).results(return_errors=True)[0] for each in asked]
-    assert all(result.error is None for result in alone)
+    assert [result.error for result in alone if result.error] == []
     together = seeing.run(asked * 2, options=GREEDY).results(return_errors=True)
     assert [r.token_ids for r in together] == [r.token_ids for r in alone] * 2
 
