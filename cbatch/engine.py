@@ -230,9 +230,6 @@ class Engine:
         else:
             if not is_stopped():
                 self._start(runtime)
-                with suppress(CBatchError):  # the next call that needs them raises it
-                    # asked of a worker now, so that a call in an event loop does not wait for it
-                    self._facts = runtime.model_facts()
                 return
             runtime.close()
         raise EngineClosedError("loading was cancelled")

@@ -12,7 +12,6 @@ from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
     from cbatch.runtime.step_record import StepRecord
-    from cbatch.support.model_facts import ModelFacts
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -45,17 +44,6 @@ def test_model_facts_cross_the_border_whole(engine: Engine) -> None:
     with engine:
         facts = engine.model_facts
         assert (facts.n_vocab, facts.n_ctx_train, facts.adapters) == (320, 32, ())
-
-
-def test_model_facts_of_a_worker_are_asked_while_it_loads() -> None:
-    with engine_over(FakeBackend(2, 32)) as engine:
-        runtime, _ = engine._parts
-
-        def ask() -> ModelFacts:
-            raise AssertionError("a worker is asked")
-
-        runtime.model_facts = ask  # type: ignore[method-assign]
-        assert engine.embed(["ab"]).array().shape == (1, engine.n_embedding)
 
 
 def test_slots_tell_their_requests_and_cells(engine: Engine) -> None:
