@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from operator import itemgetter

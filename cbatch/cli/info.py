@@ -18,7 +18,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @takes(
     *("parallel", "ctx_per_seq", "n_ctx", "kv", "cache_type_k", "cache_type_v", "flash_attn"),
-    *("memory_mib", "checkpoint_mib", "threads", "gpu_layers", "llama_library", "draft"),
+    *("memory_mib", "checkpoint_mib", "threads", "gpu_layers", "llama_library", "draft", "mmproj"),
 )
 def info(
     file: Annotated[
@@ -139,6 +139,11 @@ def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "second cache", f"{size}; faster while all requests are short"
     if found["draft"]:
         yield "draft model", f"{found['draft']}, {_size(found['n_draft_bytes'])} of weights"
+    if found["mmproj"]:
+        yield (
+            "projector",
+            f"{found['mmproj']}, {_size(found['n_mmproj_bytes'])}: chats may have pictures",
+        )
     why = found["flash_attn_why"]
     yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + _by(why)
     yield (

@@ -118,7 +118,7 @@ def test_page_tells_of_draft_tokens_where_there_were_some() -> None:
     numbers = dict(zip(page.all("dt"), page.all("dd"), strict=False))
     values = [*page.all("dd")]
     assert "Draft tokens" in numbers
-    assert "75% accepted" in values
+    assert "75 %" in values
     assert "of 8; from other answers 1 of 3, from the draft model 0 of 0" in values
 
 

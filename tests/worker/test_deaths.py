@@ -437,8 +437,8 @@ def test_workers_that_all_die_before_any_answer_end_the_engine(
     launches = Launches(make(die_at=1))
     with launches.engine(2, options=SHORT) as engine:
         results = all_results(engine.run(prompts(40)))
-        error = results[-1].error
-        assert isinstance(error, EngineClosedError)
+        # the last ones may have been at the last worker that died
+        error = next(r.error for r in results if isinstance(r.error, EngineClosedError))
         words = f"{N_USELESS_MAX} workers died before one had answered a request: ended by SIGABRT"
         assert words in str(error)
         with pytest.raises(EngineClosedError):

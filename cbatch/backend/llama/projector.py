@@ -61,6 +61,22 @@ class Picture:
         return sum(rows.values.nbytes for rows in self.rows)
 
 
+def n_projector_bytes(path: str) -> int:
+    """Return the bytes of a projector's file.
+
+    Raises:
+        ModelLoadError: there is none, or it has no encoder of pictures: llama.cpp would take it for something else.
+        IncompatibleLlamaError: libmtmd is not there.
+    """
+    caps = mtmd_bindings().mtmd_get_cap_from_file(os.fsencode(path))
+    if not caps.inp_vision:
+        raise ModelLoadError(
+            f"{readable(path)} has no encoder of pictures: mmproj takes the file that belongs to the model, often "
+            "named mmproj-….gguf"
+        )
+    return os.stat(path).st_size
+
+
 class Projector:
     """Encodes pictures. From any thread; one picture at a time."""
 
@@ -94,7 +110,7 @@ class Projector:
         """Pictures that were encoded: one that is known is not encoded again."""
         log = llama_log()
         mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(log.ring))
-        self._check_file(path)
+        n_projector_bytes(path)
         self.digest = file_digest(model_parts(path))
         """What tells this file from another."""
         params = mtmd.mtmd_context_params_default()
@@ -112,15 +128,6 @@ class Projector:
         except ModelLoadError:
             self.close()
             raise
-
-    def _check_file(self, path: str) -> None:
-        """Refuse what llama.cpp would end the process for, or load as something else."""
-        caps = self._mtmd.mtmd_get_cap_from_file(os.fsencode(path))
-        if not caps.inp_vision:
-            raise ModelLoadError(
-                f"{readable(path)} has no encoder of pictures: mmproj takes the file that belongs to the model, "
-                "often named mmproj-….gguf"
-            )
 
     def _check_kind(self) -> None:
         mtmd = self._mtmd

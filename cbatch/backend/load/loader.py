@@ -26,6 +26,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
+from cbatch.backend.llama.projector import n_projector_bytes
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
@@ -226,6 +227,8 @@ def _describe(
             **_told_of_memory(loaded, options, settled, room),
             "draft": beside and beside.name,
             "n_draft_bytes": beside and beside.n_bytes,
+            "mmproj": options.mmproj and check_path("mmproj", options.mmproj),
+            "n_mmproj_bytes": options.mmproj and n_projector_bytes(str(options.mmproj)),
             "n_short_cells": n_short,
             "n_short_bytes": room.footprint and room.footprint.of(0, n_short),
             "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
