@@ -68,13 +68,20 @@ def n_projector_bytes(path: str) -> int:
         ModelLoadError: there is none, or it has no encoder of pictures: llama.cpp would take it for something else.
         IncompatibleLlamaError: libmtmd is not there.
     """
-    caps = mtmd_bindings().mtmd_get_cap_from_file(os.fsencode(path))
+    caps = _bindings().mtmd_get_cap_from_file(os.fsencode(path))
     if not caps.inp_vision:
         raise ModelLoadError(
             f"{readable(path)} has no encoder of pictures: mmproj takes the file that belongs to the model, often "
             "named mmproj-….gguf"
         )
     return os.stat(path).st_size
+
+
+def _bindings() -> Any:
+    """Return libmtmd's bindings; its lines go where llama.cpp's do."""
+    mtmd, log = mtmd_bindings(), llama_log()
+    mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(log.ring))
+    return mtmd
 
 
 class Projector:
@@ -96,7 +103,7 @@ class Projector:
             ConfigError: Pillow is not installed.
         """
         check_pillow()
-        self._mtmd = mtmd = mtmd_bindings()
+        self._mtmd = mtmd = _bindings()
         self._model, self.name = model, path
         self._n_embd = int(llama_cpp.llama_model_n_embd_inp(model.pointer))
         self._lock = threading.Lock()
@@ -108,8 +115,6 @@ class Projector:
         self._n_numbers = 0
         self.n_encoded = 0
         """Pictures that were encoded: one that is known is not encoded again."""
-        log = llama_log()
-        mtmd.mtmd_log_set(log.callback, ctypes.c_void_p(log.ring))
         n_projector_bytes(path)
         self.digest = file_digest(model_parts(path))
         """What tells this file from another."""
@@ -117,7 +122,7 @@ class Projector:
         params.use_gpu = is_on_device
         params.print_timings, params.n_threads = False, n_threads
         self._ctx: Any = mtmd.mtmd_init_from_file(os.fsencode(path), model.pointer, params)
-        log.drain()
+        llama_log().drain()
         if not self._ctx:
             said = "; ".join(llama_log().recent[-2:])
             raise ModelLoadError(
