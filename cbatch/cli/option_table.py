@@ -323,7 +323,7 @@ OPTIONS = (
     _schedule(
         "speculate",
         "Where draft tokens come from, if they make answers faster: auto, ngram (the request), "
-        "job (also other answers), draft (the draft model), off; or a fixed number of them, 1 … 7.",
+        "job (also other answers), draft (the draft model), off; or a fixed number of them, 1 to 7.",
         metavar="WORD|N",
         read=number_or_word,
         completion=among(get_args(Speculate)),
