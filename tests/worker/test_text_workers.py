@@ -45,7 +45,8 @@ def test_texts_are_spread_over_workers_and_come_back_in_order() -> None:
         found = engine.embed(texts).array()
         assert np.array_equal(found, np.stack([unit(text) for text in texts]))
         n_computed = [sum(map(len, b.embedders[0].calls)) for b in backends]
-        assert sum(n_computed) == 400
+        # one that is given to an idle worker may have been begun in that moment
+        assert 400 <= sum(n_computed) < 440
         assert min(n_computed) > 50
         assert engine.stats().n_texts == 400
 
