@@ -39,6 +39,11 @@ def is_picture(part: Mapping[str, Any]) -> bool:
     return part.get("type") in _KINDS
 
 
+def url_part(url: str) -> dict[str, Any]:
+    """Return a URL as the part of a message that OpenAI's API has for pictures."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a picture as a part of a message: `image_url` with a data URL.
 
@@ -52,7 +57,7 @@ def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: it is none of these, or its file cannot be read.
     """
     if part.get("type") == "image":
-        return _part(_url_of(place, part.get("image")))
+        return url_part(_url_of(place, part.get("image")))
     url = part.get("image_url")
     url = text_of(url.get("url") if isinstance(url, Mapping) else url)
     if url is None:
@@ -63,7 +68,7 @@ def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
             "data:image/png;base64,…"
         )
     _check_size(place, len(url) * 3 // 4)
-    return _part(url)
+    return url_part(url)
 
 
 def marked_messages(
@@ -105,10 +110,6 @@ def picture_data(part: Mapping[str, Any]) -> bytes:
         raise PromptError(f"a picture's data URL is not base64: {words_of(error)}") from None
 
 
-def _part(url: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
 def _url_of(place: str, image: object) -> str:
     data = _file_of(place, image)
     _check_size(place, len(data))
@@ -119,9 +120,8 @@ def _file_of(place: str, image: object) -> bytes:
     """Return the bytes of a picture's file; of an image in memory, those of a PNG file."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
-    if isinstance(
-        image, os.PathLike
-    ):  # a text could come from a file of prompts, or from the network
+    # no text: it could come from a file of prompts, or from the network
+    if isinstance(image, os.PathLike):
         try:
             path = Path(os.fspath(image))
             _check_size(place, path.stat().st_size)

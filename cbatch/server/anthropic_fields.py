@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.messages import BatchPrompt
+from cbatch.pictures import url_part
 from cbatch.server.dialect_fields import DialectFields, mapping
 from cbatch.server.http_errors import bad_request
 from cbatch.server.request_fields import field_errors
@@ -255,7 +256,7 @@ def _picture(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
         )
     kind = _string(f"{place}.source", source, "media_type", is_filled=True)
     data = _string(f"{place}.source", source, "data", is_filled=True)
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    return url_part(f"data:{kind};base64,{data}")
 
 
 def _assistant(blocks: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cbatch.messages import BatchPrompt
+from cbatch.pictures import url_part
 from cbatch.server.anthropic_fields import joined
 from cbatch.server.dialect_fields import DialectFields, mapping
 from cbatch.server.http_errors import bad_request, refused
@@ -254,8 +255,7 @@ def _content(place: str, content: Any) -> str | list[dict[str, Any]]:
 def _picture(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     if part.get("image_url") is None:
         raise bad_request(f"{place} has no image_url: files are not kept as pictures", "input")
-    url = _string(f"{place}.image_url", part["image_url"], "input", is_filled=True)
-    return {"type": "image_url", "image_url": {"url": url}}
+    return url_part(_string(f"{place}.image_url", part["image_url"], "input", is_filled=True))
 
 
 def _part(place: str, part: Any, kinds: tuple[str, ...]) -> str:

@@ -30,7 +30,7 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
     Raises:
         PromptError: the file is none of the formats, damaged, animated or too large.
     """
-    pil = _pillow()
+    pil = pillow()
     try:
         with pil.Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             width, height = image.size
@@ -42,9 +42,8 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
             if getattr(image, "is_animated", False) and image.format != _PHOTO_WITH_OTHERS:
                 raise PromptError("a picture is animated: give one of its frames")
             upright = pil.ImageOps.exif_transpose(image)
-            if upright.mode.startswith(
-                "I"
-            ):  # gray of 16 bits, which `convert` would cut off at 255
+            # gray of 16 bits, which `convert` would cut off at 255
+            if upright.mode.startswith("I"):
                 upright = pil.Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             return np.asarray(upright.convert("RGB"), dtype=np.uint8)
     except PromptError:
@@ -61,12 +60,8 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
         raise PromptError(f"a picture cannot be decoded: {words_of(error)}") from None
 
 
-def check_pillow() -> None:
-    """Raise a ConfigError where Pillow is not installed."""
-    _pillow()
-
-
-def _pillow() -> Any:
+def pillow() -> Any:
+    """Return Pillow. Raises a ConfigError where it is not installed."""
     try:
         import PIL.Image
         import PIL.ImageOps

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp, mtmd_bindings
-from cbatch.backend.llama.bitmaps import check_pillow, pixels_of
+from cbatch.backend.llama.bitmaps import pillow, pixels_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.log import llama_log
 from cbatch.errors import ModelLoadError, PlanError, PromptError, RequestFailedError
@@ -102,7 +102,7 @@ class Projector:
             ModelLoadError: it is no projector, not of this model, or of a kind that is not supported.
             ConfigError: Pillow is not installed.
         """
-        check_pillow()
+        pillow()  # before anything is loaded
         self._mtmd = mtmd = _bindings()
         self._model, self.name = model, path
         self._n_embd = int(llama_cpp.llama_model_n_embd_inp(model.pointer))

@@ -15,6 +15,7 @@ from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.files.units import listed
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
+from cbatch.pictures import url_part
 from cbatch.support.checks import check_string, shown, why_unread
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class RowPrompts:
             message = f"column {self._image!r} has no picture: {shown(value)}"
             raise InputLineError("invalid_request", message, self._image)
         if value[:5].lower() == "data:":
-            return {"type": "image_url", "image_url": {"url": value}}
+            return url_part(value)
         return {"type": "image", "image": self._folder / value}
 
 
