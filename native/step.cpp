@@ -106,6 +106,7 @@ struct cbatch_stepper {
     std::vector<int32_t> i_guessed;    // (n_slots) of each chunk, where its drafts are the model's; else −1
     int64_t draft_ns;                  // that the draft model took
     int64_t catch_up_ns;               // of that, not for drafts of this step
+    int64_t owed_ns;                   // catch_up_ns of steps up to this one that no step with drafts was charged for
     bool may_draft;                    // whether the step may have drafts, and what it takes is learned
     int32_t n_steps;                   // the caller's: also the most tokens of one chunk
     int32_t n_drafts_most;            // the caller's
@@ -386,6 +387,7 @@ void guess_by_model(cbatch_stepper * s, int32_t n_each) {
         }
     }
     s->catch_up_ns = s->api.clock_ns() - start_ns;
+    s->owed_ns += s->catch_up_ns;
     if (model.is_on() && !s->guessed.empty()) {
         model.guess(s->api, &s->guessed, k);
     }
@@ -716,7 +718,9 @@ void learn_step(cbatch_stepper * s, int64_t ns) {
         const double usual_ns = s->costs.cost(s->batch.n);
         const double gained_ns = s->costs.cost(s->n_rows) * n_sampled / s->n_rows;
         const double spent_ns = static_cast<double>(ns - s->catch_up_ns);
-        s->gains[s->n_rows].learn(gained_ns, std::min(spent_ns, slow_step * usual_ns + s->draft_ns));
+        const double charged_ns = std::min(spent_ns, slow_step * usual_ns + s->draft_ns - s->catch_up_ns);
+        s->gains[s->n_rows].learn(gained_ns, charged_ns + s->owed_ns);
+        s->owed_ns = 0;
     }
     s->costs.learn(s->batch.n, ns - s->draft_ns);
 }
