@@ -124,6 +124,7 @@ struct cbatch_stepper {
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
     hit_rate match_rates[n_match_kinds];   // how often drafts were right, by where and how long they matched
+    int32_t n_before;                       // tokens of the step before
     int32_t n_drafting;                     // steps that had drafts, or were to have some
     width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
     draft_model model;
@@ -436,7 +437,7 @@ void make_drafts(cbatch_stepper * s) {
     const draft_limits limits = {n_each, n_all, s->is_even, s->has_all};
     choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
     const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
-    if (has_any && !s->has_all && ++s->n_drafting % n_between_plain == 0) {
+    if (has_any && !s->has_all && s->n_drafting++ % n_between_plain >= n_between_plain - n_plain) {
         std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
     }
     for (int32_t i = 0; i < s->n_chunks; i++) {
@@ -708,7 +709,8 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     return true;
 }
 
-// Learn from a step that may have had drafts, which took `ns`.
+// Learn from a step that may have had drafts, which took `ns`. One without drafts counts only behind another of its width,
+// whose graph llama.cpp uses again: so do nearly all steps where there are no drafts.
 void learn_step(cbatch_stepper * s, int64_t ns) {
     if (s->n_all_drafts > 0) {
         int32_t n_sampled = 0;
@@ -722,7 +724,9 @@ void learn_step(cbatch_stepper * s, int64_t ns) {
         s->gains[s->n_rows].learn(gained_ns, charged_ns + s->owed_ns);
         s->owed_ns = 0;
     }
-    s->costs.learn(s->batch.n, ns - s->draft_ns);
+    if (s->n_all_drafts > 0 || s->batch.n == s->n_before) {
+        s->costs.learn(s->batch.n, ns - s->draft_ns);
+    }
 }
 
 void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t budget_us, cbatch_report * report) {
@@ -733,6 +737,7 @@ void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t bu
         if (s->may_draft) {
             learn_step(s, s->api.clock_ns() - step_ns);
         }
+        s->n_before = s->batch.n;
         const bool is_interrupted = s->is_interrupted.exchange(false);
         const bool is_late = budget_us > 0 && s->api.clock_ns() - start_ns > budget_us * 1000;
         if (report->n_steps == n_steps || is_interrupted || is_late || is_over) {
@@ -830,6 +835,7 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
 
 void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
     s->ctx = ctx;
+    s->n_before = 0;
 }
 
 void cbatch_stepper_set_threads(cbatch_stepper * s, int32_t n_threads) noexcept {
