@@ -1,7 +1,7 @@
-"""What an engine loses beside one that waits in the same process: `python -m cbatch.bench.experiments.idle_engine MODEL`.
+"""What an engine loses beside one that waits: `python -m cbatch.bench.experiments.idle_engine MODEL`.
 
-A line has tokens a second of decoding in one engine: alone, once another is loaded, once that one has answered, and
-once it is closed.
+A line has tokens a second of decoding in one engine: alone, once another is loaded in the same process, once that one
+has answered, and once it is closed.
 """
 
 from __future__ import annotations
