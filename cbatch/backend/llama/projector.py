@@ -19,6 +19,7 @@ from cbatch.backend.llama.bitmaps import pillow, pixels_of, size_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.library import library
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.openmp import end_team
 from cbatch.backend.llama.waves import samples_of, sound_libraries
 from cbatch.errors import (
     ConfigError,
@@ -325,6 +326,7 @@ class Projector:
         mtmd = self._mtmd
         with self._in_use() as ctx:
             code = mtmd.mtmd_encode_chunk(ctx, chunk)
+            end_team()
             if self._is_stopped:
                 raise EngineClosedError(f"{readable(self.name)}: the engine is closed")
             if code != 0:
