@@ -205,7 +205,7 @@ class PromptLanes:
         self._take: Callable[[SequenceDriver], object] = bool
         self._short = _Lane("cbatch-prompts", self._find)
         self._long = _Lane("cbatch-long-prompts", self._find)
-        self._encoder = _Lane("cbatch-encoder", self._encode)
+        self._encoder = _Lane("cbatch-encoder", self._encode, is_nice=True)
 
     def begin(self, post: PostPrompts, take: Callable[[SequenceDriver], object]) -> None:
         """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
@@ -284,9 +284,15 @@ class PromptLanes:
 class _Lane(Generic[_Item]):
     """Work of one thread, in order."""
 
-    def __init__(self, name: str, work: Callable[[Callable[[], _Item | None]], object]) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Callable[[], _Item | None]], object],
+        *,
+        is_nice: bool = False,
+    ) -> None:
         """Make one; `work` is called for new items, with what returns the next of them, or None."""
-        self._thread = WorkThread(name, is_threaded=True)
+        self._thread = WorkThread(name, is_threaded=True, is_nice=is_nice)
         self._todo: deque[_Item] = deque()
         self._work, self._is_closed = work, False
 
