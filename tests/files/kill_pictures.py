@@ -32,7 +32,7 @@ from cbatch.bench.synthetic_projector import write_projector
 N_COMPARED = 50
 """Answers that are computed again for comparison."""
 
-OPTIONS = {"max_tokens": 12, "temperature": 0}
+OPTIONS: dict[str, int] = {"max_tokens": 12, "temperature": 0}
 
 
 @dataclass
@@ -114,7 +114,7 @@ def _compare(
                 {"type": "text", "text": "What is it?"},
             ]
             asked = [{"role": "user", "content": parts}]
-            tally.n_other += found.get(i) != engine.chat(asked, options=OPTIONS).text
+            tally.n_other += found.get(i) != engine.chat(asked, **OPTIONS).text
 
 
 def main() -> None:
