@@ -18,6 +18,7 @@ from cbatch.backend.bindings import llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import pillow, pixels_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.openmp import end_team
 from cbatch.backend.llama.positions import FlatPicture
 from cbatch.errors import ModelLoadError, PlanError, PromptError, RequestFailedError
 from cbatch.support.checks import readable
@@ -304,7 +305,9 @@ class Projector:
     def _encode_chunk(self, chunk: Any) -> _Rows:
         mtmd, ctx = self._mtmd, self._ctx
         n_rows, offsets, attends_ahead = self._shape_of(chunk)
-        if (code := mtmd.mtmd_encode_chunk(ctx, chunk)) != 0:
+        code = mtmd.mtmd_encode_chunk(ctx, chunk)
+        end_team()
+        if code != 0:
             raise RequestFailedError(f"llama.cpp could not encode a picture (code {code})")
         at = ctypes.cast(mtmd.mtmd_get_output_embd(ctx), ctypes.POINTER(ctypes.c_float))
         values = np.ctypeslib.as_array(at, shape=(n_rows, self._n_embd)).copy()
