@@ -20,6 +20,7 @@ from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.library import library
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.openmp import end_team
+from cbatch.backend.llama.positions import FlatPicture
 from cbatch.backend.llama.waves import samples_of, sound_libraries
 from cbatch.errors import (
     ConfigError,
@@ -31,7 +32,13 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.support.checks import readable
-from cbatch.support.picture_tokens import N_ROWS_MAX, ids_of, place_of
+from cbatch.support.picture_tokens import (
+    FIRST_PICTURE,
+    N_ROWS_MAX,
+    ids_of,
+    n_rows_at,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,17 +57,45 @@ _N_NUMBERS_KEPT = 2**16
 # Source: tools/mtmd/mtmd.h, enum mtmd_input_chunk_type
 _TEXT = 0
 
+_ORDER = (0, 2, 1, 3)
+"""Of the numbers t, x, y, z in a batch. Source: tools/mtmd/mtmd-helper-common.h, set_position_mrope_2d."""
+
+_N_SIDE_TRIED = 64
+"""Pixels of each side of a picture that tells the kind of a projector. Our choice."""
+
 NO_EYES = "this model's projector has no encoder of pictures"
 NO_EARS = "this model's projector has no encoder of sound"
+FLAT_SOUND = "sound cannot be used yet with a model whose pictures share positions (M-RoPE)"
 
 
 class _Rows:
     """The rows of one picture or sound, or of one part of it."""
 
-    __slots__ = ("__weakref__", "n", "number", "values")
+    __slots__ = (
+        *("__weakref__", "attends_ahead", "n", "n_positions", "number", "offsets", "values"),
+    )
 
-    def __init__(self, number: int, n: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        n: int,
+        offsets: NDArray[np.int32] | None = None,
+        n_positions: int = 0,
+        *,
+        attends_ahead: bool = False,
+    ) -> None:
+        """Take the number and how many rows there are; and what llama.cpp adds to a position that they share.
+
+        Args:
+            number: of the picture's part; see `ids_of`.
+            n: rows.
+            offsets: (4, n) int32: of time, height, width and one more; None where each has the next position.
+            n_positions: how many positions further on the sequence goes on behind them, with `offsets`.
+            attends_ahead: each row attends to later ones too.
+        """
         self.number, self.n = number, n
+        self.offsets, self.n_positions = offsets, n_positions
+        self.attends_ahead = attends_ahead
         self.values: NDArray[np.float32] | None = None
         """(n, n_embd) float32; None until they are encoded."""
 
@@ -130,7 +165,13 @@ class Projector:
     """Encodes pictures and sounds. From any thread; one at a time."""
 
     def __init__(
-        self, model: LlamaModel, path: str, n_threads: int, *, is_on_device: bool = False
+        self,
+        model: LlamaModel,
+        path: str,
+        n_threads: int,
+        *,
+        n_ubatch: int,
+        is_on_device: bool = False,
     ) -> None:
         """Load a projector's file.
 
@@ -138,6 +179,7 @@ class Projector:
             model: whose embeddings it gives.
             path: the GGUF file.
             n_threads: that encode.
+            n_ubatch: most rows that llama.cpp computes together.
             is_on_device: a device encodes.
 
         Raises:
@@ -145,7 +187,7 @@ class Projector:
             ConfigError: what decodes the only kind of file that it takes is not installed.
         """
         self._mtmd = mtmd = _bindings()
-        self._model, self.name = model, path
+        self._model, self.name, self._n_ubatch = model, path, n_ubatch
         self._n_embd = int(llama_cpp.llama_model_n_embd_inp(model.pointer))
         self._lock, self._n_uses = threading.Condition(), 0
         """Guards all that is known; and how many calls of libmtmd are under way, for which `close` waits."""
@@ -190,26 +232,32 @@ class Projector:
         """Why chats cannot have sound; empty where they can."""
         self.audio_rate = int(mtmd.mtmd_get_audio_sample_rate(self._ctx))
         """Samples per second that its encoder of sound takes."""
+        self.has_flat_pictures = bool(mtmd.mtmd_decode_use_mrope(self._ctx))
+        """Whether the rows of a picture share positions (M-RoPE)."""
+        if self.has_flat_pictures and has_ears:
+            self.sound_refusal = FLAT_SOUND
+        attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._ctx, None))
+        self.has_whole_pictures = self.has_flat_pictures or attends_ahead
+        """Whether all rows of a picture must be computed one after another, or at once."""
         try:
-            self._check_kind()
             if self.picture_refusal and self.sound_refusal:
                 raise ConfigError(self.picture_refusal if has_eyes else self.sound_refusal)
-        except (ModelLoadError, ConfigError):
+            if self.has_whole_pictures and has_eyes:
+                self._try_kind()
+        except PromptError as error:
+            self.close()
+            raise ModelLoadError(f"{readable(self.name)} cannot be used: {error}") from None
+        except ConfigError:
             self.close()
             raise
 
-    def _check_kind(self) -> None:
-        mtmd = self._mtmd
-        if mtmd.mtmd_decode_use_mrope(self._ctx):
-            kind = "its pictures have positions in two dimensions (M-RoPE)"
-        elif mtmd.mtmd_decode_use_non_causal(self._ctx, None):
-            kind = "the rows of a picture attend to later ones"
-        else:
-            return
-        raise ModelLoadError(
-            f"{readable(self.name)} cannot be used yet: {kind}. Projectors as LLaVA's, Pixtral's, SmolVLM's and "
-            "InternVL's can"
-        )
+    def _try_kind(self) -> None:
+        """Refuse what cannot be computed of any picture, by a small one. Raises as `_rows_of`."""
+        bitmap = self._mtmd.mtmd_bitmap_init(_N_SIDE_TRIED, _N_SIDE_TRIED, None)
+        with self._parts(bitmap, "a picture") as chunks:
+            for chunk in chunks:
+                if self._mtmd.mtmd_input_chunk_get_type(chunk) != _TEXT:
+                    self._rows_of(chunk, 0)
 
     def picture(self, medium: Medium) -> Picture:
         """Return a picture or a sound as tokens; nothing is encoded.
@@ -252,6 +300,29 @@ class Projector:
             raise PlanError(f"{len(tokens)} rows of a picture from row {i}, which has {n}")
         return values[i : i + len(tokens)]
 
+    def offsets(self, tokens: Sequence[int]) -> NDArray[np.int32] | None:
+        """Return what is added to a picture's position for rows of it: (4, n) int32; None where positions ascend."""
+        number, i = place_of(tokens[0])
+        offsets = self._rows[number].offsets
+        return None if offsets is None else offsets[:, i : i + len(tokens)]
+
+    def attends_ahead(self, token: int) -> bool:
+        """Whether the rows of a picture attend to later ones."""
+        return self._rows[place_of(token)[0]].attends_ahead
+
+    def flat(self, tokens: Sequence[int], start: int = 0) -> list[FlatPicture]:
+        """Return the whole pictures in tokens whose rows share positions; `start` is the first token's index."""
+        found: list[FlatPicture] = []
+        if not self.has_flat_pictures or max(tokens, default=0) < FIRST_PICTURE:
+            return found
+        i = 0
+        while i < len(tokens):
+            n = n_rows_at(tokens, i)
+            if n and (rows := self._rows[place_of(tokens[i])[0]]).offsets is not None:
+                found.append(FlatPicture(start + i, n, rows.n_positions))
+            i += n or 1
+        return found
+
     def _counted(self, medium: Medium, digest: bytes) -> Picture:
         """Return a picture or a sound with its tokens, not encoded."""
         tokens: list[int] = []
@@ -263,7 +334,7 @@ class Projector:
                     text = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_text))
                     tokens += text[: n_text.value]
                     continue
-                rows = _Rows(self._number(digest, len(parts)), self._n_rows(chunk))
+                rows = self._rows_of(chunk, self._number(digest, len(parts)))
                 parts.append(rows)
                 tokens += ids_of(rows.number, rows.n)
         return Picture(digest, tokens, parts, medium)
@@ -274,6 +345,32 @@ class Projector:
             raise PromptError(f"a picture or sound has {n_rows:,} rows")
         return n_rows
 
+    def _rows_of(self, chunk: Any, number: int) -> _Rows:
+        """Return the rows of a part of a picture or sound, not encoded.
+
+        Raises:
+            PromptError: it cannot be computed.
+        """
+        mtmd, n_rows = self._mtmd, self._n_rows(chunk)
+        with self._in_use() as ctx:
+            attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(ctx, chunk))
+        if attends_ahead and n_rows > self._n_ubatch:
+            raise PromptError(
+                f"a picture has {n_rows:,} rows, which must be computed together; n_ubatch={self._n_ubatch:,} allows "
+                f"fewer: set n_ubatch and n_batch to {n_rows:,} or more"
+            )
+        if not self.has_flat_pictures:
+            return _Rows(number, n_rows, attends_ahead=attends_ahead)
+        places = (mtmd.mtmd_decoder_pos * n_rows)()
+        mtmd.mtmd_helper_image_get_decoder_pos(
+            mtmd.mtmd_input_chunk_get_tokens_image(chunk), 0, places
+        )
+        offsets = np.frombuffer(places, np.int32).reshape(n_rows, 4)[:, _ORDER].T.copy()
+        if offsets[0].any():
+            raise PromptError("the rows of a picture have positions of an unknown kind")
+        n_positions = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
+        return _Rows(number, n_rows, offsets, n_positions, attends_ahead=attends_ahead)
+
     @contextmanager
     def _chunks(self, medium: Medium, *, is_counted: bool = False) -> Iterator[list[Any]]:
         """Have what libmtmd makes of a picture or a sound, for the block; only to count rows with `is_counted`.
@@ -281,8 +378,14 @@ class Projector:
         Raises:
             PromptError: the file is refused.
         """
-        mtmd = self._mtmd
         bitmap, size = self._bitmap(medium, is_counted=is_counted)
+        with self._parts(bitmap, size) as chunks:
+            yield chunks
+
+    @contextmanager
+    def _parts(self, bitmap: Any, size: str) -> Iterator[list[Any]]:
+        """Have the parts that libmtmd makes of a bitmap for the block, and free it; `size` names it in errors."""
+        mtmd = self._mtmd
         chunks = mtmd.mtmd_input_chunks_init()
         try:
             part = mtmd.mtmd_input_part(None, bitmap)
