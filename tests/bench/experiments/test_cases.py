@@ -42,7 +42,6 @@ OF_A_MODEL = {
     "speculation": "--rounds 1 --texts list,free --running 1,2 --tokens 8",
     "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
     "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
-    "vectors": "--texts 6 --words 3 --rounds 1",
     "step_costs": "--widths 1 2 --chunks 16 --rounds 1",
 }
 WITHOUT = {
