@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cbatch.bench.text_work import VectorWorkload
     from cbatch.bench.vector_sides import VectorSide
     from cbatch.cli.bench import Beside
+    from cbatch.support.model_facts import ModelFacts
 
 _N_SLACK = 32
 """Tokens of a template and of marks beyond a text and its query. Our choice."""
@@ -40,12 +41,17 @@ def check_fit(workloads: Sequence[VectorWorkload], text: ModelText) -> None:
             raise ConfigError(
                 f"{text.path}: the model cannot {workload.name}: leave {workload.name} out of --workload"
             )
-        n_most = facts.n_embed_max
+        n_most = _n_most(facts)
         if workload.n_longest + _N_SLACK > n_most:
             raise ConfigError(
                 f"{workload.name} needs {workload.n_longest + _N_SLACK:,} tokens, more than the model's {n_most:,}: "
                 "give other sizes (--prompt-tokens, --common-tokens)"
             )
+
+
+def _n_most(facts: ModelFacts) -> int:
+    """Return the tokens of the longest text; a chat model that does not embed judges documents in a slot."""
+    return facts.n_embed_max or facts.n_ctx_train
 
 
 class VectorSides:
@@ -79,7 +85,7 @@ class VectorSides:
         beside, facts = self._beside, self._text.facts
         if beside.program is not None:
             n_window = workload.n_longest + (_N_TEMPLATE if workload.n_query else _N_SLACK)
-            n_window = min(n_window, facts.n_embed_max)
+            n_window = min(n_window, _n_most(facts))
             words = ["--reranking"] if workload.n_query else ["--embeddings"]
             if not workload.n_query and facts.can_generate:
                 words += ["--pooling", facts.pooling]
