@@ -5,8 +5,9 @@
 #include <memory>
 #include <vector>
 
-// Of so many steps that would have drafts one has none, so that what steps without them take is known.
-constexpr int32_t n_between_plain = 32;
+// Of so many steps that would have drafts the last n_plain have none, so that what steps without them take is known.
+constexpr int32_t n_between_plain = 64;
+constexpr int32_t n_plain = 2;
 
 // Most drafts behind one row.
 constexpr int32_t n_drafts_each = 7;

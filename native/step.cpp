@@ -106,6 +106,7 @@ struct cbatch_stepper {
     std::vector<int32_t> i_guessed;    // (n_slots) of each chunk, where its drafts are the model's; else −1
     int64_t draft_ns;                  // that the draft model took
     int64_t catch_up_ns;               // of that, not for drafts of this step
+    int64_t owed_ns;                   // catch_up_ns of steps up to this one that no step with drafts was charged for
     bool may_draft;                    // whether the step may have drafts, and what it takes is learned
     int32_t n_steps;                   // the caller's: also the most tokens of one chunk
     int32_t n_drafts_most;            // the caller's
@@ -123,6 +124,7 @@ struct cbatch_stepper {
     std::unique_ptr<char, decltype(&free)> scratch_memory{nullptr, &free};
     std::vector<sample_scratch> scratch;  // (n_threads)
     hit_rate match_rates[n_match_kinds];   // how often drafts were right, by where and how long they matched
+    int32_t n_before;                       // tokens of the step before
     int32_t n_drafting;                     // steps that had drafts, or were to have some
     width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
     draft_model model;
@@ -386,6 +388,7 @@ void guess_by_model(cbatch_stepper * s, int32_t n_each) {
         }
     }
     s->catch_up_ns = s->api.clock_ns() - start_ns;
+    s->owed_ns += s->catch_up_ns;
     if (model.is_on() && !s->guessed.empty()) {
         model.guess(s->api, &s->guessed, k);
     }
@@ -434,7 +437,7 @@ void make_drafts(cbatch_stepper * s) {
     const draft_limits limits = {n_each, n_all, s->is_even, s->has_all};
     choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
     const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
-    if (has_any && !s->has_all && ++s->n_drafting % n_between_plain == 0) {
+    if (has_any && !s->has_all && s->n_drafting++ % n_between_plain >= n_between_plain - n_plain) {
         std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
     }
     for (int32_t i = 0; i < s->n_chunks; i++) {
@@ -706,7 +709,8 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     return true;
 }
 
-// Learn from a step that may have had drafts, which took `ns`.
+// Learn from a step that may have had drafts, which took `ns`. One without drafts counts only behind another of its width,
+// whose graph llama.cpp uses again: so do nearly all steps where there are no drafts.
 void learn_step(cbatch_stepper * s, int64_t ns) {
     if (s->n_all_drafts > 0) {
         int32_t n_sampled = 0;
@@ -716,9 +720,13 @@ void learn_step(cbatch_stepper * s, int64_t ns) {
         const double usual_ns = s->costs.cost(s->batch.n);
         const double gained_ns = s->costs.cost(s->n_rows) * n_sampled / s->n_rows;
         const double spent_ns = static_cast<double>(ns - s->catch_up_ns);
-        s->gains[s->n_rows].learn(gained_ns, std::min(spent_ns, slow_step * usual_ns + s->draft_ns));
+        const double charged_ns = std::min(spent_ns, slow_step * usual_ns + s->draft_ns - s->catch_up_ns);
+        s->gains[s->n_rows].learn(gained_ns, charged_ns + s->owed_ns);
+        s->owed_ns = 0;
     }
-    s->costs.learn(s->batch.n, ns - s->draft_ns);
+    if (s->n_all_drafts > 0 || s->batch.n == s->n_before) {
+        s->costs.learn(s->batch.n, ns - s->draft_ns);
+    }
 }
 
 void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t budget_us, cbatch_report * report) {
@@ -729,6 +737,7 @@ void run(cbatch_stepper * s, const int32_t * tokens, int32_t n_steps, int64_t bu
         if (s->may_draft) {
             learn_step(s, s->api.clock_ns() - step_ns);
         }
+        s->n_before = s->batch.n;
         const bool is_interrupted = s->is_interrupted.exchange(false);
         const bool is_late = budget_us > 0 && s->api.clock_ns() - start_ns > budget_us * 1000;
         if (report->n_steps == n_steps || is_interrupted || is_late || is_over) {
@@ -826,6 +835,7 @@ void cbatch_stepper_free(cbatch_stepper * s) noexcept {
 
 void cbatch_stepper_use(cbatch_stepper * s, void * ctx) noexcept {
     s->ctx = ctx;
+    s->n_before = 0;
 }
 
 void cbatch_stepper_set_threads(cbatch_stepper * s, int32_t n_threads) noexcept {

@@ -270,6 +270,9 @@ class Backend(Protocol):
             (n_bytes,) uint8, not to be changed.
         """
 
+    def rest(self) -> None:
+        """Give back what the thread that calls `run` computes with; nothing runs for a while. In that thread."""
+
     def interrupt(self) -> None:
         """Ask the run in flight, or else the next one, to end after its current step. From any thread."""
 

@@ -27,6 +27,7 @@ _EXPERIMENTS = (
         "replicas",
         "neighbours",
         "beside_loops",
+        "idle_engine",
         "random_load",
         "http_load",
         "http_faults",

@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,9 @@ T = TypeVar("T")
 
 CHAIN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0, "ignore_eos": True}
 """Options of requests that are sampled as most are, and that generate as many tokens as they are told to."""
+
+_PAUSE_S = 0.1
+"""Longer than an engine waits before its backend rests."""
 
 FIRST_TOKEN = 3
 """The first token id that random prompts use: those below are control tokens as a rule."""
@@ -51,6 +55,8 @@ def parser(
 def take_turns(n_rounds: int, *ways: Callable[[], T], n_warm_up: int = 1) -> list[tuple[T, ...]]:
     """Do all ways in each round, in every second round backwards; return what they returned in the rounds that count.
 
+    Between two ways is a pause, in which the engine of the first gives its threads back: see `Backend.rest`.
+
     Args:
         n_rounds: rounds that count.
         ways: what is compared.
@@ -58,7 +64,10 @@ def take_turns(n_rounds: int, *ways: Callable[[], T], n_warm_up: int = 1) -> lis
     """
     rounds: list[tuple[T, ...]] = []
     for i in range(n_warm_up + n_rounds):
-        found = [way() for way in (ways[::-1] if i % 2 else ways)]
+        found = []
+        for way in ways[::-1] if i % 2 else ways:
+            found.append(way())
+            time.sleep(_PAUSE_S)
         rounds.append(tuple(found[::-1] if i % 2 else found))
     return rounds[n_warm_up:]
 

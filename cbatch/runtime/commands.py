@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -42,12 +42,15 @@ class Commands:
                 return
             command()
 
-    def wait(self, timeout: float | None) -> None:
-        """Wait for one command and do it; return after `timeout` seconds at the latest."""
-        with suppress(Empty):
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for one command and do it; False after `timeout` seconds without one."""
+        try:
             command = self._queue.get(timeout=timeout)
-            with HeldLogs():
-                command()
+        except Empty:
+            return False
+        with HeldLogs():
+            command()
+        return True
 
     def set_timer(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `do_due` do `action` when the owner's clock says `when_s`."""

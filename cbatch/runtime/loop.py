@@ -46,6 +46,9 @@ _log = Log("cbatch")
 _LONGEST_SLEEP_S = 3600.0
 """A wait of years is more than a lock can count; waking once an hour costs nothing."""
 
+_REST_AFTER_S = 0.05
+"""A backend that rests needs about a millisecond more for its next run: requests one after another do not pay that."""
+
 _LONGEST_DOZE_S = 0.05
 """Without an owner thread, other threads may take a turn meanwhile and find work."""
 
@@ -339,10 +342,20 @@ class Loop:
         try:
             while not self._is_closed:
                 if not self.step() and not self._is_closed:
-                    self._commands.wait(self._until_next())
+                    self._await_command()
         except BaseException as error:
             self._error, self._is_closed = error, True
         self._end()
+
+    def _await_command(self) -> None:
+        """Wait for a command and do it, or until a deadline or a timer; the backend rests after a while."""
+        timeout = self._until_next()
+        if timeout is None or timeout > _REST_AFTER_S:
+            if self._commands.wait(_REST_AFTER_S):
+                return
+            self._backend.rest()
+            timeout = self._until_next()
+        self._commands.wait(timeout)
 
     def _until_next(self) -> float | None:
         """Return the seconds until the next deadline or timer, or None."""
@@ -372,9 +385,11 @@ class Loop:
     def _has_dozed(self) -> bool:
         """Wait a little where a deadline or a timer will come, in an engine without a thread; else return False."""
         timeout = self._until_next()
-        if timeout is not None:
-            time.sleep(min(timeout, _LONGEST_DOZE_S))
-        return timeout is not None
+        if timeout is None:
+            self._backend.rest()
+            return False
+        time.sleep(min(timeout, _LONGEST_DOZE_S))
+        return True
 
     def _give_up_run(self) -> None:
         """After a run that was broken off, have the next plan empty every slot and bind the running sequences anew."""

@@ -62,7 +62,7 @@ that calls do not wait for them; but other work does not hold a batch up for eve
 _N_ENTRY_BYTES = 240
 """What a kept vector takes besides its numbers: its array, digest and place. Measured, CPython 3.11."""
 
-_IDLE_S = 1.0
+_IDLE_S = 0.05
 """Seconds without a text after which the thread ends: its team of OpenMP's slows down that of the owner thread."""
 
 _NICENESS = 10

@@ -281,7 +281,9 @@ def test_typical_p_of_flat_rows_is_cut_where_exact_sums_say(logits: Logits, shar
     p, kept = exact_p(logits), ours(logits, replace(ALL, typical_p=share))[1]
     distance = np.abs(np.log(p) - np.sum(p * np.log(p)))
     is_kept = np.isin(np.arange(len(p)), list(kept))
-    assert distance[is_kept].max() <= distance[~is_kept].min(initial=np.inf) + 1e-5
+    assert (
+        distance[is_kept].max() <= distance[~is_kept].min(initial=np.inf) + 1e-4
+    )  # sums of floats
     total = p[is_kept].sum()
     assert share - EDGE <= total
     assert total - p[is_kept][np.argmax(distance[is_kept])] <= share + EDGE

@@ -118,6 +118,23 @@ def test_idle_loop_wakes_for_a_request(gated: Make) -> None:
         assert result.finish_reason == "length"
 
 
+def test_backend_rests_once_nothing_comes_for_a_while(gated: Make) -> None:
+    made, backend = gated(hold_at=None)
+    rested: list[threading.Thread] = []
+    is_told = threading.Event()
+
+    def rest() -> None:
+        rested.append(threading.current_thread())
+        is_told.set()
+
+    backend.rest = rest  # type: ignore[method-assign]
+    made.submit("a", max_tokens=3).wait(PATIENCE_S)
+    assert is_told.wait(PATIENCE_S)
+    assert set(rested) == {owner(made)}
+    [result] = made.submit("b", max_tokens=2).wait(PATIENCE_S)
+    assert result.finish_reason == "length"
+
+
 def test_command_waits_for_the_run_and_comes_before_the_next(gated: Make) -> None:
     made, backend = gated(hold_at=2)
     box = made.submit("a", max_tokens=6)
@@ -280,11 +297,14 @@ def test_failing_owner_does_what_waits_for_it() -> None:
 def test_pump_says_whether_there_was_something_to_do() -> None:
     made = make_loop(GatedBackend(2, 64, 16), is_threaded=False)
     assert not made.loop.pump()
+    assert made.backend.n_rests == 1
     box = made.submit("a", max_tokens=2)
     assert [made.loop.pump() for _ in range(2)] == [True, True]
     assert [r.finish_reason for r in box.wait(0)] == ["length"]
+    assert made.backend.n_rests == 1
     while made.loop.pump():
         pass
+    assert made.backend.n_rests == 2
     made.loop.close()
     with pytest.raises(EngineClosedError):
         made.loop.pump()

@@ -151,6 +151,8 @@ class FakeBackend:
         self.bits: Bits | None = None
         """What depends on the number of rows; nothing by default. With `cuts`, rows of one token are
         computed together and every longer chunk alone, as the backend of llama.cpp does it."""
+        self.n_rests = 0
+        """Times that it was told that nothing runs for a while."""
         self.memory = memory or KvCapabilities("partitioned", n_slots * n_window)
         self.vocab = FakeVocab(n_vocab)
         self.start = seed * 2 + 1
@@ -275,6 +277,10 @@ class FakeBackend:
             sampled.append(self._sample(row))
             drafted[1] += 1
         return sampled
+
+    def rest(self) -> None:
+        """Count that nothing runs for a while."""
+        self.n_rests += 1
 
     def interrupt(self) -> None:
         """End the run in flight, or the next one, after one step."""

@@ -6,18 +6,15 @@ import ctypes
 import importlib.metadata
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.llama.openmp import gomp_parallel
 from cbatch.backend.llama.structs import NativeApi, NativeStop
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ABI_VERSION = 13
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
@@ -166,7 +163,7 @@ class LlamaApi:
         return cls(
             llama_cpp.llama_decode,
             llama_cpp.llama_get_logits_ith,
-            _gomp_parallel(),
+            gomp_parallel(),
             llama_cpp.llama_synchronize,
             llama_cpp.llama_get_memory,
             llama_cpp.llama_memory_seq_rm,
@@ -198,25 +195,3 @@ def vectors_alone() -> NativeStop | None:
 
 def _address(function: Any) -> Any:
     return None if function is None else ctypes.cast(function, ctypes.c_void_p)
-
-
-def _gomp_parallel() -> int | None:
-    """Return the address of ggml's own `GOMP_parallel`: another runtime has other threads."""
-    for lib in _ggml_handles():
-        function = getattr(lib, "GOMP_parallel", None)
-        if function is not None:
-            return ctypes.cast(function, ctypes.c_void_p).value
-    return None
-
-
-def _ggml_handles() -> Iterator[Any]:
-    """Yield handles of libraries that ggml's OpenMP runtime is a dependency of.
-
-    That is libllama, or the CPU backend where ggml loads its backends by itself.
-    """
-    yield llama_cpp.llama_cpp._lib
-    with suppress(OSError):  # where there is no /proc
-        maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
-        paths = (line.split(maxsplit=5)[5] for line in maps if "/libggml-cpu" in line)
-        for path in dict.fromkeys(paths):
-            yield ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -36,6 +36,7 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.llama.openmp import end_team
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
 from cbatch.backend.llama.picture_rows import PictureRows
 from cbatch.backend.llama.projector import Projector
@@ -299,6 +300,7 @@ class LlamaBackend:
         if self._draft is not None:
             self._draft.close()
         self._close_projector()
+        end_team()
         if self.owns_model:
             self.model.close()
         llama_log().remove()
@@ -443,6 +445,10 @@ class LlamaBackend:
     def _current(self) -> Any:
         """The `llama_context *` that computes."""
         return self.short_pool.ctx if self.short_pool and self.short_pool.is_used else self.ctx
+
+    def rest(self) -> None:
+        """End the threads that compute with the calling one; see `Backend.rest`."""
+        end_team()
 
     def interrupt(self) -> None:
         """End a run in flight after its current step. From any thread."""

@@ -17,6 +17,7 @@ from cbatch.backend.bindings import llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import pillow, pixels_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.openmp import end_team
 from cbatch.errors import ModelLoadError, PlanError, PromptError, RequestFailedError
 from cbatch.support.checks import readable
 from cbatch.support.picture_tokens import N_ROWS_MAX, ids_of, place_of
@@ -213,7 +214,9 @@ class Projector:
         n_rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
         if not 0 < n_rows < N_ROWS_MAX:
             raise PromptError(f"a picture has {n_rows:,} rows")
-        if (code := mtmd.mtmd_encode_chunk(ctx, chunk)) != 0:
+        code = mtmd.mtmd_encode_chunk(ctx, chunk)
+        end_team()
+        if code != 0:
             raise RequestFailedError(f"llama.cpp could not encode a picture (code {code})")
         at = ctypes.cast(mtmd.mtmd_get_output_embd(ctx), ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(at, shape=(n_rows, self._n_embd)).copy()

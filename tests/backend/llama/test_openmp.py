@@ -1,0 +1,44 @@
+"""Teams of OpenMP's threads: none is left of what only waits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cbatch.loading import load
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+
+_TASKS, _MAPS = Path("/proc/self/task"), Path("/proc/self/maps")
+
+
+def n_others() -> int:
+    """Return how many threads there are that Python did not start: OpenMP's among them."""
+    if "libgomp" not in _MAPS.read_text():
+        pytest.skip("llama.cpp does not compute with GNU's OpenMP here")
+    own = {str(thread.native_id) for thread in threading.enumerate()}
+    return len(set(os.listdir(_TASKS)) - own)
+
+
+def test_engine_that_waits_has_no_team(test_model: Path) -> None:
+    with load(test_model, parallel=2, ctx_per_seq=128, n_threads=4) as engine:
+        n_idle = n_others()
+        for _ in range(2):
+            engine.run(["Count."], options={"max_tokens": 4}).results()
+            while n_others() > n_idle:  # the test's own limit ends it
+                time.sleep(0.01)
+
+
+def test_engine_without_a_thread_leaves_no_team(test_model: Path) -> None:
+    with load(test_model, parallel=2, ctx_per_seq=128, n_threads=4, threaded=False) as engine:
+        n_idle = n_others()
+        engine.run(["Count."], options={"max_tokens": 4}).results()
+        assert n_others() == n_idle + 3
+        while engine.step():
+            pass
+        assert n_others() == n_idle
