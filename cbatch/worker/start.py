@@ -103,7 +103,8 @@ def path_of(model: Any) -> str | None:
 
 def divisible(options: EngineOptions, n: int) -> int:
     """Return `n`, or so many workers as can each have some of what options give them together."""
-    return min([n, *filter(None, (getattr(options, name) for name in _SHARED))])
+    shared: list[int | None] = [getattr(options, name) for name in _SHARED]
+    return min([n, *filter(None, shared)])
 
 
 def settings_of(options: EngineOptions, n: int) -> list[dict[str, Any]]:

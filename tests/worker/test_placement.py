@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -150,7 +150,7 @@ def test_too_little_for_all_workers_is_refused_by_name() -> None:
     [({}, 4), ({"n_threads": 1}, 1), ({"parallel": 3, "n_threads": 8}, 3), ({"max_queue": 0}, 4)],
 )
 def test_no_more_workers_are_chosen_than_the_settings_are_enough_for(
-    settings: dict[str, int], expected: int
+    settings: dict[str, Any], expected: int
 ) -> None:
     options = EngineOptions(**settings)
     assert divisible(options, 4) == expected

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import cbatch
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_projector import write_projector
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ModelLoadError
-from tests.backend.llama.test_pictures import GREEDY, chat, picture
+from cbatch.options import GREEDY as GREEDILY
+from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens, n_rows_at, place_of
+from tests.backend.llama.test_pictures import GREEDY, chat, picture, png
+from tests.backend.slots import FailingStepper, Failures, chunk, go_on, is_refused
 from tests.oracle.pictures import PlainSeer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from tests.conftest import SynthFactory
@@ -198,3 +208,90 @@ def test_picture_larger_than_a_batch_is_a_step_of_its_own(pairs: Mapping[str, Pa
         results = engine.run([asked, chat("Hm? " * 20), asked], options=GREEDY).results()
     assert plain.usage.image_tokens > 64
     assert [results[0].token_ids, results[2].token_ids] == [plain.token_ids] * 2
+
+
+@pytest.fixture
+def flat(pairs: Mapping[str, Pair]) -> Iterator[tuple[LlamaBackend, Failures]]:
+    """A backend of a model whose rows of a picture share a position, and what becomes of its native runs."""
+    log, failures, pair = llama_log(), Failures(), pairs["qwen2-vl"]
+    log.install()
+    options = EngineOptions(
+        parallel=3, n_ctx=768, n_batch=256, n_threads=1, cache_type_k="f32", cache_type_v="f32"
+    )
+    stepper = partial(FailingStepper, failures=failures)
+    backend = LlamaBackend(open_model(pair.model), options, stepper=stepper)
+    backend.see_with(str(pair.projector))
+    yield backend, failures
+    backend.close()
+    log.remove()
+
+
+def begun(backend: LlamaBackend) -> tuple[PictureTokens, list[int]]:
+    """The tokens of a text with two pictures, with which all slots are bound, and the places where pictures begin."""
+    assert backend.projector is not None
+    pictures = [backend.projector.picture(png(i)) for i in range(2)]
+    texts = [backend.vocab.tokenize(text) for text in ("Look: ", " and ", " Hm?")]
+    parts = [texts[0], pictures[0].tokens, texts[1], pictures[1].tokens, texts[2]]
+    tokens = PictureTokens([token for part in parts for token in part], pictures)
+    starts = [i for i, t in enumerate(tokens) if t >= FIRST_PICTURE and not place_of(t)[1]]
+    slots = [Slot(i) for i in range(backend.n_slots)]
+    binds = tuple(Binding(slot, len(tokens), GREEDILY, (), tuple(tokens)) for slot in slots)
+    backend.run(StepPlan((), binds=binds))
+    return tokens, starts
+
+
+def test_cells_move_with_the_pictures_in_them(flat: tuple[LlamaBackend, Failures]) -> None:
+    backend, _ = flat
+    tokens, (first, second) = begun(backend)
+    end = first + n_rows_at(tokens, first)
+    expected = go_on(backend, 0, tokens, 6)
+    assert backend.n_cells[0] == len(tokens) + 5
+    assert LlamaCells(backend.ctx).count(0) < backend.n_cells[0] - 8
+    for n in (second, end, first):
+        copies, clears = ((Slot(0), Slot(1), n),), (Slot(1),)
+        given: dict[str, Any] = {"start": n, "copies": copies, "clears": clears}
+        assert go_on(backend, 1, tokens[n:], 6, **given) == expected
+    backend.run(StepPlan((), saves=((Slot(0), 7),)))
+    for n in (len(tokens) - 1, second, end, first):
+        loads, clears = ((Slot(2), 7, n),), (Slot(2),)
+        given = {"start": n, "loads": loads, "clears": clears}
+        assert go_on(backend, 2, tokens[n:], 6, **given) == expected
+    for n in (len(tokens) - 1, second, end, first):
+        assert go_on(backend, 0, tokens[n:], 6, start=n, trims=((Slot(0), n),)) == expected
+    for n in (first + 1, end - 1, second + 2):
+        assert is_refused(backend, StepPlan((), trims=((Slot(0), n),)))
+        assert is_refused(backend, StepPlan((), copies=((Slot(0), Slot(1), n),), clears=(Slot(1),)))
+        assert is_refused(backend, StepPlan((), loads=((Slot(1), 7, n),), clears=(Slot(1),)))
+
+
+@pytest.mark.parametrize("code", [1, 2, -3])
+@pytest.mark.parametrize("i_failing", [0, 1, 2])
+def test_failed_step_leaves_whole_pictures(
+    flat: tuple[LlamaBackend, Failures], code: int, i_failing: int
+) -> None:
+    backend, failures = flat
+    tokens, (_, second) = begun(backend)
+    expected = go_on(backend, 0, tokens, 6)
+    backend.run(StepPlan((chunk(1, 0, tokens[:second]),)))
+    failures += [*[None] * i_failing, (code, 0)]
+    result = backend.run(StepPlan((chunk(2, 0, tokens),)))
+    assert (result.code, backend.n_cells[2]) == (code, 0)
+    assert go_on(backend, 2, tokens, 6) == expected
+    failures.append((code, 0))
+    result = backend.run(StepPlan((chunk(1, second, tokens[second:]),)))
+    assert (result.code, backend.n_cells[1]) == (code, second)
+    assert go_on(backend, 1, tokens[second:], 6) == expected
+
+
+def test_step_that_fails_behind_pictures_keeps_its_tokens(
+    flat: tuple[LlamaBackend, Failures],
+) -> None:
+    backend, failures = flat
+    tokens, _ = begun(backend)
+    expected = go_on(backend, 0, tokens, 6)
+    [token] = go_on(backend, 1, tokens, 1)
+    failures.append((2, 3))
+    result = backend.run(StepPlan((chunk(1, len(tokens), [token]),), n_steps=5))
+    assert (result.n_steps, result.n_kept) == (3, (len(tokens) + 3,))
+    assert [token, *result.tokens[0]] == expected[:4]
+    assert go_on(backend, 1, expected[3:4], 2) == expected[4:]
