@@ -212,12 +212,13 @@ def best_replicas(model: Any, options: EngineOptions) -> int:
     use_library(options.library)
     from cbatch.backend.load.loader import n_bytes_on_cpu  # llama_cpp is slow to import
     from cbatch.worker.placement import choose_replicas, my_cores, nodes_of
+    from cbatch.worker.start import divisible
 
     n_bytes = n_bytes_on_cpu(model, options)
     if n_bytes is None:
         return 1
     n_slots = options.parallel if options.n_ctx is None else options.n_slots
-    return choose_replicas(nodes_of(my_cores()), n_bytes, n_slots)
+    return divisible(options, choose_replicas(nodes_of(my_cores()), n_bytes, n_slots))
 
 
 def model_name(model: Any) -> str:

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 import cbatch
 from cbatch.bench.cases import CASES, run_case
 from cbatch.bench.sides import check_kinds
-from cbatch.bench.workloads import workload_of
+from cbatch.bench.text_work import VECTOR_WORKLOADS
+from cbatch.bench.workloads import WORKLOADS
 from cbatch.cli import app
 from cbatch.engine_options import EngineOptions
 from cbatch.files.settings import FileOptions
@@ -79,7 +80,7 @@ def parse_measurement(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
         click = get_command(app).commands["bench"]  # type: ignore[attr-defined]
         asked = click.make_context("bench", words[2:]).params
         for name in asked["workload"].split(","):
-            workload_of(name)
+            assert name in {*WORKLOADS, *VECTOR_WORKLOADS}
         check_kinds((asked["sides"] or "engine").split(","))
         assert asked["case"] in (None, "NAME", *CASES)
         return

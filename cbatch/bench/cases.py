@@ -32,7 +32,7 @@ _EXPERIMENTS = (
         "http_load",
         "http_faults",
     ),
-    *("batch_files", "queues", "calls", "vectors", "ray_bench"),
+    *("batch_files", "queues", "calls", "ray_bench"),
 )
 _FOLDER = "cbatch.bench.experiments"
 _TOOLS = ("step_costs", "simulate", "simulate_nodes")

@@ -11,6 +11,8 @@ from cbatch.bench.exact_text import ExactText
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cbatch.support.model_facts import ModelFacts
+
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
@@ -21,6 +23,7 @@ class ModelText:
     exact: ExactText
     n_ctx_train: int
     end_tokens: Sequence[int]
+    facts: ModelFacts
 
     def answer_tokens(self, text: str) -> Sequence[int]:
         """Return the tokens of an answer: without the mark that begins a prompt."""
@@ -35,6 +38,7 @@ def model_text(path: str | None) -> Iterator[ModelText]:
         ModelLoadError: no such file, damaged, or not a model that generates text.
     """
     from cbatch.backend.llama.log import llama_log  # llama_cpp is slow to import
+    from cbatch.backend.llama.model import facts_of
     from cbatch.backend.load.open_model import open_model, shipped_model
 
     found = str(shipped_model() if path is None else path)
@@ -43,7 +47,12 @@ def model_text(path: str | None) -> Iterator[ModelText]:
         with closing(open_model(found, has_weights=False)) as model:
             tokenize = model.vocab.tokenize
             yield ModelText(
-                found, tokenize, ExactText(tokenize), model.n_ctx_train, model.vocab.end_tokens
+                found,
+                tokenize,
+                ExactText(tokenize),
+                model.n_ctx_train,
+                model.vocab.end_tokens,
+                facts_of(model),
             )
     finally:
         llama_log().remove()

@@ -165,6 +165,21 @@ class OpenAIClient:
         status, _ = await self._call("GET", "/health", None)
         return bool(status == 200)
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the server answers to a JSON object.
+
+        Raises:
+            ServerProblemError: it refuses, answers with no object, or not in time.
+        """
+        call = self._call("POST", path, body)
+        try:
+            status, data = await asyncio.wait_for(call, self.timeout_s)
+        except asyncio.TimeoutError:
+            raise ServerProblemError(f"no answer in {self.timeout_s:g} s") from None
+        if status != 200:
+            raise self._refused(status, data)
+        return self._parsed(data.decode("utf-8", "replace"))
+
     async def try_out(self, request: WorkRequest, now: Now) -> MeasuredAnswer:
         """Ask once, and without the extras from then on if the server refuses them."""
         answer = await self.ask(request, now(), now)

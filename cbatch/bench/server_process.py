@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -58,6 +59,15 @@ def rss_mib(pid: int) -> float:
     said = Path(f"/proc/{pid}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", said)
     return round(int(found[1]) / 1024, 1) if found else 0.0
+
+
+def cpu_s_of(pid: int) -> float:
+    """Return the seconds that the cores have computed for a process; 0 where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

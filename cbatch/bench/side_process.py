@@ -1,7 +1,8 @@
 """A side of a comparison in a process of its own: reads a specification and jobs as JSON lines, writes answers.
 
 Sides: `engine` (the engine), `one` (the engine with one slot), `static` (batches that begin together and end together),
-`llama` (`llama_cpp.Llama`, one request after another), `bare` (hand-written loops of `llama_decode`, in rows).
+`llama` (`llama_cpp.Llama`, one request after another), `Llama.embed`, `bare` (hand-written loops of `llama_decode`, in
+rows).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.bench.measured import Arrivals, MeasuredAnswer, WorkRequest
 from cbatch.bench.pacing import Pace, drive
+from cbatch.bench.vector_process import engine_answer, llama_embed_side
 from cbatch.bench.verdict import N_MOST_LIKELY
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
@@ -155,6 +157,8 @@ def engine_side(model: str, settings: Mapping[str, Any], kind: str) -> Iterator[
     with load(model, **settings) as engine:
 
         def do(job: Mapping[str, Any]) -> dict[str, Any]:
+            if "call" in job or "calls" in job:
+                return engine_answer(engine, job)
             if "scored" in job:
                 return {"margins": margins_of(engine, job["scored"])}
             is_streamed = job["is_streamed"]
@@ -276,7 +280,7 @@ def main() -> None:
     """Load what the first line asks for, say that it is ready, and do a job for each line."""
     spec = json.loads(sys.stdin.readline())
     model, settings, kind = spec["model"], spec["settings"], spec["kind"]
-    sides = {"llama": llama_side, "bare": bare_side}
+    sides = {"llama": llama_side, "bare": bare_side, "Llama.embed": llama_embed_side}
     with ExitStack() as stack, told():
         if kind in sides:
             do = stack.enter_context(sides[kind](model, settings))

@@ -214,7 +214,8 @@ class HttpSide:
         self._start, self._make = start, client
         self._client: OpenAIClient | None = None
         self._stack = ExitStack()
-        self._pids: Callable[[], Sequence[int]] = tuple
+        self.pids: Callable[[], Sequence[int]] = tuple
+        """The ids of its processes, where they are known."""
 
     def start(self) -> None:
         """Start the server, or look whether it is there."""
@@ -230,7 +231,7 @@ class HttpSide:
         except BaseException:
             self.close()
             raise
-        self._client, self._pids = client, started.pids
+        self._client, self.pids = client, started.pids
 
     def check(self, probes: Sequence[WorkRequest], expected: Sequence[str]) -> list[str]:
         """Return notes on the server, after probes that it must answer as the model does.
@@ -239,8 +240,7 @@ class HttpSide:
             SideError: it answers none of them, or has another model.
         """
         self.start()
-        client = self._client
-        assert client is not None
+        client = self.client
         answers = asyncio.run(_probe(client, probes))
         for probe, answer in zip(probes, answers, strict=True):
             if answer.error:
@@ -265,14 +265,19 @@ class HttpSide:
     ) -> tuple[list[MeasuredAnswer], float]:
         """Send all requests."""
         self.start()
-        client = self._client
-        assert client is not None
+        client = self.client
 
         async def ask(request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
             return await client.ask(request, sent_s, now, is_streamed=is_streamed)
 
         answers, seconds = asyncio.run(drive(chains, pace, ask))
         return [*map(client.counted, answers)], seconds
+
+    @property
+    def client(self) -> OpenAIClient:
+        """What asks the server, once it is started."""
+        assert self._client is not None
+        return self._client
 
     @property
     def draws_as_asked(self) -> bool:
@@ -282,12 +287,12 @@ class HttpSide:
     @property
     def memory_mib(self) -> float | None:
         """The memory of the processes that are ours."""
-        found = [_memory(pid) for pid in self._pids()] if self._client is not None else []
+        found = [_memory(pid) for pid in self.pids()] if self._client is not None else []
         return sum(n for n in found if n is not None) if found else None
 
     def close(self) -> None:
         """End the server if it is ours."""
-        self._client, self._pids = None, tuple
+        self._client, self.pids = None, tuple
         self._stack.close()
         self._stack = ExitStack()
 

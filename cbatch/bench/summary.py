@@ -256,8 +256,8 @@ class Summary:
             ("wall(c)/wall(1)", lambda r: _ratio(r.wall_ratio)),
             ("of bare", lambda r: _ratio(r.of_bare.median if r.of_bare else None)),
             ("of ideal", lambda r: _ratio(r.of_ideal)),
-            ("over one by one", lambda r: _middle(r.over_one)),
-            ("cbatch over it", lambda r: _middle(r.ratio)),
+            ("over one by one", lambda r: shown_middle(r.over_one)),
+            ("cbatch over it", lambda r: shown_middle(r.ratio)),
             ("MiB", lambda r: _n(r.memory_mib)),
         ]
         cells = [tuple(show(row) for _, show in shown) for row in rows]
@@ -326,7 +326,8 @@ def _times(times: dict[int, float] | None) -> str:
     return "" if not times else f"{_n(times[50])} / {_n(times[99])}"
 
 
-def _middle(value: Middle | None) -> str:
+def shown_middle(value: Middle | None) -> str:
+    """Return a median and its range as text; nothing of None."""
     if value is None:
         return ""
     return f"{value.median:.2f} ({value.least:.2f}–{value.most:.2f})"

@@ -265,6 +265,8 @@ def _attention_sizes(shape: Shape) -> dict[str, Value]:
         "rope.dimension_count": Value(shape.n_head_dim, "UINT32"),
         "rope.freq_base": Value(500000.0, "FLOAT32"),
     }
+    if shape.architecture == "qwen2vl":
+        sizes["rope.dimension_sections"] = Value(_rope_sections(shape), "ARRAY", "INT32")
     if shape.n_expert:
         sizes["expert_count"] = Value(shape.n_expert, "UINT32")
         sizes["expert_used_count"] = Value(shape.n_expert_used, "UINT32")
@@ -281,6 +283,14 @@ def _attention_sizes(shape: Shape) -> dict[str, Value]:
         sizes["attention.sliding_window"] = Value(shape.n_window, "UINT32")
         sizes["attention.sliding_window_pattern"] = Value(pattern, "ARRAY", "INT32")
     return sizes
+
+
+def _rope_sections(shape: Shape) -> list[int]:
+    """Return how many pairs of a head are turned by time, height and width. Source: Qwen2-VL's 16, 24, 24 of 64."""
+    n_pairs = shape.n_head_dim // 2
+    n_time = n_pairs // 4
+    n_height = (n_pairs - n_time) // 2
+    return [n_time, n_height, n_pairs - n_time - n_height, 0]
 
 
 def _mamba_sizes(shape: Shape) -> dict[str, Value]:

@@ -16,21 +16,28 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-KINDS = ("llava", "llava-tiles")
-"""CLIP with LLaVA's projector, for pictures of one size; and for a picture's tiles beside the whole, as LLaVA 1.6."""
+KINDS = ("llava", "llava-tiles", "qwen2-vl", "gemma3")
+"""CLIP with LLaVA's projector, for pictures of one size; and for a picture's tiles beside the whole, as LLaVA 1.6;
+Qwen2-VL's, with a row for each 28 × 28 pixels, for the shape `qwen2-vl`; and Gemma 3's, for the shape `gemma3`."""
 
 _N_EMBD, _N_LAYER, _N_HEAD, _N_FF = 64, 3, 2, 128
 _N_SIDE, _N_PATCH = 56, 14
+_N_MERGED = 2
+"""Patches of each side of what becomes a row, in Qwen2-VL's and Gemma 3's."""
 _MEAN, _DEVIATION = (
     (0.48, 0.46, 0.41),
     (0.27, 0.26, 0.28),
 )  # Source: CLIP's preprocessor_config.json
+_TYPES = {"qwen2-vl": "qwen2vl_merger", "gemma3": "gemma3"}
+"""By which llama.cpp knows projectors that are not LLaVA's. Source: llama.cpp, tools/mtmd/clip-impl.h."""
 
 
 def write_projector(
     path: str | os.PathLike[str], n_embd: int, *, kind: str = "llava", seed: int = 0
 ) -> Path:
-    """Write a random projector of 16 rows a picture, or a tile, for a model that is `n_embd` wide; return the path.
+    """Write a random projector for a model that is `n_embd` wide; return the path.
+
+    A picture, or a tile, has 16 rows; with "qwen2-vl" as many as its size asks for, 8 at least.
 
     Raises:
         ConfigError: an unknown kind, or the `gguf` package is not installed.
@@ -60,10 +67,15 @@ def write_projector(
     return path
 
 
+def _n_side(kind: str) -> int:
+    """Return the pixels of each side of a picture."""
+    return _N_SIDE * _N_MERGED if kind == "gemma3" else _N_SIDE
+
+
 def _write_sizes(writer: Any, n_embd: int, kind: str) -> None:
     """Source: llama.cpp, tools/mtmd/clip-impl.h."""
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", "mlp")
+    writer.add_string("clip.projector_type", _TYPES.get(kind, "mlp"))
     writer.add_file_type(0)
     sizes = {
         "embedding_length": _N_EMBD,
@@ -71,9 +83,11 @@ def _write_sizes(writer: Any, n_embd: int, kind: str) -> None:
         "feed_forward_length": _N_FF,
         "block_count": _N_LAYER,
         "projection_dim": n_embd,
-        "image_size": _N_SIDE,
+        "image_size": _n_side(kind),
         "patch_size": _N_PATCH,
     }
+    if kind == "gemma3":
+        sizes["projector.scale_factor"] = _N_MERGED
     for name, value in sizes.items():
         writer.add_uint32(f"clip.vision.{name}", value)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
@@ -101,11 +115,16 @@ def _tensors(
         yield f"{name}.weight", np.ones(_N_EMBD, np.float32)
         yield f"{name}.bias", np.zeros(_N_EMBD, np.float32)
 
-    n_patches = (_N_SIDE // _N_PATCH) ** 2
-    yield "v.class_embd", matrix(_N_EMBD)
+    has_class = kind not in _TYPES
+    n_patches = (_n_side(kind) // _N_PATCH) ** 2 + has_class
+    if has_class:
+        yield "v.class_embd", matrix(_N_EMBD)
+        yield from norm("v.pre_ln")
     yield "v.patch_embd.weight", matrix(_N_EMBD, 3, _N_PATCH, _N_PATCH, scale=0.05)
-    yield "v.position_embd.weight", matrix(n_patches + 1, _N_EMBD, scale=0.3)
-    yield from norm("v.pre_ln")
+    if kind == "qwen2-vl":  # frames of a video come in pairs
+        yield "v.patch_embd.weight.1", matrix(_N_EMBD, 3, _N_PATCH, _N_PATCH, scale=0.05)
+    else:
+        yield "v.position_embd.weight", matrix(n_patches, _N_EMBD, scale=0.3)
     for i in range(_N_LAYER):
         layer = f"v.blk.{i}"
         for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
@@ -114,7 +133,13 @@ def _tensors(
         yield from norm(f"{layer}.ln2")
         yield from linear(f"{layer}.ffn_up", _N_FF, _N_EMBD)
         yield from linear(f"{layer}.ffn_down", _N_EMBD, _N_FF)
-    yield from linear("mm.0", n_embd, _N_EMBD)
+    if kind == "gemma3":
+        yield from norm("v.post_ln")
+        yield "mm.soft_emb_norm.weight", np.ones(_N_EMBD, np.float32)
+        yield "mm.input_projection.weight", matrix(_N_EMBD, n_embd, scale=_N_EMBD**-0.5)
+        return
+    n_merged = _N_MERGED**2 if kind == "qwen2-vl" else 1
+    yield from linear("mm.0", n_embd, n_merged * _N_EMBD)
     yield from linear("mm.2", n_embd, n_embd)
     if kind == "llava-tiles":
         yield "model.image_newline", matrix(n_embd, scale=1.0)

@@ -17,7 +17,15 @@ _MAX_SIZE = 2**31 - 1  # llama.cpp counts in 32 bits
 _QUANTISER_BLOCK = 32  # llama.cpp's quantiser leaves matrices of other rows in f16
 
 Architecture: TypeAlias = Literal[
-    "llama", "mamba", "qwen3", "bert", "nomic-bert", "jina-bert-v2", "gemma-embedding"
+    "llama",
+    "mamba",
+    "qwen3",
+    "qwen2vl",
+    "gemma3",
+    "bert",
+    "nomic-bert",
+    "jina-bert-v2",
+    "gemma-embedding",
 ]
 Pooling: TypeAlias = Literal["", "none", "mean", "cls", "last", "rank"]
 BERTS = ("bert", "nomic-bert", "jina-bert-v2")
@@ -39,8 +47,8 @@ class Shape:
         type: of the weight matrices, a name in `WEIGHT_TYPES`.
         n_ctx_train: positions the file says it was trained for.
         tied: whether the output uses the embedding's weights.
-        architecture: llama; mamba, which has a state of one size where llama has cells; qwen3; or one without causal
-            attention, for embeddings.
+        architecture: llama; mamba, which has a state of one size where llama has cells; qwen3; one without causal
+            attention, for embeddings; or qwen2vl and gemma3, for projectors of pictures of their kinds.
         pooling: how a text's embedding is made of its tokens'; empty where the file leaves it open. With "rank" the
             model has a classifier: of one output in a bert, of yes and no in a qwen3.
         n_expert: feed-forward layers of which a token uses some; 0 for a single one that all use.
@@ -119,10 +127,11 @@ class Shape:
 
     def _embeddings(self) -> Iterator[tuple[bool, str]]:
         name = self.architecture
-        has_window = name in ("llama", "gemma-embedding")
+        has_window = name in ("llama", "gemma-embedding", "gemma3")
         yield name not in ("llama", "mamba") and self.n_expert > 0, f"a {name} has no experts here"
         yield not has_window and self.n_window > 0, f"a {name} has no window"
-        yield name == "gemma-embedding" and not self.n_window, f"a {name} needs a window"
+        is_gemma = name in ("gemma-embedding", "gemma3")
+        yield is_gemma and not self.n_window, f"a {name} needs a window"
         yield name == "mamba" and bool(self.pooling), "a mamba has no pooling"
         yield (
             self.pooling == "rank" and name not in _RANKERS,
@@ -216,13 +225,15 @@ SHAPES: Mapping[str, Shape] = {
     "qwen3-rerank": Shape(
         2, 64, 2, 1, 128, 1024, "q8_0", tied=True, architecture="qwen3", pooling="rank"
     ),
+    "qwen2-vl": Shape(2, 64, 2, 1, 128, 1024, "q8_0", architecture="qwen2vl"),
+    "gemma3": Shape(2, 64, 2, 1, 128, 1024, "q8_0", architecture="gemma3", n_window=64),
     "minilm": Shape(6, 384, 12, 12, 1536, 30_522, "q8_0", 512, architecture="bert", pooling="mean"),
     "qwen3-0.6b-embedding": Shape(
         28, 1024, 16, 8, 3072, 151_669, "q8_0", tied=True, architecture="qwen3", pooling="last"
     ),
 }  # fmt: skip
-"""`test`, `mamba` and the tiny ones for embeddings run in milliseconds, `exact` shows rounding differences, the others
-are for speed.
+"""`test`, `mamba` and the tiny ones for embeddings and pictures run in milliseconds, `exact` shows rounding
+differences, the others are for speed.
 
 Source: the `config.json` of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, all-MiniLM-L6-v2 and
 Qwen3-Embedding-0.6B, whose heads are wider, 128.

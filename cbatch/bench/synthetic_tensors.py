@@ -108,10 +108,11 @@ def _attention_layer(shape: Shape, block: str) -> Iterator[RandomTensor]:
     yield RandomTensor(f"{block}.attn_k.weight", n_kv, width, sharp)
     yield RandomTensor(f"{block}.attn_v.weight", n_kv, width, unit)
     yield RandomTensor(f"{block}.attn_output.weight", width, width, _MIXING_GAIN * unit)
-    if shape.architecture in ("qwen3", "gemma-embedding"):
+    is_gemma = shape.architecture in ("gemma-embedding", "gemma3")
+    if shape.architecture == "qwen3" or is_gemma:
         yield _norm(f"{block}.attn_q_norm", shape.n_head_dim, _ATTENTION_GAIN**0.5)
         yield _norm(f"{block}.attn_k_norm", shape.n_head_dim, _ATTENTION_GAIN**0.5)
-    if shape.architecture == "gemma-embedding":
+    if is_gemma:
         yield _norm(f"{block}.post_attention_norm", width)
         yield _norm(f"{block}.post_ffw_norm", width)
     elif shape.n_window:  # attention may look at nothing: a logit of 0 beside those of the keys

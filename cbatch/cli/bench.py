@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from cbatch.bench.measured import Chains
     from cbatch.bench.model_text import ModelText
     from cbatch.bench.sides import HttpSide, Side
-    from cbatch.bench.summary import Summary
+    from cbatch.bench.summary import TextTable
+    from cbatch.bench.text_work import VectorWorkload
+    from cbatch.bench.vector_comparison import VectorComparison, VectorPlan
     from cbatch.bench.workloads import Workload
 
 _OUTPUT = "Output"
@@ -51,9 +53,10 @@ def _cases(incomplete: str) -> list[str]:
 
 
 def _named_workloads(incomplete: str) -> list[str]:
+    from cbatch.bench.text_work import VECTOR_WORKLOADS
     from cbatch.bench.workloads import WORKLOADS
 
-    return among_several(WORKLOADS)(incomplete)
+    return among_several([*WORKLOADS, *VECTOR_WORKLOADS])(incomplete)
 
 
 @takes(
@@ -267,10 +270,30 @@ def bench(
             )
         _draw(sources, _names(workload), svg_file)
         return
+    if texts := _vector_workloads(workload, prompt_tokens, common_tokens):
+        _refuse(
+            requests=requests,
+            rate=rate,
+            output_tokens=output_tokens,
+            warm=warm,
+            no_stream=not stream,
+            html=html_file,
+            svg=svg_file,
+        )
+        from cbatch.bench.vector_comparison import VectorPlan
+
+        texts_plan = VectorPlan(texts, _numbers("at_once", at_once), rounds, seed, count)
+        beside = Beside(llama_server, against or [], against_model, api_key, timeout_s)
+        named = _vector_sides(sides, beside)
+        say_round = _nothing if quiet else say
+        _measure_vectors(
+            texts_plan, named, model, given.engine_settings(), beside, files, say_round
+        )
+        return
     loads = _loads(at_once, rate)
     kinds = _workloads(workload, prompt_tokens, output_tokens, common_tokens)
     settings = {"parallel": DEFAULT_PARALLEL, **given.engine_settings()}
-    beside = _Beside(llama_server, against or [], against_model, api_key, timeout_s)
+    beside = Beside(llama_server, against or [], against_model, api_key, timeout_s)
     named = _sides(sides, beside)
     from cbatch.bench.comparison import ComparisonPlan  # slow to import
     from cbatch.bench.model_text import model_text
@@ -291,7 +314,7 @@ def _nothing(_: str) -> None:
     """Say nothing."""
 
 
-def _run(comparison: "Comparison") -> bool:
+def _run(comparison: "Comparison | VectorComparison") -> bool:
     """Measure; return whether Ctrl-C has ended it."""
     try:
         comparison.run()
@@ -303,12 +326,20 @@ def _run(comparison: "Comparison") -> bool:
     return False
 
 
+def _exit(*, is_broken_off: bool, has_problems: bool) -> None:
+    """Exit with a code that says how it went."""
+    if is_broken_off:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    if has_problems:
+        raise typer.Exit(ExitCode.SOME_FAILED)
+
+
 def _comparison(
     plan: "ComparisonPlan",
     text: "ModelText",
     settings: dict[str, Any],
     named: Sequence[str],
-    beside: "_Beside",
+    beside: "Beside",
 ) -> "Comparison":
     """Return the comparison of the sides that were named, and of the servers of others."""
     from cbatch.bench.comparison import Comparison
@@ -341,15 +372,23 @@ def _end(
     is_broken_off: bool,
 ) -> None:
     """Show what was found, write the files, and exit with a code that says how it went."""
-    from cbatch.bench.summary import Summary
+    from cbatch.bench.rates import Rates
+    from cbatch.bench.summary import Summary, markdown
+    from cbatch.cli.bench_page import bench_page, bench_picture
 
-    summary = Summary(comparison)
-    _show(summary, facts)
-    _write_files(summary, facts, files)
-    if is_broken_off:
-        raise typer.Exit(ExitCode.INTERRUPTED)
-    if summary.problems():
-        raise typer.Exit(ExitCode.SOME_FAILED)
+    summary, machine = Summary(comparison), _machine()
+    tables, remarks, problems = summary.tables(), summary.remarks(), summary.problems()
+    _show(tables, remarks, problems, facts)
+    lines = [_line_of(facts), _line_of(machine), *remarks, *problems]
+    found = {"settings": facts, "machine": machine, **summary.as_dict()}
+    makers: dict[str, Callable[[], str]] = {
+        "json": partial(_as_json, found),
+        "markdown": partial(markdown, tables, lines),
+        "html": partial(bench_page, summary, facts, machine),
+        "svg": lambda: bench_picture([Rates.of(summary, facts)]),
+    }
+    _write_files(makers, files)
+    _exit(is_broken_off=is_broken_off, has_problems=bool(problems))
 
 
 # ---- what was asked ----
@@ -380,7 +419,7 @@ def _loads(at_once: str, rate: str | None) -> "list[Load]":
     return [Load(rate=each) for each in _rates(rate)]
 
 
-def _sides(asked: str | None, beside: "_Beside") -> list[str]:
+def _sides(asked: str | None, beside: "Beside") -> list[str]:
     from cbatch.bench.sides import check_kinds
 
     usual = "engine,serve,bare" if beside.has_any else "engine,one,llama,static,bare"
@@ -417,6 +456,69 @@ def _workloads(
     return [workload_of(name, own=own, output=output, n_common=n_common) for name in _names(names)]
 
 
+def _vector_workloads(
+    names: str, prompt_tokens: str | None, n_common: int | None
+) -> "list[VectorWorkload]":
+    """Return the named workloads of texts; none where no name is of one."""
+    from cbatch.bench.text_work import VECTOR_WORKLOADS, vector_workload
+
+    named = _names(names)
+    found = [name for name in named if name in VECTOR_WORKLOADS]
+    if not found:
+        return []
+    if others := [name for name in named if name not in found]:
+        raise ConfigError(f"{', '.join(found)} and {', '.join(others)}: measure them one at a time")
+    own = _span("prompt_tokens", prompt_tokens)
+    return [vector_workload(name, own=own, n_common=n_common) for name in found]
+
+
+def _refuse(**given: Any) -> None:
+    """Raise a `ConfigError` for an option that is given and has no effect on embeddings."""
+    for name, value in given.items():
+        if value:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect on embeddings and rerank: leave it out"
+            )
+
+
+def _vector_sides(asked: str | None, beside: "Beside") -> list[str]:
+    from cbatch.bench.vector_sides import check_vector_kinds
+
+    named = _names(asked or ("engine,serve" if beside.has_any else "engine,llama"))
+    check_vector_kinds(named)
+    return named
+
+
+def _measure_vectors(
+    plan: "VectorPlan",
+    names: Sequence[str],
+    model: Path | None,
+    settings: Mapping[str, Any],
+    beside: "Beside",
+    files: Mapping[str, Path | None],
+    say_round: Callable[[str], object],
+) -> None:
+    """Measure embeddings and rerank, show and write what was found, and exit with a code that says how it went."""
+    from cbatch.bench.model_text import model_text
+    from cbatch.bench.summary import markdown
+    from cbatch.bench.vector_comparison import VectorComparison
+    from cbatch.cli.bench_vectors import VectorSides, check_fit
+
+    with model_text(None if model is None else str(model)) as text:
+        check_fit(plan.workloads, text)
+        make = VectorSides(names, text, settings, beside, max(plan.loads))
+        comparison = VectorComparison(plan, make, text.tokenize, say_round)
+        is_broken_off = _run(comparison)
+    facts = {"model": text.path, "seed": plan.seed, "rounds": plan.n_rounds, **settings}
+    tables, machine = [*comparison.tables()], _machine()
+    _show(tables, [], comparison.refused, facts)
+    lines = [_line_of(facts), _line_of(machine), *comparison.refused]
+    found = {"settings": facts, "machine": machine, **comparison.as_dict()}
+    makers = {"json": partial(_as_json, found), "markdown": partial(markdown, tables, lines)}
+    _write_files(makers, files)
+    _exit(is_broken_off=is_broken_off, has_problems=bool(comparison.refused))
+
+
 def _of_file(
     path: Path | None, kinds: "list[Workload]", text: "ModelText"
 ) -> "tuple[list[Workload], Chains | None]":
@@ -447,7 +549,7 @@ def _window(kinds: "Sequence[Workload]", asked: int | None, n_trained: int) -> i
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
+class Beside:
     """The servers that a command line names."""
 
     program: Path | None
@@ -472,16 +574,20 @@ class _Beside:
         """Whether there are servers of others."""
         return bool(self.urls) or self.program is not None
 
-    def ours(self, text: "ModelText", settings: Mapping[str, Any]) -> "HttpSide":
-        """Return `cbatch serve`."""
-        from cbatch.bench.sides import cbatch_server, http_side
-
+    def words_of(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return the arguments by which `cbatch serve` has settings."""
         words: list[str] = []
         for name, value in settings.items():
             flag = f"--{_FLAGS.get(name, name.replace('_', '-'))}"
             if value is not False:
                 words += [flag] if value is True else [flag, str(value)]
-        start = partial(cbatch_server, text.path, words)
+        return words
+
+    def ours(self, text: "ModelText", settings: Mapping[str, Any]) -> "HttpSide":
+        """Return `cbatch serve`."""
+        from cbatch.bench.sides import cbatch_server, http_side
+
+        start = partial(cbatch_server, text.path, self.words_of(settings))
         return http_side("serve", start, tokenize=text.answer_tokens, timeout_s=self.timeout_s)
 
     def theirs(self, text: "ModelText", settings: Mapping[str, Any]) -> "Iterator[HttpSide]":
@@ -510,30 +616,37 @@ class _Beside:
 def _listed() -> Iterator[str]:
     from cbatch.bench.cases import present, told
     from cbatch.bench.sides import KINDS
+    from cbatch.bench.text_work import VECTOR_WORKLOADS
     from cbatch.bench.workloads import WORKLOADS
 
     yield "workloads (--workload), sizes in tokens:"
     yield from (f"  {w.name:<22}{w.told} ({w.sizes})" for w in WORKLOADS.values())
+    yield from (f"  {w.name:<22}{w.told} ({w.sizes})" for w in VECTOR_WORKLOADS.values())
     yield "sides (--sides; --llama-server PATH and --against URL add servers):"
     yield from (f"  {name:<22}{words}" for name, words in KINDS.items())
     yield "cases (--case NAME MODEL -- WORDS):"
     yield from (f"  {name:<22}{told(name)}" for name in present())
 
 
-def _show(summary: "Summary", facts: Mapping[str, Any]) -> None:
+def _show(
+    tables: "Sequence[TextTable]",
+    remarks: Sequence[str],
+    problems: Sequence[str],
+    facts: Mapping[str, Any],
+) -> None:
     """Print the tables on stdout, and what was refused on stderr."""
     from cbatch.bench.summary import text_table
 
     width = shutil.get_terminal_size().columns if stdout().isatty() else _PRINTED_WIDTH
     told = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
     lines = told(_line_of(facts))
-    for table in summary.tables():
+    for table in tables:
         lines += ["", *told(table.title), *text_table(table, width)]
         lines += told(table.note) if table.note else []
-    for remark in summary.remarks():
+    for remark in remarks:
         lines += told(remark)
     write("\n".join(lines) + "\n")
-    for line in summary.problems():
+    for line in problems:
         say(f"refused: {line}")
 
 
@@ -541,28 +654,18 @@ def _line_of(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
-def _write_files(
-    summary: "Summary", facts: Mapping[str, Any], files: Mapping[str, Path | None]
-) -> None:
-    """Write the files that were asked for, each whole or not at all."""
-    from cbatch.bench.rates import Rates
-    from cbatch.bench.summary import markdown
-    from cbatch.cli.bench_page import bench_page, bench_picture
+def _machine() -> dict[str, str]:
     from cbatch.files.report.page import machine_facts, version_facts
 
-    machine = {**machine_facts(), **version_facts()}
-    makers: dict[str, Callable[[], str]] = {
-        "json": lambda: (
-            json.dumps({"settings": facts, "machine": machine, **summary.as_dict()}, indent=1)
-            + "\n"
-        ),
-        "markdown": lambda: markdown(
-            summary.tables(),
-            [_line_of(facts), _line_of(machine), *summary.remarks(), *summary.problems()],
-        ),
-        "html": lambda: bench_page(summary, facts, machine),
-        "svg": lambda: bench_picture([Rates.of(summary, facts)]),
-    }
+    return {**machine_facts(), **version_facts()}
+
+
+def _as_json(found: Mapping[str, Any]) -> str:
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _write_files(makers: Mapping[str, Callable[[], str]], files: Mapping[str, Path | None]) -> None:
+    """Write the files that were asked for, each whole or not at all."""
     for kind, path in files.items():
         if path is not None:
             _write_file(path, makers[kind]())

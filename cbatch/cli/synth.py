@@ -34,9 +34,9 @@ def synth(
         str,
         option(
             help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or the shapes of "
-            "well-known models: 0.5b, 1b, 3b, 8b. For embeddings: bert, bert-cls, nomic-bert, jina-bert-v2, "
-            "gemma-embedding, qwen3-embedding (0.2 MB each), minilm (25 MB), qwen3-0.6b-embedding; for rerank: "
-            "bert-rerank, qwen3-rerank.",
+            "well-known models: 0.5b, 1b, 3b, 8b. For pictures: qwen2-vl, gemma3 (0.2 MB each). For embeddings: bert, "
+            "bert-cls, nomic-bert, jina-bert-v2, gemma-embedding, qwen3-embedding (0.2 MB each), minilm (25 MB), "
+            "qwen3-0.6b-embedding; for rerank: bert-rerank, qwen3-rerank.",
             autocompletion=_shapes,
         ),
     ] = "test",
@@ -59,7 +59,8 @@ def synth(
     mmproj: Annotated[
         str | None,
         option(
-            help="Write a projector of pictures instead, for a model that is --n-embd wide: llava or llava-tiles.",
+            help="Write a projector of pictures instead, for a model that is --n-embd wide: llava or llava-tiles, "
+            "qwen2-vl for --shape qwen2-vl, gemma3 for --shape gemma3.",
             default="a model is written",
         ),
     ] = None,

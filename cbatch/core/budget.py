@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _N_DECODES = 9
 """Steps of each width that the median is taken of; nearly half of them may be slow for other reasons."""
@@ -33,7 +33,12 @@ _SAME_WIDTH = 1.5
 
 
 def split_budget(
-    wanted: Sequence[int], left: Sequence[int], budget: int, n_enough: int | None = None
+    wanted: Sequence[int],
+    left: Sequence[int],
+    budget: int,
+    n_enough: int | None = None,
+    *,
+    n_whole: Sequence[Callable[[int], int]] | None = None,
 ) -> list[int]:
     """Share `budget` tokens among prompts, in the order of the lists.
 
@@ -43,10 +48,13 @@ def split_budget(
         budget: tokens to share.
         n_enough: after this many tokens, only prompts that fit completely are added, because a part of another would
             make the step longer and no first token earlier. None adds whatever fits.
+        n_whole: for each prompt, how many of its next tokens can be computed if there is room for so many.
     """
-    shares = []
+    shares: list[int] = []
     for want, n_left in zip(wanted, left, strict=True):
         share = min(want, budget)
+        if n_whole is not None:
+            share = n_whole[len(shares)](share)
         if n_enough is not None and n_enough <= 0 and share < n_left:
             share = 0
         shares.append(share)

@@ -28,6 +28,7 @@ from cbatch.errors import (
     RequestFailedError,
     SequenceStateError,
 )
+from cbatch.support.picture_tokens import whole_pictures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -276,7 +277,7 @@ class SequenceDriver:
     def n_whole(self, cuts: PromptCuts, n: int) -> int:
         """Return how many of its first `n` cells the sequence can keep and continue from."""
         if not cuts or n >= self.n_prompt:
-            return n
+            return whole_pictures(self.tokens, n)
         cuts = self.own_cuts(cuts)
         return cuts.whole(max(0, min(n, self.n_prompt - cuts.least)))
 

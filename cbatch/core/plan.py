@@ -193,7 +193,8 @@ class StepPlan:
 
     A slot with a constraint samples only tokens that the constraint allows. A chunk with an output in a slot with a
     constraint or a processor needs `n_steps` = 1, because its next step depends on the sampled token. `chunks` are in
-    ascending order of slot, at most one for each slot, with at most `N_TARGETS_MAX` targets together.
+    ascending order of slot, at most one for each slot, with at most `N_TARGETS_MAX` targets together. They have at most
+    `n_batch` tokens together, but for a single chunk that is a whole picture; see `has_whole_pictures`.
 
     With `n_steps` > 1, every chunk has an output and none has targets, and each further step computes the tokens that
     the previous step sampled. The run ends early after a step in which a row sampled a stop token or was broken, after
@@ -343,6 +344,8 @@ class KvCapabilities:
     """Whether the first cells of one slot can be copied to another. Implies `can_trim`."""
     can_shift: bool = False
     """Whether cells can be removed from the middle of a sequence. Implies `can_trim`."""
+    has_whole_pictures: bool = False
+    """Whether all rows of a picture are computed in one step: they attend to later rows, or share a position."""
     saved_bytes: int = 0
     """Bytes of host memory of a saved sequence, without its cells."""
     saved_bytes_per_cell: int = 0

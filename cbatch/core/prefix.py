@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cbatch.core.checkpoints import Checkpoints, KeptCheckpoint
 from cbatch.core.driver import Status
 from cbatch.core.plan import ANYWHERE, Slot
+from cbatch.support.picture_tokens import whole_pictures
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
@@ -242,7 +243,7 @@ class PrefixCache:
         n_known, n_short = alike[0][0] if alike else 0, self._n_short(alike)
         n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
         for n_alike, place in alike:
-            n_leader_cells = self._cuts.whole(n_alike)
+            n_leader_cells = self._whole(driver, n_alike)
             if n_leader_cells < n_least:
                 break
             can_lead = self._can_copy or self.checkpoints.has_room(n_leader_cells)
@@ -317,7 +318,11 @@ class PrefixCache:
                 return n_cells
         if not self._can_trim:
             return n_cells if n_cells <= n_alike and n_cells == self._cuts.whole(n_cells) else 0
-        return self._cuts.whole(min(n_alike, n_cells))
+        return self._whole(driver, min(n_alike, n_cells))
+
+    def _whole(self, driver: SequenceDriver, n: int) -> int:
+        """Return the last position up to `n` where a sequence can be cut: not within a picture."""
+        return whole_pictures(driver.tokens, self._cuts.whole(n))
 
     def _can_take(self, slot: Slot, n_cells: int) -> bool:
         """Whether to reuse a free slot in place; a short match does not justify losing many cells."""
@@ -375,7 +380,7 @@ class PrefixCache:
         """Return the last position up to `n` where a sequence can stop: a cut, or the end of its prompt."""
         if n < driver.n_prompt or self._cuts.whole(n) != n:
             n = min(n, driver.n_prompt - driver.own_cuts(self._cuts).least) if self._cuts else n
-        return self._cuts.whole(max(0, n))
+        return self._whole(driver, max(0, n))
 
     # ---- which slot to give or to empty ----
 

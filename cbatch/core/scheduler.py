@@ -21,6 +21,7 @@ from cbatch.core.plan import (
 )
 from cbatch.engine_options import MAX_DRAFTS
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
+from cbatch.support.picture_tokens import n_rows_at, whole_pictures
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,6 +91,10 @@ class _Prefill(NamedTuple):
         """Tokens before its first output."""
         return len(self.driver.tokens) - self.start
 
+    def n_whole(self, n: int) -> int:
+        """Return how many of its next `n` tokens can be computed without a part of a picture."""
+        return max(0, whole_pictures(self.driver.tokens, self.start + n) - self.start)
+
 
 class ContinuousBatchScheduler:
     """Plans steps over the sequences of a batcher, and applies their results.
@@ -118,7 +123,7 @@ class ContinuousBatchScheduler:
         self.costs = StepCosts()
         self.bisection = FaultBisection()
         self._n_batch, self._cuts = n_batch, cuts
-        self._can_trim = memory.can_trim
+        self._can_trim, self._has_whole_pictures = memory.can_trim, memory.has_whole_pictures
         cells = batcher.slot_plan().cells
         self._is_overcommitted = cells.ledger.is_overcommitted
         self._has_checkpoints = cells.prefixes.checkpoints.is_on
@@ -239,7 +244,7 @@ class ContinuousBatchScheduler:
         if is_tight and _make_room_or_free_slot(slot_plan):
             slot_plan.make_room(slot_plan.ledger.n_pool)  # including the slot of a victim
         while running := slot_plan.running_then():
-            n_rows = max(1, _n_single(running))
+            n_rows = self._n_least(running, slot_plan)
             slot_plan.make_room(n_rows)
             if slot_plan.ledger.n_free_cells >= n_rows:
                 break
@@ -247,6 +252,16 @@ class ContinuousBatchScheduler:
             if not slot_plan.free_a_slot():
                 break
         return is_tight
+
+    def _n_least(self, running: Sequence[SequenceDriver], slot_plan: SlotPlan) -> int:
+        """Return the fewest free cells with which each decoding row, or else one of the prompts, can be computed."""
+        n_rows = max(1, _n_single(running))
+        if not self._has_whole_pictures:
+            return n_rows
+        asked = self.bisection.suspects(slot_plan.leaving()) or running
+        if _n_single(asked):
+            return n_rows
+        return max(n_rows, min(n_rows_at(d.tokens, slot_plan.n_computed(d)) for d in asked))
 
     def _n_copied_max(self, slot_plan: SlotPlan) -> int | None:
         """Return how many cells a step may copy: if others wait, as many as take as long as decoding."""
@@ -314,8 +329,26 @@ class ContinuousBatchScheduler:
             )
             if budget is not None:
                 room = min(room, budget and max(budget, self._cuts.n_room))
+            room = self._room_for_picture(shares, prefills, room, n_free - n_rows)
             self._share_out(shares, prefills, wanted, room, n_enough)
         return shares
+
+    def _room_for_picture(
+        self, shares: dict[Slot, int], prefills: Sequence[_Prefill], room: int, n_free: int
+    ) -> int:
+        """Return the most prompt tokens of a step: more than `room` if a larger picture is next.
+
+        A picture that does not fit a step with decoding rows is a step of its own; removes these rows from `shares`.
+        """
+        for driver, _, start in prefills if self._has_whole_pictures and room > 0 else ():
+            n = n_rows_at(driver.tokens, start)
+            if n <= room:
+                return room
+            if n <= n_free:
+                if n + len(shares) > self._n_batch:
+                    shares.clear()
+                return n
+        return room
 
     def _turn_of(self, prefill: _Prefill) -> int:
         """Return the sort key of prompts that share a step: fewest tokens before the first output first.
@@ -340,18 +373,24 @@ class ContinuousBatchScheduler:
             wanted[0] = self._n_chunk(driver, start, min(room, wanted[0]))
             split = whole_chunks(wanted, room)
         else:
-            split = split_budget(wanted, [prefill.n_left for prefill in prefills], room, n_enough)
+            n_whole = [p.n_whole for p in prefills] if self._has_whole_pictures else None
+            split = split_budget(
+                wanted, [p.n_left for p in prefills], room, n_enough, n_whole=n_whole
+            )
         for (_, slot, _), n in zip(prefills, split, strict=True):
             if n:
                 shares[slot] = n
 
     def _make_room_for_step(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> None:
         """Empty slots with retained cells, to make room for this step's tokens and the later steps of the run."""
-        n_wanted, n_steps = 0, N_STEPS_MAX
+        n_wanted, n_steps, n_most = 0, N_STEPS_MAX, self._n_batch
         for driver in group:
-            n_wanted += len(driver.tokens) - slot_plan.n_computed(driver)
+            n_computed = slot_plan.n_computed(driver)
+            n_wanted += len(driver.tokens) - n_computed
             n_steps = min(n_steps, driver.n_room)
-        slot_plan.make_room(min(self._n_batch, n_wanted) + n_steps * len(group))
+            if self._has_whole_pictures:
+                n_most = max(n_most, n_rows_at(driver.tokens, n_computed))
+        slot_plan.make_room(min(n_most, n_wanted) + n_steps * len(group))
 
     def _wanted(self, prefills: Sequence[_Prefill], slot_plan: SlotPlan) -> list[int]:
         n_chunk = self.options.prefill_chunk or self._n_batch
@@ -359,6 +398,11 @@ class ContinuousBatchScheduler:
             wanted = [self._n_chunk(d, start, self._n_batch) for d, _, start in prefills]
         else:
             wanted = [min(len(d.tokens) - start, n_chunk) for d, _, start in prefills]
+            if self._has_whole_pictures:
+                wanted = [
+                    max(n, n_rows_at(d.tokens, start))
+                    for n, (d, _, start) in zip(wanted, prefills, strict=True)
+                ]
         if self._has_checkpoints:
             to_mark = [slot_plan.n_to_mark(d, start) for d, _, start in prefills]
             wanted = [n if m is None else min(n, m) for n, m in zip(wanted, to_mark, strict=True)]

@@ -39,6 +39,23 @@ def place_of(token: int) -> tuple[int, int]:
     return divmod(token - FIRST_PICTURE, N_ROWS_MAX)
 
 
+def whole_pictures(tokens: Sequence[int], n: int) -> int:
+    """Return `n`, or where the picture begins of which the first `n` tokens have only some rows."""
+    if n >= len(tokens) or tokens[n] < FIRST_PICTURE:
+        return n
+    return n - place_of(tokens[n])[1]
+
+
+def n_rows_at(tokens: Sequence[int], start: int) -> int:
+    """Return how many rows of one picture follow each other from a place on; 0 if a token is there."""
+    if start == len(tokens) or tokens[start] < FIRST_PICTURE:
+        return 0
+    end = start + 1
+    while end < len(tokens) and tokens[end] == tokens[end - 1] + 1:
+        end += 1
+    return end - start
+
+
 def without_pictures(tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens that are of a vocabulary: the same object where all are."""
     if max(tokens, default=0) < FIRST_PICTURE:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
+    from cbatch.support.model_facts import ModelFacts
     from cbatch.worker.connection import Connection
     from cbatch.worker.pool import Launch
 
@@ -74,6 +75,7 @@ class Workers(Questions):
         ready = self.pool.ready
         self.n_window = min(connection.n_window for connection in ready)
         self.has_limit = any(connection.has_limit for connection in ready)
+        self._facts = next((c.facts for c in ready if c.facts is not None), None)
         self.is_apart = not self.has_limit
         self.orders = self
 
@@ -338,6 +340,11 @@ class Workers(Questions):
         """Put a question to every worker; return the answers of workers that live."""
         self.check_open()
         return self.pool.ask_all(command_of(method, *arguments), _reader_of(method))
+
+    def model_facts(self) -> ModelFacts:
+        """Return what the model is, as a worker's first frame told it; one that did not tell it is asked."""
+        self.check_open()
+        return super().model_facts() if self._facts is None else self._facts
 
     def check_options(self, options: RunOptions) -> None:
         """Raise a `ConfigError` for options of a run that name an adapter which is not loaded."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
     from cbatch.stats import EngineStats
+    from cbatch.support.model_facts import ModelFacts
     from cbatch.worker.protocol_commands import ProtocolCommand
     from cbatch.worker.requests import Asked
     from cbatch.worker.wire import WireAnswer
@@ -110,6 +111,8 @@ class Connection:
         self.frames = link.frames()
         self.has_limit = False
         """Whether queueing may wait there for room in the queue."""
+        self.facts: ModelFacts | None = None
+        """What its model is, if its first frame tells it."""
         try:
             self.n_slots, self.n_window = self._sizes()
         except BaseException as error:
@@ -152,7 +155,7 @@ class Connection:
         try:
             ready = decode(frame, Ready)
             if ready.cbatch == VERSION and ready.error is None:
-                self.has_limit = ready.has_limit
+                self.has_limit, self.facts = ready.has_limit, ready.facts
                 window = check_int("n_window", ready.n_window, 1, MAX_INT)
                 return check_int("parallel", ready.parallel, 1, MAX_INT), window
         except Exception as wrong:

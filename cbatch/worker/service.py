@@ -172,7 +172,7 @@ def serve(
     """
     frames = FrameSink(sink, hello.frames)
     try:
-        frames.write(encode(_ready(runtime), hello.frames))
+        frames.write(encode(_ready(runtime, hello.frames), hello.frames))
     except OSError:
         return SessionEnd.LEFT
     outbox = Outbox(frames, lambda: host.leave(), hello.credit)
@@ -271,7 +271,7 @@ def _refuse(first: bytes, sink: int, error: CBatchError) -> None:
             data = data[write_some(sink, data) :]
 
 
-def _ready(runtime: LocalRuntime) -> Ready:
+def _ready(runtime: LocalRuntime, frames: Frames) -> Ready:
     return Ready(
         cbatch=VERSION,
         version=cbatch.__version__,
@@ -279,6 +279,7 @@ def _ready(runtime: LocalRuntime) -> Ready:
         parallel=runtime.n_slots,
         n_window=runtime.n_window,
         has_limit=runtime.has_limit,
+        facts=runtime.model_facts() if frames == "msgpack" else None,
     )
 
 

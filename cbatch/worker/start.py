@@ -101,6 +101,12 @@ def path_of(model: Any) -> str | None:
     )
 
 
+def divisible(options: EngineOptions, n: int) -> int:
+    """Return `n`, or so many workers as can each have some of what options give them together."""
+    shared: list[int | None] = [getattr(options, name) for name in _SHARED]
+    return min([n, *filter(None, shared)])
+
+
 def settings_of(options: EngineOptions, n: int) -> list[dict[str, Any]]:
     """Return the settings of each of `n` workers, by name: settings that differ from the default.
 

@@ -27,6 +27,7 @@ from cbatch.response import BatchOutputChunk, BatchResult
 from cbatch.runtime.output import Origin
 from cbatch.runtime.step_record import StepRecord
 from cbatch.support.checks import MAX_TIME_S, shown
+from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -319,6 +320,8 @@ class Ready(Struct, omit_defaults=True, kw_only=True):
     parallel: int = 0
     n_window: int = 0
     has_limit: bool = False
+    facts: ModelFacts | None = None
+    """What the model is, for cbatch's own clients: so that these need not ask, which would wait in an event loop."""
     error: CBatchError | None = None
 
 

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 12
+#define CBATCH_ABI_VERSION 13
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -282,6 +282,17 @@ CBATCH_EXPORT int32_t cbatch_weights(const float * logits, int32_t n, double tem
 
 // Write the four words of Philox4x32-10 for a counter of four words and a key of two. For known-answer tests.
 CBATCH_EXPORT void cbatch_philox(const uint32_t * counter, const uint32_t * key, uint32_t * out) CBATCH_NOEXCEPT;
+
+// The node after which the computing of a graph ends. Must outlive the contexts that have it.
+typedef struct cbatch_stop {
+    const char * (*get_name)(const void * tensor);  // ggml_get_name
+    const char * name;                              // of the node
+} cbatch_stop;
+
+// End the computing of a graph, or of a device's part of it, after the node of `given`, a cbatch_stop: what llama.cpp would
+// compute from it and nobody reads. A graph without such a node is computed whole. Has the type of llama.cpp's `cb_eval`.
+//   is_before: whether llama.cpp asks if it should stop at a node, rather than whether to go on behind it.
+CBATCH_EXPORT bool cbatch_stop_callback(void * tensor, bool is_before, void * given) CBATCH_NOEXCEPT;
 
 // llama.cpp's log levels. Source: ggml/include/ggml.h, enum ggml_log_level.
 #define CBATCH_LOG_DEBUG 1

@@ -15,6 +15,7 @@ from cbatch.bench import comparison
 from cbatch.bench.cases import CASES
 from cbatch.bench.server_process import served
 from cbatch.bench.sides import KINDS
+from cbatch.bench.text_work import VECTOR_WORKLOADS
 from cbatch.bench.verdict import differences
 from cbatch.bench.workloads import WORKLOADS
 from tests.cli.conftest import invoke, start
@@ -32,7 +33,7 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
     shown = invoke("bench", "--list")
     assert shown.exit_code == 0
     lines = {line.split()[0]: line for line in shown.stdout.splitlines() if line.startswith("  ")}
-    assert lines.keys() == {*WORKLOADS, *KINDS, *CASES}
+    assert lines.keys() == {*WORKLOADS, *VECTOR_WORKLOADS, *KINDS, *CASES}
     assert all(len(line.split()) > 2 for line in lines.values())
 
 

@@ -55,3 +55,8 @@ def test_part_of_a_prompt_waits_once_there_is_enough(
 )
 def test_chunk_is_computed_whole_or_not_at_all(budget: int, shares: list[int]) -> None:
     assert whole_chunks([4, 4, shares[2] or 4], budget) == shares
+
+
+def test_split_budget_gives_only_what_can_be_computed() -> None:
+    by_fours = [lambda n: n - n % 4] * 3
+    assert split_budget([9, 9, 9], [9, 9, 9], 15, n_whole=by_fours) == [8, 4, 0]

@@ -96,7 +96,7 @@ def test_chats_take_no_system_message_and_are_not_raw(tmp_path: Path, said: dict
         ("text,prompt", {}, "has columns prompt and text: give a template"),
         (
             "id,review",
-            {"template": "{x}"},
+            {"template": "Say {x}"},
             "template: there is no column 'x'; the columns are: id, review",
         ),
         ("id,text", {"system": "{x}"}, "system: there is no column 'x'"),

@@ -148,7 +148,7 @@ def test_changed_setting_does_not_continue(engine: Any, table: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"column": "body"}, "no column 'body'"),
+        ({"column": "body"}, r"in\.csv: there is no column 'body'; the columns are: name, text$"),
         ({"column": "text", "template": "{text}"}, "column and template"),
         ({"column": "text", "report": "r.html"}, "report has no effect"),
         ({"column": "text", "pooling": "rank"}, "pooling must be"),

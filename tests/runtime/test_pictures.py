@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch import Engine
-from cbatch.backend.fake import FakeBackend, FakeVocab
-from cbatch.core.plan import KvCapabilities
+from cbatch.backend.fake import FakeBackend, FakeVocab, Faults
+from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError
 from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
     PictureTokens,
     ids_of,
+    n_rows_at,
     place_of,
+    whole_pictures,
     without_pictures,
 )
 from tests.profiles import examples
-from tests.runtime.backends import PATIENCE_S
+from tests.runtime.backends import PATIENCE_S, parts_of
 
 MEMORIES = (
     None,
@@ -45,10 +49,26 @@ def chat(draw: random.Random) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
-def engine_of(n_slots: int, *, memory: KvCapabilities | None = None, **schedule: Any) -> Engine:
-    backend = FakeBackend(n_slots, 400, memory=memory)
+def engine_of(
+    n_slots: int,
+    *,
+    memory: KvCapabilities | None = None,
+    is_whole: bool = False,
+    n_batch: int = 64,
+    faults: Faults | None = None,
+    **schedule: Any,
+) -> Engine:
+    memory = memory or KvCapabilities("partitioned", n_slots * 400)
+    memory = replace(memory, has_whole_pictures=is_whole)
+    backend = FakeBackend(n_slots, 400, n_batch, memory=memory, faults=faults or Faults())
     backend.vocab.picture_refusal = ""
     return Engine(backend, schedule=ScheduleOptions(**schedule))
+
+
+def failing(draw: random.Random) -> Faults:
+    """One step fails."""
+    steps, i_failing, code = itertools.count(), draw.randrange(20), draw.choice((1, 2, -3))
+    return Faults(code=lambda _: code if next(steps) == i_failing else 0)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -56,19 +76,83 @@ def engine_of(n_slots: int, *, memory: KvCapabilities | None = None, **schedule:
     seed=st.integers(0, 10**6),
     n_slots=st.integers(1, 5),
     n_budget=st.sampled_from([None, 4, 32]),
+    n_chunk=st.sampled_from([None, 8]),
+    n_batch=st.sampled_from([8, 64]),
     memory=st.sampled_from(MEMORIES),
+    is_whole=st.booleans(),
+    fails=st.booleans(),
 )
 def test_pictures_in_company_have_the_answers_they_have_alone(
-    seed: int, n_slots: int, n_budget: int | None, memory: KvCapabilities | None
+    seed: int,
+    n_slots: int,
+    n_budget: int | None,
+    n_chunk: int | None,
+    n_batch: int,
+    memory: KvCapabilities | None,
+    is_whole: bool,
+    fails: bool,
 ) -> None:
     draw = random.Random(seed)
     asked = [chat(draw) for _ in range(8)]
-    with engine_of(1) as engine:
+    with engine_of(1, is_whole=is_whole) as engine:
         alone = [engine.run([each], options=SAME).results()[0] for each in asked]
-    with engine_of(n_slots, memory=memory, prefill_budget=n_budget) as engine:
+    given: dict[str, Any] = {"memory": memory, "is_whole": is_whole, "n_batch": n_batch}
+    given |= {"prefill_budget": n_budget, "prefill_chunk": n_chunk}
+    with engine_of(n_slots, faults=failing(draw) if fails else None, **given) as engine:
         together = engine.run(asked, options=SAME).results()
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     assert [r.usage.prompt_tokens for r in together] == [r.usage.prompt_tokens for r in alone]
+
+
+def parts_of_steps(backend: FakeBackend) -> list[list[tuple[int, int]]]:
+    """Of each step, the tokens of its chunks and the rows among them."""
+    return [
+        [(len(c.tokens), sum(t >= FIRST_PICTURE for t in c.tokens)) for c in plan.chunks]
+        for plan in backend.plans
+        if plan.chunks
+    ]
+
+
+@pytest.mark.parametrize(("is_whole", "rows"), [(False, [3, 8, 8, 8, 8, 4]), (True, [39])])
+def test_picture_above_the_budget_is_cut_or_computed_as_a_whole(
+    is_whole: bool, rows: list[int]
+) -> None:
+    picture = {"type": "image", "image": bytes(39)}
+    asked = [{"role": "user", "content": [picture, {"type": "text", "text": "ab" * 40}]}]
+    with engine_of(2, is_whole=is_whole, n_batch=32, prefill_chunk=8) as engine:
+        engine.run([asked], options=SAME).results()
+        steps = parts_of_steps(parts_of(engine).backend)
+    assert [n for [(_, n)] in steps if n] == rows
+    assert max(n for [(n, n_rows)] in steps if not n_rows) == 8
+
+
+def test_picture_larger_than_a_batch_is_alone_in_its_step() -> None:
+    picture = {"type": "image", "image": bytes(39)}
+    seen = {"role": "user", "content": [picture, {"type": "text", "text": "Hm?"}]}
+    asked: list[Any] = ["abc" * 20, [seen], "def"]
+    with engine_of(3, is_whole=True, n_batch=16) as engine:
+        results = engine.run(asked, options=SAME).results()
+        steps = parts_of_steps(parts_of(engine).backend)
+    assert [r.error for r in results] == [None] * 3
+    assert [step for step in steps if any(n_rows for _, n_rows in step)] == [[(39, 39)]]
+    assert any(len(step) > 1 for step in steps)
+
+
+def test_beginning_that_ends_in_a_picture_is_shared_up_to_the_picture() -> None:
+    tokens = [1, 2, *ids_of(3, 4), *ids_of(3, 4), 5]
+    assert [whole_pictures(tokens, n) for n in range(12)] == [0, 1, 2, 2, 2, 2, 6, 6, 6, 6, 10, 11]
+    assert [n_rows_at(tokens, i) for i in (0, 2, 3, 6, 10, 11)] == [0, 4, 3, 4, 0, 0]
+
+
+def test_fake_row_depends_on_all_rows_computed_with_it() -> None:
+    memory = KvCapabilities("partitioned", 64, has_whole_pictures=True)
+    whole, cut = (FakeBackend(1, 64, memory=memory) for _ in range(2))
+    ids = [*ids_of(3, 6)]
+    whole.run(StepPlan((Chunk(Slot(0), 0, ids, has_output=False),)))
+    for start in (0, 4):
+        cut.run(StepPlan((Chunk(Slot(0), start, ids[start : start + 4], has_output=False),)))
+    assert len(whole.cells[0]) == len(cut.cells[0]) == 6
+    assert not {*whole.cells[0]} & {*cut.cells[0]}
 
 
 def test_ids_of_pictures_are_no_tokens_and_tell_their_place() -> None:

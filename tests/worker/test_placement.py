@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from cbatch.worker.placement import (
     nodes_of,
     place,
 )
-from cbatch.worker.start import settings_of
+from cbatch.worker.start import divisible, settings_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,6 +143,18 @@ def test_settings_of_workers_add_up_to_those_of_the_pool() -> None:
 def test_too_little_for_all_workers_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="parallel=2 cannot be divided among 3 replicas"):
         settings_of(EngineOptions(parallel=2), 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 4), ({"n_threads": 1}, 1), ({"parallel": 3, "n_threads": 8}, 3), ({"max_queue": 0}, 4)],
+)
+def test_no_more_workers_are_chosen_than_the_settings_are_enough_for(
+    settings: dict[str, Any], expected: int
+) -> None:
+    options = EngineOptions(**settings)
+    assert divisible(options, 4) == expected
+    settings_of(options, expected)
 
 
 @pytest.mark.parametrize("cores", ["0", [], [-1], [True], [1.5], {}])

@@ -12,6 +12,7 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_embedder import fake_vector
 from cbatch.errors import PromptError, RequestCancelledError, TextTooLongError, UnsupportedTaskError
+from cbatch.worker.pool import Pool
 from tests.worker.links import Launches, MortalBackend, engine_over
 from tests.worker.programs import Program
 
@@ -36,6 +37,18 @@ class FirstOnes:
 
     def wait(self) -> None:
         self._done.wait()
+
+
+def test_first_texts_wait_for_no_question_to_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_over(FakeBackend(2, 64)) as engine:
+
+        def refuse(*_: object) -> None:
+            pytest.fail("an event loop would wait for the answer")
+
+        assert engine.stats().n_texts == 0  # the model is loaded
+        monkeypatch.setattr(Pool, "ask", refuse)
+        assert (engine.model_facts.n_vocab, engine.can_embed) == (320, True)
+        assert engine.embed(["red"]).array().shape == (1, 8)
 
 
 def test_texts_are_spread_over_workers_and_come_back_in_order() -> None:

@@ -43,6 +43,7 @@ from cbatch.core.plan import (
 )
 from cbatch.errors import ConfigError, PlanError, RequestFailedError, UnsupportedTaskError
 from cbatch.support.model_facts import ModelFacts
+from cbatch.support.picture_tokens import n_rows_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
 
 _BITS_SHIFT = 57
 """Above the bits of a token and of adapters; cells have 63."""
+
+_BITS_LEFT = 64 - _BITS_SHIFT
+"""Bits of a mixed number that a cell has no room for."""
 
 _N_SEEN = 4
 """Newest tokens of a history that the next token depends on, together with the history's length."""
@@ -386,7 +390,10 @@ class FakeBackend:
 
     def _compute(self, chunk: Chunk, n: int, tag: int) -> None:
         """Make cells of the first `n` tokens of a chunk, and score what comes after them."""
-        state, cells = self._kv.states[chunk.slot], [t | tag for t in chunk.tokens[:n]]
+        state, tokens = self._kv.states[chunk.slot], chunk.tokens
+        if self.memory.has_whole_pictures:
+            tokens = _with_rows(tokens)
+        cells = [t | tag for t in tokens[:n]]
         for i, cell in enumerate(cells):
             state = mix(state, cell)
             if i < len(chunk.targets):
@@ -455,7 +462,8 @@ class FakeBackend:
         broken = {
             "the backend is closed": self.is_closed,
             "nothing to compute": plan.n_steps < 1,
-            f"more than {self.n_batch} tokens": sum(len(c.tokens) for c in chunks) > self.n_batch,
+            f"more than {self.n_batch} tokens": sum(len(c.tokens) for c in chunks) > self.n_batch
+            and not (self.memory.has_whole_pictures and _is_picture(chunks)),
             f"{n_targets} targets are too many": n_targets > N_TARGETS_MAX * is_one_step,
             "a target without a token before it": any(
                 len(c.targets) > len(c.tokens) - c.has_output for c in chunks
@@ -471,6 +479,22 @@ class FakeBackend:
         for rule, is_broken in broken.items():
             if is_broken:
                 raise PlanError(f"{rule}: {plan}")
+
+
+def _is_picture(chunks: Sequence[Chunk]) -> bool:
+    """Whether a step is a single picture and nothing else."""
+    return len(chunks) == 1 and n_rows_at(chunks[0].tokens, 0) == len(chunks[0].tokens)
+
+
+def _with_rows(tokens: Sequence[int]) -> Sequence[int]:
+    """Return what cells are made of: a row depends on all rows of its picture that are computed with it."""
+    found: list[int] = []
+    while len(found) < len(tokens):
+        start = len(found)
+        n = n_rows_at(tokens, start)
+        rows = tokens[start : start + (n or 1)]
+        found += [mix(mix(n, 0), t) >> _BITS_LEFT for t in rows] if n else rows
+    return found
 
 
 def _with_drafts(chunk: Chunk, n_drafts: int) -> Chunk:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.llama.context import padded
 from cbatch.backend.llama.memory import LlamaCells, SavedState
+from cbatch.backend.llama.positions import cuts_picture, first_pictures, n_positions, position_of
 from cbatch.backend.plan_check import PlanCheck
 from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
-from cbatch.errors import EngineError
+from cbatch.errors import EngineError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend.llama.memory import FoundMemory
+    from cbatch.backend.llama.positions import FlatPictures
     from cbatch.backend.llama.saved import SavedFormat
 
 
@@ -56,6 +58,8 @@ class ContextMemory:
         self._cells = self._own = LlamaCells(ctx)
         self.n_cells = [0] * self._n_slots
         """How many cells each slot has."""
+        self._pictures: dict[int, FlatPictures] = {}
+        """By slot, the pictures in it whose rows share positions: also those that are being computed."""
         self._uncopied: set[Slot] = set()
         """Slots into which bytes are copied at the next decode."""
         self._unshifted: set[Slot] = set()
@@ -74,6 +78,28 @@ class ContextMemory:
         is_needed = plan.saves or plan.loads
         n_saved = {key: s.n_cells for key, s in self.saved.items()} if is_needed else {}
         self._rules.check(plan, self.n_cells, n_saved)
+        cut = [(self._pictures.get(slot, ()), n) for slot, n in plan.trims]
+        cut += [(self._pictures.get(source, ()), n) for source, _, n in plan.copies]
+        cut += [(self.saved[key].pictures, n) for _, key, n in plan.loads if key in self.saved]
+        if any(cuts_picture(pictures, n) for pictures, n in cut):
+            raise PlanError(f"a picture cannot be cut: {plan!r}")
+
+    def position(self, slot: int, i: int) -> int:
+        """Return the position of a slot's cell at index `i`, or of the next one."""
+        pictures = self._pictures.get(slot)
+        return position_of(pictures, i) if pictures else i
+
+    def expect(self, slot: Slot, pictures: FlatPictures) -> None:
+        """Note the pictures in a chunk whose rows share positions, before the chunk is computed."""
+        self._pictures[slot] = [*self._pictures.get(slot, ()), *pictures]
+
+    def forget_expected(self, slot: Slot) -> None:
+        """Forget the pictures of a chunk that was not computed."""
+        self._cut_pictures(slot, self.n_cells[slot])
+
+    def _cut_pictures(self, slot: int, n_cells: int) -> None:
+        if slot in self._pictures:
+            self._pictures[slot] = first_pictures(self._pictures[slot], n_cells)
 
     # ---- before computing, in this order ----
 
@@ -88,11 +114,19 @@ class ContextMemory:
     def _save(self, slot: Slot, key: int) -> bool:
         if slot in self._uncopied or slot in self._unshifted:  # the step that does it has failed
             return False
-        state = self._cells.save(slot)
-        if state is None or state.n_cells != self.n_cells[slot]:
+        state = self._state(slot)
+        if state is None:
             return False
         self.saved[key] = replace(state, maybe_nonfinite=slot in self._maybe_nonfinite)
         return True
+
+    def _state(self, slot: Slot) -> SavedState | None:
+        """Return a copy of a slot's cells; None where that failed, or they are not as many as they are here."""
+        state, n_cells = self._cells.save(slot), self.n_held(slot)
+        pictures = self._pictures.get(slot, ())
+        if state is None or state.n_cells != n_positions(pictures, n_cells):
+            return None
+        return replace(state, n_cells=n_cells, pictures=pictures) if pictures else state
 
     def trim_and_load(self, plan: StepPlan) -> list[int]:
         """Empty, trim and load the slots that a plan names; return the keys that could not be loaded."""
@@ -133,8 +167,8 @@ class ContextMemory:
     def _move(
         self, slot: Slot, cells: LlamaCells, format: SavedFormat, *, is_checked: bool
     ) -> bool:
-        state = self._cells.save(slot)
-        if state is None or state.n_cells != self.n_cells[slot]:
+        state = self._state(slot)
+        if state is None:
             return False
         try:
             data = format.cut(state.data, is_checked=is_checked)
@@ -143,19 +177,24 @@ class ContextMemory:
         return cells.load(slot, replace(state, data=data))
 
     def _trim(self, slot: Slot, n_cells: int) -> None:
-        self._cells.trim(slot, n_cells)
+        self._cells.trim(slot, self.position(slot, n_cells))
         self.n_cells[slot] = n_cells
+        self._cut_pictures(slot, n_cells)
 
     def _load(self, slot: Slot, key: int, n_cells: int) -> bool:
         state = self.saved.get(key)
         if state is None or not self._put(slot, state):
             return False
-        if self._cells.count(slot) > n_cells:
-            self._cells.trim(slot, n_cells)
-        if self._cells.count(slot) != n_cells:
+        pictures = first_pictures(state.pictures, n_cells)
+        n_there = n_positions(pictures, n_cells)
+        if self._cells.count(slot) > n_there:
+            self._cells.trim(slot, position_of(pictures, n_cells))
+        if self._cells.count(slot) != n_there:
             self._cells.trim(slot, 0)
             return False
         self.n_cells[slot] = n_cells
+        if pictures:
+            self._pictures[slot] = pictures
         if state.maybe_nonfinite:
             self._maybe_nonfinite.add(slot)
         return True
@@ -202,15 +241,17 @@ class ContextMemory:
         states: dict[Slot, SavedState | None] = {}
         for source, slot, n_cells in copies:
             if source not in states:
-                states[source] = self._cells.save(source) if self._is_half_empty(source) else None
-            state = states[source]
+                states[source] = self._state(source) if self._is_half_empty(source) else None
+            state, n_there = states[source], self.position(source, n_cells)
             if state is None or not self._put(slot, state):
-                self._cells.copy(source, slot, n_cells)
+                self._cells.copy(source, slot, n_there)
                 if self._cells is self._own:
                     self._uncopied.add(slot)
             else:
-                self._cells.trim(slot, n_cells)
+                self._cells.trim(slot, n_there)
             self.n_cells[slot] = n_cells
+            if pictures := first_pictures(self._pictures.get(source, ()), n_cells):
+                self._pictures[slot] = pictures
             if source in self._maybe_nonfinite:
                 self._maybe_nonfinite.add(slot)
         return time.perf_counter() - start
@@ -263,8 +304,8 @@ class ContextMemory:
         """
         if not self.is_in_the_way(slot):
             return self.n_held(slot)
-        state = self._cells.save(slot)
-        if state is None or state.n_cells != self.n_held(slot):
+        state = self._state(slot)
+        if state is None:
             raise EngineError(f"out of memory while saving slot {slot} for a pad row")
         self._aside[slot] = state
         self._cells.trim(slot, 0)
@@ -277,7 +318,8 @@ class ContextMemory:
             EngineError: llama.cpp does not take back what was put aside.
         """
         state = self._aside.pop(slot, None)
-        self._cells.trim(slot, self.n_held(slot) if state is None else 0)
+        n_kept = self.position(slot, self.n_held(slot))
+        self._cells.trim(slot, n_kept if state is None else 0)
         if state is not None and not self._load_state(slot, state):
             raise EngineError(f"slot {slot} could not be restored after a pad row")
 
@@ -301,15 +343,26 @@ class ContextMemory:
         Returns:
             How many cells the slot has now.
         """
-        n_most = chunk.start + len(chunk.tokens) + n_sampled
-        n_kept = min(n_most, self._cells.count(chunk.slot)) if self._memory.can_trim else 0
+        end = chunk.start + len(chunk.tokens)
+        n_kept = self._n_left(chunk, end if n_sampled else chunk.start)
+        n_kept = min(end + n_sampled, n_kept) if self._memory.can_trim else 0
         self._trim(chunk.slot, n_kept)
         return n_kept
+
+    def _n_left(self, chunk: Chunk, n_before: int) -> int:
+        """Return how many cells a failed step left of a chunk's slot, which had `n_before` before it."""
+        n_there, pictures = self._cells.count(chunk.slot), self._pictures.get(chunk.slot)
+        if not pictures:
+            return n_there
+        if pictures[-1].end > n_before:  # nobody knows how many rows there are
+            return n_before
+        return n_before + max(0, n_there - self.position(chunk.slot, n_before))
 
     def undo(self, chunks: Sequence[Chunk]) -> bool:
         """Take back the cells of chunks that were computed but not counted yet; return whether that was possible."""
         undone = [
-            (self._found.can_cut or not c.start) and self._cells.trim(c.slot, c.start)
+            (self._found.can_cut or not c.start)
+            and self._cells.trim(c.slot, self.position(c.slot, c.start))
             for c in chunks
         ]
         return all(undone)

@@ -85,6 +85,9 @@ class EmbedOnlyBackend:
         """Return None; see `Backend.export_state`."""
         return None
 
+    def rest(self) -> None:
+        """Do nothing: the thread that computes texts ends where none waits; see `Backend.rest`."""
+
     def interrupt(self) -> None:
         """Do nothing; see `Backend.interrupt`."""
 

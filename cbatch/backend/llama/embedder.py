@@ -3,9 +3,9 @@
 Pooling is done here, from the vectors of tokens: llama.cpp's own mean is a product over the whole micro-batch, whose
 rounding depends on the other texts. Only the scores of a classifier (`rank`) come from llama.cpp.
 
-With embeddings on, a causal model of llama.cpp computes the logits of every token, too. So for the last token's vector
-all other tokens are computed with embeddings off and without outputs, then the last ones of all texts together. The
-mean and the vectors of all tokens have no such way: they pay for the logits.
+With embeddings on, a causal model of llama.cpp computes the whole last layer and the logits of every token, too. So for
+the last token's vector all other tokens are computed with embeddings off and without outputs, then the last ones of all
+texts together. A callback ends each graph at the vectors, before the logits; only a classifier's are behind them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.host_limits import host_most
 from cbatch.backend.llama.context import padded, set_computing
+from cbatch.backend.llama.library import library, vectors_alone
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.threads import teams
 from cbatch.errors import (
@@ -94,6 +95,7 @@ class LlamaEmbedder:
         self.n_texts = 1 if options.exact else N_TEXTS
         is_shared = self._takes_last and not (self._takes_first or options.exact)
         self.n_shared = N_SHARED if is_shared else 0
+        self._stop = vectors_alone()
         self._ctx: Any = None
         self._n_room = 0
         """Tokens that the context has room for."""
@@ -177,7 +179,7 @@ class LlamaEmbedder:
             )
             raise TextTooLongError(n_tokens, self._n_room or self.n_full, reason=why)
         self._free()
-        params = self._params(n_room)
+        params = self.context_params(n_room)
         ctx = llama_cpp.llama_init_from_model(self._model.pointer, params)
         if not ctx:
             llama_log().drain()
@@ -189,7 +191,8 @@ class LlamaEmbedder:
         self._has_memory = bool(llama_cpp.llama_get_memory(ctx))
         self._batch = _Batch(int(llama_cpp.llama_n_batch(ctx)))
 
-    def _params(self, n_room: int) -> Any:
+    def context_params(self, n_room: int) -> Any:
+        """Return the parameters of a context with room for `n_room` tokens."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_cells = padded(n_room)
         params.n_batch = params.n_ubatch = n_room
@@ -204,6 +207,10 @@ class LlamaEmbedder:
         params.kv_unified = params.swa_full = True
         params.embeddings = True
         params.pooling_type = _POOLING_TYPES["rank" if self._takes_scores else "none"]
+        if self._is_causal and not self._takes_scores and (stop := self._stop) is not None:
+            callback = library().cbatch_stop_callback
+            params.cb_eval = ctypes.cast(callback, llama_cpp.ggml_backend_sched_eval_callback)
+            params.cb_eval_user_data = ctypes.addressof(stop)
         set_computing(params, self._options)
         return params
 

@@ -12,17 +12,19 @@ from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.openmp import gomp_parallel
-from cbatch.backend.llama.structs import NativeApi
+from cbatch.backend.llama.structs import NativeApi, NativeStop
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
     sys.platform, "libcbatch.so"
 )
 _REINSTALL = "reinstall it, in a clone: pip install --force-reinstall --no-deps --no-cache-dir ."
+_VECTORS = b"result_embd_pooled"
+"""The name of the vectors in a graph. Source: llama.cpp's src/llama-graph.cpp, build_pooling."""
 _PACKAGE = Path(__file__).parents[2]
 _BATCH_FIELDS = ("n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits")
 
@@ -44,6 +46,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_log_set_debug": (None, [_pointer, _int]),
     "cbatch_log_callback": (None, [_int, ctypes.c_char_p, _pointer]),
     "cbatch_log_drain": (_int, [_pointer, _pointer, _int, _pointer]),
+    "cbatch_stop_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
 }
 
 _LLAMA_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -179,6 +182,15 @@ class LlamaApi:
             memory_seq_rm=_address(self.memory_seq_rm),
             clock_ns=_address(self.clock_ns),
         )
+
+
+def vectors_alone() -> NativeStop | None:
+    """Return the user data of `cbatch_stop_callback` that ends a graph at its vectors, so that no logits are computed.
+
+    None where ggml's own functions cannot be reached. Keep it as long as a context has it.
+    """
+    get_name = getattr(llama_cpp.llama_cpp._lib, "ggml_get_name", None)
+    return None if get_name is None else NativeStop(_address(get_name), _VECTORS)
 
 
 def _address(function: Any) -> Any:

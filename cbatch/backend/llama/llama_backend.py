@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.draft_model import DraftModel
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.pad_rows import RowShape
-    from cbatch.core.plan import Slot
+    from cbatch.core.plan import Binding, Slot
     from cbatch.embedding import Pooling
     from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
@@ -188,19 +188,6 @@ class LlamaBackend:
             )
             draft.close()
 
-    def see_with(self, path: str) -> None:
-        """Take pictures in chats from now on, by a projector's file; it is freed with the backend.
-
-        Raises:
-            ModelLoadError: the file is no projector of this model, or of a kind that is not supported.
-            ConfigError: Pillow is not installed.
-        """
-        self.projector = self.model.vocab.projector = Projector(
-            self.model, path, self.n_threads, is_on_device=self._is_on_device
-        )
-        n_embd = int(llama_cpp.llama_model_n_embd_inp(self.model.pointer))
-        self._runner.pictures = PictureRows(self.projector, self.n_batch, n_embd)
-
     # ---- the context's life ----
 
     def _set_up(self) -> None:
@@ -267,9 +254,32 @@ class LlamaBackend:
             has_silent_rows=self.options.exact,
         )
         stepper.has_all_drafts = isinstance(self.options.speculate, int)
+        if self.projector is not None and self.projector.has_flat_pictures:
+            stepper.position = self._cells.position
         if self._draft is not None:
             self._draft.serve(stepper)
         return stepper, self.ctx
+
+    def see_with(self, path: str) -> None:
+        """Take pictures in chats from now on, by a projector's file; it is freed with the backend.
+
+        Raises:
+            ModelLoadError: the file is no projector of this model, or of a kind that is not supported.
+            ConfigError: Pillow is not installed.
+        """
+        self.projector = projector = Projector(
+            self.model,
+            path,
+            self.n_threads,
+            n_ubatch=int(llama_cpp.llama_n_ubatch(self.ctx)),
+            is_on_device=self._is_on_device,
+        )
+        self.model.vocab.projector = projector
+        self.memory = replace(self.memory, has_whole_pictures=projector.has_whole_pictures)
+        self._runner.pictures = PictureRows(projector, self.n_batch, self._cells.position)
+        if projector.has_flat_pictures:
+            self._runner.free()
+            self._runner.renew()
 
     def _rebuild(self) -> None:
         """Make the context anew; every slot is empty and unbound then, saved states stay."""
@@ -316,8 +326,7 @@ class LlamaBackend:
             self._close_projector()
 
     def _close_projector(self) -> None:
-        if self.projector is not None and self._runner.pictures is not None:
-            self._runner.pictures.close()
+        if self.projector is not None:
             self.projector.close()
 
     def _free(self) -> None:
@@ -361,7 +370,7 @@ class LlamaBackend:
         if plan.shifts:
             cells.shift(plan.shifts)
         if plan.binds:
-            self._runner.bind(plan.binds)
+            self._runner.bind([self._at_positions(b) for b in plan.binds])
         is_computed = plan.chunks and not unloaded
         result = self._compute(plan) if is_computed else StepResult([[] for _ in plan.chunks], 0)
         llama_log().drain()
@@ -371,6 +380,14 @@ class LlamaBackend:
         saved_bytes = {key: len(cells.saved[key].data) for key in keys}
         lost = [*dict.fromkeys((*lost, *unloaded))]
         return replace(result, lost=tuple(lost), move_s=move_s, saved_bytes=saved_bytes)
+
+    def _at_positions(self, binding: Binding) -> Binding:
+        """Return a binding whose output begins at a position: behind pictures it is below the output's index."""
+        if self.projector is None:
+            return binding
+        n_less = sum(p.n_rows - p.n_positions for p in self.projector.flat(binding.history))
+        origin = binding.output_origin - n_less
+        return replace(binding, output_origin=origin) if n_less else binding
 
     def _placed(self, plan: StepPlan, short: ShortPool) -> StepPlan:
         """Have what slots hold where the plan is computed; return the plan with the steps that there is room for."""
@@ -393,6 +410,7 @@ class LlamaBackend:
     def _compute(self, plan: StepPlan) -> StepResult:
         if self.n_threads > 1:
             teams().join()
+        seen = [] if self.projector is None else self._expect_pictures(self.projector, plan)
         result = (
             self._run_steps(plan)
             if self._elastic is None
@@ -403,13 +421,24 @@ class LlamaBackend:
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
                 result = self._repeated(plan, result, self.short_pool)
             result = self._runner.follow(plan.chunks, result)
-        if result.code in UNCHANGED:
-            return result
-        n_kept = tuple(
-            self._cells.keep(c, len(result.tokens[i]) if result.n_steps else 0)
-            for i, c in enumerate(plan.chunks)
-        )
-        return replace(result, n_kept=n_kept)
+        if result.code not in UNCHANGED:
+            n_kept = tuple(
+                self._cells.keep(c, len(result.tokens[i]) if result.n_steps else 0)
+                for i, c in enumerate(plan.chunks)
+            )
+            result = replace(result, n_kept=n_kept)
+        for slot in seen if not result.n_steps else ():
+            self._cells.forget_expected(slot)
+        return result
+
+    def _expect_pictures(self, projector: Projector, plan: StepPlan) -> Sequence[Slot]:
+        """Note the pictures of a plan whose rows share positions; return their slots."""
+        seen: list[Slot] = []
+        for chunk in plan.chunks:
+            if found := projector.flat(chunk.tokens, chunk.start):
+                self._cells.expect(chunk.slot, found)
+                seen.append(chunk.slot)
+        return seen
 
     def _run_with(self, plan: StepPlan, n_threads: int) -> StepResult:
         if n_threads != self._n_threads_now:

@@ -13,6 +13,7 @@ import numpy as np
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.layout import CELL_TYPES, read_layout
 from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.llama.positions import n_positions
 from cbatch.backend.llama.saved import read_format
 from cbatch.core.plan import Binding, Chunk, KvCapabilities, Slot
 from cbatch.errors import IncompatibleLlamaError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.positions import FlatPictures
     from cbatch.backend.llama.saved import SavedFormat
     from cbatch.engine_options import EngineOptions
 
@@ -46,10 +48,15 @@ class SavedState:
     """Whether they may hold a NaN or an infinity: they came from elsewhere, or go on from what did."""
     flags: int = llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE
     """What of the sequence it is; by default all."""
+    pictures: FlatPictures = ()
+    """The pictures in it whose rows share positions."""
 
 
 class LlamaCells:
-    """The sequences of one context. Every slot must be in range: llama.cpp ends the process otherwise."""
+    """The sequences of one context. Every slot must be in range: llama.cpp ends the process otherwise.
+
+    Counts of cells are positions: there are fewer where the rows of pictures share them.
+    """
 
     def __init__(self, ctx: Any) -> None:
         """Look at a `llama_context *`, which must outlive this."""
@@ -111,7 +118,9 @@ class LlamaCells:
 
     def load(self, slot: int, saved: SavedState) -> bool:
         """Put saved cells into a slot; return whether that worked. Otherwise the slot is empty."""
-        if self._read(slot, saved) and self.count(slot) >= saved.n_cells:
+        if self._read(slot, saved) and self.count(slot) >= n_positions(
+            saved.pictures, saved.n_cells
+        ):
             return True
         self.trim(slot, 0)
         return False

@@ -123,6 +123,8 @@ class NativeStepper:
         there are as many draft tokens behind each row, or none."""
         self.has_all_drafts = False
         """Whether each row gets the most draft tokens wherever there are as many, and not only where that is faster."""
+        self.position: Callable[[int, int], int] | None = None
+        """Gives the position of a slot's cell at an index; None where the two are the same."""
         self._reporting: set[int] = set()  # slots that report log-probabilities
         self._n_tops: dict[int, int] = {}  # alternatives of targets, by slots
         self._n_vocab, self._has_silent_rows = n_vocab, has_silent_rows
@@ -223,6 +225,9 @@ class NativeStepper:
             self._grow_out(n_chunks * n_steps)
         try:
             heads, tokens = _flatten(chunks, pads, has_silent_rows=self._has_silent_rows)
+            if self.position is not None:
+                for i, c in enumerate(chunks):
+                    heads[4 * i + 1] = self.position(c.slot, c.start)
             has_targets = [c for c in chunks if c.targets]
             scoring = _Scoring(chunks, self._n_tops) if has_targets else None
         except (TypeError, OverflowError) as error:

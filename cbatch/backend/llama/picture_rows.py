@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import time
+from contextlib import contextmanager
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.core.plan import Chunk, StepResult
 from cbatch.support.picture_tokens import FIRST_PICTURE, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend.llama.projector import Projector
 
@@ -20,10 +23,17 @@ if TYPE_CHECKING:
 class PictureRows:
     """Divides chunks where tokens and rows of pictures meet, and computes the latter. One thread only."""
 
-    def __init__(self, projector: Projector, n_batch: int, n_embd: int) -> None:
-        """Allocate a batch of `n_batch` rows of `n_embd` floats."""
-        self._projector, self._n_batch, self._n_embd = projector, n_batch, n_embd
-        self._batch = llama_cpp.llama_batch_init(n_batch, n_embd, 1)
+    def __init__(
+        self, projector: Projector, n_batch: int, position: Callable[[int, int], int]
+    ) -> None:
+        """Allocate what a batch of `n_batch` rows needs; `position` gives that of a slot's cell at an index."""
+        self._projector, self._n_batch, self._position = projector, n_batch, position
+        self._n_positions = 4 if projector.has_flat_pictures else 1
+        self._positions = np.zeros(self._n_positions * n_batch, np.int32)
+        self._slot = np.zeros(1, np.int32)
+        self._n_slots = np.ones(n_batch, np.int32)
+        self._slots = np.full(n_batch, self._slot.ctypes.data, np.uintp)
+        self._has_logits = np.zeros(n_batch, np.int8)
 
     def groups(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         """Return the parts of chunks in the order in which they are computed; none where no chunk has a picture.
@@ -41,34 +51,58 @@ class PictureRows:
         return found
 
     def run(self, ctx: Any, chunk: Chunk) -> StepResult:
-        """Compute a chunk of rows of one picture; nothing is sampled of it."""
+        """Compute a chunk of rows of one picture; nothing is sampled of it.
+
+        After a failure the first rows may have cells, where the chunk is larger than a batch.
+        """
         start = time.perf_counter()
         code = 0
-        for first in range(0, len(chunk.tokens), self._n_batch):
-            tokens = chunk.tokens[first : first + self._n_batch]
-            code = self._decode(ctx, chunk.slot, chunk.start + first, tokens)
-            if code:
-                break
+        with _seeing_all(ctx, is_on=self._projector.attends_ahead(chunk.tokens[0])):
+            for first in range(0, len(chunk.tokens), self._n_batch):
+                tokens = chunk.tokens[first : first + self._n_batch]
+                code = self._decode(ctx, chunk.slot, chunk.start + first, tokens)
+                if code:
+                    break
         llama_cpp.llama_synchronize(ctx)
         seconds = time.perf_counter() - start
         return StepResult([[]], int(not code), code, decode_s=seconds, first_s=seconds)
 
+    def is_in_one_batch(self, chunk: Chunk) -> bool:
+        """Whether a chunk of rows is computed as a whole or not at all."""
+        return len(chunk.tokens) <= self._n_batch
+
     def _decode(self, ctx: Any, slot: int, start: int, tokens: Sequence[int]) -> int:
-        rows, batch = self._projector.rows(tokens), self._batch
-        ctypes.memmove(batch.embd, rows.ctypes.data, rows.nbytes)
-        batch.n_tokens = len(tokens)
-        for i in range(len(tokens)):
-            batch.pos[i] = start + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = slot
-            batch.logits[i] = 0
+        n, rows = len(tokens), self._projector.rows(tokens)
+        offsets = self._projector.offsets(tokens)
+        first = self._position(slot, start)
+        positions = self._positions[: self._n_positions * n].reshape(self._n_positions, n)
+        positions[:] = first + (np.arange(n) if offsets is None else offsets)
+        self._slot[0] = slot
+        batch = llama_cpp.llama_batch(
+            n_tokens=n,
+            embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
+            pos=_ints(self._positions),
+            n_seq_id=_ints(self._n_slots),
+            seq_id=self._slots.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._has_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
         return int(llama_cpp.llama_decode(ctx, batch))
 
-    def close(self) -> None:
-        """Free the batch. Twice is harmless."""
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            llama_cpp.llama_batch_free(batch)
+
+def _ints(values: Any) -> Any:
+    return values.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+
+
+@contextmanager
+def _seeing_all(ctx: Any, *, is_on: bool) -> Iterator[None]:
+    """Have rows attend to all rows that are computed with them, if it is on."""
+    if is_on:
+        llama_cpp.llama_set_causal_attn(ctx, False)
+    try:
+        yield
+    finally:
+        if is_on:
+            llama_cpp.llama_set_causal_attn(ctx, True)
 
 
 def is_rows(chunk: Chunk) -> bool:

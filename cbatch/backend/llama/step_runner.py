@@ -192,6 +192,8 @@ class StepRunner:
             result = self._run_group(group)
             if result.code:
                 done = [c for g in groups[: len(results)] for c in g]
+                if self.pictures and is_rows(group[0]):
+                    done += [c for c in group if not self.pictures.is_in_one_batch(c)]
                 return StepResult([], 0, result.code if undo(done) else _CELLS_UNKNOWN)
             results.append(result)
         return _joined(chunks, groups, results)

@@ -129,6 +129,12 @@ class NativeScoring(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("n_targets", "n_top", "targets", "out")]
 
 
+class NativeStop(ctypes.Structure):
+    """The node after which the computing of a graph ends: `cbatch_stop`."""
+
+    _fields_ = [("get_name", ctypes.c_void_p), ("name", ctypes.c_char_p)]
+
+
 class NativeReport(ctypes.Structure):
     """What a run did: `cbatch_report`."""
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 SAMPLE_S = 0.1
 """Seconds between two looks at a running job."""
 
+N_OUTPUT = 200
+"""Tokens of an answer of a running job: sequences do not grow as it goes on, and so no slower."""
+
 RECOVERED = 0.9
 """Share of the rate alone from which on a job counts as recovered."""
 
@@ -46,14 +49,14 @@ def rate(model: str, n_slots: int, n_steps: int, n_threads: int | None) -> float
 
 
 def followed(
-    model: str, n_slots: int, n_steps: int, n_loops: int, seconds: float
+    model: str, n_slots: int, n_answers: int, n_loops: int, seconds: float
 ) -> dict[str, Any]:
     """Return rates of a job alone, beside loops and after them, each for so long; and when it had recovered.
 
-    `n_steps` bounds the job: it is cancelled at the end.
+    `n_answers` of each slot bound the job: it is cancelled at the end.
     """
-    with load(model, parallel=n_slots, ctx_per_seq=n_steps + 64) as engine:
-        response = _decode(engine, n_slots, n_steps)
+    with load(model, parallel=n_slots, ctx_per_seq=N_OUTPUT + 64) as engine:
+        response = _decode(engine, n_slots * n_answers, N_OUTPUT)
         _watched(engine, 0.5)
         alone = _watched(engine, seconds)
         with busy_loops(n_loops):
@@ -73,9 +76,9 @@ def followed(
     }
 
 
-def _decode(engine: Engine, n_slots: int, n_steps: int) -> Any:
-    prompts = [BatchPrompt(tokens=[FIRST_TOKEN + i]) for i in range(n_slots)]
-    return engine.run(prompts, options={**CHAIN, "seed": 1, "max_tokens": n_steps})
+def _decode(engine: Engine, n_answers: int, n_tokens: int) -> Any:
+    prompts = [BatchPrompt(tokens=[FIRST_TOKEN + i % 200]) for i in range(n_answers)]
+    return engine.run(prompts, options={**CHAIN, "seed": 1, "max_tokens": n_tokens})
 
 
 def _watched(engine: Engine, seconds: float) -> list[tuple[float, int]]:
@@ -129,7 +132,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--slots", type=int, default=16, help="rows of a step")
     asked.add_argument("--steps", type=int, default=400, help="tokens a row, of the price alone")
     asked.add_argument("--seconds", type=float, default=3.0, help="of each part of a running job")
-    asked.add_argument("--longest", type=int, default=8000, help="tokens a row of a running job")
+    asked.add_argument("--answers", type=int, default=200, help="of each slot, in a running job")
     asked.add_argument("--loops", type=int, nargs="+", default=[0, 1, 2], help="other programs")
     asked.add_argument("--workloads", default="decode,mixed", help="of `cbatch bench`; empty: none")
     asked.add_argument("--count", type=int, default=64, help="requests of a workload")
@@ -141,7 +144,7 @@ def main(words: Sequence[str] | None = None) -> None:
         emit(price="alone, following over fixed", **ratios((a, b) for a, b in rounds))
     for n_loops in filter(None, arguments.loops):
         found = followed(
-            arguments.model, arguments.slots, arguments.longest, n_loops, arguments.seconds
+            arguments.model, arguments.slots, arguments.answers, n_loops, arguments.seconds
         )
         emit(loops=n_loops, **found)
     if arguments.workloads:

@@ -107,9 +107,9 @@ class Template:
                     f"a field is {{column}}, a brace is {piece * 2}"
                 )
             elif field not in columns:
+                hint = "" if piece == text else " (a brace is {{ or }})"
                 raise ConfigError(
-                    f"{name}: there is no column {field!r}; the columns are: {listed(columns)} "
-                    "(a brace is {{ or }})"
+                    f"{name}: there is no column {field!r}; the columns are: {listed(columns)}{hint}"
                 )
             else:
                 self._pieces += [literal, field]
@@ -163,7 +163,8 @@ class RowPrompts:
                 f"{name}: its column messages holds whole chats: leave out {given}, or give a template"
             )
         text = asking.template if column is None else "{" + column + "}"
-        self._user = Template(text or "", columns, name=f"{name}: template")
+        is_column = _PIECE.fullmatch(text or "") is not None
+        self._user = Template(text or "", columns, name=name if is_column else f"{name}: template")
         system = asking.system
         self._system = system and Template(system, columns, name=f"{name}: system")
         self._options = asking.options_column

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
 import cbatch
 from cbatch.backend.llama.embed_only import EmbedOnlyBackend
+from cbatch.backend.llama.embedder import LlamaEmbedder
 from cbatch.backend.load.loader import load_backend
+from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import PlanError, UnsupportedTaskError
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.embedding import Pooling
+    from tests.conftest import SynthFactory
 
 pytestmark = pytest.mark.real
 
@@ -81,6 +86,34 @@ def test_vectors_equal_those_of_plain_llama(models: Any, name: str, pooling: Poo
                     assert lack(vector, oracle.embed(text)) < N_LEAST
 
 
+class WatchedEmbedder(LlamaEmbedder):
+    """Notes the nodes at which llama.cpp asks whether to stop."""
+
+    def context_params(self, n_room: int) -> Any:
+        params, self.names = super().context_params(n_room), list[str]()
+        typed = llama_cpp.llama_cpp.ctypes_function
+        name_of = typed("ggml_get_name", [ctypes.c_void_p], ctypes.c_char_p)(lambda: None)
+        kind = llama_cpp.ggml_backend_sched_eval_callback
+        own = kind(ctypes.cast(params.cb_eval, ctypes.c_void_p).value)
+
+        def watch(tensor: int, is_before: bool, given: int) -> bool:
+            if is_before:
+                self.names.append(name_of(tensor).decode())
+            return bool(own(tensor, is_before, given))
+
+        params.cb_eval = self.callback = kind(watch)
+        return params
+
+
+@pytest.mark.parametrize("pooling", ["mean", "none", "last"])
+def test_graph_of_a_causal_model_ends_at_its_vectors(models: Any, pooling: Pooling) -> None:
+    with closing(open_model(models("test"))) as model:
+        embedder = WatchedEmbedder(model, EngineOptions(), 1, pooling)
+        with closing(embedder):
+            embedder.compute(texts_of(model.vocab.n_vocab, 20, 7))
+            assert embedder.names[-1] == "result_embd_pooled"
+
+
 @pytest.mark.parametrize("name", ["bert-rerank", "qwen3-rerank"])
 def test_scores_equal_those_of_plain_llama(models: Any, name: str) -> None:
     path = models(name)
@@ -99,6 +132,34 @@ def test_texts_of_a_file_model_are_those_of_llama(models: Any) -> None:
         found = engine.embed(texts, normalize=False).array()
         for text, vector in zip(texts, found, strict=True):
             assert lack(vector, oracle.embed(oracle.tokenize(text))) < N_LEAST
+
+
+UNIGRAM: dict[str, object] = {
+    "tokenizer.ggml.model": "t5",
+    "tokenizer.ggml.add_sep_token": True,
+    "tokenizer.ggml.remove_extra_whitespaces": True,
+}
+"""Of XLM-RoBERTa, such as bge-m3 and bge-reranker-v2-m3."""
+
+
+def test_unigram_texts_are_those_of_llama(synth: SynthFactory) -> None:
+    path = synth("bert-cls", type="f16", metadata=UNIGRAM)
+    texts = ["red", " The  sky, is blue! ", "ünïcode", "春 is 夏", "x" * 300]
+    with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
+        assert [engine.tokenize(text) for text in texts] == [*map(oracle.tokenize, texts)]
+        assert [engine.tokenize(texts[0])[i] for i in (0, -1)] == [1, 2]
+        found = engine.embed(texts, normalize=False).array()
+        for text, vector in zip(texts, found, strict=True):
+            assert lack(vector, oracle.embed(oracle.tokenize(text))) < N_LEAST
+
+
+def test_unigram_scores_are_those_of_llama(synth: SynthFactory) -> None:
+    path = synth("bert-rerank", type="f16", metadata=UNIGRAM)
+    documents = ["red", "the sky is blue", "a long document " * 5]
+    with cbatch.load(path) as engine, PlainEmbedder(path) as oracle:
+        found = engine.rerank("what is red?", documents, raw_scores=True).scores()
+        expected = [oracle.score("what is red?", document) for document in documents]
+    assert found == pytest.approx(expected, abs=1e-2)
 
 
 def test_plans_that_would_end_the_process_are_refused(models: Any) -> None:

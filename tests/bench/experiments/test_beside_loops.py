@@ -18,7 +18,7 @@ def test_script_tells_the_price_alone_what_is_left_and_workloads(
 ) -> None:
     sizes = ["--slots", "2", "--steps", "4", "--rounds", "1", "--seconds", "0.2", "--count", "2"]
     beside_loops.main(
-        [str(test_model), *sizes, "--longest", "300", "--loops", "0", "1", "--workloads", "burst"]
+        [str(test_model), *sizes, "--answers", "20", "--loops", "0", "1", "--workloads", "burst"]
     )
     price, followed, *rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert price["ratio"] > 0

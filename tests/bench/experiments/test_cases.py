@@ -35,7 +35,7 @@ OF_A_MODEL = {
     "prompt_scores": "--requests 2 --prompt 20 --slots 2 --rounds 1 --top 0",
     "continuations": "--tasks 2 --common 0 --slots 2 --rounds 1",
     "equal_rows": "--rows 8 --tokens 4 --slots 2 --rounds 1",
-    "beside_loops": "--slots 2 --steps 4 --rounds 1 --seconds 0.1 --longest 40 --loops 0 --workloads=",
+    "beside_loops": "--slots 2 --steps 4 --rounds 1 --seconds 0.1 --answers 9 --loops 0 --workloads=",
     "idle_engine": "--rows 2 --tokens 4 --rounds 1",
     "random_load": "--seconds 0.1 --requests 2",
     "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
@@ -43,7 +43,6 @@ OF_A_MODEL = {
     "speculation": "--rounds 1 --texts list,free --running 1,2 --tokens 8",
     "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
     "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
-    "vectors": "--texts 6 --words 3 --rounds 1",
     "step_costs": "--widths 1 2 --chunks 16 --rounds 1",
 }
 WITHOUT = {

@@ -1,0 +1,108 @@
+"""`cbatch bench --workload embed,rerank`: embeddings and rerank beside other programs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cbatch.bench.openai_client import OpenAIClient
+from cbatch.bench.sides import cbatch_server, llama_server, there_already
+from cbatch.bench.vector_sides import VECTOR_KINDS, HttpVectorSide, OwnVectorSide
+from cbatch.engine_options import EngineOptions
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cbatch.bench.model_text import ModelText
+    from cbatch.bench.text_work import VectorWorkload
+    from cbatch.bench.vector_sides import VectorSide
+    from cbatch.cli.bench import Beside
+    from cbatch.support.model_facts import ModelFacts
+
+_N_SLACK = 32
+"""Tokens of a template and of marks beyond a text and its query. Our choice."""
+
+_N_TEMPLATE = 512
+"""Tokens that llama-server gets for a reranker's template besides. Our choice."""
+
+_N_UBATCH = 512
+"""llama-server's own micro-batch: a longer text needs a larger one. Source: its help."""
+
+_SIDE_NAMES = {"llama": "Llama.embed"}
+
+
+def check_fit(workloads: Sequence[VectorWorkload], text: ModelText) -> None:
+    """Raise a `ConfigError` for what a model cannot do, or a text that is too long for it."""
+    facts = text.facts
+    for workload in workloads:
+        can = facts.can_rerank if workload.n_query else facts.can_embed
+        if not can:
+            raise ConfigError(
+                f"{text.path}: the model cannot {workload.name}: leave {workload.name} out of --workload"
+            )
+        n_most = _n_most(facts)
+        if workload.n_longest + _N_SLACK > n_most:
+            raise ConfigError(
+                f"{workload.name} needs {workload.n_longest + _N_SLACK:,} tokens, more than the model's {n_most:,}: "
+                "give other sizes (--prompt-tokens, --common-tokens)"
+            )
+
+
+def _n_most(facts: ModelFacts) -> int:
+    """Return the tokens of the longest text; a chat model that does not embed judges documents in a slot."""
+    return facts.n_embed_max or facts.n_ctx_train
+
+
+class VectorSides:
+    """Makes the sides of a workload."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        text: ModelText,
+        settings: Mapping[str, Any],
+        beside: Beside,
+        at_once: int,
+    ) -> None:
+        self._names, self._text, self._beside = names, text, beside
+        self._settings, self._at_once = dict(settings), at_once
+
+    def __call__(self, workload: VectorWorkload) -> list[VectorSide]:
+        """Return them, ours first."""
+        return [*self._own(workload), *self._theirs(workload)]
+
+    def _own(self, workload: VectorWorkload) -> Iterator[VectorSide]:
+        path = self._text.path
+        for name in sorted(self._names, key=VECTOR_KINDS.index):
+            if name == "serve":
+                start = partial(cbatch_server, path, self._beside.words_of(self._settings))
+                yield self._http("serve", start)
+            elif name == "engine" or not workload.n_query:
+                yield OwnVectorSide(_SIDE_NAMES.get(name, name), path, self._settings)
+
+    def _theirs(self, workload: VectorWorkload) -> Iterator[VectorSide]:
+        beside, facts = self._beside, self._text.facts
+        if beside.program is not None:
+            n_window = workload.n_longest + (_N_TEMPLATE if workload.n_query else _N_SLACK)
+            n_window = min(n_window, _n_most(facts))
+            words = ["--reranking"] if workload.n_query else ["--embeddings"]
+            if not workload.n_query and facts.can_generate:
+                words += ["--pooling", facts.pooling]
+            if n_window > _N_UBATCH:
+                words += ["-b", str(n_window), "-ub", str(n_window)]
+            slots = {"parallel": self._at_once, "ctx_per_seq": max(n_window, _N_UBATCH)}
+            options = EngineOptions.of({**self._settings, **slots})
+            start = partial(llama_server, str(beside.program), self._text.path, options, words)
+            yield self._http("llama-server", start)
+        for url in beside.urls:
+            yield self._http(url, partial(there_already, url), model=beside.model, key=beside.key)
+
+    def _http(self, name: str, start: Any, **of_client: Any) -> HttpVectorSide:
+        client = partial(
+            OpenAIClient,
+            tokenize=self._text.tokenize,
+            timeout_s=self._beside.timeout_s,
+            **of_client,
+        )
+        return HttpVectorSide(name, start, client)
