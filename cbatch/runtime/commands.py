@@ -110,6 +110,11 @@ class FairLock:
         """Whether the caller's thread has the lock."""
         return self._owner == threading.get_ident()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a thread has the lock. It may change at any time."""
+        return self._owner is not None
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the lock in a block.

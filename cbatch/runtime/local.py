@@ -444,8 +444,8 @@ class LocalRuntime:
 
     def pump(self) -> bool:
         """Do one step in the caller's thread, where there is no other."""
-        has_worked = self.texts.pump()
-        return self.loop.pump() or has_worked
+        has_worked = self.texts.pump(may_wait=False)
+        return self.loop.pump() or has_worked or self.texts.pump(may_wait=True)
 
     @property
     def outage(self) -> None:

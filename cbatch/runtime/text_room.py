@@ -31,6 +31,7 @@ from cbatch.errors import (
     words_of,
 )
 from cbatch.response import BatchResult, Timings, Usage
+from cbatch.runtime.commands import FairLock
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import be_nice
 from cbatch.support.interrupts import HeldBack
@@ -161,7 +162,7 @@ class Texts:
         self._numbers = count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._computing = threading.Lock()
+        self._turns = FairLock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -254,21 +255,22 @@ class Texts:
         """Whether the caller's thread computes texts."""
         return self._thread is threading.current_thread()
 
-    def pump(self) -> bool:
-        """Compute one micro-batch in the caller's thread, where there is no other; False where none waits."""
-        if self._is_threaded or not self._computing.acquire(blocking=False):
+    def pump(self, *, may_wait: bool) -> bool:
+        """Compute one micro-batch in the caller's thread, where there is no other; False where none waits.
+
+        While another thread does, wait for it, or return False where the caller may not wait.
+        """
+        if self._is_threaded or (self._turns.is_held and not may_wait):
             return False
-        try:
+        with self._turns.held():
             return self._work()
-        finally:
-            self._computing.release()
 
     def _run(self) -> None:
         if self._facts.can_generate:
             be_nice()
         while True:
             try:
-                with self._computing:
+                with self._turns.held():
                     while self._work():
                         pass
             except BaseException as error:  # a bug: nobody may wait for ever
@@ -509,7 +511,7 @@ class Texts:
         thread = self._thread
         if thread is not None:
             thread.join()
-        with self._computing:
+        with self._turns.held():
             for embedder in self._embedders.values():
                 embedder.close()
             self._embedders.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from cbatch.pictures import shown_messages
 from cbatch.server.http_errors import bad_request
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def check_prompts(prompts: Sequence[BatchPrompt], n_window: int, field: str) -> 
             check_tokens(prompt.tokens, n_window, field)
         else:
             check_text(prompt.prompt or "", n_window, field)
-            _check_characters(_n_characters(prompt.messages or ()), n_window, field)
+            texts = shown_messages(prompt.messages or ())  # pictures have a limit of their own
+            _check_characters(_n_characters(texts), n_window, field)
 
 
 def check_text(text: str, n_window: int, field: str) -> None:

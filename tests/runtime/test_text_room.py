@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -370,6 +373,34 @@ def test_engine_without_a_thread_computes_texts_by_steps(backend: FakeBackend) -
     with Engine(backend, threaded=False) as engine:
         assert np.array_equal(engine.embed(["red", "b"]).array()[0], unit("red"))
         assert len(engine.run(["a"], options={"max_tokens": 2}).results()) == 1
+
+
+def test_threads_of_an_engine_without_one_wait_for_each_others_texts() -> None:
+    backend, gate = FakeBackend(2, 64), Gate()
+    backend.hold_texts = gate
+    with Engine(backend, threaded=False) as engine, ThreadPoolExecutor() as pool:
+        first = pool.submit(lambda: engine.embed(["a"]).array())
+        gate.has_come.wait()
+        assert engine.run(["a"], options={"max_tokens": 2}).results()  # chats do not wait
+        second = pool.submit(lambda: engine.embed(["b"]).array())
+        wait([second], 0.2)  # it has begun to wait
+        gate.may_go.set()
+        assert np.array_equal(first.result()[0], unit("a"))
+        assert np.array_equal(second.result()[0], unit("b"))
+
+
+def test_handler_may_close_an_engine_that_computes_texts_without_a_thread() -> None:
+    backend = FakeBackend(2, 64)
+    backend.hold_texts = partial(signal.raise_signal, signal.SIGUSR1)
+    engine = Engine(backend, threaded=False)
+    before = signal.signal(signal.SIGUSR1, lambda *_: engine.close())
+    try:
+        (found,) = engine.embed(["a"]).results(return_errors=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found.error is None
+    with pytest.raises(EngineClosedError):
+        engine.embed(["b"])
 
 
 def test_model_that_only_embeds_refuses_to_generate() -> None:

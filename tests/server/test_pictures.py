@@ -107,6 +107,17 @@ def test_wrong_picture_is_refused(
     assert words in answer.json()["error"]["message"]
 
 
+def test_data_of_pictures_is_no_text_of_the_prompt(
+    app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.server.prompt_size.MIN_CHARACTERS", len(URL))
+    monkeypatch.setattr("cbatch.server.prompt_size.CHARACTERS_PER_TOKEN", 0)
+    large = {"user": "x" * 2**17}
+    assert call(app, CHAT, body_for(CHAT, OPENAI) | large).status_code == 200
+    error = error_of(call(app, CHAT, body_for(CHAT, OPENAI, text=URL) | large), 400)
+    assert "characters; at most" in error["message"]
+
+
 def test_messages_that_follow_each_other_keep_their_pictures(app: Starlette) -> None:
     said = [
         {"role": "user", "content": "One."},
