@@ -238,7 +238,8 @@ class EngineOptions(ScheduleOptions):
         chat_template: "chatml" or a Jinja template, instead of the model's own.
         adapters: LoRA files by the names that requests give.
         draft: a smaller model's file, with the same vocabulary: it drafts tokens too; see `speculate`.
-        mmproj: the model's projector, a GGUF file: chats may have pictures then; see `cbatch.pictures`.
+        mmproj: the model's projector, a GGUF file: chats may have pictures or sound then; see
+            `cbatch.pictures` and `cbatch.sounds`.
         cache_dir: the folder for cells that requests save; default: the user's own.
         cache_mib: the most that the folder may hold.
         library: llama.cpp's library, or a folder that has it, in place of the one that `LLAMA_CPP_LIB_PATH` names or

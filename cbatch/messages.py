@@ -9,6 +9,7 @@ import os
 from collections.abc import (
     AsyncIterable,
     Iterable,
+    Iterator,
     Mapping,
     MappingView,
     Sequence,
@@ -21,8 +22,10 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from cbatch.errors import ConfigError, near
+from cbatch.media import is_medium, medium_part
 from cbatch.options import RunOptions
-from cbatch.pictures import is_picture, picture_part
+from cbatch.pictures import is_picture
+from cbatch.sounds import is_sound
 from cbatch.support.checks import check_depth, check_flag, given_only, reading, shown
 from cbatch.support.plain import flag_of, int_of, is_table, list_of, plain, text_of, token_of
 from cbatch.tools import check_calls
@@ -74,7 +77,22 @@ class BatchPrompt:
     @property
     def has_pictures(self) -> bool:
         """Whether a message has a picture."""
+        return any(map(is_picture, self._parts()))
+
+    @property
+    def has_sounds(self) -> bool:
+        """Whether a message has a sound."""
+        return any(map(is_sound, self._parts()))
+
+    @property
+    def has_media(self) -> bool:
+        """Whether a message has a picture or a sound."""
         return any(isinstance(message["content"], tuple) for message in self.messages or ())
+
+    def _parts(self) -> Iterator[Mapping[str, Any]]:
+        for message in self.messages or ():
+            if isinstance(message["content"], tuple):
+                yield from message["content"]
 
     def named(self, id: str) -> BatchPrompt:
         """Return the prompt under an id that is known to be one; what was checked is not checked again."""
@@ -174,7 +192,7 @@ def as_prompt(item: Any) -> BatchPrompt:
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of OpenAI's chats. A template may know others, so only what is like one of these is a mistake."""
 
-_SEEING_ROLES = ("user", "tool")
+_MEDIA_ROLES = ("user", "tool")
 
 _NO_CHAT = "a message stands alone here: a chat is a list of messages"
 _NO_ROW = (
@@ -317,7 +335,7 @@ def _name(place: str, key: str, message: Mapping[object, object]) -> str:
 def _content(place: str, role: str, content: object) -> str | tuple[dict[str, Any], ...]:
     """Return the text of a message; OpenAI's list of text parts is joined, a line for each.
 
-    With pictures it is a tuple of parts instead; see `picture_part`.
+    With pictures or sounds it is a tuple of parts instead; see `medium_part`.
     Source: llama.cpp common/chat.cpp, common_chat_msg::to_json_oaicompat.
     """
     text, parts = text_of(content), list_of(content)
@@ -326,14 +344,15 @@ def _content(place: str, role: str, content: object) -> str | tuple[dict[str, An
     mappings = [part for part in parts or () if isinstance(part, Mapping)]
     if parts is None or len(mappings) < len(parts):
         raise ConfigError(f"{place} content must be a string, not {_kind(content)}")
-    if not any(is_picture(part) for part in mappings):
+    if not any(map(is_medium, mappings)):
         return "\n".join(_part(place, plain(part))["text"] for part in mappings)
-    if role not in _SEEING_ROLES:
+    if role not in _MEDIA_ROLES:
         raise ConfigError(
-            f"{place} of role {role!r} has a picture: only those of role user and tool may have one"
+            f"{place} of role {role!r} has a {'picture' if any(map(is_picture, mappings)) else 'sound'}: only those of "
+            "role user and tool may have one"
         )
     return tuple(
-        picture_part(place, part) if is_picture(part) else _part(place, plain(part))
+        medium_part(place, part) if is_medium(part) else _part(place, plain(part))
         for part in mappings
     )
 
@@ -341,6 +360,6 @@ def _content(place: str, role: str, content: object) -> str | tuple[dict[str, An
 def _part(place: str, part: Any) -> dict[str, Any]:
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise ConfigError(
-            f"{place} has a part of type {shown(part.get('type'))}: only text and image_url are supported"
+            f"{place} has a part of type {shown(part.get('type'))}: only text, image_url and input_audio are supported"
         )
     return {"type": "text", "text": str(part["text"])}

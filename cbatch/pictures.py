@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from cbatch.errors import ConfigError, PromptError, words_of
 from cbatch.support.checks import shown
+from cbatch.support.given_files import file_bytes
 from cbatch.support.plain import text_of
 
 N_BYTES_MAX = 2**26
@@ -30,7 +30,6 @@ _N_HEAD = 128
 NO_PROJECTOR = "this model is loaded without what encodes pictures: load it with mmproj, its projector's GGUF file"
 
 _KINDS = ("image_url", "image")
-_SHOWN = "<picture>"
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
@@ -71,36 +70,6 @@ def picture_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
     return url_part(url)
 
 
-def marked_messages(
-    messages: Sequence[Mapping[str, Any]], mark: Callable[[int], str]
-) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """Return messages of text alone, with `mark(i)` in the place of picture `i`; and the pictures.
-
-    Source: llama.cpp common/chat.cpp, to_json_oaicompat: texts are joined by line ends, but not beside a picture.
-    """
-    marked: list[dict[str, Any]] = []
-    pictures: list[Mapping[str, Any]] = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, tuple):
-            text, was_text = "", False
-            for part in content:
-                if is_picture(part):
-                    text += mark(len(pictures))
-                    pictures.append(part)
-                else:
-                    text += "\n" * was_text + part["text"]
-                was_text = not is_picture(part)
-            content = text
-        marked.append({**message, "content": content})
-    return marked, pictures
-
-
-def shown_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of text alone, for readers: a picture is `<picture>`."""
-    return marked_messages(messages, lambda i: _SHOWN)[0]
-
-
 def picture_data(part: Mapping[str, Any]) -> bytes:
     """Return the bytes of a picture's file. Raises a PromptError where they are not base64."""
     url = str(part["image_url"]["url"])
@@ -118,16 +87,9 @@ def _url_of(place: str, image: object) -> str:
 
 def _file_of(place: str, image: object) -> bytes:
     """Return the bytes of a picture's file; of an image in memory, those of a PNG file."""
-    if isinstance(image, bytes | bytearray | memoryview):
-        return bytes(image)
-    # no text: it could come from a file of prompts, or from the network
-    if isinstance(image, os.PathLike):
-        try:
-            path = Path(os.fspath(image))
-            _check_size(place, path.stat().st_size)
-            return path.read_bytes()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{place} has a picture that cannot be read: {error}") from None
+    data = file_bytes(f"{place} has a picture", image, partial(_check_size, place))
+    if data is not None:
+        return data
     if hasattr(image, "__array_interface__") and not hasattr(image, "save"):
         from PIL import Image
 

@@ -53,7 +53,7 @@ class Usage:
 
     `context_shifts` is how often tokens were taken out of the full window, with `n_discard`. `reasoning_tokens` are
     the sampled ones of the thinking that the result has, its marks included. `image_tokens` are those of the prompt
-    that are rows of pictures.
+    that are rows of pictures, `audio_tokens` those that are rows of sounds.
     """
 
     prompt_tokens: int
@@ -62,6 +62,7 @@ class Usage:
     context_shifts: int = 0
     reasoning_tokens: int = 0
     image_tokens: int = 0
+    audio_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

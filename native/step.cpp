@@ -648,7 +648,7 @@ bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
             s->api.memory_seq_rm(s->api.get_memory(s->ctx), c.slot, end, -1);
         }
         const int32_t source = source_of(*s, row.i_chunk);
-        if (n_accepted > 0) {
+        if (n_accepted > 0 && b.next != nullptr) {  // rows that fill an even step up may be right, too
             b.next->feed(end - n_accepted, sampled, n_accepted, true, s->match_rates);
         }
         b.last_token = sampled[n_accepted];

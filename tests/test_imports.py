@@ -15,8 +15,8 @@ from tests.private_parts import private_parts
 ROOT = Path(cbatch.__file__).parent
 
 FACE = {
-    "errors", "options", "embedding", "engine_options", "messages", "pictures", "tools", "response", "progress",
-    "stats",
+    "errors", "options", "embedding", "engine_options", "media", "messages", "pictures", "sounds", "tools", "response",
+    "progress", "stats",
 }  # fmt: skip
 """Values that callers see: these modules see each other, and their helpers."""
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -53,14 +55,37 @@ class Vocab(Protocol):
     def picture_refusal(self) -> str:
         """Why chats cannot have pictures; empty where they can."""
 
+    @property
+    def sound_refusal(self) -> str:
+        """Why chats cannot have sound; empty where they can."""
+
     def picture_tokens(
-        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object] | None = None,
+        check_length: Callable[[int], object] | None = None,
     ) -> PictureTokens:
-        """Return the tokens of a chat with pictures, each of these encoded: its rows have ids of their own.
+        """Return the tokens of a chat with pictures or sounds, whose rows have ids of their own; encodes nothing.
+
+        Args:
+            messages: the chat.
+            variables: further variables of the template.
+            check_length: called with the tokens so far after each picture or sound; raises where these are too many.
 
         Raises:
-            RequestFailedError: the template refuses the chat, a picture is refused, or the model takes none.
+            RequestFailedError: the template refuses the chat, a file is refused, or the model takes none.
         """
+
+    def encode(self, tokens: PictureTokens) -> None:
+        """Encode what a chat shows, as far as it is not known; takes seconds. Not in the owner thread.
+
+        Raises:
+            RequestFailedError: a file is damaged, or llama.cpp cannot encode it.
+            EngineClosedError: `stop_encoding` was called.
+        """
+
+    def stop_encoding(self) -> None:
+        """End what is being encoded, and encode nothing more: the engine closes. From any thread."""
 
     def piece(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; control tokens add none."""

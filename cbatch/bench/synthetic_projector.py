@@ -1,4 +1,4 @@
-"""Random projectors: small GGUF files that encode pictures for a model of any width, to try pictures with."""
+"""Random projectors: small GGUF files that encode pictures or sound for a model of any width, to try these with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cbatch.bench.synthetic_ears import ear_tensors, write_sizes
 from cbatch.errors import ConfigError
 from cbatch.support.folders import part_beside, told
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 KINDS = ("llava", "llava-tiles", "qwen2-vl", "gemma3")
 """CLIP with LLaVA's projector, for pictures of one size; and for a picture's tiles beside the whole, as LLaVA 1.6;
 Qwen2-VL's, with a row for each 28 × 28 pixels, for the shape `qwen2-vl`; and Gemma 3's, for the shape `gemma3`."""
+
+SOUND_KINDS = ("whisper",)
+"""Whisper with Ultravox's projector: of sound alone."""
 
 _N_EMBD, _N_LAYER, _N_HEAD, _N_FF = 64, 3, 2, 128
 _N_SIDE, _N_PATCH = 56, 14
@@ -37,14 +41,16 @@ def write_projector(
 ) -> Path:
     """Write a random projector for a model that is `n_embd` wide; return the path.
 
-    A picture, or a tile, has 16 rows; with "qwen2-vl" as many as its size asks for, 8 at least.
+    A picture, or a tile, has 16 rows; with "qwen2-vl" as many as its size asks for, 8 at least. Half a minute of sound
+    has 30.
 
     Raises:
         ConfigError: an unknown kind, or the `gguf` package is not installed.
         OutputError: the file cannot be written.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"unknown kind of projector {kind!r}; known are {', '.join(KINDS)}")
+    known = (*KINDS, *SOUND_KINDS)
+    if kind not in known:
+        raise ConfigError(f"unknown kind of projector {kind!r}; known are {', '.join(known)}")
     try:
         import gguf
     except ImportError as error:
@@ -55,8 +61,14 @@ def write_projector(
         with part_beside(path) as part:
             writer = gguf.GGUFWriter(part, "clip")
             try:
-                _write_sizes(writer, n_embd, kind)
-                for name, values in _tensors(np.random.default_rng(seed), n_embd, kind):
+                random = np.random.default_rng(seed)
+                if kind in SOUND_KINDS:
+                    write_sizes(writer, n_embd)
+                    tensors = ear_tensors(random, n_embd)
+                else:
+                    _write_sizes(writer, n_embd, kind)
+                    tensors = _tensors(random, n_embd, kind)
+                for name, values in tensors:
                     writer.add_tensor(name, values)
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()

@@ -39,6 +39,10 @@ def ask(
         list[Path] | None,
         option(help="A picture before the question; may be given more than once.", default="none"),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        option(help="A sound before the question; may be given more than once.", default="none"),
+    ] = None,
     given: Given,
 ) -> None:
     """Answer one question as a chat; the answer goes to stdout as it comes.
@@ -56,7 +60,9 @@ def ask(
         check_whole("system", system)
     question = "" if interactive and prompt is None else _first_question(prompt)
     with _open(given["model"], options, settings) as engine:
-        conversation = Conversation(engine, system, pictures=image or [])
+        pictures = [{"type": "image", "image": path} for path in image or []]
+        sounds = [{"type": "audio", "audio": path} for path in audio or []]
+        conversation = Conversation(engine, system, shown=[*pictures, *sounds])
         try:
             if interactive:
                 n_failed = _converse(conversation, question, forget_interrupt=ctx.obj.forget)
@@ -75,9 +81,12 @@ class Conversation:
     """The messages so far, and the engine that answers them."""
 
     def __init__(
-        self, engine: cbatch.Engine, system: str | None = None, pictures: Sequence[Path] = ()
+        self,
+        engine: cbatch.Engine,
+        system: str | None = None,
+        shown: Sequence[Mapping[str, object]] = (),
     ) -> None:
-        self._engine, self._pictures = engine, pictures
+        self._engine, self._shown = engine, shown
         self.n_answers = engine.options.n or 1
         n_trained = engine.model_facts.n_ctx_train
         self.can_grow = not n_trained or engine.n_window < n_trained
@@ -101,7 +110,7 @@ class Conversation:
         parts: list[str] = []
         others = [""] * (self.n_answers - 1)
         self.result, self.others = None, others
-        self._add("user", self._with_pictures(question))
+        self._add("user", self._with_media(question))
         try:
             response = self._engine.submit(self.messages)
             with closing(iter(response)) as chunks:
@@ -116,12 +125,11 @@ class Conversation:
         finally:
             self._keep("".join(parts))
 
-    def _with_pictures(self, question: str) -> object:
-        """Return what the user says: the first question has the pictures before it."""
-        if not self._pictures or any(message["role"] == "user" for message in self.messages):
+    def _with_media(self, question: str) -> object:
+        """Return what the user says: the first question has the pictures and sounds before it."""
+        if not self._shown or any(message["role"] == "user" for message in self.messages):
             return question
-        pictures = [{"type": "image", "image": path} for path in self._pictures]
-        return [*pictures, {"type": "text", "text": question}]
+        return [*self._shown, {"type": "text", "text": question}]
 
     def _keep(self, text: str) -> None:
         if text:

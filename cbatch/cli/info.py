@@ -142,7 +142,7 @@ def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["mmproj"]:
         yield (
             "projector",
-            f"{found['mmproj']}, {_size(found['n_mmproj_bytes'])}: chats may have pictures",
+            f"{found['mmproj']}, {_size(found['n_mmproj_bytes'])}: chats may have {found['mmproj_takes']}",
         )
     why = found["flash_attn_why"]
     yield "flash attn", _FLASH_ATTENTION[found["flash_attn"]] + _by(why)

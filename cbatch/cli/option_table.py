@@ -256,6 +256,7 @@ OPTIONS = (
     _file("template", "The prompt of a row: 'Classify: {review}'.", "none"),
     _file("system", "A system message for each row; may be a template.", "none"),
     _file("image_column", "The column with a picture for each row.", "none", metavar="NAME"),
+    _file("audio_column", "The column with a sound for each row.", "none", metavar="NAME"),
     _file(
         "raw",
         "Read rows, and prompts in JSON lines, as text to complete (--raw) or as chats (--chat).",
@@ -386,7 +387,7 @@ OPTIONS = (
     ),
     _model(
         "mmproj",
-        "The model's projector: chats may have pictures then.",
+        "The model's projector: chats may have pictures or sound then.",
         metavar="FILE",
     ),
     _model(

@@ -59,7 +59,7 @@ def synth(
     mmproj: Annotated[
         str | None,
         option(
-            help="Write a projector of pictures instead, for a model that is --n-embd wide: llava or llava-tiles, "
+            help="Write a projector instead, for a model that is --n-embd wide: llava, llava-tiles or whisper; "
             "qwen2-vl for --shape qwen2-vl, gemma3 for --shape gemma3.",
             default="a model is written",
         ),

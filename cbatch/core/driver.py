@@ -151,9 +151,11 @@ class SequenceDriver:
     takes_long: bool | None = None
     """Whether its prompt takes long to tokenize; None if not estimated yet."""
     pictures: Sequence[object] = ()
-    """What keeps the rows of its prompt's pictures in memory."""
+    """What keeps the rows of its prompt's pictures and sounds in memory."""
     n_image_tokens: int = 0
-    """How many of its prompt's tokens are such rows."""
+    """How many of its prompt's tokens are rows of pictures."""
+    n_audio_tokens: int = 0
+    """How many of its prompt's tokens are rows of sounds."""
     is_done_with_disk: bool = False
     """Whether its file of cells must not be read (again)."""
     compiled: dict[Grammar | DryBreakers, Any] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from cbatch.engine import run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
+from cbatch.files.input.row_prompts import MEDIA_COLUMNS
 from cbatch.files.outcome import Interrupted, Stopper
 from cbatch.files.output.encoders import Encoder, RowEncoder, columns_asked
 from cbatch.files.output.identity import Digests, InputIdentity
@@ -391,7 +392,11 @@ def _settings_of(
         OUTPUT_FORMAT: target.format,
         "template": asked.template or "none",
         "system message": asked.system or "none",
-        **({"image column": asked.image_column} if asked.image_column else {}),
+        **{
+            name.replace("_", " "): found
+            for name in MEDIA_COLUMNS.values()
+            if (found := getattr(asked, name))
+        },
         "rows": _rows(stream, asked),
         **columns,
         **engine.fingerprint,

@@ -14,6 +14,7 @@ from cbatch.errors import ConfigError
 from cbatch.files import places
 from cbatch.files.file_formats import is_columnar
 from cbatch.files.input.item import Seen, item_key, rival_key
+from cbatch.files.input.row_prompts import MEDIA_COLUMNS
 from cbatch.files.input.source import open_source
 from cbatch.files.output.identity import inputs_of
 from cbatch.files.output.journal import duplicate_key
@@ -115,12 +116,15 @@ def _left(manifest: Manifest, place: Path, inputs: Sequence[str | Path]) -> dict
     if not paths:
         return {"problem": "the input was a pipe"}
     format, said = settings.get("input format", "auto"), settings.get("template", "none")
-    template, pictures = None if said == "none" else said, settings.get("image column")
+    template = None if said == "none" else said
+    columns: dict[str, Any] = {
+        name: settings.get(name.replace("_", " ")) for name in MEDIA_COLUMNS.values()
+    }
     n_items = n_left = 0
     try:
         with (
             closing(Seen()) as seen,
-            open_source(paths, format=format, template=template, image_column=pictures) as source,
+            open_source(paths, format=format, template=template, **columns) as source,
         ):
             for item in source:
                 key = record_key(item_key(item))

@@ -44,6 +44,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
     options: RunOptions | Mapping[str, Any] | None = None,
     options_column: str | None = None,
     image_column: str | None = None,
+    audio_column: str | None = None,
     output_column: str | None = None,
     keep_columns: Sequence[str] | None = None,
     progress: bool = False,
@@ -66,6 +67,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         options_column: a column with options of each row, before those of all: JSON text, or a value with their names.
         image_column: a column with a picture for each row, which stands before its text: the bytes of a file, a data
             URL, or the name of a file.
+        audio_column: a column with a sound for each row, as `image_column`.
         output_column: the name of the column with the answer's text; None: "response".
         keep_columns: columns of the table that the result has, in this order; None: all.
         progress: whether to show progress on stderr.
@@ -82,6 +84,7 @@ def run_table(  # noqa: PLR0913  # how rows are asked, and what becomes of the t
         check_flag("is_raw", is_raw),
         check_string("options_column", options_column),
         check_string("image_column", image_column),
+        check_string("audio_column", audio_column),
     )
     frame = _frame(table)
     check_unique(frame.columns, "table")

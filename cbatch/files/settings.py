@@ -54,6 +54,7 @@ class FileOptions:
             of one message. None: rows are chats, and a request's `prompt` is text, as in Python.
         image_column: the column of a table with a picture for each row, which stands before its text: the bytes of a
             file, a data URL, or the name of a file, from the table's folder on.
+        audio_column: the column of a table with a sound for each row, as `image_column`.
         errors: a file of their own for records of errors.
         limit: most items to run; items that are done do not count.
         shuffle: read the input in random order. It is copied to a temporary file first; 8 bytes of memory an item.
@@ -83,6 +84,7 @@ class FileOptions:
     system: str | None = checked(check_string)
     is_raw: bool | None = checked(check_flag)
     image_column: str | None = checked(check_text, 1000)
+    audio_column: str | None = checked(check_text, 1000)
     errors: Path | None = checked(file_of)
     limit: int | None = checked(check_int, 1, 2**63 - 1)
     shuffle: bool = checked(check_flag, default=False)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _NOT_OF_VECTORS = (
     "adopt",
+    "audio_column",
     "dedupe",
     "image_column",
     "is_raw",

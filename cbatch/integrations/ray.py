@@ -229,8 +229,8 @@ def _n_bytes(spec: EngineSpec) -> int | None:
     n_mib = spec.settings.get("memory_mib")
     if n_mib is None:
         return None
-    is_here = spec.model is not None and os.path.isfile(spec.model)
-    return int(n_mib) * 2**20 + (os.path.getsize(str(spec.model)) if is_here else 0)
+    files = map(str, filter(None, (spec.model, spec.settings.get("mmproj"))))
+    return int(n_mib) * 2**20 + sum(map(os.path.getsize, filter(os.path.isfile, files)))
 
 
 def _check_columns(dataset: Any, rows: Mapping[str, Any]) -> None:

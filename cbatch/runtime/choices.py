@@ -257,6 +257,7 @@ class Choices(Members):
             sum(r.usage.context_shifts for r in all_results),
             sum(r.usage.reasoning_tokens for r in all_results),
             max(r.usage.image_tokens for r in all_results),
+            max(r.usage.audio_tokens for r in all_results),
         )
         timings = _timings(first, all_results)
         return replace(first, usage=usage, timings=timings, choices=tuple(kept), origin=None)

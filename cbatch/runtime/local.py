@@ -17,7 +17,7 @@ from cbatch.core.kv import KvLedger
 from cbatch.core.queue import head_start_s
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
-from cbatch.pictures import shown_messages
+from cbatch.media import shown_messages
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.loop import Loop
@@ -90,6 +90,7 @@ class LocalRuntime:
             ),
             n_window,
             chats,
+            backend.vocab,
         )
         self._lanes = lanes = PromptLanes(
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded

@@ -88,6 +88,7 @@ def result_of(driver: SequenceDriver) -> BatchResult:
         driver.n_shifts,
         n_thought,
         driver.n_image_tokens,
+        driver.n_audio_tokens,
     )
     return BatchResult(
         id=driver.request.id,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
+from cbatch.media import shown_messages
 from cbatch.messages import BatchPrompt
-from cbatch.pictures import shown_messages
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
@@ -35,7 +35,11 @@ if TYPE_CHECKING:
             """Take a command; one for refused prompts is to be done soon. From any thread."""
 
 
+_Item = TypeVar("_Item")
+
 Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
+
+_Found: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError]"
 
 _Begun: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, str, Sequence[int]]"
 """A prompt with its options, its text and its tokens."""
@@ -69,16 +73,39 @@ class FoundPrompt:
 class PromptTokenizer:
     """Tokenizes prompts. From any thread."""
 
-    def __init__(self, tokenize: Tokenize, n_window: int, chats: ChatFormat | None = None) -> None:
-        """Make one; `chats` is for requests whose grammar is open."""
+    def __init__(
+        self,
+        tokenize: Tokenize,
+        n_window: int,
+        chats: ChatFormat | None = None,
+        vocab: Vocab | None = None,
+    ) -> None:
+        """Make one; `chats` is for requests whose grammar is open, `vocab` encodes pictures and sounds."""
         self._tokenize, self._n_window, self._chats = tokenize, n_window, chats
+        self._vocab = vocab
         self._begun: _Begun = None, None, "", ()
         """The last prompt that had an ending, as text and tokens: the next one may have another ending of it."""
 
     def tokenize(self, driver: SequenceDriver) -> None:
         """Make a sequence's prompt tokens, or set its error where that cannot be; no effect where that was done."""
         if not driver.is_tokenized:
-            self.give(driver, self.find(driver.request))
+            self.give(driver, self.encoded(self.find(driver.request)))
+
+    def encoded(self, found: FoundPrompt | CBatchError) -> FoundPrompt | CBatchError:
+        """Encode the pictures and sounds of a prompt, as far as they are not known; return it, or the error."""
+        if isinstance(found, CBatchError) or not isinstance(found.tokens, PictureTokens):
+            return found
+        try:
+            if self._vocab is not None:
+                self._vocab.encode(found.tokens)
+        except Exception as error:
+            return _failure(error)
+        return found
+
+    def stop_encoding(self) -> None:
+        """End what is being encoded, and encode nothing more."""
+        if self._vocab is not None:
+            self._vocab.stop_encoding()
 
     def find(self, request: Request) -> FoundPrompt | CBatchError:
         """Return the tokens of a request's prompt, or the error; a prompt that does not fit is an error, too."""
@@ -90,12 +117,8 @@ class PromptTokenizer:
             n_first = self._n_first(request, tokens)
             request.cap(len(tokens), self._n_window, n_first)
             return FoundPrompt(tokens, n_first, grammar)
-        except CBatchError as error:
-            return error
         except Exception as error:
-            failure = RequestFailedError(f"the prompt could not be prepared: {words_of(error)}")
-            failure.__cause__ = error
-            return failure
+            return _failure(error)
 
     def _with_ending(self, request: Request) -> FoundPrompt:
         """Return the tokens of a prompt with its ending: scored are those that the prompt alone does not have."""
@@ -118,11 +141,11 @@ class PromptTokenizer:
         if not request.is_grammar_open or self._chats is None:
             return request.prompt, request.grammar
         prompt = request.prompt
-        if prompt.has_pictures:
+        if prompt.has_media:
             prompt = replace(prompt, messages=shown_messages(prompt.messages or ()))
         text = self._chats.render(prompt, request.options)
         grammar = self._chats.grammar(request.prompt, request.options, text)
-        return request.prompt if request.prompt.has_pictures else BatchPrompt(prompt=text), grammar
+        return request.prompt if request.prompt.has_media else BatchPrompt(prompt=text), grammar
 
     def give(self, driver: SequenceDriver, found: FoundPrompt | CBatchError) -> None:
         """Give a sequence its tokens or error."""
@@ -133,8 +156,9 @@ class PromptTokenizer:
             driver.set_grammar(found.grammar)
         try:
             driver.set_prompt(found.tokens, self._n_window, found.n_first, found.n_before)
-            if isinstance(found.tokens, PictureTokens):
-                driver.pictures, driver.n_image_tokens = found.tokens.pictures, found.tokens.n_rows
+            if isinstance(tokens := found.tokens, PictureTokens):
+                driver.pictures, driver.n_audio_tokens = tokens.pictures, tokens.n_sound_rows
+                driver.n_image_tokens = tokens.n_rows - tokens.n_sound_rows
         except CBatchError as error:
             driver.error = error
 
@@ -151,8 +175,23 @@ class PromptTokenizer:
         return max(1, n_common([*first], [*tokens]))
 
 
+def is_encoded(found: FoundPrompt | CBatchError) -> bool:
+    """Whether nothing of a prompt is to be encoded: pictures and sounds, as far as there are any, are known."""
+    return isinstance(found, CBatchError) or getattr(found.tokens, "is_encoded", True)
+
+
+def _failure(error: Exception) -> CBatchError:
+    if isinstance(error, CBatchError):
+        return error
+    failure = RequestFailedError(f"the prompt could not be prepared: {words_of(error)}")
+    failure.__cause__ = error
+    return failure
+
+
 class PromptLanes:
     """Tokenizes the prompts of sequences in order: short prompts in one thread, long ones in another.
+
+    What these show is encoded in a third one, so that a prompt whose pictures are known waits for no other.
 
     Without threads, the caller of `order` tokenizes at once.
     """
@@ -164,8 +203,9 @@ class PromptLanes:
         self._ordered: set[SequenceDriver] = set()
         self._post: PostPrompts = _nowhere
         self._take: Callable[[SequenceDriver], object] = bool
-        names = "cbatch-prompts", "cbatch-long-prompts"
-        self._short, self._long = (_Lane(name, self._find) for name in names)
+        self._short = _Lane("cbatch-prompts", self._find)
+        self._long = _Lane("cbatch-long-prompts", self._find)
+        self._encoder = _Lane("cbatch-encoder", self._encode, is_nice=True)
 
     def begin(self, post: PostPrompts, take: Callable[[SequenceDriver], object]) -> None:
         """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
@@ -194,27 +234,46 @@ class PromptLanes:
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller's thread tokenizes prompts."""
-        return self._short.is_current or self._long.is_current
+        return any(lane.is_current for lane in (self._short, self._long, self._encoder))
 
     def close(self) -> None:
-        """Finish the prompts under way and begin no others."""
+        """Finish the prompts under way, but not what is being encoded, and begin no others."""
+        self._prompts.stop_encoding()
         self._short.close()
         self._long.close()
+        self._encoder.close()
 
     def _find(self, drivers: Callable[[], SequenceDriver | None]) -> None:
         """Tokenize the prompts of `drivers` for a few milliseconds, and have the tokens taken."""
-        found: list[tuple[SequenceDriver, FoundPrompt | CBatchError]] = []
+        found: list[_Found] = []
         until_s = monotonic() + _GATHER_S
         while monotonic() < until_s and (driver := drivers()) is not None:
-            if driver.finish_reason is None:
-                found.append((driver, self._prompts.find(driver.request)))
-            else:
+            if driver.finish_reason is not None:
                 self._ordered.discard(driver)
+                continue
+            prompt = self._prompts.find(driver.request)
+            if is_encoded(prompt):
+                found.append((driver, self._prompts.encoded(prompt)))
+            else:
+                self._encoder.put((driver, prompt))
+        self._tell(found)
+
+    def _encode(self, waiting: Callable[[], _Found | None]) -> None:
+        """Encode what the next prompt shows, and have its tokens taken."""
+        if (found := waiting()) is None:
+            return
+        driver, prompt = found
+        if driver.finish_reason is not None:
+            self._ordered.discard(driver)
+        else:
+            self._tell([(driver, self._prompts.encoded(prompt))])
+
+    def _tell(self, found: Sequence[_Found]) -> None:
         if found:
             is_refused = any(isinstance(prompt, CBatchError) for _, prompt in found)
             self._post(partial(self._give, found), is_refused=is_refused)
 
-    def _give(self, found: Sequence[tuple[SequenceDriver, FoundPrompt | CBatchError]]) -> None:
+    def _give(self, found: Sequence[_Found]) -> None:
         for driver, prompt in found:
             self._ordered.discard(driver)
             if driver.finish_reason is None and not driver.is_tokenized:
@@ -222,33 +281,38 @@ class PromptLanes:
                 self._take(driver)
 
 
-class _Lane:
-    """Sequences whose prompts one thread tokenizes, in order."""
+class _Lane(Generic[_Item]):
+    """Work of one thread, in order."""
 
     def __init__(
-        self, name: str, find: Callable[[Callable[[], SequenceDriver | None]], object]
+        self,
+        name: str,
+        work: Callable[[Callable[[], _Item | None]], object],
+        *,
+        is_nice: bool = False,
     ) -> None:
-        self._thread = WorkThread(name, is_threaded=True)
-        self._todo: deque[SequenceDriver] = deque()
-        self._find, self._is_closed = find, False
+        """Make one; `work` is called for new items, with what returns the next of them, or None."""
+        self._thread = WorkThread(name, is_threaded=True, is_nice=is_nice)
+        self._todo: deque[_Item] = deque()
+        self._work, self._is_closed = work, False
 
     @property
     def is_current(self) -> bool:
         return self._thread.is_current
 
-    def put(self, driver: SequenceDriver) -> None:
-        self._todo.append(driver)
-        self._thread.do(self._work)  # finds nothing if earlier work has tokenized this prompt, too
+    def put(self, item: _Item) -> None:
+        self._todo.append(item)
+        self._thread.do(self._begin)  # finds nothing if earlier work has done this item, too
 
     def close(self) -> None:
         self._is_closed = True
         self._thread.close()
 
-    def _work(self) -> None:
+    def _begin(self) -> None:
         if self._todo:
-            self._find(self._next)
+            self._work(self._next)
 
-    def _next(self) -> SequenceDriver | None:
+    def _next(self) -> _Item | None:
         return self._todo.popleft() if self._todo and not self._is_closed else None
 
 
@@ -259,10 +323,10 @@ def _nowhere(command: Callable[[], object], *, is_refused: bool) -> None:
 def _is_long(request: Request) -> bool:
     """Whether a prompt takes long to become tokens, or may: all of a chat counts, and what its template gets.
 
-    A picture may: a small file can have many pixels.
+    A picture or a sound may: a small file can hold much.
     """
     prompt, options = request.prompt, request.options
-    if prompt.has_pictures:
+    if prompt.has_media:
         return True
     if prompt.messages is not None:
         return _is_large([*prompt.messages, options.template_variables])
@@ -289,18 +353,24 @@ def tokenize(
     n_window: int | None = None,
     n_trained: int = 0,
 ) -> Sequence[int]:
-    """Return a prompt's tokens; computes nothing.
+    """Return a prompt's tokens; computes nothing, and encodes nothing.
 
     Raises:
         RequestFailedError: the template refuses the chat, or a token is unknown.
-        PromptTooLongError: the bytes alone exceed `n_window` tokens, 16 times as many with `n_discard`. The prompt was
-            not tokenized.
+        PromptTooLongError: the bytes alone exceed `n_window` tokens, 16 times as many with `n_discard`, or the first
+            pictures and sounds do. The prompt was not tokenized to its end.
     """
     if prompt.tokens is not None:
         check_in_vocab(prompt.tokens, vocab)
         return prompt.tokens
-    if prompt.has_pictures:
-        return vocab.picture_tokens(prompt.messages or (), options.template_variables)
+    if prompt.has_media:
+
+        def check_length(n: int) -> None:
+            if n_window is not None and n > n_window:
+                raise PromptTooLongError(n, n_window, is_least=True, n_trained=n_trained)
+
+        variables = options.template_variables
+        return vocab.picture_tokens(prompt.messages or (), variables, check_length)
     if prompt.messages is not None:
         text = vocab.render_text(prompt.messages, options.template_variables)
     else:

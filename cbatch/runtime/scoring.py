@@ -57,7 +57,7 @@ class Continuations(NamedTuple):
             given = list_of(pair)
             if given is None or len(given) != 2:
                 raise ConfigError(f"score takes pairs (context, continuations), not {shown(pair)}")
-            context = None if text_of(given[0]) == "" else _without_pictures(given[0])
+            context = None if text_of(given[0]) == "" else _without_media(given[0])
             listed = [given[1]] if text_of(given[1]) is not None else list_of(given[1])
             if not listed:
                 raise ConfigError(
@@ -93,7 +93,7 @@ class WholeText(NamedTuple):
     @classmethod
     def of(cls, text: Any) -> WholeText:
         """Return a caller's text, checked as far as it can be without a model."""
-        return cls(_without_pictures(text))
+        return cls(_without_media(text))
 
     def requests(self, tokenizer: Tokenizer) -> list[list[ScoredTokens]]:
         """Return windows that are no longer than a slot's; each but the first begins with the last token before it."""
@@ -110,10 +110,12 @@ class WholeText(NamedTuple):
         return [[ScoredTokens(tokens[i : i + step + 1], 1) for i in starts]]
 
 
-def _without_pictures(text: Any) -> BatchPrompt:
+def _without_media(text: Any) -> BatchPrompt:
     prompt = as_prompt(text)
-    if prompt.has_pictures:
-        raise ConfigError("texts with pictures cannot be scored yet: leave the pictures out")
+    if prompt.has_media:
+        raise ConfigError(
+            "texts with pictures or sound cannot be scored yet: leave the pictures and sounds out"
+        )
     return prompt
 
 

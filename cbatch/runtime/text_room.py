@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
-import sys
 import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -36,6 +33,7 @@ from cbatch.errors import (
 from cbatch.response import BatchResult, Timings, Usage
 from cbatch.runtime.commands import FairLock
 from cbatch.runtime.sequences import check_in_vocab
+from cbatch.runtime.work_thread import be_nice
 from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
@@ -65,9 +63,6 @@ _N_ENTRY_BYTES = 240
 
 _IDLE_S = 0.05
 """Seconds without a text after which the thread ends: its team of OpenMP's slows down that of the owner thread."""
-
-_NICENESS = 10
-"""How much less of a core the thread gets than the owner thread, where chats run beside it; Linux alone has it."""
 
 
 class TextKind(NamedTuple):
@@ -272,7 +267,7 @@ class Texts:
 
     def _run(self) -> None:
         if self._facts.can_generate:
-            _be_nice()
+            be_nice()
         while True:
             try:
                 with self._turns.held():
@@ -599,10 +594,3 @@ def _failure(error: BaseException) -> CBatchError:
     failure = RequestFailedError(f"the text could not be computed: {words_of(error)}")
     failure.__cause__ = error
     return failure
-
-
-def _be_nice() -> None:
-    """Have the calling thread, and the threads that it starts to compute, give way to others."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -120,8 +120,8 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
             "echo is for prompts of text or tokens, but this prompt has messages: leave echo out; prompt_logprobs "
             "gives the log-probability of each prompt token"
         )
-    if prompt.has_pictures:
-        _check_pictures(options, vocab)
+    if prompt.has_media:
+        _check_media(prompt, options, vocab)
     tools = options.offered_tools
     for name in ("tools", "chat_template_kwargs"):
         if getattr(options, name) and prompt.messages is None:
@@ -133,10 +133,12 @@ def check_chat(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
         raise UnsupportedOptionError("tools", reason=vocab.tool_refusal)
 
 
-def _check_pictures(options: RunOptions, vocab: Vocab) -> None:
-    """Refuse pictures for a model without a projector, and options that look at each token of a prompt."""
-    if vocab.picture_refusal:
+def _check_media(prompt: BatchPrompt, options: RunOptions, vocab: Vocab) -> None:
+    """Refuse pictures and sounds that the model cannot take, and options that look at each token of a prompt."""
+    if prompt.has_pictures and vocab.picture_refusal:
         raise ConfigError(vocab.picture_refusal)
+    if prompt.has_sounds and vocab.sound_refusal:
+        raise ConfigError(vocab.sound_refusal)
     asked = {
         "choice_probs": options.choice_probs,
         "prompt_logprobs": options.prompt_logprobs is not None,
@@ -145,7 +147,7 @@ def _check_pictures(options: RunOptions, vocab: Vocab) -> None:
         "logits_processor": options.logits_processor is not None,
     }
     for name in (name for name, is_asked in asked.items() if is_asked):
-        raise ConfigError(f"{name} cannot be used with pictures yet: leave it out")
+        raise ConfigError(f"{name} cannot be used with pictures or sound yet: leave it out")
 
 
 def check_labels(prompt: BatchPrompt, options: RunOptions) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from contextlib import suppress
 from itertools import count
@@ -13,6 +15,16 @@ if TYPE_CHECKING:
 
 _LAST = 1_000
 
+_NICENESS = 10
+"""How much less of a core a thread gets that gives way to the owner thread; Linux alone has it."""
+
+
+def be_nice() -> None:
+    """Have the calling thread, and the threads that it starts to compute, give way to others."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
 
 class WorkThread:
     """A thread that starts with its first work and does lower ranks first. Any thread may give work.
@@ -20,8 +32,9 @@ class WorkThread:
     Without a thread, and where none can be started, work is done at once by the thread that gives it.
     """
 
-    def __init__(self, name: str, *, is_threaded: bool) -> None:
-        self._name, self._is_threaded = name, is_threaded
+    def __init__(self, name: str, *, is_threaded: bool, is_nice: bool = False) -> None:
+        """Make one; with `is_nice` it gives way to the owner thread."""
+        self._name, self._is_threaded, self._is_nice = name, is_threaded, is_nice
         self._work: PriorityQueue[tuple[int, int, Callable[[], object] | None]] = PriorityQueue()
         self._numbers = count()
         self._thread: threading.Thread | None = None
@@ -59,6 +72,8 @@ class WorkThread:
             self._thread = thread
 
     def _run(self) -> None:
+        if self._is_nice:
+            be_nice()
         while (work := self._work.get()[2]) is not None:
             with suppress(Exception):  # the owner thread has been told
                 work()

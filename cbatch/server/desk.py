@@ -111,7 +111,7 @@ class EngineSizes:
             "completion": facts.can_generate,
             "embedding": facts.can_embed,
             "rerank": facts.can_rerank,
-            "multimodal": facts.can_see,
+            "multimodal": facts.can_see or facts.can_hear,
         }
         return [name for name, can in able.items() if can]
 

@@ -204,8 +204,9 @@ def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:
     n_output = sum(result.usage.completion_tokens for result in results)
     n_thought = sum(result.usage.reasoning_tokens for result in results)
     details = {"cached_tokens": sum(result.usage.cached_tokens for result in results)}
-    if n_shown := sum(result.usage.image_tokens for result in results):
-        details["image_tokens"] = n_shown
+    for name in ("image_tokens", "audio_tokens"):
+        if n := sum(getattr(result.usage, name) for result in results):
+            details[name] = n
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_output,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cbatch.pictures import shown_messages
+from cbatch.media import shown_messages
 from cbatch.server.http_errors import bad_request
 
 if TYPE_CHECKING:

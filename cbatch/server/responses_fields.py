@@ -234,7 +234,7 @@ def _item(place: str, item: Any) -> dict[str, Any]:
 
 
 def _content(place: str, content: Any) -> str | list[dict[str, Any]]:
-    """Return the texts of parts, joined; where there are pictures, the parts as chats have them."""
+    """Return the texts of parts, joined; where there are pictures or sounds, the parts as chats have them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -242,8 +242,8 @@ def _content(place: str, content: Any) -> str | list[dict[str, Any]]:
             f"{place} must be a string or a list of parts, not {shown(content)}", "input"
         )
     parts = [
-        _picture(f"{place}[{i}]", part)
-        if isinstance(part, dict) and part.get("type") == "input_image"
+        _medium(f"{place}[{i}]", part)
+        if isinstance(part, dict) and part.get("type") in ("input_image", "input_audio")
         else {"type": "text", "text": _part(f"{place}[{i}]", part, _TEXTS)}
         for i, part in enumerate(content)
     ]
@@ -252,7 +252,10 @@ def _content(place: str, content: Any) -> str | list[dict[str, Any]]:
     return parts
 
 
-def _picture(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
+def _medium(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a picture or a sound; what chats have is the same for sounds."""
+    if part["type"] == "input_audio":
+        return {"type": "input_audio", "input_audio": part.get("input_audio")}
     if part.get("image_url") is None:
         raise bad_request(f"{place} has no image_url: files are not kept as pictures", "input")
     return url_part(_string(f"{place}.image_url", part["image_url"], "input", is_filled=True))

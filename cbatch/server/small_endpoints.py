@@ -158,7 +158,7 @@ async def props(desk: Desk, exchange: Exchange) -> None:
             "total_slots": sizes.n_slots,
             "model_alias": desk.model_name,
             "model_path": Path(facts.path).name,
-            "modalities": {"vision": facts.can_see, "audio": False},
+            "modalities": {"vision": facts.can_see, "audio": facts.can_hear},
             "chat_template": facts.chat_template,
             "bos_token": facts.bos_token,
             "eos_token": facts.eos_token,

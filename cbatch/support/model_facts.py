@@ -39,6 +39,10 @@ class ModelFacts:
     can_generate: bool = True
     can_see: bool = False
     """Whether chats may have pictures."""
+    can_hear: bool = False
+    """Whether chats may have sound."""
+    audio_rate: int = 0
+    """Samples per second that bare samples of a sound must have."""
     can_embed: bool = False
     """Whether the model has an embedding of its own, or is one for chats, whose hidden states are one."""
     can_rerank: bool = False

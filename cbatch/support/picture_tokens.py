@@ -1,8 +1,8 @@
-"""Ids that stand for the rows of pictures in a sequence's tokens, so that all that counts cells counts them too."""
+"""Ids that stand for rows of pictures and sounds in a sequence's tokens, so that what counts cells counts them too."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -11,31 +11,46 @@ FIRST_PICTURE = 2**32
 """The least id that is no token of a vocabulary."""
 
 N_ROWS_MAX = 2**20
-"""Ids that each picture has: more than a picture has rows."""
+"""Ids that each picture or sound has: more than one has rows."""
+
+
+class PromptMedium(Protocol):
+    """A picture or a sound of a prompt."""
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its rows are there."""
 
 
 class PictureTokens(list[int]):
-    """A prompt's tokens, with the pictures of which some are rows: these stay in memory as long as this is held."""
+    """A prompt's tokens, with the pictures and sounds of which some are rows: these stay in memory as long as this."""
 
-    def __init__(self, tokens: Iterable[int], pictures: Sequence[object]) -> None:
-        """Take the tokens, and what holds the rows."""
+    def __init__(
+        self, tokens: Iterable[int], pictures: Sequence[PromptMedium], n_sound_rows: int = 0
+    ) -> None:
+        """Take the tokens, what holds the rows, and how many are of sounds."""
         super().__init__(tokens)
-        self.pictures = pictures
+        self.pictures, self.n_sound_rows = pictures, n_sound_rows
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether all rows are there."""
+        return all(picture.is_encoded for picture in self.pictures)
 
     @property
     def n_rows(self) -> int:
-        """Rows of pictures among the tokens."""
+        """Rows of pictures and sounds among the tokens."""
         return sum(token >= FIRST_PICTURE for token in self)
 
 
 def ids_of(number: int, n_rows: int) -> range:
-    """Return the ids of the rows of picture `number`: the same picture has the same number, so its cells are shared."""
+    """Return the ids of the rows of picture or sound `number`: the same one has the same, so its cells are shared."""
     first = FIRST_PICTURE + number * N_ROWS_MAX
     return range(first, first + n_rows)
 
 
 def place_of(token: int) -> tuple[int, int]:
-    """Return the number of a picture and the row that an id stands for."""
+    """Return the number of a picture or sound, and the row that an id stands for."""
     return divmod(token - FIRST_PICTURE, N_ROWS_MAX)
 
 

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 13
+#define CBATCH_ABI_VERSION 14
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -183,6 +183,7 @@ typedef struct cbatch_report {
 
 typedef struct cbatch_stepper cbatch_stepper;    // runs steps in one llama context
 typedef struct cbatch_log_ring cbatch_log_ring;  // the newest log records, in a fixed number of bytes
+typedef struct cbatch_graph_stop cbatch_graph_stop;  // whether graphs that are computed are to end
 
 // Return CBATCH_ABI_VERSION as compiled.
 CBATCH_EXPORT int32_t cbatch_abi_version(void) CBATCH_NOEXCEPT;
@@ -313,6 +314,16 @@ CBATCH_EXPORT void cbatch_log_callback(int32_t level, const char * text, void * 
 // With n_out ≥ the ring's n_bytes everything fits. Returns the bytes written.
 CBATCH_EXPORT int32_t cbatch_log_drain(cbatch_log_ring * ring, char * out, int32_t n_out,
                                        int64_t * n_dropped) CBATCH_NOEXCEPT;
+
+// Make what ends the graphs of one encoder, or return NULL; free it once nothing computes with it.
+CBATCH_EXPORT cbatch_graph_stop * cbatch_graph_stop_init(void) CBATCH_NOEXCEPT;
+CBATCH_EXPORT void cbatch_graph_stop_free(cbatch_graph_stop * stop) CBATCH_NOEXCEPT;
+
+// End the graph under way within a few nodes, and every later one after its first ones. From any thread.
+CBATCH_EXPORT void cbatch_graph_stop_set(cbatch_graph_stop * stop) CBATCH_NOEXCEPT;
+
+// Has the type ggml_backend_sched_eval_callback; `stop` is its user data. Source: ggml/include/ggml-backend.h.
+CBATCH_EXPORT bool cbatch_graph_callback(void * node, bool is_asking, void * stop) CBATCH_NOEXCEPT;
 
 #ifdef __cplusplus
 }

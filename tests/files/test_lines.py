@@ -173,6 +173,7 @@ def test_result_is_a_line_with_the_items_id(tmp_path: Path) -> None:
             "context_shifts": 0,
             "reasoning_tokens": 0,
             "image_tokens": 0,
+            "audio_tokens": 0,
         },
         "timings": {
             "queue_s": 0.1,

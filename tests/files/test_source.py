@@ -107,7 +107,8 @@ def test_unknown_format_is_refused(tmp_path: Path) -> None:
 def test_template_does_not_fit_requests(tmp_path: Path, content: str) -> None:
     path = write(tmp_path / "a.jsonl", content)
     with pytest.raises(
-        ConfigError, match="which a template, a system message or a column of pictures does not fit"
+        ConfigError,
+        match="which a template, a system message or a column of pictures or sounds does not fit",
     ):
         read(path, system="x")
     with pytest.raises(ConfigError, match="there is no column 'x'"):

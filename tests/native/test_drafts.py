@@ -367,6 +367,22 @@ def test_slot_without_drafts_has_none() -> None:
     assert n_drafted(results) == 0
 
 
+def test_slot_without_drafts_may_sample_what_fills_its_rows_up() -> None:
+    """Beside a slot with drafts it has as many rows, and these compute token 0."""
+    prompts = [[1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [0, 0, 0]]
+
+    def row(tokens: list[int]) -> Any:
+        logits = line(4, 1000)(tokens)
+        logits[0] += 99.0 * (tokens[0] == 0)
+        return logits
+
+    bindings = bindings_of(prompts, GREEDY)
+    bindings[1] = replace(bindings[1], has_drafts=False, has_model_drafts=False)
+    answers, results = generate(TextLlama(row), prompts, bindings, 100, 7, has_all=True)
+    assert answers[1] == [0] * 100
+    assert n_accepted(results) > 0
+
+
 def test_broken_row_behind_a_draft_ends_the_run() -> None:
     def row(tokens: list[int]) -> Any:
         logits = np.zeros(N_VOCAB, np.float32)

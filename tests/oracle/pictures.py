@@ -1,9 +1,9 @@
-"""Greedy answers about pictures by plain calls of llama.cpp and its own helper, one prompt alone in a new context."""
+"""Greedy answers about pictures and sounds by plain llama.cpp and its own helper, one prompt alone in a new context."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+
+def _bitmap(given: NDArray[Any]) -> Any:
+    if given.ndim == 1:
+        samples = given.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        return mtmd_cpp.mtmd_bitmap_init_from_audio(len(given), samples)
+    pixels = given.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    return mtmd_cpp.mtmd_bitmap_init(given.shape[1], given.shape[0], pixels)
 
 
 class PlainSeer:
@@ -44,8 +52,8 @@ class PlainSeer:
         llama_cpp.llama_model_free(self._model)
         self._log.remove()
 
-    def answer(self, text: str, pictures: Sequence[NDArray[np.uint8]], n: int) -> tuple[int, ...]:
-        """Return `n` tokens that follow a text, in which each picture stands as `<__media__>`."""
+    def answer(self, text: str, pictures: Sequence[NDArray[Any]], n: int) -> tuple[int, ...]:
+        """Return `n` tokens that follow a text, in which each picture or sound (1-D) stands as `<__media__>`."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_threads = 512, 1
         ctx = llama_cpp.llama_init_from_model(self._model, params)
@@ -63,13 +71,8 @@ class PlainSeer:
         llama_cpp.llama_free(ctx)
         return tuple(found)
 
-    def _compute(self, ctx: int, text: str, pictures: Sequence[NDArray[np.uint8]]) -> int:
-        bitmaps = [
-            mtmd_cpp.mtmd_bitmap_init(
-                p.shape[1], p.shape[0], p.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-            )
-            for p in pictures
-        ]
+    def _compute(self, ctx: int, text: str, pictures: Sequence[NDArray[Any]]) -> int:
+        bitmaps = [_bitmap(p) for p in pictures]
         chunks = mtmd_cpp.mtmd_input_chunks_init()
         data = text.encode()
         given = mtmd_cpp.mtmd_input_text(data, len(data), True, True)

@@ -196,7 +196,7 @@ WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     ([{"role": "user", "content": 7}], None, r"messages\[0\] content must be a string, not int"),
     ([[*HI, "x"]], None, r"messages\[1\] must be a mapping .*not str"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], None, "a picture without url"),
-    ([{"role": "user", "content": [{"type": "input_audio"}]}], None, "only text and image_url"),
+    ([{"role": "user", "content": [{"type": "input_file"}]}], None, "only text, image_url and"),
     ([GOOD], {"max_tokens": 0}, "max_tokens must be 1 … 2147483647, not 0"),
     ([GOOD], {"max_tokens": -1}, "max_tokens must be 1 … .*not -1"),
     ([GOOD], {"max_tokens": 2**31}, "max_tokens must be 1 … .*not 2147483648"),

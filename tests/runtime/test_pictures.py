@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import random
 import threading
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend, FakeVocab, Faults
+from cbatch.backend.fake.fake_tokens import FakePicture
 from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
 from cbatch.engine_options import ScheduleOptions
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, PromptTooLongError
+from cbatch.messages import BatchPrompt
 from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
     PictureTokens,
@@ -160,7 +163,7 @@ def test_ids_of_pictures_are_no_tokens_and_tell_their_place() -> None:
     assert ids[0] >= FIRST_PICTURE
     assert [place_of(i) for i in ids] == [(3, row) for row in range(5)]
     assert not {*ids} & {*ids_of(4, 5)}
-    tokens = PictureTokens([1, *ids, 2], ["kept"])
+    tokens = PictureTokens([1, *ids, 2], [FakePicture()])
     assert tokens.n_rows == 5
     assert without_pictures(tokens) == [1, 2]
     plain = [1, 2]
@@ -168,7 +171,7 @@ def test_ids_of_pictures_are_no_tokens_and_tell_their_place() -> None:
 
 
 class SlowEyes(FakeVocab):
-    """Encodes pictures only once it is let go."""
+    """Encodes pictures only once it is let go; knows that of `KNOWN`."""
 
     def __init__(self, n_vocab: int) -> None:
         super().__init__(n_vocab)
@@ -176,23 +179,63 @@ class SlowEyes(FakeVocab):
         self.is_held, self.go = threading.Event(), threading.Event()
 
     def picture_tokens(self, *asked: Any) -> PictureTokens:
-        self.is_held.set()
-        assert self.go.wait(PATIENCE_S)
-        return super().picture_tokens(*asked)
+        found = super().picture_tokens(*asked)
+        is_known = KNOWN in str(asked[0])
+        return PictureTokens(found, [FakePicture(is_encoded=is_known)])
+
+    def encode(self, tokens: PictureTokens) -> None:
+        if not tokens.is_encoded:
+            self.is_held.set()
+            assert self.go.wait(PATIENCE_S)
 
 
-def test_small_file_of_a_picture_holds_up_no_other_request() -> None:
+KNOWN = base64.b64encode(b"known").decode()
+
+
+def shown(data: bytes) -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": data}, {"type": "text", "text": "Hm?"}]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize(
+    ("other", "fits"),
+    [("a", True), ("a" * 40_000, False), (shown(b"known"), True), (shown(b"x" * 500), False)],
+)
+def test_picture_that_is_encoded_holds_up_no_other_request(other: Any, *, fits: bool) -> None:
     backend = FakeBackend(2, 400)
     backend.vocab = vocab = SlowEyes(backend.vocab.n_vocab)
     with Engine(backend) as engine:
-        seen = engine.run([chat(random.Random(1))], options=SAME)
+        seen = engine.run([shown(b"new")], options=SAME)
         try:
             assert vocab.is_held.wait(PATIENCE_S)
-            [result] = engine.run(["a"], options=SAME).results()
+            [result] = engine.run([other], options=SAME).results(return_errors=True)
         finally:
             vocab.go.set()
-        assert result.error is None
+        assert isinstance(result.error, PromptTooLongError) is not fits
+        assert (result.error is None) is fits
         assert seen.results()[0].error is None
+
+
+def test_cancelled_request_is_not_encoded_when_its_turn_comes() -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = SlowEyes(backend.vocab.n_vocab)
+    with Engine(backend) as engine:
+        first = engine.run([shown(b"new")], options=SAME)
+        assert vocab.is_held.wait(PATIENCE_S)
+        vocab.is_held.clear()
+        left = engine.run([BatchPrompt(shown(b"newer"), id="left")], options=SAME)
+        assert engine.cancel("left")
+        assert left.results(return_errors=True)[0].finish_reason == "cancelled"
+        vocab.go.set()
+        assert first.results()[0].error is None
+        assert not vocab.is_held.is_set()
+
+
+def test_tokens_are_counted_without_encoding() -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = SlowEyes(backend.vocab.n_vocab)
+    with Engine(backend) as engine:
+        assert engine.count_tokens(shown(b"new")) == len("user:Hm?") + 3
 
 
 def test_pictures_are_shown_as_marks_in_text_and_are_not_scored() -> None:
@@ -201,7 +244,7 @@ def test_pictures_are_shown_as_marks_in_text_and_are_not_scored() -> None:
         text = engine.render(asked)
         assert "<picture>" in text
         assert "base64" not in text
-        with pytest.raises(ConfigError, match="pictures cannot be scored"):
+        with pytest.raises(ConfigError, match="pictures or sound cannot be scored"):
             engine.score_texts([asked])
-        with pytest.raises(ConfigError, match="pictures cannot be scored"):
+        with pytest.raises(ConfigError, match="pictures or sound cannot be scored"):
             engine.score([(asked, "yes")])

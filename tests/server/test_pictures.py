@@ -90,7 +90,7 @@ def test_three_formats_give_one_answer(app: Starlette) -> None:
         ),
         (CHAT, {"type": "image", "image": "/etc/passwd"}, "image of type str"),
         (CHAT, {"type": "image_url"}, "without url"),
-        (CHAT, {"type": "input_audio", "input_audio": {}}, "only text and image_url"),
+        (CHAT, {"type": "input_file"}, "only text, image_url and input_audio"),
         (CHAT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}, "base64"),
         (MESSAGES, {"type": "image", "source": {"type": "url", "url": "https://a.b"}}, "fetched"),
         (MESSAGES, {"type": "image", "source": {}}, "source.type must be 'base64'"),

@@ -286,7 +286,7 @@ def results(draw: st.DrawFn, n_choices: int = 2) -> BatchResult:
         token_ids=tuple(draw(st.lists(NUMBERS, max_size=5))),
         finish_reason=draw(st.sampled_from(["stop", "length", "window", "tool_calls", "error"])),
         error=options,
-        usage=Usage(*(draw(NUMBERS) for _ in range(5))),
+        usage=Usage(*(draw(NUMBERS) for _ in range(7))),
         timings=Timings(
             draw(SECONDS),
             draw(maybe),

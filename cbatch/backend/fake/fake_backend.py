@@ -313,6 +313,7 @@ class FakeBackend:
             sampling=dict(self.sampling_defaults),
             can_generate=self.can_generate,
             can_see=not self.vocab.picture_refusal,
+            can_hear=not self.vocab.sound_refusal,
             can_embed=self.pooling != "rank",
             can_rerank=self.can_generate or self.pooling == "rank",
             n_embedding=N_EMBEDDING,

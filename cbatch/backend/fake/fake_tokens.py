@@ -11,17 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.core.plan import GrammarStep, TokenLogprobs
 from cbatch.errors import GrammarError, PlanError
-from cbatch.pictures import NO_PROJECTOR, marked_messages, picture_data
+from cbatch.media import marked_messages, medium_of
+from cbatch.pictures import NO_PROJECTOR
+from cbatch.sounds import NO_ENCODER
 from cbatch.support.picture_tokens import PictureTokens, ids_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.core.plan import Binding
     from cbatch.options import AdapterSet, Grammar
 
 END_TOKEN = 256
 _MASK = 2**64 - 1
+
+
+@dataclass(eq=False)
+class FakePicture:
+    """A picture or a sound whose rows are its bytes."""
+
+    is_encoded: bool = True
 
 
 class FakeVocab:
@@ -35,6 +44,8 @@ class FakeVocab:
         self.tool_refusal = ""
         self.picture_refusal = NO_PROJECTOR
         """Tests that give pictures set it to ""."""
+        self.sound_refusal = NO_ENCODER
+        """Tests that give sound set it to ""."""
         self.controls: dict[int, bytes] = {END_TOKEN: b"<end>"}
         """Control tokens with their text."""
 
@@ -42,17 +53,28 @@ class FakeVocab:
         """Do nothing: this one renders them itself."""
 
     def picture_tokens(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, object] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, object] | None = None,
+        check_length: Callable[[int], object] | None = None,
     ) -> PictureTokens:
-        """Return the bytes of the text, and a row for each byte of a picture; a byte is 1 to 256."""
-        marked, parts = marked_messages(messages, lambda i: "\0")
+        """Return the bytes of the text, and a row for each byte of a picture or sound; a byte is 1 to 256."""
+        marked, parts = marked_messages(messages, lambda i, part: "\0")
         first, *others = self.render_text(marked, variables).split("\0")
-        tokens = self.tokenize(first)
-        for part, text in zip(parts, others, strict=True):
-            data = picture_data(part)
-            tokens += ids_of(zlib.crc32(data), len(data))
+        tokens, media = self.tokenize(first), [medium_of(part) for part in parts]
+        for medium, text in zip(media, others, strict=True):
+            tokens += ids_of(zlib.crc32(medium.data), len(medium.data))
             tokens += self.tokenize(text)
-        return PictureTokens(tokens, parts)
+            if check_length is not None:
+                check_length(len(tokens))
+        pictures = [FakePicture() for _ in media]
+        return PictureTokens(tokens, pictures, sum(len(m.data) for m in media if m.is_sound))
+
+    def encode(self, tokens: PictureTokens) -> None:
+        """Do nothing: rows are their ids."""
+
+    def stop_encoding(self) -> None:
+        """Do nothing."""
 
     @property
     def control_tokens(self) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from cbatch.errors import ConfigError, PromptError, words_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 N_PIXELS_MAX = 2**26
@@ -19,6 +22,26 @@ _N_SIDE_MAX = 2**15
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _PHOTO_WITH_OTHERS = "MPO"
 """What Pillow calls a JPEG with more pictures behind the photograph, as cameras write them."""
+
+_PNG_MARKS = b"eXIf", b"exif", b"xmp"
+"""Bytes of which one is in each PNG file that says how the camera was held."""
+
+_ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
+"""The tag of a file that says how the camera was held, and the least value for one held on its side. Source: Exif."""
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Return the width and the height of a picture's file, as it is to be looked at; decodes nothing.
+
+    Raises:
+        PromptError: the file is none of the formats, damaged, animated or too large.
+    """
+    with _opened(data) as image:
+        width, height = image.size
+        # Pillow decodes a whole PNG to find what may stand behind its pixels
+        may_be_turned = image.format != "PNG" or any(mark in data for mark in _PNG_MARKS)
+        orientation = image.getexif().get(_ORIENTATION, 1) if may_be_turned else 1
+        return (height, width) if orientation >= _FIRST_ON_ITS_SIDE else (width, height)
 
 
 def pixels_of(data: bytes) -> NDArray[np.uint8]:
@@ -31,6 +54,18 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
         PromptError: the file is none of the formats, damaged, animated or too large.
     """
     pil = pillow()
+    with _opened(data) as image:
+        upright = pil.ImageOps.exif_transpose(image)
+        # gray of 16 bits, which `convert` would cut off at 255
+        if upright.mode.startswith("I"):
+            upright = pil.Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+        return np.asarray(upright.convert("RGB"), dtype=np.uint8)
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """Have a picture's file open for the block; what goes wrong in it is a PromptError."""
+    pil = pillow()
     try:
         with pil.Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             width, height = image.size
@@ -41,11 +76,7 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
                 )
             if getattr(image, "is_animated", False) and image.format != _PHOTO_WITH_OTHERS:
                 raise PromptError("a picture is animated: give one of its frames")
-            upright = pil.ImageOps.exif_transpose(image)
-            # gray of 16 bits, which `convert` would cut off at 255
-            if upright.mode.startswith("I"):
-                upright = pil.Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-            return np.asarray(upright.convert("RGB"), dtype=np.uint8)
+            yield image
     except PromptError:
         raise
     except pil.Image.DecompressionBombError:  # Pillow's own limit, which it looks at first

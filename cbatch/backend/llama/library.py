@@ -16,7 +16,7 @@ from cbatch.backend.llama.structs import NativeApi, NativeStop
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
@@ -46,6 +46,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_log_set_debug": (None, [_pointer, _int]),
     "cbatch_log_callback": (None, [_int, ctypes.c_char_p, _pointer]),
     "cbatch_log_drain": (_int, [_pointer, _pointer, _int, _pointer]),
+    "cbatch_graph_stop_init": (_pointer, []),
+    "cbatch_graph_stop_free": (None, [_pointer]),
+    "cbatch_graph_stop_set": (None, [_pointer]),
+    "cbatch_graph_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
     "cbatch_stop_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
 }
 

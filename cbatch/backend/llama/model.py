@@ -311,6 +311,8 @@ def facts_of(
         sampling=dict(model.sampling_defaults),
         can_generate=can_generate,
         can_see=not vocab.picture_refusal,
+        can_hear=not vocab.sound_refusal,
+        audio_rate=vocab.audio_rate,
         can_embed=can_embed and pooling != "rank",
         can_rerank=(can_embed and pooling == "rank") or (can_generate and vocab.has_pieces),
         # Source: llama.cpp's src/llama-graph.cpp, build_pooling

@@ -1,4 +1,4 @@
-"""Pictures become rows of embeddings: by llama.cpp's libmtmd, and a projector's file that belongs to the model."""
+"""Pictures and sounds become rows of embeddings: by llama.cpp's libmtmd, and a projector's file for the model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ import threading
 import weakref
 from collections import OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp, mtmd_bindings
-from cbatch.backend.llama.bitmaps import pillow, pixels_of
+from cbatch.backend.llama.bitmaps import pillow, pixels_of, size_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
+from cbatch.backend.llama.library import library
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.openmp import end_team
 from cbatch.backend.llama.positions import FlatPicture
-from cbatch.errors import ModelLoadError, PlanError, PromptError, RequestFailedError
+from cbatch.backend.llama.waves import samples_of, sound_libraries
+from cbatch.errors import (
+    ConfigError,
+    EngineClosedError,
+    ModelLoadError,
+    PlanError,
+    PromptError,
+    RequestFailedError,
+    words_of,
+)
 from cbatch.support.checks import readable
 from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
@@ -31,20 +41,21 @@ from cbatch.support.picture_tokens import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.media import Medium
 
 _N_BYTES_KEPT = 2**28
 """Bytes of rows that are kept for later requests, besides those of running ones. Our choice."""
 
 _N_NUMBERS_KEPT = 2**16
-"""Pictures whose numbers are known, so that their cells are found again. Our choice."""
+"""Pictures and sounds whose numbers are known, so that their cells are found again. Our choice."""
 
 # Source: tools/mtmd/mtmd.h, enum mtmd_input_chunk_type
-_TEXT, _IMAGE = 0, 1
+_TEXT = 0
 
 _ORDER = (0, 2, 1, 3)
 """Of the numbers t, x, y, z in a batch. Source: tools/mtmd/mtmd-helper-common.h, set_position_mrope_2d."""
@@ -52,60 +63,95 @@ _ORDER = (0, 2, 1, 3)
 _N_SIDE_TRIED = 64
 """Pixels of each side of a picture that tells the kind of a projector. Our choice."""
 
+NO_EYES = "this model's projector has no encoder of pictures"
+NO_EARS = "this model's projector has no encoder of sound"
+FLAT_SOUND = "sound cannot be used yet with a model whose pictures share positions (M-RoPE)"
+
 
 class _Rows:
-    """The rows of one picture, or of one part of it."""
+    """The rows of one picture or sound, or of one part of it."""
 
-    __slots__ = ("__weakref__", "attends_ahead", "n_positions", "offsets", "values")
+    __slots__ = (
+        *("__weakref__", "attends_ahead", "n", "n_positions", "number", "offsets", "values"),
+    )
 
     def __init__(
         self,
-        values: NDArray[np.float32],
+        number: int,
+        n: int,
         offsets: NDArray[np.int32] | None = None,
         n_positions: int = 0,
         *,
         attends_ahead: bool = False,
     ) -> None:
-        """Take the embeddings; and where the rows share a position, what llama.cpp adds to it for each of them.
+        """Take the number and how many rows there are; and what llama.cpp adds to a position that they share.
 
         Args:
-            values: (n_rows, n_embd) float32.
-            offsets: (4, n_rows) int32: of time, height, width and one more; None where each has the next position.
+            number: of the picture's part; see `ids_of`.
+            n: rows.
+            offsets: (4, n) int32: of time, height, width and one more; None where each has the next position.
             n_positions: how many positions further on the sequence goes on behind them, with `offsets`.
             attends_ahead: each row attends to later ones too.
         """
-        self.values, self.offsets, self.n_positions = values, offsets, n_positions
+        self.number, self.n = number, n
+        self.offsets, self.n_positions = offsets, n_positions
         self.attends_ahead = attends_ahead
+        self.values: NDArray[np.float32] | None = None
+        """(n, n_embd) float32; None until they are encoded."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Picture:
-    """A picture as a prompt has it: the model's own tokens around it, and its rows under their ids."""
+    """A picture or a sound as a prompt has it: the model's own tokens around it, and ids for its rows."""
 
+    digest: bytes
+    """What tells it from others."""
     tokens: Sequence[int]
     rows: Sequence[_Rows]
     """What holds the rows in memory."""
+    medium: Medium
+    """What is to be encoded."""
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its rows are there."""
+        return all(rows.values is not None for rows in self.rows)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the rows."""
-        return sum(rows.values.nbytes for rows in self.rows)
+        return sum(rows.values.nbytes for rows in self.rows if rows.values is not None)
+
+    @property
+    def n_sound_rows(self) -> int:
+        """How many rows are of a sound."""
+        return sum(rows.n for rows in self.rows) if self.medium.is_sound else 0
 
 
-def n_projector_bytes(path: str) -> int:
-    """Return the bytes of a projector's file.
+class ProjectorFile(NamedTuple):
+    """What a projector's file has."""
+
+    n_bytes: int
+    has_eyes: bool
+    """Whether it encodes pictures."""
+    has_ears: bool
+    """Whether it encodes sound."""
+
+
+def read_projector_file(path: str) -> ProjectorFile:
+    """Return what a projector's file has.
 
     Raises:
-        ModelLoadError: there is none, or it has no encoder of pictures: llama.cpp would take it for something else.
+        ModelLoadError: there is none, or it has no encoder: llama.cpp would take it for something else.
         IncompatibleLlamaError: libmtmd is not there.
     """
     caps = _bindings().mtmd_get_cap_from_file(os.fsencode(path))
-    if not caps.inp_vision:
+    if not caps.inp_vision and not caps.inp_audio:
         raise ModelLoadError(
-            f"{readable(path)} has no encoder of pictures: mmproj takes the file that belongs to the model, often "
-            "named mmproj-….gguf"
+            f"{readable(path)} has no encoder of pictures or sound: mmproj takes the file that belongs to the model, "
+            "often named mmproj-….gguf"
         )
-    return os.stat(path).st_size
+    return ProjectorFile(os.stat(path).st_size, bool(caps.inp_vision), bool(caps.inp_audio))
 
 
 def _bindings() -> Any:
@@ -116,7 +162,7 @@ def _bindings() -> Any:
 
 
 class Projector:
-    """Encodes pictures. From any thread; one picture at a time."""
+    """Encodes pictures and sounds. From any thread; one at a time."""
 
     def __init__(
         self,
@@ -132,19 +178,22 @@ class Projector:
         Args:
             model: whose embeddings it gives.
             path: the GGUF file.
-            n_threads: that encode a picture.
+            n_threads: that encode.
             n_ubatch: most rows that llama.cpp computes together.
-            is_on_device: a device encodes them.
+            is_on_device: a device encodes.
 
         Raises:
             ModelLoadError: it is no projector, not of this model, or of a kind that is not supported.
-            ConfigError: Pillow is not installed.
+            ConfigError: what decodes the only kind of file that it takes is not installed.
         """
-        pillow()  # before anything is loaded
         self._mtmd = mtmd = _bindings()
         self._model, self.name, self._n_ubatch = model, path, n_ubatch
         self._n_embd = int(llama_cpp.llama_model_n_embd_inp(model.pointer))
-        self._lock = threading.Lock()
+        self._lock, self._n_uses = threading.Condition(), 0
+        """Guards all that is known; and how many calls of libmtmd are under way, for which `close` waits."""
+        self._encoding = threading.Lock()
+        """Held while something is encoded."""
+        self._is_stopped = False
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()
         self._n_kept_bytes = 0
         self._known: weakref.WeakValueDictionary[bytes, Picture] = weakref.WeakValueDictionary()
@@ -152,64 +201,104 @@ class Projector:
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._n_numbers = 0
         self.n_encoded = 0
-        """Pictures that were encoded: one that is known is not encoded again."""
-        n_projector_bytes(path)
+        """Pictures and sounds that were encoded: one that is known is not encoded again."""
+        read_projector_file(path)
         self.digest = file_digest(model_parts(path))
         """What tells this file from another."""
         params = mtmd.mtmd_context_params_default()
         params.use_gpu = is_on_device
         params.print_timings, params.n_threads = False, n_threads
+        self._lib = library()
+        self._stop: int | None = self._lib.cbatch_graph_stop_init()
+        """What ends an encoding under way; None once it is freed."""
+        if not is_on_device and self._stop is not None:
+            callback = llama_cpp.ggml_backend_sched_eval_callback
+            params.cb_eval = ctypes.cast(self._lib.cbatch_graph_callback, callback)
+            params.cb_eval_user_data = self._stop
         self._ctx: Any = mtmd.mtmd_init_from_file(os.fsencode(path), model.pointer, params)
         llama_log().drain()
         if not self._ctx:
+            self.close()
             said = "; ".join(llama_log().recent[-2:])
             raise ModelLoadError(
                 f"{readable(path)} is no projector of this model: {said or 'llama.cpp gave no reason'}"
             )
+        has_eyes, has_ears = (
+            ask(self._ctx) for ask in (mtmd.mtmd_support_vision, mtmd.mtmd_support_audio)
+        )
+        self.picture_refusal = _refusal(pillow) if has_eyes else NO_EYES
+        """Why chats cannot have pictures; empty where they can."""
+        self.sound_refusal = _refusal(sound_libraries) if has_ears else NO_EARS
+        """Why chats cannot have sound; empty where they can."""
+        self.audio_rate = int(mtmd.mtmd_get_audio_sample_rate(self._ctx))
+        """Samples per second that its encoder of sound takes."""
         self.has_flat_pictures = bool(mtmd.mtmd_decode_use_mrope(self._ctx))
         """Whether the rows of a picture share positions (M-RoPE)."""
+        if self.has_flat_pictures and has_ears:
+            self.sound_refusal = FLAT_SOUND
         attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._ctx, None))
         self.has_whole_pictures = self.has_flat_pictures or attends_ahead
         """Whether all rows of a picture must be computed one after another, or at once."""
         try:
-            if self.has_whole_pictures:
+            if self.picture_refusal and self.sound_refusal:
+                raise ConfigError(self.picture_refusal if has_eyes else self.sound_refusal)
+            if self.has_whole_pictures and has_eyes:
                 self._try_kind()
         except PromptError as error:
             self.close()
             raise ModelLoadError(f"{readable(self.name)} cannot be used: {error}") from None
+        except ConfigError:
+            self.close()
+            raise
 
     def _try_kind(self) -> None:
-        """Refuse what cannot be computed of any picture, by a small one. Raises as `_shape_of`."""
-        with self._chunks(np.zeros((_N_SIDE_TRIED, _N_SIDE_TRIED, 3), np.uint8)) as chunks:
+        """Refuse what cannot be computed of any picture, by a small one. Raises as `_rows_of`."""
+        bitmap = self._mtmd.mtmd_bitmap_init(_N_SIDE_TRIED, _N_SIDE_TRIED, None)
+        with self._parts(bitmap, "a picture") as chunks:
             for chunk in chunks:
                 if self._mtmd.mtmd_input_chunk_get_type(chunk) != _TEXT:
-                    self._shape_of(chunk)
+                    self._rows_of(chunk, 0)
 
-    def picture(self, data: bytes) -> Picture:
-        """Return a picture's tokens and rows; it is encoded unless it is known.
+    def picture(self, medium: Medium) -> Picture:
+        """Return a picture or a sound as tokens; nothing is encoded.
 
         Raises:
-            PromptError: the file cannot be decoded.
+            PromptError: the file is refused. Pixels are not decoded here, so `encode` may refuse a damaged picture.
+        """
+        kind = bytes([medium.is_sound, medium.are_samples])
+        digest = hashlib.sha256(kind + medium.data).digest()
+        with self._lock:
+            found = self._known.get(digest)
+        if found is None:
+            counted = self._counted(medium, digest)
+            with self._lock:
+                found = self._known.setdefault(digest, counted)
+                self._rows.update({rows.number: rows for rows in found.rows})
+        return found
+
+    def encode(self, pictures: Sequence[Picture]) -> None:
+        """Make the rows of those pictures and sounds that have none yet, one at a time.
+
+        Raises:
+            PromptError: a file cannot be decoded.
             RequestFailedError: llama.cpp could not encode it.
         """
-        digest = hashlib.sha256(data).digest()
-        found = self._known.get(digest)
-        if found is None:
-            pixels = pixels_of(data)
-            with self._lock, self._model.in_use():
-                found = self._known.get(digest) or self._encode(pixels, digest)
-                self._known[digest] = found
-        with self._lock:
-            self._keep(digest, found)
-        return found
+        for picture in pictures:
+            if not picture.is_encoded:
+                with self._encoding:
+                    if not picture.is_encoded:
+                        self._encode(picture)
+            with self._lock:
+                self._keep(picture)
 
     def rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Return the rows that ids stand for, ids one after another of one picture: (n, n_embd) float32."""
         number, i = place_of(tokens[0])
-        found = self._rows[number].values[i : i + len(tokens)]
-        if len(found) != len(tokens):
-            raise PlanError(f"{len(tokens)} rows of a picture from row {i}, which has {len(found)}")
-        return found
+        values = self._rows[number].values
+        if values is None or len(values) < i + len(tokens):
+            n = 0 if values is None else len(values)
+            raise PlanError(f"{len(tokens)} rows of a picture from row {i}, which has {n}")
+        return values[i : i + len(tokens)]
 
     def offsets(self, tokens: Sequence[int]) -> NDArray[np.int32] | None:
         """Return what is added to a picture's position for rows of it: (4, n) int32; None where positions ascend."""
@@ -234,65 +323,44 @@ class Projector:
             i += n or 1
         return found
 
-    @contextmanager
-    def _chunks(self, pixels: NDArray[np.uint8]) -> Iterator[Sequence[Any]]:
-        """Lend the parts that llama.cpp makes of a picture."""
-        mtmd, ctx = self._mtmd, self._ctx
-        height, width, _ = pixels.shape
-        pixels = np.ascontiguousarray(pixels)
-        at = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        bitmap = mtmd.mtmd_bitmap_init(width, height, at)
-        chunks = mtmd.mtmd_input_chunks_init()
-        try:
-            part = mtmd.mtmd_input_part(None, bitmap)
-            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
-            code = mtmd.mtmd_tokenize_from_parts(ctx, chunks, parts, 1, False)
-            if code != 0:
-                raise PromptError(
-                    f"llama.cpp cannot prepare a picture of {width:,} × {height:,} pixels (code {code})"
-                )
-            n_chunks = mtmd.mtmd_input_chunks_size(chunks)
-            yield [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
-        finally:
-            mtmd.mtmd_input_chunks_free(chunks)
-            mtmd.mtmd_bitmap_free(bitmap)
-
-    def _encode(self, pixels: NDArray[np.uint8], digest: bytes) -> Picture:
-        mtmd = self._mtmd
+    def _counted(self, medium: Medium, digest: bytes) -> Picture:
+        """Return a picture or a sound with its tokens, not encoded."""
         tokens: list[int] = []
-        rows: list[_Rows] = []
-        with self._chunks(pixels) as chunks:
+        parts: list[_Rows] = []
+        with self._chunks(medium, is_counted=True) as chunks:
             for chunk in chunks:
-                if mtmd.mtmd_input_chunk_get_type(chunk) == _TEXT:
+                if self._mtmd.mtmd_input_chunk_get_type(chunk) == _TEXT:
                     n_text = ctypes.c_size_t()
-                    text = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_text))
+                    text = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n_text))
                     tokens += text[: n_text.value]
                     continue
-                number = self._number(digest + len(rows).to_bytes(4, "little"))
-                rows.append(self._encode_chunk(chunk))
-                self._rows[number] = rows[-1]
-                tokens += ids_of(number, len(rows[-1].values))
-        self.n_encoded += 1
-        return Picture(tokens, rows)
+                rows = self._rows_of(chunk, self._number(digest, len(parts)))
+                parts.append(rows)
+                tokens += ids_of(rows.number, rows.n)
+        return Picture(digest, tokens, parts, medium)
 
-    def _shape_of(self, chunk: Any) -> tuple[int, NDArray[np.int32] | None, bool]:
-        """Return the rows of a picture's part, their offsets, and whether they attend ahead; see `_Rows`.
+    def _n_rows(self, chunk: Any) -> int:
+        n_rows = int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+        if not 0 < n_rows < N_ROWS_MAX:
+            raise PromptError(f"a picture or sound has {n_rows:,} rows")
+        return n_rows
+
+    def _rows_of(self, chunk: Any, number: int) -> _Rows:
+        """Return the rows of a part of a picture or sound, not encoded.
 
         Raises:
             PromptError: it cannot be computed.
         """
-        mtmd = self._mtmd
-        n_rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
-        if not 0 < n_rows < N_ROWS_MAX:
-            raise PromptError(f"a picture has {n_rows:,} rows")
-        attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._ctx, chunk))
+        mtmd, n_rows = self._mtmd, self._n_rows(chunk)
+        with self._in_use() as ctx:
+            attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(ctx, chunk))
         if attends_ahead and n_rows > self._n_ubatch:
             raise PromptError(
                 f"a picture has {n_rows:,} rows, which must be computed together; n_ubatch={self._n_ubatch:,} allows "
                 f"fewer: set n_ubatch and n_batch to {n_rows:,} or more"
             )
         if not self.has_flat_pictures:
-            return n_rows, None, attends_ahead
+            return _Rows(number, n_rows, attends_ahead=attends_ahead)
         places = (mtmd.mtmd_decoder_pos * n_rows)()
         mtmd.mtmd_helper_image_get_decoder_pos(
             mtmd.mtmd_input_chunk_get_tokens_image(chunk), 0, places
@@ -300,44 +368,139 @@ class Projector:
         offsets = np.frombuffer(places, np.int32).reshape(n_rows, 4)[:, _ORDER].T.copy()
         if offsets[0].any():
             raise PromptError("the rows of a picture have positions of an unknown kind")
-        return n_rows, offsets, attends_ahead
-
-    def _encode_chunk(self, chunk: Any) -> _Rows:
-        mtmd, ctx = self._mtmd, self._ctx
-        n_rows, offsets, attends_ahead = self._shape_of(chunk)
-        code = mtmd.mtmd_encode_chunk(ctx, chunk)
-        end_team()
-        if code != 0:
-            raise RequestFailedError(f"llama.cpp could not encode a picture (code {code})")
-        at = ctypes.cast(mtmd.mtmd_get_output_embd(ctx), ctypes.POINTER(ctypes.c_float))
-        values = np.ctypeslib.as_array(at, shape=(n_rows, self._n_embd)).copy()
         n_positions = int(mtmd.mtmd_input_chunk_get_n_pos(chunk))
-        return _Rows(values, offsets, n_positions, attends_ahead=attends_ahead)
+        return _Rows(number, n_rows, offsets, n_positions, attends_ahead=attends_ahead)
 
-    def _number(self, key: bytes) -> int:
-        """Return the number of a part of a picture: the one that it had, where that is known."""
-        if key not in self._numbers:
-            self._numbers[key] = self._n_numbers
-            self._n_numbers += 1
-            if len(self._numbers) > _N_NUMBERS_KEPT:
-                self._numbers.popitem(last=False)
-        self._numbers.move_to_end(key)
-        return self._numbers[key]
+    @contextmanager
+    def _chunks(self, medium: Medium, *, is_counted: bool = False) -> Iterator[list[Any]]:
+        """Have what libmtmd makes of a picture or a sound, for the block; only to count rows with `is_counted`.
 
-    def _keep(self, digest: bytes, picture: Picture) -> None:
+        Raises:
+            PromptError: the file is refused.
+        """
+        bitmap, size = self._bitmap(medium, is_counted=is_counted)
+        with self._parts(bitmap, size) as chunks:
+            yield chunks
+
+    @contextmanager
+    def _parts(self, bitmap: Any, size: str) -> Iterator[list[Any]]:
+        """Have the parts that libmtmd makes of a bitmap for the block, and free it; `size` names it in errors."""
+        mtmd = self._mtmd
+        chunks = mtmd.mtmd_input_chunks_init()
+        try:
+            part = mtmd.mtmd_input_part(None, bitmap)
+            parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+            with self._in_use() as ctx:
+                code = mtmd.mtmd_tokenize_from_parts(ctx, chunks, parts, 1, False)
+            if code != 0:
+                raise PromptError(f"llama.cpp cannot prepare {size} (code {code})")
+            n_chunks = mtmd.mtmd_input_chunks_size(chunks)
+            yield [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            mtmd.mtmd_bitmap_free(bitmap)
+
+    def _bitmap(self, medium: Medium, *, is_counted: bool) -> tuple[Any, str]:
+        """Return a bitmap of libmtmd, to be freed, and its size in words; one to count rows has no pixels."""
+        if medium.is_sound:
+            samples = samples_of(medium.data, self.audio_rate, are_samples=medium.are_samples)
+            first = samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            bitmap = self._mtmd.mtmd_bitmap_init_from_audio(len(samples), first)
+            return bitmap, f"a sound of {len(samples) / self.audio_rate:,.1f} s"
+        pixels = None if is_counted else np.ascontiguousarray(pixels_of(medium.data))
+        width, height = size_of(medium.data) if pixels is None else pixels.shape[1::-1]
+        byte = ctypes.POINTER(ctypes.c_uint8)
+        at = None if pixels is None else pixels.ctypes.data_as(byte)
+        bitmap = self._mtmd.mtmd_bitmap_init(width, height, at)
+        return bitmap, f"a picture of {width:,} × {height:,} pixels"
+
+    def _encode(self, picture: Picture) -> None:
+        with self._chunks(picture.medium) as chunks:
+            media = [c for c in chunks if self._mtmd.mtmd_input_chunk_get_type(c) != _TEXT]
+            if [self._n_rows(chunk) for chunk in media] != [rows.n for rows in picture.rows]:
+                raise RequestFailedError("llama.cpp counts other rows of a picture than it encodes")
+            found = [self._encode_chunk(chunk) for chunk in media]
+        for rows, values in zip(picture.rows, found, strict=True):
+            rows.values = values
+        picture.medium = replace(picture.medium, data=b"")
+        self.n_encoded += 1
+
+    def _encode_chunk(self, chunk: Any) -> NDArray[np.float32]:
+        mtmd = self._mtmd
+        with self._in_use() as ctx:
+            code = mtmd.mtmd_encode_chunk(ctx, chunk)
+            end_team()
+            if self._is_stopped:
+                raise EngineClosedError(f"{readable(self.name)}: the engine is closed")
+            if code != 0:
+                raise RequestFailedError(
+                    f"llama.cpp could not encode a picture or sound (code {code})"
+                )
+            at = ctypes.cast(mtmd.mtmd_get_output_embd(ctx), ctypes.POINTER(ctypes.c_float))
+            return np.ctypeslib.as_array(at, shape=(self._n_rows(chunk), self._n_embd)).copy()
+
+    def _number(self, digest: bytes, i_part: int) -> int:
+        """Return the number of a part of a picture or sound: the one that it had, where that is known."""
+        key = digest + i_part.to_bytes(4, "little")
+        with self._lock:
+            if key not in self._numbers:
+                self._numbers[key] = self._n_numbers
+                self._n_numbers += 1
+                if len(self._numbers) > _N_NUMBERS_KEPT:
+                    self._numbers.popitem(last=False)
+            self._numbers.move_to_end(key)
+            return self._numbers[key]
+
+    def _keep(self, picture: Picture) -> None:
         """Keep a picture for later requests; the longest unused ones go. With the lock."""
-        if digest not in self._kept:
+        if picture.digest not in self._kept:
             self._n_kept_bytes += picture.n_bytes
-        self._kept[digest] = picture
-        self._kept.move_to_end(digest)
+        self._kept[picture.digest] = picture
+        self._kept.move_to_end(picture.digest)
         while self._n_kept_bytes > _N_BYTES_KEPT and len(self._kept) > 1:
             _, gone = self._kept.popitem(last=False)
             self._n_kept_bytes -= gone.n_bytes
 
+    @contextmanager
+    def _in_use(self) -> Iterator[Any]:
+        """Keep libmtmd's context, and the model, from being freed during the block."""
+        with self._model.in_use():
+            with self._lock:
+                if self._ctx is None or self._is_stopped:
+                    raise EngineClosedError(f"{readable(self.name)}: the engine is closed")
+                self._n_uses += 1
+            try:
+                yield self._ctx
+            finally:
+                with self._lock:
+                    self._n_uses -= 1
+                    self._lock.notify_all()
+
+    def stop(self) -> None:
+        """End the encoding under way, where the processor encodes, and refuse all later ones. From any thread."""
+        with self._lock:
+            self._is_stopped = True
+            if self._stop is not None:
+                self._lib.cbatch_graph_stop_set(self._stop)
+
     def close(self) -> None:
         """Free the projector. Twice is harmless."""
+        self.stop()
         with self._lock:
+            self._lock.wait_for(lambda: not self._n_uses)
             ctx, self._ctx = self._ctx, None
             if ctx:
                 self._mtmd.mtmd_free(ctx)
+            if self._stop is not None:
+                self._lib.cbatch_graph_stop_free(self._stop)
+                self._stop = None
             self._kept.clear()
+
+
+def _refusal(libraries: Callable[[], object]) -> str:
+    """Return why files cannot be decoded; empty where they can."""
+    try:
+        libraries()
+    except ConfigError as error:
+        return words_of(error)
+    return ""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.chat_template import ChatTemplate
 from cbatch.errors import PromptError
-from cbatch.pictures import NO_PROJECTOR, marked_messages, picture_data
+from cbatch.media import marked_messages, medium_of
+from cbatch.pictures import NO_PROJECTOR
+from cbatch.sounds import NO_ENCODER
 from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class LlamaVocab:
         self._find_breakers = lru_cache(_N_BREAKERS_KEPT)(self._read_breakers)
         self.template = template or ""
         self.projector: Projector | None = None
-        """What encodes pictures; set once it is loaded."""
+        """What encodes pictures and sounds; set once it is loaded."""
         self._chat = ChatTemplate(
             template, bos_text=self.bos_text, eos_text=self.eos_text, name=template_name
         )
@@ -252,12 +254,25 @@ class LlamaVocab:
     @property
     def picture_refusal(self) -> str:
         """Why chats cannot have pictures; empty where they can."""
-        return "" if self.projector else NO_PROJECTOR
+        return self.projector.picture_refusal if self.projector else NO_PROJECTOR
+
+    @property
+    def sound_refusal(self) -> str:
+        """Why chats cannot have sound; empty where they can."""
+        return self.projector.sound_refusal if self.projector else NO_ENCODER
+
+    @property
+    def audio_rate(self) -> int:
+        """Samples per second that the model wants of a sound; 0 where it takes none."""
+        return 0 if self.sound_refusal or self.projector is None else self.projector.audio_rate
 
     def picture_tokens(
-        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object] | None = None,
+        check_length: Callable[[int], object] | None = None,
     ) -> PictureTokens:
-        """Return the tokens of a chat with pictures; see `cbatch.backend.Vocab`.
+        """Return the tokens of a chat with pictures or sounds; see `cbatch.backend.Vocab`.
 
         Source: llama.cpp, common/chat.cpp, to_json_oaicompat, and tools/mtmd/mtmd.cpp: the texts between pictures are
         tokenized each for itself.
@@ -266,21 +281,35 @@ class LlamaVocab:
         if projector is None:
             raise PromptError(NO_PROJECTOR)
         secret = secrets.token_hex(8)  # which no text has
-        marked, parts = marked_messages(messages, lambda i: f"<picture {secret} {i}>")
+        marked, parts = marked_messages(messages, lambda i, _: f"<picture {secret} {i}>")
         first, *rest = re.split(rf"<picture {secret} (\d+)>", self.render_text(marked, variables))
         order, others = [int(i) for i in rest[::2]], rest[1::2]
         if sorted(order) != [*range(len(parts))]:
-            raise PromptError("the chat template does not show each picture of these messages once")
-        pictures = [projector.picture(picture_data(parts[i])) for i in order]
-        tokens = self.tokenize(first)
+            raise PromptError(
+                "the chat template does not show each picture and sound of these messages once"
+            )
+        tokens, pictures = self.tokenize(first), []
         if self.n_added[1]:
             del tokens[-self.n_added[1] :]
-        for picture, text in zip(pictures, others, strict=True):
-            tokens += picture.tokens
+        for i, text in zip(order, others, strict=True):
+            pictures.append(projector.picture(medium_of(parts[i])))
+            tokens += pictures[-1].tokens
             tokens += self._tokenize(_encode(text), add_special=False, parse_special=True)
+            if check_length is not None:
+                check_length(len(tokens))
         if tokens[-1] >= FIRST_PICTURE:
-            raise PromptError("the prompt ends with a picture: text must follow it")
-        return PictureTokens(tokens, pictures)
+            raise PromptError("the prompt ends with a picture or a sound: text must follow it")
+        return PictureTokens(tokens, pictures, sum(p.n_sound_rows for p in pictures))
+
+    def encode(self, tokens: PictureTokens) -> None:
+        """Encode what a chat shows, as far as it is not known; see `cbatch.backend.Vocab`."""
+        if self.projector is not None:
+            self.projector.encode(tokens.pictures)  # type: ignore[arg-type]  # which `picture_tokens` put there
+
+    def stop_encoding(self) -> None:
+        """End what is being encoded, for nobody waits for it; see `cbatch.backend.Vocab`."""
+        if self.projector is not None:
+            self.projector.stop()
 
     def close(self) -> None:
         """End the chat template's processes."""

@@ -26,7 +26,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
-from cbatch.backend.llama.projector import n_projector_bytes
+from cbatch.backend.llama.projector import read_projector_file
 from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
 from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
@@ -227,8 +227,7 @@ def _describe(
             **_told_of_memory(loaded, options, settled, room),
             "draft": beside and beside.name,
             "n_draft_bytes": beside and beside.n_bytes,
-            "mmproj": options.mmproj and check_path("mmproj", options.mmproj),
-            "n_mmproj_bytes": options.mmproj and n_projector_bytes(str(options.mmproj)),
+            **_told_of_projector(options),
             "n_short_cells": n_short,
             "n_short_bytes": room.footprint and room.footprint.of(0, n_short),
             "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
@@ -259,6 +258,20 @@ def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
         "end_tokens": list(loaded.vocab.end_tokens),
         "sampling_defaults": dict(loaded.sampling_defaults),
         **{name: getattr(facts_of(loaded), name) for name in _OF_VECTORS},
+    }
+
+
+def _told_of_projector(options: EngineOptions) -> dict[str, Any]:
+    """Return what a projector's file has; None without one."""
+    if options.mmproj is None:
+        return {"mmproj": None, "n_mmproj_bytes": None, "mmproj_takes": None}
+    path = check_path("mmproj", options.mmproj)
+    file = read_projector_file(path)
+    takes = ["pictures"] * file.has_eyes + ["sound"] * file.has_ears
+    return {
+        "mmproj": path,
+        "n_mmproj_bytes": file.n_bytes,
+        "mmproj_takes": " and ".join(takes),
     }
 
 

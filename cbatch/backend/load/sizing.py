@@ -6,8 +6,10 @@ Sizes that the options set are kept; the others follow from the bytes of a cell 
 from __future__ import annotations
 
 from bisect import bisect
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cbatch.backend.host_limits import host_most
@@ -25,7 +27,7 @@ from cbatch.backend.load.attention import settle_attention
 from cbatch.backend.load.free_memory import free_for_cells, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ModelLoadError
-from cbatch.pictures import shown_messages
+from cbatch.media import shown_messages
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
@@ -167,18 +169,26 @@ def find_room(
 ) -> Room:
     """Return the memory for cells: `memory_mib`, or else half of what is free besides `n_unloaded` bytes of weights.
 
-    Of what is free, `n_sharing` processes have equal shares. A `draft` model needs cells for the same tokens.
+    Of what is free, `n_sharing` processes have equal shares. A `draft` model needs cells for the same tokens. A
+    projector is loaded once all cells are there, so its bytes are left free.
 
     Raises:
         ConfigError: cells that the model cannot have.
     """
     check_cells(model, options)
-    n_free = free_for_cells(model, options, n_unloaded=n_unloaded)
+    n_free = free_for_cells(model, options, n_unloaded=n_unloaded + _n_projector_bytes(options))
     n_half = None if n_free is None else n_free // 2 // n_sharing
     n_budget = n_half if options.memory_mib is None else options.memory_mib * _MIB
     own = footprint(read_layout(model), options)
     beside = draft and footprint(read_layout(draft), options)
     return Room((own and beside and own.with_other(beside)) or own, n_budget, n_free, options)
+
+
+def _n_projector_bytes(options: EngineOptions) -> int:
+    """Return the bytes of the projector's file; 0 without one, and where it cannot be read, which its loading tells."""
+    with suppress(OSError):
+        return Path(options.mmproj).stat().st_size if options.mmproj is not None else 0
+    return 0
 
 
 def check_fits(model: LlamaModel, options: EngineOptions, room: Room) -> None:
@@ -274,8 +284,8 @@ def read_profile(vocab: Vocab, look_ahead: LookAhead) -> WorkloadProfile:
     is_long = n_own >= max(PROMPT_FOR_FLASH * len(read), SHARE_FOR_FLASH * n_output)
     has_caches = any(options.cache_key is not None for _, options in read)
     needed = [_n_needed(len(tokens), options) for tokens, options in read]
-    if any(prompt.has_pictures for prompt, _ in prompts):
-        needed.append(DEFAULT_WINDOW)  # only a projector knows the rows of a picture
+    if any(prompt.has_media for prompt, _ in prompts):
+        needed.append(DEFAULT_WINDOW)  # only a projector knows the rows of a picture or a sound
     return WorkloadProfile(
         n_window=max(needed, default=0),
         n_common=(n_common + n_again) / n_answers,

@@ -128,6 +128,7 @@ class ItemStream:
             system=options.system,
             is_raw=options.is_raw,
             image_column=options.image_column,
+            audio_column=options.audio_column,
             without=without,
         )
         self.source = self._open_source()

@@ -16,6 +16,7 @@ from cbatch.files.units import listed
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.pictures import url_part
+from cbatch.sounds import data_part
 from cbatch.support.checks import check_string, shown, why_unread
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 _DEFAULTS = ("prompt", "text", "messages")  # columns that hold prompts, without a template
 
+MEDIA_COLUMNS = {"picture": "image_column", "sound": "audio_column"}
+"""The settings that name a column of pictures, and of sounds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asking:
@@ -63,16 +67,19 @@ class Asking:
     """The column with options of each row: JSON text, or a value with the options' names."""
     image_column: str | None = None
     """The column with a picture for each row: the bytes of a file, a data URL, or the name of a file."""
+    audio_column: str | None = None
+    """The column with a sound for each row, as `image_column`."""
 
     def __post_init__(self) -> None:
         """Check the texts, and that they fit together."""
         check_string("template", self.template)
         check_string("system", self.system)
         check_string("options_column", self.options_column)
-        check_string("image_column", self.image_column)
-        if self.is_raw and self.image_column is not None:
+        for name in MEDIA_COLUMNS.values():
+            check_string(name, getattr(self, name))
+        for kind, column in self.media.items() if self.is_raw else ():
             raise ConfigError(
-                f"image_column={self.image_column!r} is for chats, raw prompts have no pictures: leave one of them out"
+                f"{MEDIA_COLUMNS[kind]}={column!r} is for chats, raw prompts have no {kind}s: leave one of them out"
             )
         if self.is_raw and self.system is not None:
             raise ConfigError(
@@ -81,8 +88,14 @@ class Asking:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither a template nor a system message, nor a column of pictures."""
-        return self.template is None and self.system is None and self.image_column is None
+        """Whether there is neither a template nor a system message, nor a column of pictures or sounds."""
+        return self.template is None and self.system is None and not self.media
+
+    @property
+    def media(self) -> dict[str, str]:
+        """The columns of pictures and sounds, by what they have: "picture", "sound"."""
+        found = {kind: getattr(self, name) for kind, name in MEDIA_COLUMNS.items()}
+        return {kind: column for kind, column in found.items() if column is not None}
 
 
 class Template:
@@ -157,8 +170,8 @@ class RowPrompts:
         self._is_raw = asking.is_raw
         column = None if asking.template is not None else _default_column(columns, name)
         self._has_chats = column == "messages"
-        if self._has_chats and (asking.system or asking.image_column or asking.is_raw):
-            given = next(n for n in ("system", "image_column", "is_raw") if getattr(asking, n))
+        names = ("system", *MEDIA_COLUMNS.values(), "is_raw")
+        if self._has_chats and (given := next((n for n in names if getattr(asking, n)), None)):
             raise ConfigError(
                 f"{name}: its column messages holds whole chats: leave out {given}, or give a template"
             )
@@ -168,17 +181,20 @@ class RowPrompts:
         system = asking.system
         self._system = system and Template(system, columns, name=f"{name}: system")
         self._options = asking.options_column
-        self._image, self._folder = asking.image_column, Path()
-        for own, what in ((self._options, "options"), (self._image, "pictures")):
-            if own is not None and own not in columns:
+        self._media, self._folder = asking.media, Path()
+        own = {kind + "s": column for kind, column in self._media.items()}
+        if self._options is not None:
+            own["options"] = self._options
+        for what, column_of in own.items():
+            if column_of not in columns:
                 raise ConfigError(
-                    f"{name}: there is no column {own!r} with {what}; the columns are: {listed(columns)}"
+                    f"{name}: there is no column {column_of!r} with {what}; the columns are: {listed(columns)}"
                 )
 
     @property
     def columns(self) -> set[str]:
         """The columns that are read."""
-        own = {name for name in (self._options, self._image) if name is not None}
+        own = {*self._media.values(), *filter(None, [self._options])}
         if self._has_chats:
             return own | {"messages"}
         return own | self._user.fields | (self._system.fields if self._system else set())
@@ -211,26 +227,28 @@ class RowPrompts:
         if self._is_raw:
             return BatchPrompt(prompt=text)
         user: dict[str, object] = {"role": "user", "content": text}
-        if self._image is not None:
-            picture = self._picture(_value(row, self._image))
-            user["content"] = [picture, {"type": "text", "text": text}]
+        if self._media:
+            parts = [self._medium(kind, _value(row, name)) for kind, name in self._media.items()]
+            user["content"] = [*parts, {"type": "text", "text": text}]
         if not self._system:
             return BatchPrompt(messages=[user])
         system = {"role": "system", "content": self._system.fill(row)}
         return BatchPrompt(messages=[system, user])
 
-    def _picture(self, value: object) -> dict[str, Any]:
-        """Return the picture in a cell as a part of a message; a mapping is as Hugging Face's datasets have one."""
+    def _medium(self, kind: str, value: object) -> dict[str, Any]:
+        """Return the picture or sound in a cell as a part; a mapping is as Hugging Face's datasets have one."""
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
-        if isinstance(value, bytes):
-            return {"type": "image", "image": value}
-        if not isinstance(value, str) or not value:
-            message = f"column {self._image!r} has no picture: {shown(value)}"
-            raise InputLineError("invalid_request", message, self._image)
-        if value[:5].lower() == "data:":
-            return url_part(value)
-        return {"type": "image", "image": self._folder / value}
+        if isinstance(value, str) and value[:5].lower() == "data:":
+            return url_part(value) if kind == "picture" else data_part(value)
+        if isinstance(value, str) and value:
+            value = self._folder / value
+        if not isinstance(value, bytes | Path):
+            column = self._media[kind]
+            message = f"column {column!r} has no {kind}: {shown(value)}"
+            raise InputLineError("invalid_request", message, column)
+        name = "image" if kind == "picture" else "audio"
+        return {"type": name, name: value}
 
 
 def _default_column(columns: Collection[str], name: str) -> str:

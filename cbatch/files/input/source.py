@@ -96,6 +96,7 @@ def open_source(  # noqa: PLR0913  # how rows are asked, and which files are rea
     system: str | None = None,
     is_raw: bool | None = None,
     image_column: str | None = None,
+    audio_column: str | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
     url: str | None = None,
     without: Collection[str] = (),
@@ -109,6 +110,7 @@ def open_source(  # noqa: PLR0913  # how rows are asked, and which files are rea
         system: the text of a system message, with fields too.
         is_raw: see `FileOptions`.
         image_column: see `FileOptions`.
+        audio_column: see `FileOptions`.
         max_line_bytes: a longer line, or row, becomes an item with an error.
         url: of every line of OpenAI's requests; None: any that is served.
         without: real paths of files that patterns leave out.
@@ -121,7 +123,9 @@ def open_source(  # noqa: PLR0913  # how rows are asked, and which files are rea
         check_flag("is_raw", is_raw)
     check_format(format, "auto")
     named = find_files(names_of("source", paths), without)
-    asking = Asking(template, system, is_raw is True, image_column=image_column)
+    asking = Asking(
+        template, system, is_raw is True, image_column=image_column, audio_column=audio_column
+    )
     with ExitStack() as stack:
         files = [stack.enter_context(closing(InputFile(name, max_line_bytes))) for name in named]
         source = _looked_at(files, format, asking, url, is_raw=is_raw)
@@ -166,7 +170,7 @@ def _looked_at(
     if known in ("openai", "cbatch") and not asking.is_empty:
         raise ConfigError(
             f"{first.name}: its lines are requests ({known}), which a template, a system message or a column of "
-            "pictures does not fit: leave it out, or give format='jsonl' for objects of your own"
+            "pictures or sounds does not fit: leave it out, or give format='jsonl' for objects of your own"
         )
     kept = [file for file, _ in found]
     reader = CbatchReader(as_chats=is_raw is False) if known == "cbatch" else None

@@ -257,7 +257,8 @@ def _body(url: str, key: str, result: BatchResult, created: int, model: str) -> 
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-    shown = {name: getattr(usage, name) for name in ("cached_tokens", "image_tokens")}
+    names = ("cached_tokens", "image_tokens", "audio_tokens")
+    shown = {name: getattr(usage, name) for name in names}
     if details := {name: n for name, n in shown.items() if n}:
         counts["prompt_tokens_details"] = details
     if usage.reasoning_tokens:

@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 import cbatch
-from cbatch.backend.llama.bitmaps import pixels_of
+from cbatch.backend.llama.bitmaps import pixels_of, size_of
 from cbatch.bench.synthetic_projector import write_projector
 from cbatch.errors import ConfigError, ModelLoadError, PromptError
 from cbatch.pictures import picture_data, picture_part
+from tests.backend.llama.fuzz_media import PICTURES, fuzz
 from tests.oracle.pictures import PlainSeer
 from tests.runtime.backends import parts_of
 
@@ -219,21 +220,24 @@ def test_images_in_memory_have_any_colours(seeing: cbatch.Engine) -> None:
         seeing.run([chat(np.zeros((0, 5, 3), np.uint8), "Hm?")])
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_size_is_that_of_the_pixels(kind: str, orientation: int) -> None:
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    Image.fromarray(picture(1)).save(file, kind, exif=exif)
+    data = file.getvalue()
+    assert size_of(data) == pixels_of(data).shape[1::-1]
+
+
 def test_data_url_has_words_in_any_case() -> None:
     part = {"type": "image_url", "image_url": {"url": "DATA:image/PNG;BASE64,AAAA"}}
     assert picture_data(picture_part("it", part)) == bytes(3)
 
 
 def test_fuzzed_files_neither_crash_nor_hang(seeing: cbatch.Engine) -> None:
-    draw, data = random.Random(9), png(4)
-    asked = []
-    for _ in range(60):
-        spoiled = bytearray(data)
-        for _ in range(draw.randrange(1, 6)):
-            spoiled[draw.randrange(len(spoiled))] = draw.randrange(256)
-        asked.append(chat(bytes(spoiled[: draw.randrange(1, len(spoiled) + 1)]), "Hm?"))
-    results = seeing.run(asked, options={**GREEDY, "max_tokens": 1}).results(return_errors=True)
-    assert {type(r.error) for r in results} <= {type(None), PromptError}
+    for ended in fuzz(seeing, PICTURES, 30, seed=9):
+        assert not ended.keys() - {"answer", "PromptError"}
 
 
 def test_prompt_that_ends_with_a_picture_is_refused(seeing: cbatch.Engine) -> None:
@@ -241,17 +245,22 @@ def test_prompt_that_ends_with_a_picture_is_refused(seeing: cbatch.Engine) -> No
     assert "ends with a picture" in str(result.error)
 
 
-def test_picture_that_does_not_fit_is_too_long(seeing: cbatch.Engine) -> None:
-    asked = chat(*(picture(i) for i in range(16)), "Hm?")
+def test_pictures_that_do_not_fit_are_not_encoded(seeing: cbatch.Engine) -> None:
+    projector = parts_of(seeing).backend.projector
+    n_encoded = projector.n_encoded
+    asked = chat(*(picture(1000 + i) for i in range(60)), "Hm?")
     [result] = seeing.run([asked], options=GREEDY).results(return_errors=True)
     assert isinstance(result.error, cbatch.PromptTooLongError)
+    assert "at least 257" in str(result.error)  # the first 16 pictures have 256 rows
+    assert seeing.count_tokens(chat(picture(2000), "Hm?")) > 16
+    assert projector.n_encoded == n_encoded
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"prompt_logprobs": 0}, "prompt_logprobs cannot be used with pictures"),
-        ({"cache_key": "k"}, "cache_key cannot be used with pictures"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs cannot be used with pictures or sound"),
+        ({"cache_key": "k"}, "cache_key cannot be used with pictures or sound"),
     ],
 )
 def test_options_that_look_at_each_token_are_refused(
@@ -275,7 +284,7 @@ def test_wrong_projector_is_refused_by_name(model: Path, tmp_path: Path) -> None
     text.write_text("no model")
     for path, words in (
         (wide, "wide.gguf is no projector of this model.*mismatch"),
-        (model, "has no encoder of pictures"),
+        (model, "has no encoder of pictures or sound"),
         (text, "text.gguf"),
         (tmp_path / "none.gguf", "none.gguf"),
     ):

@@ -17,6 +17,7 @@ from cbatch.bench.synthetic_projector import write_projector
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ModelLoadError
+from cbatch.media import Medium
 from cbatch.options import GREEDY as GREEDILY
 from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens, n_rows_at, place_of
 from tests.backend.llama.test_pictures import GREEDY, chat, picture, png
@@ -229,7 +230,8 @@ def flat(pairs: Mapping[str, Pair]) -> Iterator[tuple[LlamaBackend, Failures]]:
 def begun(backend: LlamaBackend) -> tuple[PictureTokens, list[int]]:
     """The tokens of a text with two pictures, with which all slots are bound, and the places where pictures begin."""
     assert backend.projector is not None
-    pictures = [backend.projector.picture(png(i)) for i in range(2)]
+    pictures = [backend.projector.picture(Medium(png(i))) for i in range(2)]
+    backend.projector.encode(pictures)
     texts = [backend.vocab.tokenize(text) for text in ("Look: ", " and ", " Hm?")]
     parts = [texts[0], pictures[0].tokens, texts[1], pictures[1].tokens, texts[2]]
     tokens = PictureTokens([token for part in parts for token in part], pictures)

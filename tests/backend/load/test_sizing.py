@@ -383,6 +383,18 @@ def test_budget_is_what_was_said_or_half_of_what_is_free(
     assert found.footprint == Footprint(256)
 
 
+def test_budget_leaves_room_for_a_projector(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sizing, "free_for_cells", lambda *args, n_unloaded: 10_000 - n_unloaded)
+    projector = tmp_path / "p.gguf"
+    for n, n_budget in ((0, 5000), (3000, 3500)):
+        projector.write_bytes(bytes(n))
+        assert find_room(model, EngineOptions.of({"mmproj": projector})).n_budget == n_budget
+    projector.unlink()
+    assert find_room(model, EngineOptions.of({"mmproj": projector})).n_budget == 5000
+
+
 def test_free_memory_that_nobody_tells_gives_no_budget(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

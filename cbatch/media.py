@@ -1,0 +1,73 @@
+"""Messages with pictures and sounds: which parts these are, and the text around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cbatch.pictures import is_picture, picture_data, picture_part
+from cbatch.sounds import is_sound, sound_data, sound_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """A picture or a sound, not decoded yet."""
+
+    data: bytes
+    """A file's bytes, or a sound's samples."""
+    is_sound: bool = False
+    are_samples: bool = False
+    """Whether the bytes are bare samples; see `cbatch.sounds.SAMPLES`."""
+
+
+def is_medium(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a message is to be a picture or a sound."""
+    return is_picture(part) or is_sound(part)
+
+
+def medium_part(place: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a picture or a sound in the form of OpenAI's API; see `picture_part` and `sound_part`."""
+    return sound_part(place, part) if is_sound(part) else picture_part(place, part)
+
+
+def medium_of(part: Mapping[str, Any]) -> Medium:
+    """Return what is in a part as `medium_part` makes them. Raises a PromptError where it is not base64."""
+    if not is_sound(part):
+        return Medium(picture_data(part))
+    data, are_samples = sound_data(part)
+    return Medium(data, is_sound=True, are_samples=are_samples)
+
+
+def marked_messages(
+    messages: Sequence[Mapping[str, Any]], mark: Callable[[int, Mapping[str, Any]], str]
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+    """Return messages of text alone, with `mark(i, part)` in the place of picture or sound `i`; and these.
+
+    Source: llama.cpp common/chat.cpp, to_json_oaicompat: texts are joined by line ends, but not beside one of these.
+    """
+    marked: list[dict[str, Any]] = []
+    media: list[Mapping[str, Any]] = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, tuple):
+            text, was_text = "", False
+            for part in content:
+                if is_medium(part):
+                    text += mark(len(media), part)
+                    media.append(part)
+                else:
+                    text += "\n" * was_text + part["text"]
+                was_text = not is_medium(part)
+            content = text
+        marked.append({**message, "content": content})
+    return marked, media
+
+
+def shown_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of text alone, for readers: a picture is `<picture>`, a sound `<sound>`."""
+    return marked_messages(messages, lambda _, part: "<sound>" if is_sound(part) else "<picture>")[
+        0
+    ]

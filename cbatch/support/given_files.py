@@ -1,0 +1,40 @@
+"""Files as callers give them: their bytes, or a path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cbatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def file_bytes(what: str, value: object, check_size: Callable[[int], object]) -> bytes | None:
+    """Return bytes as they are, and those of the file at a `Path`; None for any other value.
+
+    Text is no path: it could come from a file of prompts, or from the network.
+
+    Args:
+        what: names the value in errors, such as "messages[0] has a picture".
+        value: what the caller gave.
+        check_size: raises where a file has too many bytes; called before the file is read.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        check_size(memoryview(value).nbytes)
+        return bytes(value)
+    if not isinstance(value, os.PathLike):
+        return None
+    try:
+        path = Path(os.fspath(value))
+        check_size(path.stat().st_size)
+        return path.read_bytes()
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} that cannot be read: {error}") from None
