@@ -690,6 +690,8 @@ EDITS: dict[str, Callable[[str], str]] = {
     "other ends of lines": lambda text: text.replace("\n", "\r\n"),
     "another first line": lambda text: text.replace("header", "HEADER"),
     "another file": lambda text: "mine\n" * 1000,
+    "a shorter file": lambda text: "mine\n",
+    "a shorter file with the header": lambda text: "header\n\n",
     "reversed": lambda text: "header\n" + "".join(text.splitlines(keepends=True)[:0:-1]),
 }
 

@@ -168,6 +168,8 @@ class RecordFile:
         [end] = manifest.execute(
             "SELECT max(start + size) FROM records WHERE file = ?", row.file
         ).fetchone()
+        if not end and n_bytes < row.synced and self._is_of_another():
+            raise _changed_error(self.path, "none of its records is there")
         row.size = end or len(row.header)
         row.synced = min(row.size, row.synced)
         row.is_open = True
@@ -175,6 +177,11 @@ class RecordFile:
             raise _changed_error(self.path, problem)
         manifest.put_file(row)
         return n_cut + len(torn)
+
+    def _is_of_another(self) -> bool:
+        """Whether a file without a whole record has more than the header and a part of a line."""
+        found, header = os.pread(self._fd, _BUFFER, 0), self.row.header
+        return not header.startswith(found[: len(header)]) or b"\n" in found[len(header) :]
 
     def repair(self) -> None:
         """Cut off bytes that are not committed, remove superseded records; without records, begin with the header."""
