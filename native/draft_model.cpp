@@ -40,6 +40,7 @@ void draft_model::allocate(const cbatch_draft_context & context, int32_t n_slots
     missed_ns.assign(n_slots, 0);
     batch.allocate(std::max(context.n_batch, n_slots * (n_near + 1)));
     costs.allocate(n_slots);
+    gains.resize(static_cast<size_t>(n_slots) + 1);
     given = context;
 }
 

@@ -36,6 +36,8 @@ struct draft_model {
     double token_ns = 0.0;  // of a token that it catches up with; 0 where unknown
     hit_rate leads[n_lead_classes];
     hit_rate first;         // of the first guesses
+    std::vector<draft_gain> gains;  // (n_slots + 1) by the number of chunks: whether it is asked
+    int64_t owed_ns = 0;    // that it took to catch up, and that no step was charged for
 
     // For n_slots slots. Throws std::bad_alloc.
     void allocate(const cbatch_draft_context & context, int32_t n_slots);

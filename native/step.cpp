@@ -106,7 +106,6 @@ struct cbatch_stepper {
     std::vector<int32_t> i_guessed;    // (n_slots) of each chunk, where its drafts are the model's; else −1
     int64_t draft_ns;                  // that the draft model took
     int64_t catch_up_ns;               // of that, not for drafts of this step
-    int64_t owed_ns;                   // catch_up_ns of steps up to this one that no step with drafts was charged for
     bool may_draft;                    // whether the step may have drafts, and what it takes is learned
     int32_t n_steps;                   // the caller's: also the most tokens of one chunk
     int32_t n_drafts_most;            // the caller's
@@ -388,7 +387,7 @@ void guess_by_model(cbatch_stepper * s, int32_t n_each) {
         }
     }
     s->catch_up_ns = s->api.clock_ns() - start_ns;
-    s->owed_ns += s->catch_up_ns;
+    model.owed_ns += s->catch_up_ns;
     if (model.is_on() && !s->guessed.empty()) {
         model.guess(s->api, &s->guessed, k);
     }
@@ -430,7 +429,7 @@ void make_drafts(cbatch_stepper * s) {
     for (int32_t i = 0; i < s->n_chunks; i++) {
         estimate_chunk(*s, i, n_each, s->chances.data() + i * n_each);
     }
-    if (s->model.is_on()) {
+    if (s->model.is_on() && (s->has_all || s->model.gains[s->n_chunks].allows())) {
         guess_by_model(s, n_each);
     }
     const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
@@ -709,20 +708,31 @@ bool step(cbatch_stepper * s, const int32_t * tokens, cbatch_report * report) {
     return true;
 }
 
+// Learn what drafts brought to a step that took `ns`. One in which the draft model guessed counts for it also where none
+// of its guesses was worth checking.
+void learn_gain(cbatch_stepper * s, int64_t ns) {
+    int32_t n_sampled = 0;
+    for (int32_t i = 0; i < s->n_rows; i++) {
+        n_sampled += s->rows[i].n_sampled;
+    }
+    const double gained_ns = s->costs.cost(s->n_rows) * n_sampled / s->n_rows;
+    const int64_t guess_ns = s->draft_ns - s->catch_up_ns;
+    const double most_ns = slow_step * s->costs.cost(s->batch.n) + guess_ns;
+    const double spent_ns = std::min(static_cast<double>(ns - s->catch_up_ns), most_ns);
+    if (s->n_all_drafts > 0) {
+        s->gains[s->n_rows].learn(gained_ns, spent_ns);
+    }
+    if (!s->guessed.empty()) {
+        s->model.gains[s->n_rows].learn(gained_ns, spent_ns + s->model.owed_ns);
+        s->model.owed_ns = 0;
+    }
+}
+
 // Learn from a step that may have had drafts, which took `ns`. One without drafts counts only behind another of its width,
 // whose graph llama.cpp uses again: so do nearly all steps where there are no drafts.
 void learn_step(cbatch_stepper * s, int64_t ns) {
-    if (s->n_all_drafts > 0) {
-        int32_t n_sampled = 0;
-        for (int32_t i = 0; i < s->n_rows; i++) {
-            n_sampled += s->rows[i].n_sampled;
-        }
-        const double usual_ns = s->costs.cost(s->batch.n);
-        const double gained_ns = s->costs.cost(s->n_rows) * n_sampled / s->n_rows;
-        const double spent_ns = static_cast<double>(ns - s->catch_up_ns);
-        const double charged_ns = std::min(spent_ns, slow_step * usual_ns + s->draft_ns - s->catch_up_ns);
-        s->gains[s->n_rows].learn(gained_ns, charged_ns + s->owed_ns);
-        s->owed_ns = 0;
+    if ((s->n_all_drafts > 0 || !s->guessed.empty()) && s->costs.cost(s->n_rows) > 0.0) {
+        learn_gain(s, ns);
     }
     if (s->n_all_drafts > 0 || s->batch.n == s->n_before) {
         s->costs.learn(s->batch.n, ns - s->draft_ns);

@@ -108,6 +108,22 @@ def test_poor_draft_model_is_hardly_asked() -> None:
     assert draft.now_ns < 0.05 * model.now_ns
 
 
+def test_model_that_is_seldom_sure_takes_no_more_than_it_brings() -> None:
+    """Its guesses are right where they are checked, but later most are not worth that."""
+
+    def row(tokens: list[int]) -> Any:
+        logits = unlike(tokens)
+        is_sure = len(tokens) < 200 or len(tokens) % 8 == 0
+        return logits if is_sure else (logits[::-1] / 90).copy()
+
+    bindings = bindings_of(PROMPTS[:1], GREEDY)
+    plain, model = TextLlama(unlike, n_window=2000), TextLlama(unlike, n_window=2000)
+    draft = TextLlama(row, lambda n_tokens: 500_000, n_window=2000)
+    generate(plain, PROMPTS[:1], bindings, 1500, 0, 64)
+    generate(model, PROMPTS[:1], bindings, 1500, 7, 64, draft=draft)
+    assert model.now_ns + draft.now_ns < 1.05 * plain.now_ns
+
+
 def test_slow_draft_model_is_asked_once_or_twice() -> None:
     bindings = bindings_of(PROMPTS, GREEDY)
     draft = TextLlama(unlike, lambda n_tokens: 2_000_000)
