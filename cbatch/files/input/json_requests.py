@@ -230,7 +230,8 @@ class OpenAIReader(RequestReader):
             call, body = self._call(request)
             names = tuple(body)
             if isinstance(line, bytes) and b"null" in line:
-                body = _without_nulls(body)
+                told = {"prompt": None} if call.url == COMPLETIONS and "prompt" in body else {}
+                body = {**told, **_without_nulls(body)}  # a prompt of null is an empty text
             prompt = self._prompt(call, body)
             return Item(number, place, id, prompt, None, call, is_labelled)
         except WRONG as error:
