@@ -36,9 +36,8 @@ def test_engine_that_waits_has_no_team(test_model: Path) -> None:
 
 def test_engine_without_a_thread_leaves_no_team(test_model: Path) -> None:
     with load(test_model, parallel=2, ctx_per_seq=128, n_threads=4, threaded=False) as engine:
-        n_idle = n_others()
         engine.run(["Count."], options={"max_tokens": 4}).results()
-        assert n_others() == n_idle + 3
+        n_computing = n_others()
         while engine.step():
             pass
-        assert n_others() == n_idle
+        assert n_others() <= n_computing - 3  # threads of an earlier test may end meanwhile, too
