@@ -1,8 +1,9 @@
 """Threads that compute: objects that a process has once, teams of OpenMP after a fork, and threads that end.
 
-GNU's OpenMP keeps a team of workers for every thread that ever computed, until that thread ends. Once there are more
-workers than cores, workers sleep between two parallel regions instead of spinning, and a decode step of a small model
-takes twice as long. So the owner thread's team must be the only one: everything else is computed in threads that end.
+GNU's OpenMP keeps a team of workers for every thread that ever computed, until that thread ends or gives its team back:
+`cbatch.backend.llama.openmp`. Once there are more workers than cores, those that wait sleep at once and do not spin:
+a decode step of a small model takes several times as long. So only the team of an owner thread that computes may be
+there: an owner that rests gives its own back, and everything else is computed in threads that end.
 """
 
 from __future__ import annotations

@@ -18,23 +18,18 @@ _N_STACK = 50
 """Frames of a row: a half minute has 30 rows."""
 
 
-def write_sizes(writer: Any, n_embd: int) -> None:
-    """Source: llama.cpp, tools/mtmd/clip-impl.h."""
-    writer.add_bool("clip.has_audio_encoder", True)
-    writer.add_string("clip.projector_type", "ultravox")
-    writer.add_file_type(0)
-    sizes = {
-        "embedding_length": _N_EMBD,
-        "attention.head_count": _N_HEAD,
-        "feed_forward_length": _N_FF,
-        "block_count": _N_LAYER,
-        "projection_dim": n_embd,
-        "num_mel_bins": _N_MEL,
-        "projector.stack_factor": _N_STACK,
-    }
-    for name, value in sizes.items():
-        writer.add_uint32(f"clip.audio.{name}", value)
-    writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
+TYPE = "ultravox"
+"""By which llama.cpp knows the projector."""
+
+SIZES = {
+    "embedding_length": _N_EMBD,
+    "attention.head_count": _N_HEAD,
+    "feed_forward_length": _N_FF,
+    "block_count": _N_LAYER,
+    "num_mel_bins": _N_MEL,
+    "projector.stack_factor": _N_STACK,
+}
+"""Sizes of the encoder. Source: llama.cpp, tools/mtmd/clip-impl.h."""
 
 
 def ear_tensors(random: np.random.Generator, n_embd: int) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.bench.synthetic_ears import ear_tensors, write_sizes
+from cbatch.bench import synthetic_ears
 from cbatch.errors import ConfigError
 from cbatch.support.folders import part_beside, told
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -63,10 +63,12 @@ def write_projector(
             try:
                 random = np.random.default_rng(seed)
                 if kind in SOUND_KINDS:
-                    write_sizes(writer, n_embd)
-                    tensors = ear_tensors(random, n_embd)
+                    _write_encoder(
+                        writer, "audio", synthetic_ears.TYPE, n_embd, synthetic_ears.SIZES
+                    )
+                    tensors = synthetic_ears.ear_tensors(random, n_embd)
                 else:
-                    _write_sizes(writer, n_embd, kind)
+                    _write_eyes(writer, n_embd, kind)
                     tensors = _tensors(random, n_embd, kind)
                 for name, values in tensors:
                     writer.add_tensor(name, values)
@@ -84,25 +86,30 @@ def _n_side(kind: str) -> int:
     return _N_SIDE * _N_MERGED if kind == "gemma3" else _N_SIDE
 
 
-def _write_sizes(writer: Any, n_embd: int, kind: str) -> None:
+def _write_encoder(
+    writer: Any, sense: str, projector: str, n_embd: int, sizes: Mapping[str, int]
+) -> None:
     """Source: llama.cpp, tools/mtmd/clip-impl.h."""
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", _TYPES.get(kind, "mlp"))
+    writer.add_bool(f"clip.has_{sense}_encoder", True)
+    writer.add_string("clip.projector_type", projector)
     writer.add_file_type(0)
+    for name, value in {"projection_dim": n_embd, **sizes}.items():
+        writer.add_uint32(f"clip.{sense}.{name}", value)
+    writer.add_float32(f"clip.{sense}.attention.layer_norm_epsilon", 1e-5)
+
+
+def _write_eyes(writer: Any, n_embd: int, kind: str) -> None:
     sizes = {
         "embedding_length": _N_EMBD,
         "attention.head_count": _N_HEAD,
         "feed_forward_length": _N_FF,
         "block_count": _N_LAYER,
-        "projection_dim": n_embd,
         "image_size": _n_side(kind),
         "patch_size": _N_PATCH,
     }
     if kind == "gemma3":
         sizes["projector.scale_factor"] = _N_MERGED
-    for name, value in sizes.items():
-        writer.add_uint32(f"clip.vision.{name}", value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    _write_encoder(writer, "vision", _TYPES.get(kind, "mlp"), n_embd, sizes)
     writer.add_array("clip.vision.image_mean", _MEAN)
     writer.add_array("clip.vision.image_std", _DEVIATION)
     if kind == "llava-tiles":

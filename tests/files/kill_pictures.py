@@ -9,14 +9,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +23,7 @@ from pyarrow import parquet
 import cbatch
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.bench.synthetic_projector import write_projector
+from tests.files.killed_until_done import killed_until_done
 
 N_COMPARED = 50
 """Answers that are computed again for comparison."""
@@ -71,24 +67,14 @@ def kills(folder: Path, n_pictures: int, n_kills: int, most_s: float, seed: int)
     parquet.write_table(pyarrow.table(table), source)
     model = write_model(folder / "model.gguf", SHAPES["test"])
     projector = write_projector(folder / "mmproj.gguf", SHAPES["test"].n_embd, kind="llava-tiles")
-    command = [sys.executable, "-m", "cbatch", "run", str(source), "-o", str(out), "--quiet"]
-    command += ["--image-column", "image", "-m", str(model), "--mmproj", str(projector)]
-    command += ["--parallel", "4", "--ctx-per-seq", "512", "--max-tokens", "12"]
-    command += ["--temperature", "0"]
+    words = ["run", str(source), "-o", str(out), "--quiet"]
+    words += ["--image-column", "image", "-m", str(model), "--mmproj", str(projector)]
+    words += ["--parallel", "4", "--ctx-per-seq", "512", "--max-tokens", "12"]
+    words += ["--temperature", "0"]
     tally, start_s = CaptionTally(n_pictures), time.perf_counter()
-    while True:
-        run = subprocess.Popen(command, start_new_session=True)
-        tally.n_starts += 1
-        if tally.n_kills < n_kills:
-            with suppress(subprocess.TimeoutExpired):
-                run.wait(chance.uniform(1.0, most_s))
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
-                tally.n_kills += 1
-        if run.wait() == 0:
-            break
-        if run.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"seed {seed}: the command ended with {run.returncode}")
+    tally.n_kills, tally.n_starts = killed_until_done(
+        words, chance, n_kills, 1.0, most_s, seed=seed
+    )
     tally.seconds = round(time.perf_counter() - start_s, 1)
     _compare(tally, parquet.read_table(out), pictures, (model, projector), chance)
     return tally

@@ -9,14 +9,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +20,7 @@ import numpy as np
 import cbatch
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.bench.synthetic_vocabulary import words as english_words
+from tests.files.killed_until_done import killed_until_done
 
 N_COMPARED = 500
 """Vectors that are computed again for comparison."""
@@ -55,21 +51,10 @@ def kills(folder: Path, n_texts: int, n_kills: int, most_s: float, seed: int) ->
     with source.open("w", newline="") as file:
         csv.writer(file).writerows([("id", "text"), *enumerate(texts)])
     write_model(model, SHAPES["bert"])
-    command = [sys.executable, "-m", "cbatch", "embed", str(source), "-o", str(out)]
-    command += ["--column", "text", "-m", str(model), "--quiet", "--keep-columns", "id"]
+    words = ["embed", str(source), "-o", str(out)]
+    words += ["--column", "text", "-m", str(model), "--quiet", "--keep-columns", "id"]
     tally, start_s = VectorTally(n_texts), time.perf_counter()
-    while True:
-        run = subprocess.Popen(command, start_new_session=True)
-        if tally.n_kills < n_kills:
-            with suppress(subprocess.TimeoutExpired):
-                run.wait(chance.uniform(0.5, most_s))
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
-                tally.n_kills += 1
-        if run.wait() == 0:
-            break
-        if run.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"seed {seed}: the command ended with {run.returncode}")
+    tally.n_kills, _ = killed_until_done(words, chance, n_kills, 0.5, most_s, seed=seed)
     tally.seconds = round(time.perf_counter() - start_s, 1)
     _compare(tally, out, texts, model, chance)
     return tally
