@@ -17,8 +17,8 @@ from cbatch.bench.measured import MeasuredAnswer
 from cbatch.bench.openai_client import MOST_BOS, Address, OpenAIClient, ServerProblemError
 from cbatch.bench.pacing import drive
 from cbatch.bench.server_process import rss_mib, served
-from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
+from cbatch.support.prefix_index import n_common
 from cbatch.support.processes import command_of, environment
 from cbatch.worker.placement import my_cores
 

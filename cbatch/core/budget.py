@@ -9,6 +9,32 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cbatch.core.span import Pending
+    from cbatch.engine_options import ScheduleOptions
+
+SHORT_RUN_S = 0.02
+"""Time limit of a run in seconds if output is streamed, a stop string may end it, or a slot is free while a sequence
+waits."""
+
+LEAST_OVER_ROWS = 3.0
+"""How many times as long as the rest of a step its prompts may take while output is streamed, at least. A single new
+prompt then takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, because output does not come more
+often."""
+
+FAIR_OVER_ROWS = 4.0
+"""The same if equally many new sequences wait for a first token and rows for their next; otherwise in proportion."""
+
+MOST_OVER_ROWS = 9.0
+"""The same if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
+hardly faster."""
+
+LEAST_BURST_S = 0.2
+"""Least seconds of prompts in a step of a burst: readers do not notice shorter waits, and each step has its own cost in
+Python and in readers."""
+
+N_FIRST = 64
+"""Prompt tokens of a step while their cost is unknown."""
+
 _N_DECODES = 9
 """Steps of each width that the median is taken of; nearly half of them may be slow for other reasons."""
 
@@ -253,3 +279,79 @@ def _slopes(steps: Sequence[_Mixed]) -> list[float]:
         if one.n_rows == other.n_rows
         and max(one.n_prompt, other.n_prompt) >= _SPREAD * min(one.n_prompt, other.n_prompt)
     ]
+
+
+class PromptBudget:
+    """Decides how many prompt tokens a step takes beside its decoding rows: by the options, or by measured costs."""
+
+    def __init__(self, options: ScheduleOptions) -> None:
+        self.costs = StepCosts()
+        self._options = options
+
+    def of(
+        self, prefills: Sequence[Pending], n_rows: int, n_first: int, *, is_watched: bool
+    ) -> tuple[int | None, int | None]:
+        """Return the most prompt tokens of a step, and how many are enough; None for no limit.
+
+        If readers wait for first tokens, a step takes no part of another prompt once it has enough tokens.
+
+        Args:
+            prefills: sequences with more than one pending token, in order.
+            n_rows: decoding rows of the step.
+            n_first: the most tokens that the first of `prefills` can compute now.
+            is_watched: whether a reader waits for the next token of a row.
+        """
+        n_new = self._n_eager(prefills)
+        if n_rows and (n_set := self._n_as_set(n_rows)) is not None:
+            return n_set, None
+        are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
+        if n_rows and is_watched and are_few:
+            n_most = self._n_beside(n_rows, len(prefills), n_new)
+        elif n_new and len(prefills) > 1:
+            n_known = self.costs.n_prompt_for(n_rows, 1 / (1 + MOST_OVER_ROWS), LEAST_BURST_S)
+            # the first prompt is not cut, because that would make no first token earlier
+            n_most = max(n_first, n_known or N_FIRST)
+        else:
+            return None, None
+        return n_most, (n_most + 1) // 2
+
+    def _n_as_set(self, n_rows: int) -> int | None:
+        """Return how many prompt tokens may join `n_rows` decoding rows by the options; None where they do not say."""
+        if self._options.itl_ms is not None:
+            return self._n_within(n_rows, self._options.itl_ms * 1e-3)
+        return self._options.prefill_budget
+
+    def beside_rows(self) -> dict[int, int]:
+        """Return how many prompt tokens of one newcomer join decoding rows, all read as they come, by the rows.
+
+        Of 1, 2, 4 rows and so on, as far as steps of so many were seen.
+        """
+        if self.costs.prompt is None:
+            return {}
+        widths = [n for n in self.costs.widths_s if n & (n - 1) == 0]
+        return {n: self._n_as_set(n) or self._n_beside(n, 1, 1) for n in widths}
+
+    def _n_eager(self, prefills: Sequence[Pending]) -> int:
+        """Return for how many prompts an early first token matters more than the fastest steps."""
+        if self._options.ttft == "auto":
+            return sum(p.driver.reply.is_read for p in prefills)
+        return len(prefills) if self._options.ttft == "first" else 0
+
+    def _n_within(self, n_rows: int, seconds: float) -> int:
+        """Return how many prompt tokens keep a step within `seconds` by the measured costs; at least one."""
+        if not self.costs.has_decoded:
+            return 0  # this step measures what decoding takes
+        n_tokens = self.costs.n_prompt_within(n_rows, seconds)
+        return N_FIRST if n_tokens is None else n_tokens
+
+    def _n_beside(self, n_rows: int, n_prefills: int, n_new: int) -> int:
+        """Return how many prompt tokens may join rows whose readers wait for the next token.
+
+        The more new sequences wait for their first token, and the fewer rows for their next, the longer prompts may
+        take in relation to the rest of the step. The rest is judged by the step's width when all prompts are done.
+        """
+        n_short = self._n_within(n_rows, SHORT_RUN_S)
+        over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows))
+        n_wide = max(n_rows, n_rows + n_prefills, key=self.costs.seen_s)
+        n_fair = self.costs.n_prompt_for(n_wide, 1 / (1 + over))
+        return n_short if n_fair is None or not n_short else max(n_short, n_fair)

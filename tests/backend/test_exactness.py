@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from cbatch.backend.llama.pad_rows import RowShape
-    from cbatch.core.plan import Binding, Chunk, Slot, StepResult
+    from cbatch.core.plan import Binding, Slot, StepResult
+    from cbatch.core.span import Span
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
 
@@ -58,23 +59,23 @@ class RecordingStepper(NativeStepper):
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Span],
         n_steps: int = 1,
         slice_s: float = 0.0,
         masks: Any = None,
         await_masks: Any = None,
-        pads: Collection[Chunk] = (),
+        pads: Collection[Span] = (),
         changes: Any = None,
         n_drafts: int = 0,
     ) -> StepResult:
         result = super().run(chunks, masks=masks, pads=pads, changes=changes)
         self.n_pad_rows += len(pads)
         self.n_rows_max = max(self.n_rows_max, len(chunks) - len(pads))
-        if len(chunks[0].tokens) == 1:
+        if len(chunks[0].inputs) == 1:
             self.widths.add(len(chunks))
         for i, chunk in enumerate(chunks):
             if chunk.has_output and chunk.slot in self._seeds:
-                key = (self._seeds[chunk.slot], chunk.start + len(chunk.tokens) - 1)
+                key = (self._seeds[chunk.slot], chunk.start + len(chunk.inputs) - 1)
                 assert key not in self.rows, "a token was computed twice"
                 self.rows[key] = self._row(output_row(chunks, i))
         return result

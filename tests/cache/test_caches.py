@@ -19,7 +19,8 @@ import pytest
 import cbatch.cache.store
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.cache.store import CacheStore
-from cbatch.core.plan import KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import Policy
 from cbatch.errors import (
@@ -66,7 +67,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.cache.cell_file import CachedCells, Fingerprint
-    from cbatch.core.plan import Chunk, StepPlan, StepResult
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.span import Span
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet
     from cbatch.response import BatchResult
@@ -274,7 +276,7 @@ def test_slot_taken_in_the_same_plan_leaves_the_saved_cells_right(by_hand: Place
     assert [r.finish_reason for r in results] == ["length"] * 3
     [plan] = [p for p in plans_of(engine) if p.saves]
     assert plan.clears == (0,)
-    assert [c.start for c in plan.chunks] == [0]  # somebody else is computed in it already
+    assert [c.start for c in plan.spans] == [0]  # somebody else is computed in it already
     result = by_hand.result(by_hand.engine(), text_of(50), **REQUIRED)
     assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(50)), 49)
 
@@ -418,7 +420,7 @@ def test_step_that_fails_after_a_stop_string_loses_cells_but_no_answer(
     k = next(i for i in range(3, 28) if answer[i] > 256 and answer.index(answer[i]) == i)
     chunks = list[tuple[int, int]]()
 
-    def code(step: Sequence[Chunk]) -> int:
+    def code(step: Sequence[Span]) -> int:
         chunks.extend((c.slot, c.start) for c in step)
         return -3 if any((c.slot, c.start) == (1, 20 + k) for c in step) else 0
 
@@ -713,7 +715,7 @@ class Struck(FakeBackend):
     """Fails in every run that computes."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.chunks:
+        if plan.spans:
             raise RuntimeError("struck by lightning")
         return super().run(plan)
 
@@ -1169,7 +1171,7 @@ def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> No
     results = [any_way.result(engine, p, **READ) for p in prompts]
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
     assert [r.usage.cached_tokens for r in results] == [48, 48, 32]
-    starts = {c.start for p in plans_of(engine) for c in p.chunks if len(c.tokens) > 1}
+    starts = {c.start for p in plans_of(engine) for c in p.spans if len(c.inputs) > 1}
     assert all(start % 16 == 0 for start in starts)
 
 

@@ -43,15 +43,8 @@ from cbatch.backend.llama.projector import Projector
 from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
-from cbatch.core.plan import (
-    ANYWHERE,
-    BROKEN_ROW,
-    N_STEPS_MAX,
-    UNCHANGED,
-    Chunk,
-    StepPlan,
-    StepResult,
-)
+from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
+from cbatch.core.span import ANYWHERE, Span
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
 from cbatch.support.logs import Log
@@ -364,15 +357,15 @@ class LlamaBackend:
         if plan.is_rebuild:
             self._rebuild()
         unloaded = cells.trim_and_load(plan)
-        if short and plan.chunks:
+        if short and plan.spans:
             plan = self._placed(plan, short)
         move_s = cells.copy(plan.copies) if plan.copies and not unloaded else 0.0
         if plan.shifts:
             cells.shift(plan.shifts)
         if plan.binds:
             self._runner.bind([self._at_positions(b) for b in plan.binds])
-        is_computed = plan.chunks and not unloaded
-        result = self._compute(plan) if is_computed else StepResult([[] for _ in plan.chunks], 0)
+        is_computed = plan.spans and not unloaded
+        result = self._compute(plan) if is_computed else StepResult([[] for _ in plan.spans], 0)
         llama_log().drain()
         if not (plan.saves or lost or unloaded or move_s):
             return result
@@ -417,14 +410,14 @@ class LlamaBackend:
             else self._elastic.run(plan, self._run_with)
         )
         if result.n_steps:
-            self._cells.add(plan.chunks, result.tokens)
+            self._cells.add(plan.spans, result.tokens)
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
                 result = self._repeated(plan, result, self.short_pool)
-            result = self._runner.follow(plan.chunks, result)
+            result = self._runner.follow(plan.spans, result)
         if result.code not in UNCHANGED:
             n_kept = tuple(
                 self._cells.keep(c, len(result.tokens[i]) if result.n_steps else 0)
-                for i, c in enumerate(plan.chunks)
+                for i, c in enumerate(plan.spans)
             )
             result = replace(result, n_kept=n_kept)
         for slot in seen if not result.n_steps else ():
@@ -434,8 +427,8 @@ class LlamaBackend:
     def _expect_pictures(self, projector: Projector, plan: StepPlan) -> Sequence[Slot]:
         """Note the pictures of a plan whose rows share positions; return their slots."""
         seen: list[Slot] = []
-        for chunk in plan.chunks:
-            if found := projector.flat(chunk.tokens, chunk.start):
+        for chunk in plan.spans:
+            if found := projector.flat(chunk.inputs, chunk.start):
                 self._cells.expect(chunk.slot, found)
                 seen.append(chunk.slot)
         return seen
@@ -461,7 +454,7 @@ class LlamaBackend:
     def _repeated(self, plan: StepPlan, result: StepResult, short: ShortPool) -> StepResult:
         """Compute anew, in memory of their own, the last tokens of broken rows: in a pool one breaks others."""
         broken = [i for i, t in enumerate(result.tokens) if t and t[-1] == BROKEN_ROW]
-        again = tuple(_last_part(plan.chunks[i], result.tokens[i]) for i in broken)
+        again = tuple(_last_part(plan.spans[i], result.tokens[i]) for i in broken)
         self._cells.take_back(again)
         self._leave_short(short)
         found = self._run_steps(StepPlan(again, adapters=plan.adapters))
@@ -484,11 +477,11 @@ class LlamaBackend:
         self._runner.interrupt()
 
     @property
-    def last_chunks(self) -> Sequence[Chunk]:
+    def last_chunks(self) -> Sequence[Span]:
         """What the last native call computed: in exact mode a part of a plan's chunks."""
         return self._runner.last_chunks
 
-    def take_back(self, chunks: Sequence[Chunk]) -> bool:
+    def take_back(self, chunks: Sequence[Span]) -> bool:
         """Remove the cells of chunks that the last run computed; return whether that is possible in this memory."""
         return self._cells.take_back(chunks)
 
@@ -574,12 +567,12 @@ class LlamaBackend:
         return {**fingerprint(self._parts, self.options), **said}
 
 
-def _last_part(chunk: Chunk, tokens: Sequence[int]) -> Chunk:
+def _last_part(chunk: Span, tokens: Sequence[int]) -> Span:
     """Return what a chunk's last step computed, by the tokens that it sampled."""
     if len(tokens) == 1:
         return chunk
-    start = chunk.start + len(chunk.tokens) + len(tokens) - 2
-    return Chunk(chunk.slot, start, tokens[-2:-1], has_output=True)
+    start = chunk.start + len(chunk.inputs) + len(tokens) - 2
+    return Span(chunk.slot, start, tokens[-2:-1], has_output=True)
 
 
 def _mended(result: StepResult, rows: Sequence[int], found: StepResult) -> StepResult:
@@ -600,8 +593,8 @@ def _mended(result: StepResult, rows: Sequence[int], found: StepResult) -> StepR
     )
 
 
-def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:
+def output_row(chunks: Sequence[Span], i_chunk: int) -> int:
     """Return the batch index of a chunk's last token: all first tokens come first, then the remainders."""
-    if len(chunks[i_chunk].tokens) == 1:
+    if len(chunks[i_chunk].inputs) == 1:
         return i_chunk
-    return len(chunks) + sum(len(c.tokens) - 1 for c in chunks[: i_chunk + 1]) - 1
+    return len(chunks) + sum(len(c.inputs) - 1 for c in chunks[: i_chunk + 1]) - 1

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import DecodeError
 from cbatch.options import GREEDY
@@ -138,7 +139,7 @@ class _Way:
         self._shorten = StepPlan((), trims=tuple(zip(rows, lengths, strict=True)))
         self._alike = _decoding(rows, [n_history] * n_rows)
         self._varied = _decoding(rows, lengths)
-        self._prompt = StepPlan((Chunk(last, 0, (1,) * _N_PROMPT, has_output=True),))
+        self._prompt = StepPlan((Span(last, 0, (1,) * _N_PROMPT, has_output=True),))
         self._clear = StepPlan((), clears=(last,))
         try:
             self._backend.import_zeros(_KEY, n_history)
@@ -179,5 +180,5 @@ class _Way:
 
 
 def _decoding(slots: Sequence[Slot], lengths: Sequence[int]) -> StepPlan:
-    rows = (Chunk(slot, n, (1,), has_output=True) for slot, n in zip(slots, lengths, strict=True))
+    rows = (Span(slot, n, (1,), has_output=True) for slot, n in zip(slots, lengths, strict=True))
     return StepPlan(tuple(rows))

@@ -18,7 +18,8 @@ from cbatch.backend.llama.context import context_cells
 from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.survival import find_surviving
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.errors import EngineError
 from cbatch.options import GREEDY
 
@@ -213,14 +214,14 @@ class _CompanyTrial:
         self._clear()
         found = []
         for position, token in enumerate(self._texts[i]):
-            found += self._run([Chunk(Slot(i), position, (token,), has_output=True)])
+            found += self._run([Span(Slot(i), position, (token,), has_output=True)])
         return found[self._n_prompts[i] - 1 :]
 
     def _whole(self, i: int) -> list[Logits]:
         """Compute a prompt alone in one chunk; return the logits after it."""
         self._clear()
         prompt = self._texts[i][: self._n_prompts[i]]
-        return self._run([Chunk(Slot(i), 0, prompt, has_output=True)])
+        return self._run([Span(Slot(i), 0, prompt, has_output=True)])
 
     def _together(self, slots: range) -> Iterator[tuple[int, int, int, list[Logits]]]:
         """Compute these slots: prompts together, some prompts beside rows, rows without the first slot, rows of all.
@@ -239,13 +240,13 @@ class _CompanyTrial:
                 start = n_done[slot]
                 n_done[slot] = start + 1 if start else self._n_prompts[i_text]
                 tokens = self._texts[i_text][start : n_done[slot]]
-                chunks.append(Chunk(Slot(slot), start, tokens, has_output=True))
+                chunks.append(Span(Slot(slot), start, tokens, has_output=True))
             for slot, logits in zip(which, self._run(chunks), strict=True):
                 found[slot].append(logits)
         for place, slot in enumerate(slots, 1):
             yield place, len(slots), slot, found[slot]
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[Logits]:
+    def _run(self, chunks: Sequence[Span]) -> list[Logits]:
         """Run one step; return the logits of each chunk."""
         if self._is_stopped():
             raise EngineError("it was stopped")

@@ -29,7 +29,8 @@ from cbatch.backend.load.probe import (
     probed_options,
 )
 from cbatch.backend.load.weight_kernels import has_plain_weights, may_cut_anywhere, tiled_experts
-from cbatch.core.plan import Chunk, Slot, StepPlan
+from cbatch.core.plan import Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import BITWISE
 from cbatch.errors import CBatchError, EngineError
 
@@ -226,7 +227,7 @@ class _WidthTrial(Probe):
         if first := self._texts[0][:-1]:
             self._whole = self.prefill(Slot(0), first), self._state()
         chunks = [
-            Chunk(Slot(slot), len(text) - 1, text[-1:], has_output=True)
+            Span(Slot(slot), len(text) - 1, text[-1:], has_output=True)
             for slot, text in enumerate(self._texts)
         ]
         self._after_text = self.run(chunks, self._last)
@@ -265,9 +266,7 @@ class _WidthTrial(Probe):
             self.clear()
             places = sorted({0, *places})
         for start, end in pairwise(places):
-            logits = self.run(
-                [Chunk(slot, start, text[start:end], has_output=end == places[-1])], 0
-            )
+            logits = self.run([Span(slot, start, text[start:end], has_output=end == places[-1])], 0)
         return logits, self._state()
 
     def _state(self) -> NDArray[np.uint8] | None:
@@ -287,7 +286,7 @@ class _WidthTrial(Probe):
                 raise EngineError("states cannot be saved")
             self._saved[slot] = data
 
-    def _take_back(self, chunks: Sequence[Chunk]) -> None:
+    def _take_back(self, chunks: Sequence[Span]) -> None:
         """Have slots hold their texts again and no more."""
         if self._backend.take_back(chunks):
             return
@@ -330,7 +329,7 @@ class _WidthTrial(Probe):
         self.clear()
         text = self._texts[self._last]
         slots = [Slot(i) for i in range(self._backend.n_slots)]
-        self.run([Chunk(slot, 0, text, has_output=True) for slot in slots], 0)
+        self.run([Span(slot, 0, text, has_output=True) for slot in slots], 0)
         if by := max(difference(self._backend.logits(slot), self._after_text) for slot in slots):
             return (
                 f"not guaranteed: logits change with the other rows of a step (by up to {by:.2g})"
@@ -340,7 +339,7 @@ class _WidthTrial(Probe):
     def _most_difference(self, slots: range, i_token: int) -> float:
         """Decode a next token of each of these slots; return by how much logits differ from those that are known."""
         chunks = [
-            Chunk(Slot(i), len(self._texts[i]), (self._next[i][i_token],), has_output=True)
+            Span(Slot(i), len(self._texts[i]), (self._next[i][i_token],), has_output=True)
             for i in slots
         ]
         self.run(chunks, 0)

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
-from cbatch.core.plan import N_STEPS_MAX, Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import N_STEPS_MAX, Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, DecodeError
 from cbatch.options import GREEDY
@@ -36,14 +37,14 @@ def _turn(backend: Backend, n_rows: int, n_prompt: int, n_output: int) -> Turn:
     slots = [Slot(i) for i in range(n_rows)]
     binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
     prompt = (FIRST_TOKEN,) * n_prompt
-    chunks = tuple(Chunk(slot, 0, prompt, has_output=True) for slot in slots)
+    chunks = tuple(Span(slot, 0, prompt, has_output=True) for slot in slots)
     clears = tuple(Slot(i) for i in range(backend.n_slots))
     backend.run(StepPlan(chunks, clears=clears, binds=binds))
     n_done = n_pads = 0
     start_s = time.perf_counter()
     while n_done < n_output:
         start = n_prompt + n_done
-        rows = tuple(Chunk(slot, start, (FIRST_TOKEN,), has_output=True) for slot in slots)
+        rows = tuple(Span(slot, start, (FIRST_TOKEN,), has_output=True) for slot in slots)
         result = backend.run(StepPlan(rows, n_steps=min(N_STEPS_MAX, n_output - n_done)))
         if result.code:
             raise DecodeError(result.code)

@@ -10,7 +10,8 @@ from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class LogitRows:
         self._slots = [Slot(i) for i in range(self._backend.n_slots)]
         self.n_vocab = self._backend.vocab.n_vocab
         binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in self._slots)
-        self._chunks = tuple(Chunk(slot, 0, (1 + slot,), has_output=True) for slot in self._slots)
+        self._chunks = tuple(Span(slot, 0, (1 + slot,), has_output=True) for slot in self._slots)
         self._backend.run(StepPlan(self._chunks, binds=binds))
         nothing = _DECODE(lambda ctx, batch: 0)
         self._resting = LlamaApi(nothing, llama_cpp.llama_get_logits_ith)

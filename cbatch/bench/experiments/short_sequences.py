@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.options import GREEDY
 
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
 
 def _step_s(backend: Backend, n_rows: int, n_history: int, n_newcomer: int) -> float:
     """Return the seconds of a step, the first row's sequence a newcomer of some tokens; the histories stay."""
-    rows = [Chunk(Slot(i), n_history, (FIRST_TOKEN,), has_output=True) for i in range(n_rows)]
+    rows = [Span(Slot(i), n_history, (FIRST_TOKEN,), has_output=True) for i in range(n_rows)]
     if n_newcomer:
         backend.run(StepPlan((), clears=(Slot(0),)))
-        rows[0] = Chunk(Slot(0), 0, (FIRST_TOKEN,) * n_newcomer, has_output=True)
+        rows[0] = Span(Slot(0), 0, (FIRST_TOKEN,) * n_newcomer, has_output=True)
     start_s = time.perf_counter()
     backend.run(StepPlan(tuple(rows)))
     took_s = time.perf_counter() - start_s
     backend.run(StepPlan((), trims=tuple((r.slot, n_history) for r in rows[n_newcomer > 0 :])))
     if n_newcomer:
-        history = Chunk(Slot(0), 0, (FIRST_TOKEN,) * n_history, has_output=True)
+        history = Span(Slot(0), 0, (FIRST_TOKEN,) * n_history, has_output=True)
         backend.run(StepPlan((history,), clears=(Slot(0),)))
     return took_s
 
@@ -59,7 +60,7 @@ def _measure(
                 binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
                 backend.run(StepPlan((), binds=binds, clears=tuple(slots)))
                 for slot in slots:
-                    backend.run(StepPlan((Chunk(slot, 0, history, has_output=True),)))
+                    backend.run(StepPlan((Span(slot, 0, history, has_output=True),)))
             for n in (0, n_newcomer):
                 ways = (partial(_step_s, b, n_rows, n_history, n) for b in (parts, pool))
                 rounds = take_turns(n_rounds, *ways)

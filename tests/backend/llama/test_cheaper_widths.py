@@ -24,7 +24,8 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import PAD_TOKEN
 from cbatch.backend.load import loader
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, Slot, StepPlan, StepResult
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load
 from tests.backend.slots import FailingStepper, bind_all, chunk, held
@@ -80,14 +81,14 @@ class Machine:
 
     def compute(
         self,
-        rows: Sequence[Chunk],
-        pads: Sequence[Chunk],
+        rows: Sequence[Span],
+        pads: Sequence[Span],
         n_steps: int,
         slice_s: float,
         n_drafts: int,
     ) -> StepResult:
         assert not (n_drafts and pads)
-        assert all(p.start == 10 + p.slot and p.tokens == (PAD_TOKEN,) for p in pads)
+        assert all(p.start == 10 + p.slot and p.inputs == (PAD_TOKEN,) for p in pads)
         self.runs.append(Run(len(rows), [p.slot for p in pads], n_steps))
         code = self.codes.pop(0) if self.codes else 0
         n_done = 0 if code else min(n_steps, self.n_done_most)
@@ -233,14 +234,14 @@ def test_failed_run_teaches_nothing() -> None:
         plan(0, 1, 3),
         plan(0, 1, 2, adapters=(("a", 1.0),)),
         StepPlan((chunk(0, 3, [7]), chunk(1, 3, [7, 8]))),
-        StepPlan((chunk(0, 3, [7]), Chunk(Slot(1), 3, (7,), has_output=False))),
+        StepPlan((chunk(0, 3, [7]), Span(Slot(1), 3, (7,), has_output=False))),
     ],
     ids=["one row", "four", "all", "apart", "a gap", "adapters", "prompt", "part of a prompt"],
 )
 def test_other_steps_are_left_as_they_are(wanted: StepPlan) -> None:
     machine = Machine(BY_FOURS)
     runs = do(widths(machine), machine, 9, wanted)
-    assert runs == [Run(len(wanted.chunks), [], wanted.n_steps)] * 9
+    assert runs == [Run(len(wanted.spans), [], wanted.n_steps)] * 9
 
 
 def test_width_beyond_one_run_of_the_graph_is_not_tried() -> None:

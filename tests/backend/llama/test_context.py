@@ -21,7 +21,7 @@ from cbatch.backend.llama.layout import CELL_TYPES
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.probe import probe
-from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.core.span import N_TARGETS_MAX
 from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 

@@ -50,11 +50,11 @@ class Machine:
     def compute(self, plan: StepPlan, n_threads: int) -> StepResult:
         self.runs.append(n_threads)
         if self.code:
-            return StepResult([[]] * len(plan.chunks), 0, self.code, decode_s=1.0)
-        n_tokens = sum(len(c.tokens) for c in plan.chunks)
+            return StepResult([[]] * len(plan.spans), 0, self.code, decode_s=1.0)
+        n_tokens = sum(len(c.inputs) for c in plan.spans)
         n_steps, seconds, first_s = 0, 0.0, 0.0
         while n_steps < plan.n_steps and (not plan.slice_s or seconds <= plan.slice_s):
-            seconds += self.step_s[n_threads] * (len(plan.chunks) if n_steps else n_tokens)
+            seconds += self.step_s[n_threads] * (len(plan.spans) if n_steps else n_tokens)
             first_s = first_s or seconds
             n_steps += 1
         self.now += seconds

@@ -23,7 +23,7 @@ from cbatch.backend.llama.fingerprint import (
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, RowShape
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import ANYWHERE, PromptCuts
+from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine_options import EngineOptions
 from tests.backend.slots import make_backends
 

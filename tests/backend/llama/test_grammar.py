@@ -14,7 +14,8 @@ from cbatch.backend.llama.grammar import LlamaGrammars, find_problem, grammar_sa
 from cbatch.backend.llama.grammar_matchers import Constraint, GrammarMatchers
 from cbatch.backend.load.open_model import open_model
 from cbatch.chat.thinking_budget import budget_grammar
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, GrammarStep, Slot
+from cbatch.core.plan import BROKEN_ROW, Binding, GrammarStep, Slot
+from cbatch.core.span import Span
 from cbatch.errors import EngineClosedError, GrammarError
 from cbatch.options import GREEDY, Grammar, RunOptions
 from cbatch.support.checks import MAX_INT
@@ -71,8 +72,8 @@ def allowed(mask: npt.NDArray[np.uint32], n_vocab: int) -> npt.NDArray[np.bool_]
     return bits.astype(np.bool_)
 
 
-def row() -> Chunk:
-    return Chunk(SLOT, 5, (7,), has_output=True)
+def row() -> Span:
+    return Span(SLOT, 5, (7,), has_output=True)
 
 
 def may_follow(made: GrammarMatchers, n_vocab: int) -> list[int]:
@@ -121,8 +122,8 @@ def test_tokens_without_text_are_not_allowed_in_a_json_string(
 
 def test_rows_of_other_slots_have_no_mask(grammars: LlamaGrammars) -> None:
     made = guides(compiled(grammars, regex="a"))
-    other = Chunk(Slot(0), 0, (1,), has_output=True)
-    silent = Chunk(SLOT, 0, (1,), has_output=False)
+    other = Span(Slot(0), 0, (1,), has_output=True)
+    silent = Span(SLOT, 0, (1,), has_output=False)
     assert made.masks([other, silent]) is None
     masks = made.masks([other, row()])
     assert masks is not None
@@ -149,7 +150,7 @@ def test_rows_of_one_grammar_are_apart(
     [a], [c] = (tokens_of(model, t) for t in (b"a", b"c"))
     for slot, output in enumerate(([], [a], [c])):
         made.bind(Binding(Slot(slot), 3, GREEDY, (), constraint=constraint, output=tuple(output)))
-    chunks = [Chunk(Slot(i), 5, (7,), has_output=True) for i in range(3)]
+    chunks = [Span(Slot(i), 5, (7,), has_output=True) for i in range(3)]
     masks = made.masks(chunks)
     made.fill(chunks)
     assert masks is not None

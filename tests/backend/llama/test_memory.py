@@ -10,7 +10,7 @@ import pytest
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 from tests.backend.slots import (
@@ -30,6 +30,7 @@ from tests.backend.slots import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from cbatch.core.span import Span
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 
@@ -308,7 +309,7 @@ def test_key_that_is_lost_before_it_is_loaded_computes_nothing(
 # ---- orders that are refused ----
 
 
-def plan(*chunks: Chunk, **orders: Any) -> StepPlan:
+def plan(*chunks: Span, **orders: Any) -> StepPlan:
     return StepPlan(chunks, **orders)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows, RowShape, n_sequences, shapes
-from cbatch.core.plan import Chunk, Slot
+from cbatch.core.plan import Slot
+from cbatch.core.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,8 @@ def pad_rows(
     return PadRows(shape, cast("Any", memory), n_sequences(len(n_cells))), memory
 
 
-def row(slot: int, start: int = 0) -> Chunk:
-    return Chunk(Slot(slot), start, [7], has_output=True)
+def row(slot: int, start: int = 0) -> Span:
+    return Span(Slot(slot), start, [7], has_output=True)
 
 
 def pads_beside(shape: RowShape, n_slots: int, *slots: int) -> list[int]:
@@ -194,7 +195,7 @@ def test_rows_and_pads_are_consecutive_and_have_the_shape(
     assert len(together) == shape.width(len(together)) == shape.width(slots[-1] - slots[0] + 1)
     for pad in found:
         assert pad.start == (n_cells[pad.slot] if pad.slot < len(n_cells) else 0)
-        assert (len(pad.tokens), pad.has_output, pad.targets) == (1, False, ())
+        assert (len(pad.inputs), pad.has_output, pad.targets) == (1, False, ())
 
 
 @given(padded_steps())

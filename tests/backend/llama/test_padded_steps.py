@@ -17,7 +17,8 @@ from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import RowShape
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import N_STEPS_MAX, Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import N_STEPS_MAX, Binding, Slot, StepPlan, StepResult
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, RunOptions
@@ -60,12 +61,12 @@ def bind(backend: LlamaBackend, **given: Any) -> None:
     backend.run(StepPlan((), binds=binds))
 
 
-def row(backend: LlamaBackend, slot: int, *tokens: int) -> Chunk:
+def row(backend: LlamaBackend, slot: int, *tokens: int) -> Span:
     """A slot's next chunk, of token 7 where none are given."""
-    return Chunk(Slot(slot), backend.n_cells[slot], tokens or (7,), has_output=True)
+    return Span(Slot(slot), backend.n_cells[slot], tokens or (7,), has_output=True)
 
 
-def rows(backend: LlamaBackend, *slots: int) -> tuple[Chunk, ...]:
+def rows(backend: LlamaBackend, *slots: int) -> tuple[Span, ...]:
     return tuple(row(backend, slot) for slot in slots)
 
 
@@ -133,7 +134,7 @@ class Runs:
         class Stepper(NativeStepper):
             """Computes a step more than it says where it fails, as llama.cpp's earlier parts of a batch stay."""
 
-            def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
+            def run(self, chunks: Sequence[Span], *args: Any, **given: Any) -> StepResult:
                 runs.widths.append(len(chunks))
                 result = super().run(chunks, *args, **given)
                 code = runs.codes.pop(0) if runs.codes else 0
@@ -197,8 +198,8 @@ def test_prompts_beside_rows_leave_the_cells_that_are_counted(
     assert held(backend) == [len(LONGER), len(TEXTS[1]) + 1, 0, len(TEXTS[3]), len(TEXTS[4]) + 1]
     alone = make(shape)
     fill(alone, 1, 4)
-    by_slot = {c.slot: alone.run(StepPlan((c,))).tokens[0] for c in plan.chunks}
-    assert result.tokens == [by_slot[c.slot] for c in plan.chunks]
+    by_slot = {c.slot: alone.run(StepPlan((c,))).tokens[0] for c in plan.spans}
+    assert result.tokens == [by_slot[c.slot] for c in plan.spans]
 
 
 @pytest.mark.parametrize("i_failing", [0, 1, 2])

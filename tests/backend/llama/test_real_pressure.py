@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from cbatch.core.plan import Chunk
+    from cbatch.core.span import Span
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
 
@@ -46,17 +46,17 @@ def alone(
 class FaultyStepper(NativeStepper):
     """Answers with a code instead of computing, where `fails` says one."""
 
-    def __init__(self, ctx: Any, *, fails: Callable[[Sequence[Chunk]], int], **sizes: Any) -> None:
+    def __init__(self, ctx: Any, *, fails: Callable[[Sequence[Span]], int], **sizes: Any) -> None:
         super().__init__(ctx, **sizes)
         self._fails = fails
 
-    def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
+    def run(self, chunks: Sequence[Span], *args: Any, **given: Any) -> StepResult:
         if code := self._fails(chunks):
             return StepResult([[] for _ in chunks], 0, code)
         return super().run(chunks, *args, **given)
 
 
-def faulty_engine(path: Path, fails: Callable[[Sequence[Chunk]], int], **settings: Any) -> Engine:
+def faulty_engine(path: Path, fails: Callable[[Sequence[Span]], int], **settings: Any) -> Engine:
     """Return an engine of four slots on a stepper that fails."""
     options = EngineOptions(parallel=4, **SMALL, **settings)
     return Engine(
@@ -198,8 +198,8 @@ def test_decode_step_that_fails_once_changes_no_token(test_model: Path, code: in
     expected = alone(test_model, 30, exact=True, flash_attn="on")
     codes: list[int] = []
 
-    def fails(chunks: Sequence[Chunk]) -> int:
-        is_decode = all(len(c.tokens) == 1 for c in chunks)
+    def fails(chunks: Sequence[Span]) -> int:
+        is_decode = all(len(c.inputs) == 1 for c in chunks)
         return codes.pop() if codes and is_decode else 0
 
     with faulty_engine(test_model, fails, exact=True, flash_attn="on") as engine:
@@ -213,8 +213,8 @@ def test_decode_step_that_fails_once_changes_no_token(test_model: Path, code: in
 def test_request_that_fails_steps_fails_alone(test_model: Path, code: int) -> None:
     is_loaded = False
 
-    def fails(chunks: Sequence[Chunk]) -> int:
-        return code if is_loaded and any(33 in c.tokens[1:] for c in chunks) else 0
+    def fails(chunks: Sequence[Span]) -> int:
+        return code if is_loaded and any(33 in c.inputs[1:] for c in chunks) else 0
 
     prompts = [cbatch.BatchPrompt(tokens=[300 + i, 301, 33 if i == 5 else 302]) for i in range(8)]
     with faulty_engine(test_model, fails) as engine:

@@ -10,7 +10,8 @@ import pytest
 from cbatch.backend.llama.layout import CELL_TYPES
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.backend.llama.saved import read_format
-from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
+from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
+from cbatch.core.span import Span
 from tests.backend.slots import (
     CELL_SETTINGS,
     KEYS_IN_BLOCKS,
@@ -502,7 +503,7 @@ def test_cells_that_nothing_can_be_computed_from_are_gone_with_their_slot(
     prompt = LONG[:100]
     expected = go_on(backend, 1, prompt, 5)
     put(backend, 0, with_large_values(saved(backend, PROMPT)), 20)
-    unseen = Chunk(Slot(0), 20, OTHER, has_output=False)
+    unseen = Span(Slot(0), 20, OTHER, has_output=False)
     backend.run(StepPlan((unseen,)))
     if way == "moved":
         backend.run(StepPlan((), saves=((Slot(0), 1),), clears=(Slot(0),)))

@@ -15,7 +15,8 @@ from cbatch import BatchPrompt
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.engine_options import EngineOptions
 from cbatch.options import GREEDY
 from tests.oracle.python_stepper import PythonStepper
@@ -50,9 +51,9 @@ def row_of(backend: LlamaBackend, i_token: int) -> NDArray[np.float32]:
     return np.ctypeslib.as_array(row, shape=(backend.vocab.n_vocab,)).copy()
 
 
-def scored(slot: int, tokens: Sequence[int], n: int) -> Chunk:
+def scored(slot: int, tokens: Sequence[int], n: int) -> Span:
     """The first `n` tokens, each with the one that follows for its target."""
-    return Chunk(Slot(slot), 0, tokens[:n], n == len(tokens), tokens[1 : n + 1])
+    return Span(Slot(slot), 0, tokens[:n], n == len(tokens), tokens[1 : n + 1])
 
 
 def assert_alike(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
@@ -64,7 +65,7 @@ def assert_alike(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
 @pytest.mark.parametrize("stepper", [NativeStepper, PythonStepper])
 def test_scores_are_the_softmax_of_llama_cpps_logits(model: LlamaModel, stepper: Any) -> None:
     one, two = PROMPTS[1], PROMPTS[2]
-    chunks = (scored(0, one, 30), Chunk(Slot(1), 0, one[:1], True), scored(2, two, 35))
+    chunks = (scored(0, one, 30), Span(Slot(1), 0, one[:1], True), scored(2, two, 35))
     binds = tuple(Binding(Slot(i), 2, GREEDY, (), n_target_top=5 * (i == 0)) for i in range(3))
     settings = EngineOptions(**SMALL, n_batch=128)
     with closing(LlamaBackend(model, settings, owns_model=False, stepper=stepper)) as backend:
@@ -85,7 +86,7 @@ def one_by_one(model: LlamaModel, prompt: Sequence[int], n_top: int = 0) -> list
     with closing(LlamaBackend(model, EngineOptions(**SMALL), owns_model=False)) as backend:
         backend.run(StepPlan((), binds=(Binding(Slot(0), 1, GREEDY, ()),)))
         for i, target in enumerate(prompt[1:]):
-            backend.run(StepPlan((Chunk(Slot(0), i, prompt[i : i + 1], has_output=True),)))
+            backend.run(StepPlan((Span(Slot(0), i, prompt[i : i + 1], has_output=True),)))
             found.append(logprobs(backend.logits(Slot(0)), target, n_top))
     return found
 
@@ -151,7 +152,7 @@ class CountingStepper(NativeStepper):
 
     n_most = 0
 
-    def run(self, chunks: Sequence[Chunk], *args: Any, **more: Any) -> StepResult:
+    def run(self, chunks: Sequence[Span], *args: Any, **more: Any) -> StepResult:
         n = sum(len(c.targets) for c in chunks)
         CountingStepper.n_most = max(CountingStepper.n_most, n)
         return super().run(chunks, *args, **more)

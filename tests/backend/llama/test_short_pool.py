@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from cbatch.core.plan import Chunk
+    from cbatch.core.span import Span
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 
@@ -77,7 +77,7 @@ def check_cells(backend: LlamaBackend) -> None:
     assert not any(other.count(slot) for slot in slots)
 
 
-def rows_of(backend: LlamaBackend, chunks: Sequence[Chunk], **orders: Any) -> list[Any]:
+def rows_of(backend: LlamaBackend, chunks: Sequence[Span], **orders: Any) -> list[Any]:
     result = backend.run(StepPlan(tuple(chunks), **orders))
     assert (result.code, result.n_steps, result.lost) == (0, 1, ())
     return [backend.logits(c.slot) for c in chunks]

@@ -44,11 +44,11 @@ class Wrong(LlamaBackend):
     n_rows = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        n_rows = len(plan.chunks)
+        n_rows = len(plan.spans)
         if self.code and n_rows >= self.n_least:
             raise EngineError(f"llama_decode returned {self.code}")
         self.n_rows = n_rows
-        self.is_long = any(len(chunk.tokens) > 1 for chunk in plan.chunks)
+        self.is_long = any(len(chunk.inputs) > 1 for chunk in plan.spans)
         return super().run(plan)
 
     def logits(self, slot: Slot) -> NDArray[np.float32]:

@@ -101,11 +101,11 @@ def find(
 def width_of(backend: LlamaBackend) -> int:
     """The rows of the last step; 0 where it computed a prompt."""
     chunks = backend.last_chunks
-    return len(chunks) if all(len(c.tokens) == 1 for c in chunks) else 0
+    return len(chunks) if all(len(c.inputs) == 1 for c in chunks) else 0
 
 
 def tokens_of(backend: LlamaBackend) -> Sequence[tuple[int, ...]]:
-    return [tuple(c.tokens) for c in backend.last_chunks]
+    return [tuple(c.inputs) for c in backend.last_chunks]
 
 
 def nothing(backend: LlamaBackend, slot: Slot) -> float:
@@ -144,11 +144,11 @@ def has_long_company(backend: LlamaBackend, slot: Slot) -> float:
 
 
 def is_short_chunk(backend: LlamaBackend, slot: Slot) -> float:
-    return float(1 < len(backend.last_chunks[0].tokens) < 64)
+    return float(1 < len(backend.last_chunks[0].inputs) < 64)
 
 
 def each_chunk(backend: LlamaBackend, slot: Slot) -> float:
-    n_tokens = len(backend.last_chunks[0].tokens)
+    n_tokens = len(backend.last_chunks[0].inputs)
     return float(n_tokens if n_tokens > 1 else 0)
 
 
@@ -271,7 +271,7 @@ def test_cells_that_differ_by_a_cut_are_found_where_logits_do_not(
 
     def export_state(backend: LlamaBackend, key: int) -> NDArray[np.uint8]:
         export(backend, key)
-        return np.array([len(backend.last_chunks[0].tokens) % 251], np.uint8)
+        return np.array([len(backend.last_chunks[0].inputs) % 251], np.uint8)
 
     monkeypatch.setattr(LlamaBackend, "export_state", export_state)
     assert find(monkeypatch, model, nothing).shape == RowShape(2, 1)
@@ -519,8 +519,8 @@ def test_search_takes_few_tokens_and_steps(
     steps: list[int] = []
 
     def run(backend: LlamaBackend, plan: StepPlan) -> StepResult:
-        if plan.chunks:
-            steps.append(sum(len(c.tokens) for c in plan.chunks))
+        if plan.spans:
+            steps.append(sum(len(c.inputs) for c in plan.spans))
         return real(backend, plan)
 
     real = LlamaBackend.run

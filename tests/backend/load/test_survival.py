@@ -101,7 +101,7 @@ def test_steps_have_every_number_of_rows_and_prompts_beside_rows(
 
     class Seen(LlamaBackend):
         def run(self, plan: StepPlan) -> StepResult:
-            seen.append([(chunk.slot, len(chunk.tokens)) for chunk in plan.chunks])
+            seen.append([(chunk.slot, len(chunk.inputs)) for chunk in plan.spans])
             return super().run(plan)
 
     options = EngineOptions(parallel=6, ctx_per_seq=256)

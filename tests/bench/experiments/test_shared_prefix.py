@@ -15,7 +15,8 @@ from cbatch.backend.load.open_model import open_model
 from cbatch.bench.bare import PrefixLoop, suffix_rows
 from cbatch.bench.experiments import shared_prefix
 from cbatch.bench.experiments.shared_prefix import PrefixJob, Prompts
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.options import Sampling
@@ -97,7 +98,7 @@ def test_loop_computes_what_each_prompt_gives_alone(
 
 def logits_alone(model: LlamaModel, tokens: Sequence[int]) -> NDArray[np.float32]:
     backend = LlamaBackend(model, EngineOptions.of({**OPTIONS, "parallel": 1}), owns_model=False)
-    chunk = Chunk(Slot(0), 0, tuple(tokens), has_output=True)
+    chunk = Span(Slot(0), 0, tuple(tokens), has_output=True)
     backend.run(StepPlan((chunk,), binds=(Binding(Slot(0), len(tokens), Sampling(), ()),)))
     found = backend.logits(Slot(0))
     backend.close()
