@@ -1,4 +1,4 @@
-"""Decides what each step computes: every decoding row, then prompt spans within the token budget."""
+"""Decides what each step computes: every decoding row, then chunks of prompts within the token budget."""
 
 from __future__ import annotations
 
@@ -458,15 +458,15 @@ class ContinuousBatchScheduler:
         has_paused = False
         n_rows_by_gap: dict[tuple[float | None, int], int] = {}
         for i, (driver, span) in enumerate(zip(plan.rows, plan.step.spans, strict=True)):
-            n_chunk, n_computed, sampled = len(span.inputs), driver.n_computed, result.tokens[i]
+            n_inputs, n_computed, sampled = len(span.inputs), driver.n_computed, result.tokens[i]
             guidance = grammar_steps.get(span.slot, FREE)
             n_new = len(sampled) - (sampled[-1] < 0) + len(guidance.forced) if sampled else 0
             gap = driver.clock.last_token_s, n_new
             n_rows_by_gap[gap] = n_rows_by_gap.get(gap, 0) + 1
-            if n_chunk == 1 and n_computed >= driver.n_prompt:  # the definition of `EngineStats`
+            if n_inputs == 1 and n_computed >= driver.n_prompt:  # the definition of `EngineStats`
                 n_decode += 1
             else:
-                n_prompt += n_chunk
+                n_prompt += n_inputs
             scores = result.scores.get(span.slot)
             if scores and not driver.take_scores(span.start, scores, now):
                 finished.append(driver)
@@ -476,12 +476,12 @@ class ContinuousBatchScheduler:
                 finished.append(driver)
                 continue
             if n_computed < driver.n_prompt or n_computed < driver.n_reached:
-                stats.n_prompt_tokens += max(0, min(n_chunk, driver.n_prompt - n_computed))
-                stats.n_recomputed_tokens += max(0, min(n_chunk, driver.n_reached - n_computed))
+                stats.n_prompt_tokens += max(0, min(n_inputs, driver.n_prompt - n_computed))
+                stats.n_recomputed_tokens += max(0, min(n_inputs, driver.n_reached - n_computed))
             if result.drafted:
                 driver.drafted = driver.drafted.and_more(result.drafted[i])
             logprobs = result.logprobs[i] if result.logprobs else ()
-            driver.accept(n_chunk, sampled, now, guidance, logprobs, later_s=later_s)
+            driver.accept(n_inputs, sampled, now, guidance, logprobs, later_s=later_s)
             cells.append((span.slot, driver.n_computed - n_computed))
             if driver.finish_reason is not None:
                 finished.append(driver)
