@@ -125,10 +125,11 @@ class ElasticThreads:
 
     def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
         """Compute a plan with the setting that is best now, or that is tried."""
-        window = self._window
+        window, most_s = self._window, WINDOW_S
         if self._trial is not None:
-            window = self._trial
-            plan = replace(plan, slice_s=min(plan.slice_s or TRIAL_S, TRIAL_S))
+            window, most_s = self._trial, TRIAL_S
+        if plan.n_steps > 1 and not 0 < plan.slice_s <= most_s:
+            plan = replace(plan, slice_s=most_s)
         if self._waits is not None:
             self._waits.want(self, self._n_most, is_wanted=window.setting.is_short)
         begun_s = self._cpu_clock()
