@@ -44,7 +44,8 @@ def test_engine_without_a_thread_leaves_no_team(test_model: Path) -> None:
         assert n_others() <= n_computing - 3  # threads of an earlier test may end meanwhile, too
 
 
-def test_waits_are_short_while_anybody_wants_it() -> None:
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_waits_are_short_while_anybody_wants_it(*, is_gone: bool) -> None:
     waits = short_waits()
     if waits is None:
         pytest.skip("llama.cpp does not compute with GNU's OpenMP here, or a policy is set")
@@ -53,6 +54,10 @@ def test_waits_are_short_while_anybody_wants_it() -> None:
     for whose, is_wanted in ((some, True), (other, True), (some, False)):
         waits.want(whose, 2, is_wanted=is_wanted)
     assert n_others() > n_before
-    waits.want(other, 2, is_wanted=False)
+    if is_gone:
+        del whose, other
+        waits.want(some, 2, is_wanted=False)
+    else:
+        waits.want(other, 2, is_wanted=False)
     while n_others() > n_before:  # the test's own limit ends it
         time.sleep(0.01)
