@@ -36,7 +36,7 @@ from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.backend.llama.openmp import end_team
+from cbatch.backend.llama.openmp import end_team, short_waits
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
 from cbatch.backend.llama.picture_rows import PictureRows
 from cbatch.backend.llama.projector import Projector
@@ -143,17 +143,18 @@ class LlamaBackend:
             _log.write(logging.INFO, "no pool for short sequences: %s", error)
 
     def vary_threads(self, *, is_on_cpu: bool) -> None:
-        """Compute with fewer threads while other programs take cores, unless `n_threads` or `exact` fixes them.
+        """Compute with short waits or fewer threads while other programs take cores; see `ElasticThreads`.
 
-        Not where a device computes too: there the owner thread waits for it.
+        `n_threads` fixes the number of threads, and so does `exact` where bits depend on it. Nothing varies where a
+        device computes too: there the owner thread waits for it.
         """
         options = self.options
         changes_bits = options.exact and depends_on_threads(
             options, self.shape, self.cuts, self.n_window
         )
-        may_vary = is_on_cpu and options.n_threads is None and not changes_bits
-        if may_vary and self.n_threads > 1:
-            self._elastic = ElasticThreads(self.n_threads)
+        is_fixed, waits = options.n_threads is not None or changes_bits, short_waits()
+        if is_on_cpu and self.n_threads > 1 and (waits or not is_fixed):
+            self._elastic = ElasticThreads(self.n_threads, waits=waits, is_fixed=is_fixed)
 
     def _set_threads(self, n_threads: int) -> None:
         short = self.short_pool.ctx if self.short_pool else None
@@ -303,7 +304,7 @@ class LlamaBackend:
         if self._draft is not None:
             self._draft.close()
         self._close_projector()
-        end_team()
+        self.rest()
         if self.owns_model:
             self.model.close()
         llama_log().remove()
@@ -470,6 +471,8 @@ class LlamaBackend:
 
     def rest(self) -> None:
         """End the threads that compute with the calling one; see `Backend.rest`."""
+        if self._elastic is not None:
+            self._elastic.rest()
         end_team()
 
     def interrupt(self) -> None:

@@ -24,9 +24,3 @@ def test_script_takes_turns_and_prints_a_line_for_each_number_of_loops(
     for f in found:
         assert {name: len(rates) for name, rates in f["tps"].items()} == {"1000": 2, "passive": 2}
         assert all(rate > 0 for rates in f["tps"].values() for rate in rates)
-
-
-def test_what_names_no_count_is_what_the_engine_chooses() -> None:
-    from cbatch.backend.bindings import SPIN_COUNT
-
-    assert neighbours.SETTINGS[SPIN_COUNT] == {}
