@@ -432,6 +432,7 @@ COSTS = {
     "rows_s": {"1": 0.001, "2": 0.0015},
     "prompt_s": 0.0005,
     "token_s": 0.00012,
+    "cell_s": 1e-7,
     "budget_tokens": {"1": 40, "2": 64},
     "width": 2,
     "cpu_share": 0.98,
@@ -458,9 +459,9 @@ def test_info_tells_what_steps_cost_where_that_is_asked_for(
     assert lines[-1].startswith("best width     2 rows, 1,333 tokens/s")
     assert "decoding step  1 ms with 1, 1.5 ms with 2 rows" in lines
     assert (
-        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each of their tokens"
-        in lines
-    )
+        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each of their tokens, 0.22 ms after 1,000 "
+        "others"
+    ) in lines
     assert any(line.startswith("prompt budget  40 beside 1, 64 beside 2 rows") for line in lines)
     assert any(line.startswith("measured       with 40% of the cores") for line in lines) == (
         share < 0.7
