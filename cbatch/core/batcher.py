@@ -267,7 +267,8 @@ class MultiRequestBatcher:
             self.retire(driver)
         if followers := self.held[Wait.LEADER]:
             self.go_on([driver for driver in followers if driver.has_prefix])
-        self.wants.look_ahead(ending, now)
+        if self.queue or self.held[Wait.PROMPT]:
+            self.wants.look_ahead(ending, now)
 
     def n_open(self, ending: Collection[SequenceDriver]) -> int:
         """Return how many slots do not run a sequence, apart from the `ending` ones."""
@@ -577,7 +578,7 @@ class MultiRequestBatcher:
         has_cells: bool,
     ) -> None:
         """Record the computed cells by slot, and the ended sequences; `has_cells` as in `retire`."""
-        self.ledger.add_all(cells)
+        self.cells.ledger.add_all(cells)
         if has_paused:
             self._running = None
         for driver in finished:

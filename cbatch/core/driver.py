@@ -90,6 +90,8 @@ class Wait(Enum):
     CACHE = "cache"
     """Its cells, which are read from disk."""
 
+    __hash__ = object.__hash__  # every step looks up waits, and `Enum` has a method in Python for it
+
 
 @dataclass(eq=False, slots=True)
 class MovingWindow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.core.bisection import FaultBisection
@@ -34,6 +35,8 @@ DEFAULT_QUANTUM = 64
 
 _Share: TypeAlias = "tuple[Slot, SequenceDriver, int, int]"
 """What a sequence computes in a step: its slot, itself, where it starts, and how many inputs it has."""
+
+_DRIVER_OF = itemgetter(1)
 
 N_FAILURES_MAX = 16
 """Most failed computations in a row; one more stops the engine. Enough to find one culprit among 256 sequences."""
@@ -134,7 +137,7 @@ class ContinuousBatchScheduler:
             binds=self._bindings(slot_plan),
             adapters=group[0].request.adapters if group else (),
         )
-        drivers = tuple([driver for _, driver, _, _ in shares])
+        drivers = tuple(map(_DRIVER_OF, shares))
         return Plan(step, drivers, slot_plan, adapter_turns, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:

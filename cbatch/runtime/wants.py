@@ -164,7 +164,7 @@ class SequenceWants:
                 self._tokenize(driver)
                 if driver.is_tokenized:  # an engine without threads tokenizes at once
                     self.take_prompt(driver, now)
-        if batcher.n_waiting and (n_wanted := batcher.n_open(ending) + self.n_ahead):
+        if batcher.queue and (n_wanted := batcher.n_open(ending) + self.n_ahead):
             self._tokenize_queued(n_wanted, ending, now)
 
     def take_prompt(self, driver: SequenceDriver, now: float) -> None:

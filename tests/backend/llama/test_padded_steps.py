@@ -134,9 +134,9 @@ class Runs:
         class Stepper(NativeStepper):
             """Computes a step more than it says where it fails, as llama.cpp's earlier parts of a batch stay."""
 
-            def run(self, chunks: Sequence[Span], *args: Any, **given: Any) -> StepResult:
-                runs.widths.append(len(chunks))
-                result = super().run(chunks, *args, **given)
+            def run(self, spans: Sequence[Span], *args: Any, **given: Any) -> StepResult:
+                runs.widths.append(len(spans))
+                result = super().run(spans, *args, **given)
                 code = runs.codes.pop(0) if runs.codes else 0
                 if not code:
                     return result

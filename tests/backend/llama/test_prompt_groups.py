@@ -32,10 +32,10 @@ class WatchedStepper(NativeStepper):
         super().__init__(ctx, **sizes)
         self._calls = calls
 
-    def run(self, chunks: Sequence[Span], *args: Any, **given: Any) -> StepResult:
+    def run(self, spans: Sequence[Span], *args: Any, **given: Any) -> StepResult:
         """Do a run."""
-        self._calls.append([(c.slot, c.start, len(c.inputs), c.has_output) for c in chunks])
-        return super().run(chunks, *args, **given)
+        self._calls.append([(c.slot, c.start, len(c.inputs), c.has_output) for c in spans])
+        return super().run(spans, *args, **given)
 
 
 @pytest.fixture

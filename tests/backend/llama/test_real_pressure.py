@@ -50,10 +50,10 @@ class FaultyStepper(NativeStepper):
         super().__init__(ctx, **sizes)
         self._fails = fails
 
-    def run(self, chunks: Sequence[Span], *args: Any, **given: Any) -> StepResult:
-        if code := self._fails(chunks):
-            return StepResult([[] for _ in chunks], 0, code)
-        return super().run(chunks, *args, **given)
+    def run(self, spans: Sequence[Span], *args: Any, **given: Any) -> StepResult:
+        if code := self._fails(spans):
+            return StepResult([[] for _ in spans], 0, code)
+        return super().run(spans, *args, **given)
 
 
 def faulty_engine(path: Path, fails: Callable[[Sequence[Span]], int], **settings: Any) -> Engine:

@@ -152,10 +152,10 @@ class CountingStepper(NativeStepper):
 
     n_most = 0
 
-    def run(self, chunks: Sequence[Span], *args: Any, **more: Any) -> StepResult:
-        n = sum(len(c.targets) for c in chunks)
+    def run(self, spans: Sequence[Span], *args: Any, **more: Any) -> StepResult:
+        n = sum(len(c.targets) for c in spans)
         CountingStepper.n_most = max(CountingStepper.n_most, n)
-        return super().run(chunks, *args, **more)
+        return super().run(spans, *args, **more)
 
 
 def test_many_long_prompts_never_ask_for_more_rows_than_there_are(
