@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
-import random
-import signal
-import sys
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from tests.cli.conftest import invoke
-from tests.files.test_short_of_room import run_to_the_end, start
 from tests.oracle.embeddings import PlainEmbedder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import SynthFactory
-
-N_TEXTS = 2000
-N_KILLS = 5
 
 
 def write_table(path: Path, n: int) -> Path:
@@ -36,37 +27,6 @@ def write_table(path: Path, n: int) -> Path:
 def texts_of(path: Path) -> list[str]:
     with path.open() as file:
         return [row["text"] for row in csv.DictReader(file)]
-
-
-def kill_and_go_on(n_kills: int, out: Path, n_bytes: int, *command: object) -> int:
-    """Run a command again and again, then to its end; return in how many passes it was killed in the midst of work.
-
-    Each pass is killed where it has written about its share of `n_bytes`, some milliseconds later; one in five while it
-    starts. Behind one that was done before it was killed, all begins anew.
-    """
-    chance, n_in_work = random.Random(1), 0
-    for _ in range(n_kills):
-        with start(*command) as process:
-            n_before = size_of(out)
-            n_more = chance.randrange(1, 2 * n_bytes // n_kills)
-            if chance.random() < 0.2:
-                n_more = 0
-                time.sleep(chance.uniform(0.0, 0.5))
-            while process.poll() is None and size_of(out) < n_before + n_more:
-                time.sleep(0.001)
-            time.sleep(chance.uniform(0.0, 0.01))
-            n_in_work += process.poll() is None and n_before < size_of(out) < n_bytes
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-        if process.returncode == 0:
-            for path in out.parent.glob(f"{out.name}*"):
-                path.unlink()
-    run_to_the_end(*command)
-    return n_in_work
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 @pytest.mark.parametrize("name", ["bert", "nomic-bert", "gemma-embedding", "qwen3-embedding"])
@@ -82,25 +42,6 @@ def test_embeddings_are_llama_cpps(synth: SynthFactory, tmp_path: Path, name: st
         rows = np.stack([model.embed(model.tokenize(text)) for text in texts_of(source)])
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     assert (found * rows).sum(axis=1).min() >= 0.9999
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_embeddings_killed_at_any_moment_end_as_if_unkilled(
-    synth: SynthFactory, tmp_path: Path
-) -> None:
-    source = write_table(tmp_path / "in.csv", N_TEXTS)
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    options = ("--column", "text", "-m", synth("bert"), "--threads", 1, "--quiet", "-o")
-    command = ("-m", "cbatch.cli", "embed", source, *options)
-    run_to_the_end(*command, whole)
-    assert kill_and_go_on(N_KILLS, out, size_of(whole), *command, out) > 0
-    found, expected = (
-        [json.loads(line) for line in path.read_text().splitlines()] for path in (out, whole)
-    )
-    assert sorted(int(r["id"]) for r in found) == [*range(N_TEXTS)]
-    by_id: dict[str, Any] = {r["id"]: r["embedding"] for r in expected}
-    rows = np.array([(r["embedding"], by_id[r["id"]]) for r in found])
-    assert (rows[:, 0] * rows[:, 1]).sum(axis=1).min() >= 0.9999
 
 
 def test_too_long_rows_are_errors_unless_truncated(synth: SynthFactory, tmp_path: Path) -> None:
