@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 from types import SimpleNamespace
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMMANDS: dict[str, Any] = dict(vars(typer.main.get_command(app))["commands"])
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("CBATCH_")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture
