@@ -21,14 +21,13 @@ from cbatch.backend.llama.fingerprint import (
     rope_factors,
 )
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, RowShape
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import ANYWHERE, PromptCuts
 from cbatch.engine_options import EngineOptions
-from tests.backend.slots import make_backends
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.backend.slots import MakeBackend
@@ -42,12 +41,6 @@ def of(path: Path, **given: Any) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def _forgetful() -> None:
     file_digest.cache_clear()
-
-
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory."""
-    yield from make_backends(synth)
 
 
 # ---- the model ----
@@ -351,7 +344,7 @@ def test_backend_remembers_the_file_it_was_loaded_from(
     shutil.copy(synth("test"), tmp_path / "m.gguf")
     monkeypatch.chdir(tmp_path)
     options = EngineOptions(parallel=2, n_ctx=512, n_threads=1)
-    backend = LlamaBackend(open_model("m.gguf"), options)
+    backend = LlamaBackend(open_model("m.gguf"), Tuning(options))
     monkeypatch.chdir("/")
     try:
         before = backend.fingerprint(())

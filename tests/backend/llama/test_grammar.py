@@ -32,13 +32,6 @@ A_WHILE_S = 5.0
 
 
 @pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    opened = open_model(test_model)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
 def grammars(model: LlamaModel) -> Iterator[LlamaGrammars]:
     made = LlamaGrammars(model)
     yield made

@@ -23,18 +23,14 @@ from tests.backend.slots import (
     go_on,
     held,
     is_refused,
-    make_backends,
     saved,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.llama_backend import LlamaBackend
     from tests.backend.slots import MakeBackend
-    from tests.conftest import SynthFactory
 
 LONG = [300 + 11 * i % 700 for i in range(300)]  # more than a slot's 256 cells
 
@@ -43,12 +39,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "values across": ("partitioned", {"flash_attn": "off"}),
     "values across in a pool": ("unified", {"flash_attn": "off"}),
 }
-
-
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory."""
-    yield from make_backends(synth)
 
 
 def put(backend: LlamaBackend, slot: int, data: NDArray[np.uint8], n_cells: int) -> None:
