@@ -345,7 +345,7 @@ def test_tokens_and_bits_are_those_without_pads(make: MakeBackend) -> None:
         (0, 64, True),
         (190, 64, True),
         (200, 60, False),
-        (256, 1, False),
+        (256, 4, False),
         (500, 16, False),
     ],
 )
