@@ -14,8 +14,8 @@ import typer
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import RowShape
-from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.cli import app
 from cbatch.cli.info import as_text
 from tests.cli.conftest import forbid_opening, invoke
@@ -337,9 +337,9 @@ def test_info_asks_the_probe_as_the_model_would_be_loaded(
         asked.append(options.exact)
         return "found"
 
-    def find_exact(model: object, options: Any, is_stopped: object) -> ExactSettings:
+    def find_exact(model: object, options: Any, is_stopped: object) -> Tuning:
         asked.append(options.exact)
-        return ExactSettings(said, options, RowShape(8, 4))
+        return Tuning(options, exactness=said, shape=RowShape(8, 4))
 
     monkeypatch.setattr("cbatch.backend.load.loader.probe", probe)
     monkeypatch.setattr("cbatch.backend.load.exact_notes.find_exact", find_exact)

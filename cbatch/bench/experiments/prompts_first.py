@@ -55,9 +55,10 @@ def _seconds(
     model: LlamaModel, options: EngineOptions, job: PromptsJob, *, is_first: bool
 ) -> float:
     from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+    from cbatch.backend.llama.model_tuning import Tuning
 
     prompts = job.prompts(model.vocab.n_vocab, seed=1)
-    backend = LlamaBackend(model, options, owns_model=False)
+    backend = LlamaBackend(model, Tuning(options), owns_model=False)
     backend.has_prompts_apart = is_first
     with Engine(backend, options={"temperature": 0, "ignore_eos": True}) as engine:
         beginning = (prompts[0].tokens or ())[: job.n_common + 1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
@@ -29,7 +30,7 @@ class LogitRows:
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
         """Make a context and decode one token in each slot."""
-        self._backend = LlamaBackend(model, options, owns_model=False)
+        self._backend = LlamaBackend(model, Tuning(options), owns_model=False)
         self._ctx: Any = self._backend.ctx
         self._slots = [Slot(i) for i in range(self._backend.n_slots)]
         self.n_vocab = self._backend.vocab.n_vocab

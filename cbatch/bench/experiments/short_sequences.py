@@ -43,6 +43,7 @@ def _measure(
     model: LlamaModel, n_rows: int, histories: Sequence[int], n_newcomer: int, n_rounds: int
 ) -> None:
     from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.backend.load.attention import settle_attention
 
     slots = [Slot(i) for i in range(n_rows)]
@@ -50,8 +51,8 @@ def _measure(
     apart = settle_attention(model, EngineOptions(parallel=n_rows, ctx_per_seq=n_window))
     in_pool = EngineOptions(parallel=n_rows, n_ctx=n_rows * n_window, kv="unified", flash_attn="on")
     with (
-        closing(LlamaBackend(model, apart, owns_model=False)) as parts,
-        closing(LlamaBackend(model, in_pool, owns_model=False)) as pool,
+        closing(LlamaBackend(model, Tuning(apart), owns_model=False)) as parts,
+        closing(LlamaBackend(model, Tuning(in_pool), owns_model=False)) as pool,
     ):
         for n_history in histories:
             history = (FIRST_TOKEN,) * n_history

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.bare import PrefixLoop, suffix_rows
 from cbatch.bench.experiments.shared_prefix import PrefixJob, Prompts
@@ -94,8 +95,10 @@ def test_loop_computes_what_each_prompt_gives_alone(
 
 
 def logits_alone(model: LlamaModel, tokens: Sequence[int]) -> NDArray[np.float32]:
-    backend = LlamaBackend(model, EngineOptions.of({**OPTIONS, "parallel": 1}), owns_model=False)
-    chunk = Span(Slot(0), 0, tuple(tokens), has_output=True)
+    backend = LlamaBackend(
+        model, Tuning(EngineOptions.of({**OPTIONS, "parallel": 1})), owns_model=False
+    )
+    chunk = Chunk(Slot(0), 0, tuple(tokens), has_output=True)
     backend.run(StepPlan((chunk,), binds=(Binding(Slot(0), len(tokens), Sampling(), ()),)))
     found = backend.logits(Slot(0))
     backend.close()
