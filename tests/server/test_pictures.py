@@ -96,7 +96,7 @@ def test_three_formats_give_one_answer(app: Starlette) -> None:
         (
             MESSAGES,
             {"type": "image", "source": {}},
-            "source.type must be base64 (no picture is fetched)",
+            "it must be base64 (no picture is fetched)",
         ),
         (MESSAGES, {"type": "image"}, "source"),
         (RESPONSES, {"type": "input_image", "file_id": "file-1"}, "has no image_url"),
