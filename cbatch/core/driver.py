@@ -90,7 +90,9 @@ class Wait(Enum):
     CACHE = "cache"
     """Its cells, which are read from disk."""
 
-    __hash__ = object.__hash__  # every step looks up waits, and `Enum` has a method in Python for it
+    __hash__ = (
+        object.__hash__
+    )  # every step looks up waits, and `Enum` has a method in Python for it
 
 
 @dataclass(eq=False, slots=True)

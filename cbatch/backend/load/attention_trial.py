@@ -13,7 +13,8 @@ from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import DecodeError
 from cbatch.options import GREEDY

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.options import GREEDY
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def _step_ms(backend: Backend, n_rows: int, n_history: int, n_newcomer: int) -> float:
     """Return the milliseconds of a step, the first row's sequence a newcomer of some tokens; the histories stay."""
-    rows = [Chunk(Slot(i), n_history, (FIRST_TOKEN,), has_output=True) for i in range(n_rows)]
+    rows = [Span(Slot(i), n_history, (FIRST_TOKEN,), has_output=True) for i in range(n_rows)]
     if n_newcomer:
         backend.run(StepPlan((), clears=(Slot(0),)))
         rows[0] = Span(Slot(0), 0, (FIRST_TOKEN,) * n_newcomer, has_output=True)

@@ -104,7 +104,7 @@ def test_backend_reports_logprobs_of_the_model_itself(model: LlamaModel, exact: 
         Binding(Slot(1), 2, GREEDY, ()),
         Binding(Slot(2), 2, GREEDY, (), (), 0),
     )
-    chunks = tuple(Chunk(Slot(i), 0, PROMPT[: 3 - (i > 0)], has_output=True) for i in range(3))
+    chunks = tuple(Span(Slot(i), 0, PROMPT[: 3 - (i > 0)], has_output=True) for i in range(3))
     with closing(LlamaBackend(model, Tuning(settings), owns_model=False)) as backend:
         result = backend.run(StepPlan(chunks, binds=binds))
         rows = [backend.logits(Slot(i)) if i == 2 or not exact else None for i in range(3)]

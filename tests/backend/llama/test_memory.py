@@ -28,6 +28,7 @@ from tests.backend.slots import (
 )
 
 if TYPE_CHECKING:
+    from cbatch.core.span import Span
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 

@@ -98,7 +98,7 @@ def logits_alone(model: LlamaModel, tokens: Sequence[int]) -> NDArray[np.float32
     backend = LlamaBackend(
         model, Tuning(EngineOptions.of({**OPTIONS, "parallel": 1})), owns_model=False
     )
-    chunk = Chunk(Slot(0), 0, tuple(tokens), has_output=True)
+    chunk = Span(Slot(0), 0, tuple(tokens), has_output=True)
     backend.run(StepPlan((chunk,), binds=(Binding(Slot(0), len(tokens), Sampling(), ()),)))
     found = backend.logits(Slot(0))
     backend.close()
