@@ -202,7 +202,7 @@ def test_waits_are_long_on_a_machine_without_other_programs() -> None:
     assert (machine.n_short, set(machine.runs)) == (0, {4})
 
 
-def test_short_waits_come_before_fewer_threads_and_end_with_the_other_program() -> None:
+def test_short_waits_come_before_fewer_threads_and_end_in_time() -> None:
     machine = Machine({**ALONE, 4: 0.040}, {4: 0.4}, short_s={4: 0.0045})
     found = waiting(machine)
     do(found, machine, 1)
