@@ -147,6 +147,8 @@ class EngineStats:
     """Seconds more of a step with prompts, however many tokens they have."""
     cost_token_s: float = 0.0
     """Seconds more for each of their tokens."""
+    cost_cell_s: float = 0.0
+    """Seconds more for each of their tokens and each cell before it."""
     cost_budget_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens of one newcomer that join decoding rows, by their number, where all output is read as it comes."""
     n_finished: dict[str, int] = field(default_factory=dict)

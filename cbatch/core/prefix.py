@@ -421,6 +421,16 @@ class PrefixCache:
         is_older = self._used_at[best] < self._used_at[source.slot]
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
+    def own_source(self, driver: SequenceDriver, slot: Slot) -> PrefixSource | None:
+        """Return the cells of a sequence's new slot that it can keep; few are worth it too, the rest is lost anyway."""
+        if driver.saved_key is not None or not self._ledger.n_cells[slot]:
+            return None
+        n_alike = next((n for n, place in self._alike(driver) if place == slot), 0)
+        n_cells = self._n_common_cells(driver, slot, n_alike)
+        return (
+            PrefixSource(slot, n_cells) if n_cells and n_cells >= self.copied.get(slot, 0) else None
+        )
+
     def can_reach(self, source: PrefixSource, slot: Slot) -> bool:
         """Whether the source's cells are in a slot, or can be copied there."""
         if source.slot is None:

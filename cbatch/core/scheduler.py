@@ -455,6 +455,7 @@ class ContinuousBatchScheduler:
         cells: list[tuple[Slot, int]] = []
         finished: list[SequenceDriver] = []
         n_decode = n_prompt = 0
+        n_before = 0.0
         has_paused = False
         n_rows_by_gap: dict[tuple[float | None, int], int] = {}
         for i, (driver, span) in enumerate(zip(plan.rows, plan.step.spans, strict=True)):
@@ -467,6 +468,7 @@ class ContinuousBatchScheduler:
                 n_decode += 1
             else:
                 n_prompt += n_inputs
+                n_before += n_inputs * (n_computed + n_inputs / 2)
             scores = result.scores.get(span.slot)
             if scores and not driver.take_scores(span.start, scores, now):
                 finished.append(driver)
@@ -486,13 +488,15 @@ class ContinuousBatchScheduler:
             if driver.finish_reason is not None:
                 finished.append(driver)
             has_paused = has_paused or driver.status is Status.PAUSED
-        self._count(n_decode, n_prompt, len(plan.rows), result)
+        self._count(n_decode, n_prompt, n_before, len(plan.rows), result)
         self._n_prompts += n_prompt
         stats.count_tokens(n_rows_by_gap, now, later_s)
         has_cells = result.code in UNCHANGED
         self.batcher.record_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
 
-    def _count(self, n_decode: int, n_prompt: int, n_rows: int, result: StepResult) -> None:
+    def _count(
+        self, n_decode: int, n_prompt: int, n_before: float, n_rows: int, result: StepResult
+    ) -> None:
         """Add a run to the statistics and to the costs of steps."""
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
@@ -501,7 +505,7 @@ class ContinuousBatchScheduler:
             self._stats.count_drafts(result.n_drafts, result.n_accepted)
         self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
         if n_prompt:
-            self.costs.learn_mixed(n_decode, n_prompt, result.first_s)
+            self.costs.learn_mixed(n_decode, n_prompt, result.first_s, n_before)
         else:
             self.costs.learn_decode(n_rows, result.first_s)
         if n_later:

@@ -362,8 +362,8 @@ class SlotPlan:
             return False
         cells = self._edit()
         cells.ledger.assign(slot, driver)
-        if source is not None and not cells.prefixes.can_reach(source, slot):
-            source = None
+        if source is None or not cells.prefixes.can_reach(source, slot):
+            source = cells.prefixes.own_source(driver, slot)
         n_cells = cells.fill(driver, slot, source)
         self.placed[driver] = Place(slot, n_cells)
         if marks := cells.prefixes.marks(driver, n_cells, found):

@@ -432,7 +432,7 @@ class LocalRuntime:
         costs = self._scheduler.costs
         stats.cost_rows_s = {str(n): s for n, s in costs.widths_s.items()}
         if costs.prompt is not None:
-            stats.cost_prompt_s, stats.cost_token_s = costs.prompt
+            stats.cost_prompt_s, stats.cost_token_s, stats.cost_cell_s = costs.prompt
         stats.cost_budget_tokens = {
             str(n): k for n, k in self._scheduler.budget.beside_rows().items()
         }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Slot, StepPlan, StepResult
@@ -50,12 +51,18 @@ def make_backends(synth: SynthFactory) -> Iterator[MakeBackend]:
     log.install()
 
     def make(
-        kind: str, *, stepper: Any = None, shape: Mapping[str, int] | None = None, **given: Any
+        kind: str,
+        *,
+        stepper: Any = None,
+        shape: Mapping[str, int] | None = None,
+        has_short_pool: bool = False,
+        **given: Any,
     ) -> LlamaBackend:
         kv = "unified" if kind == "unified" else "partitioned"
         sizes = {"parallel": N_SLOTS, "n_ctx": 768, "kv": kv, "n_batch": 512, "n_threads": 1}
         model = open_model(synth("mamba" if kind == "recurrent" else "test", **(shape or {})))
-        made.append(LlamaBackend(model, EngineOptions(**{**sizes, **given}), stepper=stepper))
+        tuning = Tuning(EngineOptions(**{**sizes, **given}), has_short_pool=has_short_pool)
+        made.append(LlamaBackend(model, tuning, stepper=stepper))
         bind_all(made[-1])
         return made[-1]
 

@@ -283,6 +283,27 @@ def test_newcomer_leaves_what_follows_its_prefix_where_it_can_copy(
     assert rig.results["new"].usage.cached_tokens == 50
 
 
+@pytest.mark.parametrize("n_common", [1, 10, MIN_SHARED_TOKENS - 1])
+def test_few_cells_are_kept_in_a_slot_whose_others_are_lost_anyway(n_common: int) -> None:
+    rig = make_rig(1)
+    rig.submit(make_request("old", [*range(n_common), *[90] * 60], max_tokens=2))
+    drive(rig)
+    new = make_request("new", [*range(n_common), *[91] * 20], max_tokens=4)
+    rig.submit(new)
+    drive(rig)
+    assert rig.results["new"].usage.cached_tokens == n_common
+    assert rig.results["new"].token_ids == tuple(rig.alone(new, 4))
+
+
+def test_few_cells_of_a_slot_in_use_are_not_copied() -> None:
+    rig = make_rig(2)
+    rig.submit(make_request("old", [*range(10), 90], max_tokens=60))
+    step(rig)
+    rig.submit(make_request("new", [*range(10), 91], max_tokens=2))
+    drive(rig)
+    assert rig.results["new"].usage.cached_tokens == 0
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: int) -> None:
     rig = make_rig(4)

@@ -78,7 +78,7 @@ def test_fixed_part_of_a_run_of_the_graph_is_not_charged_to_tokens() -> None:
     costs = learned((1, 1.0))
     for n in (17, 17, 17, 34):
         costs.learn_mixed(1, n, 1.5 + n * 1e-3)
-    assert costs.prompt == pytest.approx((0.5, 1e-3))
+    assert costs.prompt == pytest.approx((0.5, 1e-3, 0.0))
     assert costs.n_prompt_within(1, 2.0001) == 500
     assert costs.n_prompt_for(1, 0.5) == pytest.approx(1500, abs=1)
     assert costs.n_prompt_for(0, 0.5) == pytest.approx(500, abs=1)
@@ -88,7 +88,26 @@ def test_slow_steps_do_not_spoil_the_cost_of_tokens() -> None:
     costs = learned((1, 1.0))
     for i, n in enumerate((100, 200, 300, 100, 200, 300, 100, 200, 300, 400)):
         costs.learn_mixed(1, n, 1.25 + n * 1e-3 + 5 * (i in (2, 7)))
-    assert costs.prompt == pytest.approx((0.25, 1e-3), rel=0.2)
+    assert costs.prompt == pytest.approx((0.25, 1e-3, 0.0), rel=0.2)
+
+
+@pytest.mark.parametrize("n_rows", [0, 1])
+def test_tokens_late_in_a_prompt_cost_more(n_rows: int) -> None:
+    costs = learned((1, 1.0))
+
+    def learn(n: int, start: int) -> None:
+        before = n * (start + n / 2)
+        costs.learn_mixed(n_rows, n, 0.5 + n_rows + n * 1e-3 + before * 1e-6, before)
+
+    for n, start in ((100, 0), (50, 0), (100, 1000), (100, 2000), (50, 2000), (100, 500)):
+        learn(n, start)
+    if n_rows:
+        assert costs.prompt == pytest.approx((0.5, 1e-3, 1e-6))
+        assert costs.n_prompt_within(1, 1.9) == pytest.approx(341, abs=1)  # n + n²/2 · 1e-3 = 400
+    n_first, n_late = (costs.n_prompt_within(1, 1.9, start) or 0 for start in (0, 3000))
+    assert 3 * n_late < n_first
+    n_first, n_late = (costs.n_prompt_for(1, 0.5, start=start) or 0 for start in (0, 3000))
+    assert 2 * n_late < n_first
 
 
 def test_steps_alike_are_followed_by_another_that_tells_more() -> None:

@@ -20,6 +20,7 @@ import pytest
 import cbatch
 from cbatch.backend.fake import FakeBackend, Faults, StepCost
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
@@ -78,9 +79,8 @@ def fake_backend(parallel: int) -> FakeBackend:
 
 def real_backend(path: Path, parallel: int) -> RecordingBackend:
     model = open_model(path, EngineOptions(exact=True))
-    backend = RecordingBackend(
-        model, EngineOptions(parallel=parallel, ctx_per_seq=256, exact=True, n_threads=1)
-    )
+    options = EngineOptions(parallel=parallel, ctx_per_seq=256, exact=True, n_threads=1)
+    backend = RecordingBackend(model, Tuning(options))
     backend.plans = []
     return backend
 
@@ -161,12 +161,6 @@ def test_recycled_slot_is_clean(make: MakeEngine) -> None:
     before = streams(engine.submit(ours))
     between = streams(engine.submit(other))
     assert streams(engine.submit(ours)) == before != between
-
-
-def test_half_full_engine_gives_what_a_full_one_gives(make: MakeEngine) -> None:
-    engine = make(parallel=4)
-    full = streams(engine.run(prompts(4, max_tokens=10)))
-    assert streams(engine.run(prompts(2, max_tokens=10))) == full[:2]
 
 
 def test_cap_one_gives_one_token_and_no_decode_step(make: MakeEngine) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
@@ -97,7 +98,8 @@ def _first_finding(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool], shape: RowShape
 ) -> tuple[str, float] | None:
     """Return the first way of computing that changes the bits, and by how much; None where none does."""
-    with closing(LlamaBackend(model, options, owns_model=False, shape=shape)) as backend:
+    tuning = Tuning(options, shape=shape)
+    with closing(LlamaBackend(model, tuning, owns_model=False)) as backend:
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
         for way, alone, found in Probe(backend, n_window, is_stopped).ways():
             for a, b in zip(alone, found, strict=True):

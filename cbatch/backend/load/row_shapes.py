@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import (
     ANY_SHAPE,
     CHUNK_ALIGNMENT,
@@ -56,21 +57,9 @@ _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many r
 _N_TRIES = 10  # of the widths of a shape together: each in one to three places
 
 
-@dataclass(frozen=True, slots=True)
-class ExactSettings:
-    """What the probe found for a model that is to be exact."""
-
-    exactness: str
-    """`bitwise`, or `not guaranteed: reason`."""
-    options: EngineOptions
-    """With flash attention as it has to be."""
-    shape: RowShape = ANY_SHAPE
-    """Rows of decoding steps."""
-
-
 def find_exact(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
-) -> ExactSettings:
+) -> Tuning:
     """Return how a model is computed so that no logits depend on company, or why it cannot be.
 
     Works on contexts of its own. The rows of a step are padded as the model's kernels need it. If `flash_attn` is
@@ -85,12 +74,10 @@ def find_exact(
     return second if second.exactness == BITWISE else first
 
 
-def confirm(
-    model: LlamaModel, settings: ExactSettings, is_stopped: Callable[[], bool] = bool
-) -> str:
-    """Return `bitwise`, or why settings that another process found are not exact in this one."""
-    shape = settings.shape
-    found = _find(model, settings.options, is_stopped, [shape])
+def confirm(model: LlamaModel, tuning: Tuning, is_stopped: Callable[[], bool] = bool) -> str:
+    """Return `bitwise`, or why a tuning that another process found is not exact in this one."""
+    shape = tuning.shape
+    found = _find(model, tuning.options, is_stopped, [shape])
     if found.exactness == BITWISE and found.shape != shape:
         return f"not guaranteed: prompts cannot be cut as other processes cut them ({shape})"
     return found.exactness
@@ -102,7 +89,7 @@ def width_classes(
     """Return the numbers of rows up to `parallel` that give the same bits, in groups, that of the widest first."""
     n_probed = min(options.n_slots, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
-    with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
+    with model.in_use(), closing(LlamaBackend(model, Tuning(small), owns_model=False)) as backend:
         return _WidthTrial(backend, is_stopped).classes(n_probed)
 
 
@@ -111,27 +98,31 @@ def _find(
     options: EngineOptions,
     is_stopped: Callable[[], bool],
     possible: Sequence[RowShape] = (),
-) -> ExactSettings:
+) -> Tuning:
     """Try shapes, by default all, with as many rows as all engines that must give the same bits have together."""
     n_rows = options.n_exact_slots
     n_probed = min(n_rows, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
     possible = possible or shapes(n_rows, is_plain=has_plain_weights(model))
     if experts := tiled_experts(model, options):
-        return ExactSettings(f"not guaranteed: {experts}", options)
+        return Tuning(options, exactness=f"not guaranteed: {experts}")
     try:
-        with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
+        with (
+            model.in_use(),
+            closing(LlamaBackend(model, Tuning(small), owns_model=False)) as backend,
+        ):
             tried = [s for s in possible if s.least <= backend.n_slots and backend.can_pad]
             found = _WidthTrial(backend, is_stopped).find(
                 tried or [ANY_SHAPE], n_probed, is_free=may_cut_anywhere(model, options)
             )
             can_trim = backend.memory.can_trim
     except CBatchError as error:
-        return ExactSettings(f"{COULD_NOT_RUN}: {error}", options)
+        return Tuning(options, exactness=f"{COULD_NOT_RUN}: {error}")
     if isinstance(found, str):
-        return ExactSettings(found, options)
+        return Tuning(options, exactness=found)
     exactness = BITWISE if can_trim else probe(model, options, is_stopped, found)
-    return ExactSettings(exactness, options, found if exactness == BITWISE else ANY_SHAPE)
+    shape = found if exactness == BITWISE else ANY_SHAPE
+    return Tuning(options, exactness=exactness, shape=shape)
 
 
 _Computed: TypeAlias = "tuple[Logits, NDArray[np.uint8] | None]"

@@ -24,6 +24,7 @@ from cbatch.backend.llama.context import (
 from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, SURVIVED, outcome
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.open_model import open_model
@@ -128,7 +129,7 @@ def main() -> None:
         if model.why_not_generative:
             endure_texts(EmbedOnlyBackend(model, options))
             return
-        with closing(LlamaBackend(model, options)) as backend:
+        with closing(LlamaBackend(model, Tuning(options))) as backend:
             endure(backend)
     except CBatchError as error:
         raise SystemExit(str(error)) from error

@@ -61,6 +61,7 @@ def _measure(
     n_rounds: tuple[int, int],
 ) -> None:
     from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.backend.load.attention import settle_attention
     from cbatch.backend.load.weight_kernels import has_plain_weights
 
@@ -68,8 +69,9 @@ def _measure(
         raise ConfigError("steps of this model are never filled: its weights have several kernels")
     options = EngineOptions(parallel=n_slots, ctx_per_seq=sum(lengths) + 1, kv="partitioned")
     options = settle_attention(model, options)
-    make = partial(LlamaBackend, model, options, owns_model=False)
-    with closing(make(may_widen=True)) as filled, closing(make()) as plain:
+    tunings = (Tuning(options, may_widen=is_filled) for is_filled in (True, False))
+    filled, plain = (LlamaBackend(model, tuning, owns_model=False) for tuning in tunings)
+    with closing(filled), closing(plain):
         for n_rows in widths:
             ways = (partial(_turn, b, n_rows, *lengths) for b in (filled, plain))
             turns = take_turns(sum(n_rounds), *ways, n_warm_up=0)

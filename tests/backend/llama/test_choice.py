@@ -11,7 +11,7 @@ import pytest
 import cbatch
 from cbatch import BatchPrompt
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.load.open_model import open_model
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.bench.experiments.sampler_bench import LlamaChain
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
@@ -40,13 +40,6 @@ HARD: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    opened = open_model(test_model)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
 def engine(test_model: Path) -> Iterator[cbatch.Engine]:
     with cbatch.load(
         test_model,
@@ -71,7 +64,7 @@ def by_llama_cpp(
     """Return what llama.cpp's chain chooses, token by token, after it has accepted the prompt as llama-server does."""
     sampling = options.sampling({}, 0)
     settings = EngineOptions(parallel=1, ctx_per_seq=256, n_threads=1, exact=True, n_ubatch=32)
-    backend = LlamaBackend(model, settings, owns_model=False)
+    backend = LlamaBackend(model, Tuning(settings), owns_model=False)
     chain = LlamaChain(
         sampling,
         model.vocab.n_vocab,
@@ -112,7 +105,7 @@ def test_backend_reports_logprobs_of_the_model_itself(model: LlamaModel, exact: 
         Binding(Slot(2), 2, GREEDY, (), (), 0),
     )
     chunks = tuple(Span(Slot(i), 0, PROMPT[: 3 - (i > 0)], has_output=True) for i in range(3))
-    with closing(LlamaBackend(model, settings, owns_model=False)) as backend:
+    with closing(LlamaBackend(model, Tuning(settings), owns_model=False)) as backend:
         result = backend.run(StepPlan(chunks, binds=binds))
         rows = [backend.logits(Slot(i)) if i == 2 or not exact else None for i in range(3)]
     assert [len(found) for found in result.logprobs] == [1, 0, 1]

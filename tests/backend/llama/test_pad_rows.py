@@ -85,47 +85,24 @@ def test_shape_says_its_rows() -> None:
     assert str(RowShape(8, 4)) == "8 rows or more, in multiples of 4"
 
 
-def test_any_shape_alone_has_no_pads() -> None:
-    assert not ANY_SHAPE.has_pads
-    assert all(RowShape(*shape).has_pads for shape in ((2, 1), (1, 4), (8, 4)))
-
-
 def test_sequences_are_the_slots_and_at_most_three_more() -> None:
     found = {n: n_sequences(n) for n in (1, 2, 3, 4, 5, 8, 9, 253, 256)}
     assert found == {1: 1, 2: 4, 3: 4, 4: 4, 5: 8, 8: 8, 9: 12, 253: 256, 256: 256}
 
 
-def test_lone_slot_needs_no_shape() -> None:
-    assert shapes(1, is_plain=True) == shapes(1, is_plain=False) == [ANY_SHAPE]
-
-
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("n_slots", SLOT_COUNTS)
-def test_last_shape_that_is_tried_has_one_width_alone(n_slots: int, is_plain: bool) -> None:
-    last = shapes(n_slots, is_plain=is_plain)[-1]
-    assert {last.width(n) for n in range(1, n_slots + 1)} == {n_sequences(n_slots)}
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize("n_slots", SLOT_COUNTS)
-def test_each_shape_fits_into_the_sequences(n_slots: int, is_plain: bool) -> None:
-    for shape in shapes(n_slots, is_plain=is_plain):
-        assert all(n <= shape.width(n) <= n_sequences(n_slots) for n in range(1, n_slots + 1))
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize("n_slots", SLOT_COUNTS)
-def test_shapes_are_tried_from_the_fewest_pad_rows_on(n_slots: int, is_plain: bool) -> None:
-    tried = shapes(n_slots, is_plain=is_plain)
+def test_shapes_that_fit_are_tried_from_the_fewest_pad_rows_on(
+    n_slots: int, is_plain: bool
+) -> None:
+    tried, n_most = shapes(n_slots, is_plain=is_plain), n_sequences(n_slots)
     widths = [[shape.width(n) for n in range(1, n_slots + 1)] for shape in tried]
     assert all(a <= b for fewer, more in pairwise(widths) for a, b in zip(fewer, more, strict=True))
-
-
-def test_weights_of_several_kernels_are_never_computed_in_narrow_steps() -> None:
-    for n_slots in range(5, 34):
-        assert min(shape.least for shape in shapes(n_slots, is_plain=False)) == 8
-        assert shapes(n_slots, is_plain=True)[0] == RowShape(2, 1)
-    assert {shape.least for n in (2, 3, 4) for shape in shapes(n, is_plain=False)} == {4}
+    assert all(n <= width <= n_most for of_one in widths for n, width in enumerate(of_one, 1))
+    assert {*widths[-1]} == {n_most}, "the last one has one width alone"
+    # weights of several kernels are never computed in narrow steps
+    least = 1 if n_slots == 1 else 2 if is_plain else min(8, n_most)
+    assert min(shape.least for shape in tried) == least
 
 
 # ---- which slots are padded ----

@@ -14,6 +14,7 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.backend.llama.model import LlamaModel
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import RowShape
 from cbatch.backend.load.open_model import open_model
@@ -45,7 +46,9 @@ def make(synth: SynthFactory) -> Iterator[MakeBackend]:
 
     def make_backend(shape: RowShape, *, stepper: Any = None) -> LlamaBackend:
         options = EngineOptions(parallel=N_SLOTS, ctx_per_seq=100, n_threads=1, exact=True)
-        made.append(LlamaBackend(open_model(synth()), options, stepper=stepper, shape=shape))
+        made.append(
+            LlamaBackend(open_model(synth()), Tuning(options, shape=shape), stepper=stepper)
+        )
         bind(made[-1])
         assert made[-1].n_window == N_WINDOW
         return made[-1]
@@ -94,8 +97,8 @@ def padded(backend: LlamaBackend) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("slots", [(0,), (4,), (1, 3), (0, 4), (0, 1, 2, 3, 4)], ids=str)
-@pytest.mark.parametrize("n_steps", [1, 20, N_STEPS_MAX])
+@pytest.mark.parametrize("slots", [(0,), (1, 3), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("n_steps", [1, N_STEPS_MAX])
 def test_steps_leave_the_cells_that_are_counted(
     make: MakeBackend, shape: RowShape, slots: tuple[int, ...], n_steps: int
 ) -> None:
@@ -148,8 +151,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("code", [2, -3])
-@pytest.mark.parametrize("n_steps", [1, 5])
+@pytest.mark.parametrize(("code", "n_steps"), [(2, 5), (-3, 1)])
 def test_failed_steps_leave_no_cells_of_pad_rows(
     make: MakeBackend, shape: RowShape, code: int, n_steps: int
 ) -> None:
@@ -363,6 +365,6 @@ def test_learned_positions_leave_room_for_pad_rows(
     model = open_model(test_model)
     with closing(model):
         settings = EngineOptions(parallel=2, ctx_per_seq=model.n_ctx_train, exact=True)
-        backend = LlamaBackend(model, settings, owns_model=False)
+        backend = LlamaBackend(model, Tuning(settings), owns_model=False)
         assert backend.n_window == model.n_ctx_train - N_STEPS_MAX
         backend.close()

@@ -12,14 +12,13 @@ from cbatch.backend.llama.native import NativeStepper
 from cbatch.core.plan import Binding, Slot, StepPlan, StepResult
 from cbatch.core.span import Span
 from cbatch.options import GREEDY
-from tests.backend.slots import bind_all, chunk, failing, go_on, held, make_backends
+from tests.backend.slots import bind_all, chunk, failing, go_on, held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from cbatch.backend.llama.llama_backend import LlamaBackend
     from tests.backend.slots import MakeBackend
-    from tests.conftest import SynthFactory
 
 Call = list[tuple[int, int, int, bool]]
 """Slot, start, tokens and output of each chunk."""
@@ -36,12 +35,6 @@ class WatchedStepper(NativeStepper):
         """Do a run."""
         self._calls.append([(c.slot, c.start, len(c.inputs), c.has_output) for c in spans])
         return super().run(spans, *args, **given)
-
-
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory."""
-    yield from make_backends(synth)
 
 
 def watched(make: MakeBackend, kind: str, **given: Any) -> tuple[LlamaBackend, list[Call]]:

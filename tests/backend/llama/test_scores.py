@@ -13,6 +13,7 @@ import pytest
 import cbatch
 from cbatch import BatchPrompt
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import Binding, Slot, StepPlan
@@ -23,7 +24,7 @@ from tests.oracle.python_stepper import PythonStepper
 from tests.oracle.sampling import logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -36,13 +37,6 @@ if TYPE_CHECKING:
 PROMPTS = [[300 + (7 * i + j * j) % 500 for j in range(n)] for i, n in enumerate((2, 30, 150, 220))]
 SMALL: dict[str, Any] = {"parallel": 4, "ctx_per_seq": 256, "n_threads": 1}
 SHORT: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    opened = open_model(test_model)
-    yield opened
-    opened.close()
 
 
 def row_of(backend: LlamaBackend, i_token: int) -> NDArray[np.float32]:
@@ -68,7 +62,9 @@ def test_scores_are_the_softmax_of_llama_cpps_logits(model: LlamaModel, stepper:
     chunks = (scored(0, one, 30), Span(Slot(1), 0, one[:1], True), scored(2, two, 35))
     binds = tuple(Binding(Slot(i), 2, GREEDY, (), n_target_top=5 * (i == 0)) for i in range(3))
     settings = EngineOptions(**SMALL, n_batch=128)
-    with closing(LlamaBackend(model, settings, owns_model=False, stepper=stepper)) as backend:
+    with closing(
+        LlamaBackend(model, Tuning(settings), owns_model=False, stepper=stepper)
+    ) as backend:
         result = backend.run(StepPlan(chunks, binds=binds))
         # chunks with targets stay in one batch: all first tokens come first, then the remainders
         places = {0: [0, *range(3, 32)], 2: [2, *range(32, 66)]}
@@ -83,7 +79,7 @@ def test_scores_are_the_softmax_of_llama_cpps_logits(model: LlamaModel, stepper:
 def one_by_one(model: LlamaModel, prompt: Sequence[int], n_top: int = 0) -> list[TokenLogprobs]:
     """Return the scores of a prompt that is fed token by token, a run for each."""
     found = []
-    with closing(LlamaBackend(model, EngineOptions(**SMALL), owns_model=False)) as backend:
+    with closing(LlamaBackend(model, Tuning(EngineOptions(**SMALL)), owns_model=False)) as backend:
         backend.run(StepPlan((), binds=(Binding(Slot(0), 1, GREEDY, ()),)))
         for i, target in enumerate(prompt[1:]):
             backend.run(StepPlan((Span(Slot(0), i, prompt[i : i + 1], has_output=True),)))

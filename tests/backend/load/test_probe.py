@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import CHUNK_ALIGNMENT, RowShape
 from cbatch.backend.llama.saved import SavedFormat
 from cbatch.backend.load import probe as probe_module
@@ -34,15 +33,6 @@ if TYPE_CHECKING:
     from cbatch.core.span import Span
 
 Touch = Callable[[Sequence["Span"], "Slot"], bool]
-
-
-@pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    llama_log().install()
-    opened = open_model(test_model, EngineOptions(exact=True))
-    yield opened
-    opened.close()
-    llama_log().remove()
 
 
 def options(*, exact: bool = True, parallel: int = 17, **given: Any) -> EngineOptions:
