@@ -2,9 +2,10 @@
 
 Its threads are not to spin at barriers for long. Every operation of a graph ends in a barrier, thousands of them a
 step. Where another program has a core, the threads wait there for one that is not scheduled; GNU's OpenMP lets them
-spin for some milliseconds first, on the very core that the late one waits for. `GOMP_SPINCOUNT` bounds that. The
-runtime reads it once, when it is loaded, so it is in the environment only while llama.cpp's libraries are loaded; a
-policy that the user has set stays.
+spin for some milliseconds first, on the very core that the late one waits for. `GOMP_SPINCOUNT` bounds that, and
+`cbatch.backend.llama.openmp` makes waits shorter still while there is such a program. The runtime reads the variable
+once, when it is loaded, so it is in the environment only while llama.cpp's libraries are loaded; a policy that the user
+has set stays.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from cbatch.errors import IncompatibleLlamaError, words_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SPIN_COUNT = "1000"
-"""Rounds of spinning before a thread sleeps: some microseconds. Source: `cbatch.bench.experiments.neighbours`."""
+SPIN_COUNT = "30000"
+"""Rounds of spinning before a thread sleeps: some tenths of a millisecond. Source: docs/understand/performance.md."""
 
 POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables by which a user says how OpenMP's threads wait. Source: the manual of GNU libgomp."""
@@ -42,8 +43,8 @@ OLDEST = "0.3.36"
 
 
 @contextmanager
-def short_spins() -> Iterator[None]:
-    """Have an OpenMP runtime that is loaded in the block spin briefly, unless the user has said how it waits."""
+def bounded_spins() -> Iterator[None]:
+    """Have an OpenMP runtime that is loaded in the block spin for a bounded time; a user's own policy stays."""
     if any(name in os.environ for name in POLICIES):
         yield
         return
@@ -121,7 +122,7 @@ LIBRARY = checked_library()
 """The file of the library that the user names; None for llama-cpp-python's own."""
 
 try:
-    with short_spins(), lent(LIBRARY):
+    with bounded_spins(), lent(LIBRARY):
         import llama_cpp
         from llama_cpp import llama_chat_format
 
@@ -141,7 +142,7 @@ def mtmd_bindings() -> Any:
             f"pictures need llama-cpp-python's own library, not {LIBRARY}: leave library, or mmproj, out"
         )
     try:
-        with short_spins():
+        with bounded_spins():
             from llama_cpp import mtmd_cpp
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise IncompatibleLlamaError(

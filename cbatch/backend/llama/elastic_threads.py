@@ -1,16 +1,16 @@
-"""How many threads compute: fewer while other programs take their cores, and all again as soon as cores are free.
+"""How threads compute: while other programs take their cores, they sleep sooner where they wait, or are fewer.
 
 Threads wait for each other thousands of times a step, so a step is as slow as the thread that gets the least of a core.
 The owner thread's own CPU time tells: what it lacks of a step's time it was without a core, or waited for a thread that
-was. Whether fewer threads are faster then, or all of them again, only a trial can tell: a short run with another
-number, next to runs of the same shape.
+was. Whether short waits or fewer threads are faster then, or long waits of all threads again, only a trial can tell: a
+short run with another setting, next to runs of the same shape.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
 
 WINDOW_S = 0.1
-"""Seconds of computing after which it is decided whether another number is tried."""
+"""Seconds of computing after which it is decided whether another setting is tried."""
 
 TRIAL_S = 0.05
-"""Seconds of computing with another number. Several slices that a system gives programs in turn."""
+"""Seconds of computing with another setting. Several slices that a system gives programs in turn."""
 
 LONGEST_TRIAL = 4
 """A trial ends without a result after so many times its seconds, where no step had the shape of one before."""
@@ -36,20 +36,35 @@ MOST_OF_OTHER = 0.95
 """A gain: a trial's steps take at most this much of those before it. Less is noise."""
 
 UP_WAIT_S, DOWN_WAIT_S = 0.5, 1.0
-"""Shortest seconds between two trials of more threads, and of fewer."""
+"""Shortest seconds between two trials of what is best alone, and of what is better beside other programs."""
 
 WAIT_FOR_LOST = 20
 """A trial without a gain is repeated no sooner than after so many times the seconds that it cost."""
 
 MOST_DOUBLED = 3
-"""So often the wait for a trial of fewer threads doubles while they bring nothing."""
+"""So often the wait for a trial of fewer threads, or of short waits, doubles while they bring nothing."""
+
+
+class Waits(Protocol):
+    """How long threads wait for each other before they sleep; see `cbatch.backend.llama.openmp.ShortWaits`."""
+
+    def want(self, whose: object, n_threads: int, *, is_wanted: bool) -> None:
+        """Have waits of a team be short, or long unless somebody else wants them to be short."""
+
+
+class Setting(NamedTuple):
+    """How a run is computed."""
+
+    n_threads: int
+    is_short: bool = False
+    """Whether threads that wait sleep almost at once; only with the most threads: others leave cores to programs."""
 
 
 @dataclass(eq=False, slots=True)
 class _Window:
-    """What steps with one number of threads took."""
+    """What steps with one setting took."""
 
-    n_threads: int
+    setting: Setting
     spent_s: float = 0.0
     waited_s: float = 0.0
     paces: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
@@ -59,8 +74,8 @@ class _Window:
         spent_s = result.decode_s + result.sample_s
         self.spent_s += spent_s
         self.waited_s += max(0.0, spent_s - cpu_s)
-        n_chunks = len(plan.chunks)
-        n_tokens = sum([len(c.tokens) for c in plan.chunks])
+        n_chunks = len(plan.spans)
+        n_tokens = sum([len(c.inputs) for c in plan.spans])
         self._add((n_chunks, (n_tokens - n_chunks).bit_length()), result.first_s, n_tokens)
         if result.n_steps > 1:
             self._add((n_chunks, 0), result.later_s, n_chunks * (result.n_steps - 1))
@@ -81,26 +96,44 @@ class _Window:
 
 
 class ElasticThreads:
-    """Chooses the number of threads of each run of one backend."""
+    """Chooses the setting of each run of one backend."""
 
-    def __init__(self, n_most: int, cpu_clock: Callable[[], float] = time.thread_time) -> None:
-        """Take the most threads, and the clock of the calling thread's CPU time."""
-        self._n_most, self._cpu_clock = n_most, cpu_clock
-        self._n = n_most
-        self._window = _Window(n_most)
+    def __init__(
+        self,
+        n_most: int,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        *,
+        waits: Waits | None = None,
+        is_fixed: bool = False,
+    ) -> None:
+        """Make one.
+
+        Args:
+            n_most: the most threads.
+            cpu_clock: the clock of the calling thread's CPU time.
+            waits: what makes waits short; None where nothing can.
+            is_fixed: whether the number of threads never changes.
+        """
+        self._n_most, self._cpu_clock, self._waits = n_most, cpu_clock, waits
+        self._is_fixed = is_fixed
+        self._best_alone = self._now = Setting(n_most)
+        self._window = _Window(self._now)
         self._trial: _Window | None = None
         self._up_wait_s = self._down_wait_s = 0.0
         """Seconds of computing before the next trial."""
         self._n_failed_ups = self._n_failed_downs = 0
 
     def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
-        """Compute a plan with the number of threads that is best now, or that is tried."""
-        window = self._window
+        """Compute a plan with the setting that is best now, or that is tried."""
+        window, most_s = self._window, WINDOW_S
         if self._trial is not None:
-            window = self._trial
-            plan = replace(plan, slice_s=min(plan.slice_s or TRIAL_S, TRIAL_S))
+            window, most_s = self._trial, TRIAL_S
+        if plan.n_steps > 1 and not 0 < plan.slice_s <= most_s:
+            plan = replace(plan, slice_s=most_s)
+        if self._waits is not None:
+            self._waits.want(self, self._n_most, is_wanted=window.setting.is_short)
         begun_s = self._cpu_clock()
-        result = compute(plan, window.n_threads)
+        result = compute(plan, window.setting.n_threads)
         cpu_s = self._cpu_clock() - begun_s
         if result.code or not result.n_steps:
             return result
@@ -111,28 +144,50 @@ class ElasticThreads:
             self._decide(window)
         return result
 
+    def rest(self) -> None:
+        """Let waits be long for others while nothing is computed here; safe to call twice."""
+        if self._waits is not None:
+            self._waits.want(self, self._n_most, is_wanted=False)
+
     def _decide(self, window: _Window) -> None:
         """Begin a trial where one may bring something, else a new window."""
         self._up_wait_s -= window.spent_s
         self._down_wait_s -= window.spent_s
-        n_tried = self._n
-        if window.n_threads < self._n_most and self._up_wait_s <= 0:
-            n_tried = self._n + 1 if self._n_failed_ups % 2 else self._n_most
+        tried = self._now
+        if self._now != self._best_alone and self._up_wait_s <= 0:
+            tried = self._up() if self._n_failed_ups % 2 else self._best_alone
         elif window.waited_s > WAITED * window.spent_s and self._down_wait_s <= 0:
-            n_tried = max(1, self._n // 2 if self._n_failed_downs % 2 else self._n - 1)
-        if n_tried == self._n:
-            self._window = _Window(self._n)
+            tried = self._down(is_half=bool(self._n_failed_downs % 2))
+        if tried == self._now:
+            self._window = _Window(self._now)
         else:
-            self._trial = _Window(n_tried)
+            self._trial = _Window(tried)
+
+    def _up(self) -> Setting:
+        """Return the setting with one thread more, or with long waits if there are no more."""
+        n_threads = self._now.n_threads + 1
+        if n_threads > self._n_most:
+            return self._best_alone
+        return Setting(n_threads, is_short=n_threads == self._n_most and self._waits is not None)
+
+    def _down(self, *, is_half: bool) -> Setting:
+        """Return the setting with short waits, or with fewer threads: one fewer, or half of them."""
+        n_threads, is_short = self._now
+        can_wait_less = self._waits is not None and n_threads == self._n_most and not is_short
+        if can_wait_less and (self._is_fixed or not is_half):
+            return Setting(n_threads, is_short=True)
+        if self._is_fixed:
+            return self._now
+        return Setting(max(1, n_threads // 2 if is_half else n_threads - 1))
 
     def _judge(self, trial: _Window) -> None:
-        """Take over the trial's number if its steps are faster; go on if it is too early to say."""
+        """Take over the trial's setting if its steps are faster; go on if it is too early to say."""
         share = trial.share_of(self._window)
         if trial.spent_s < (TRIAL_S if share else LONGEST_TRIAL * TRIAL_S):
             return
-        is_up = trial.n_threads > self._n
+        is_up = trial.setting == self._best_alone or trial.setting.n_threads > self._now.n_threads
         if share is not None and share <= MOST_OF_OTHER:
-            self._n = trial.n_threads
+            self._now = trial.setting
             self._n_failed_ups = self._n_failed_downs = 0
             self._up_wait_s = UP_WAIT_S if not is_up else 0.0
             self._down_wait_s = 0.0
@@ -145,4 +200,4 @@ class ElasticThreads:
                 wait_s = max(DOWN_WAIT_S, WAIT_FOR_LOST * lost_s)
                 self._down_wait_s = wait_s * 2 ** min(self._n_failed_downs, MOST_DOUBLED)
                 self._n_failed_downs += 1
-        self._trial, self._window = None, _Window(self._n)
+        self._trial, self._window = None, _Window(self._now)

@@ -3,21 +3,28 @@
 GNU's keeps a team of threads for each thread that has computed, also while that one waits. With more threads in all
 teams than the machine has cores, those that wait at a barrier sleep almost at once. So an engine that only waits, or a
 thread that computes now and then, would slow down every other in the process: each ends its team when it rests.
+
+Beside other programs just that is wanted: a thread that spins may take the core that the last one needs. So there is a
+team more than cores while waits are to be short; it does nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.bindings import POLICIES, llama_cpp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_NAME = "cbatch-short-waits"
 
 _SOFT = 1
 """Source: OpenMP 5.0, omp_pause_resource_t, omp_pause_soft."""
@@ -30,12 +37,74 @@ def end_team() -> None:
         pause(_SOFT)
 
 
+class ShortWaits:
+    """Has threads that wait sleep almost at once, in all of the process, while anybody wants it. Any thread.
+
+    GNU's OpenMP does so itself while there are more threads in all teams than cores. So a thread is started with a team
+    of as many as are missing; all of them sleep. Source: libgomp/config/linux/wait.h, `do_spin`.
+    """
+
+    def __init__(self, gnu: Any) -> None:
+        """Take a handle of GNU's runtime."""
+        self._gnu = gnu
+        self._lock = threading.Lock()
+        self._wanted_by: weakref.WeakSet[object] = weakref.WeakSet()
+        self._end: threading.Event | None = None
+        """Ends the thread; None where there is none."""
+
+    def want(self, whose: object, n_threads: int, *, is_wanted: bool) -> None:
+        """Have waits of a team of `n_threads` be short, or long unless somebody else wants them to be short."""
+        is_as_wanted = is_wanted == (whose in self._wanted_by)
+        if is_as_wanted and bool(self._wanted_by) == (self._end is not None):
+            return
+        with self._lock:
+            (self._wanted_by.add if is_wanted else self._wanted_by.discard)(whose)
+            if self._wanted_by and self._end is None:
+                self._start(n_threads)
+            elif (
+                self._end is not None and not self._wanted_by
+            ):  # also where one that wanted it is no more
+                self._end.set()
+                self._end = None
+
+    def _start(self, n_threads: int) -> None:
+        is_there, end = threading.Event(), threading.Event()
+        n_missing = max(0, self._gnu.omp_get_num_procs() - n_threads) + 1
+        try:
+            threading.Thread(
+                target=self._sleep, args=(n_missing, is_there, end), name=_NAME, daemon=True
+            ).start()
+        except RuntimeError:  # the system has no more threads
+            return
+        self._end = end
+        is_there.wait()
+
+    def _sleep(self, n_missing: int, is_there: threading.Event, end: threading.Event) -> None:
+        free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+        self._gnu.GOMP_parallel(free, None, n_missing + 1, 0)  # free(NULL) does nothing
+        is_there.set()
+        end.wait()  # the team ends with its thread
+
+
+@cache
+def short_waits() -> ShortWaits | None:
+    """Return the process's one; None with another runtime, or where the user has said how threads wait."""
+    gnu = _gnu()
+    return None if gnu is None or any(name in os.environ for name in POLICIES) else ShortWaits(gnu)
+
+
 @cache
 def _pause() -> Any:
     """Return GNU's function that ends the calling thread's team; LLVM's would stop the teams of all threads."""
+    return getattr(_gnu(), "omp_pause_resource_all", None)
+
+
+@cache
+def _gnu() -> Any:
+    """Return a handle of the runtime if it is GNU's, else None."""
     for lib in _ggml_handles():
         if hasattr(lib, "GOMP_parallel") and not hasattr(lib, "__kmpc_fork_call"):
-            return getattr(lib, "omp_pause_resource_all", None)
+            return lib
     return None
 
 

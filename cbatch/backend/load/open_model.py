@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.bindings import llama_cpp, short_spins
+from cbatch.backend.bindings import bounded_spins, llama_cpp
 from cbatch.backend.llama.chat_template import parse_override
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import LlamaModel, Placement
@@ -198,7 +198,7 @@ def _refusal() -> str:
 
 @once
 def _init_backend() -> None:
-    with short_spins():  # some builds load the CPU backend here, and OpenMP with it
+    with bounded_spins():  # some builds load the CPU backend here, and OpenMP with it
         llama_cpp.llama_backend_init()
 
 

@@ -15,6 +15,7 @@ from cbatch.backend.llama.elastic_threads import (
     UP_WAIT_S,
     WINDOW_S,
     ElasticThreads,
+    Setting,
 )
 from cbatch.core.plan import StepPlan, StepResult
 from cbatch.loading import load
@@ -46,15 +47,25 @@ class Machine:
     runs: list[int] = field(default_factory=list)
     """Threads of each run."""
     code: int = 0
+    short_s: Mapping[int, float] | None = None
+    """Seconds of a step if waits are short; None if they change nothing."""
+    is_short: bool = False
+    n_short: int = 0
+    """Runs with short waits."""
+
+    def want(self, whose: object, n_threads: int, *, is_wanted: bool) -> None:
+        self.is_short = is_wanted
 
     def compute(self, plan: StepPlan, n_threads: int) -> StepResult:
         self.runs.append(n_threads)
+        self.n_short += self.is_short
+        step_s = self.short_s if self.is_short and self.short_s is not None else self.step_s
         if self.code:
-            return StepResult([[]] * len(plan.chunks), 0, self.code, decode_s=1.0)
-        n_tokens = sum(len(c.tokens) for c in plan.chunks)
+            return StepResult([[]] * len(plan.spans), 0, self.code, decode_s=1.0)
+        n_tokens = sum(len(c.inputs) for c in plan.spans)
         n_steps, seconds, first_s = 0, 0.0, 0.0
         while n_steps < plan.n_steps and (not plan.slice_s or seconds <= plan.slice_s):
-            seconds += self.step_s[n_threads] * (len(plan.chunks) if n_steps else n_tokens)
+            seconds += step_s[n_threads] * (len(plan.spans) if n_steps else n_tokens)
             first_s = first_s or seconds
             n_steps += 1
         self.now += seconds
@@ -178,6 +189,67 @@ def test_trial_waits_for_computing_not_for_the_clock() -> None:
     assert runs.count(3) >= len(runs) - 1
 
 
+# ---- short waits ----
+
+
+def waiting(machine: Machine, n_most: int = 4, *, is_fixed: bool = False) -> ElasticThreads:
+    return ElasticThreads(n_most, machine.clock, waits=machine, is_fixed=is_fixed)
+
+
+def test_waits_are_long_on_a_machine_without_other_programs() -> None:
+    machine = Machine(ALONE, short_s=dict.fromkeys(ALONE, 0.001))
+    do(waiting(machine), machine, 60)
+    assert (machine.n_short, set(machine.runs)) == (0, {4})
+
+
+def test_short_waits_come_before_fewer_threads_and_end_in_time() -> None:
+    machine = Machine({**ALONE, 4: 0.040}, {4: 0.4}, short_s={4: 0.0045})
+    found = waiting(machine)
+    do(found, machine, 1)
+    n_before, runs = machine.n_short, do(found, machine, 20)
+    assert machine.n_short - n_before > 0.9 * len(runs)
+    assert runs.count(4) > 0.9 * len(runs)
+    machine.step_s, machine.cpu_share = ALONE, {}
+    do(found, machine, 2)
+    n_before, runs = machine.n_short, do(found, machine, 20)
+    assert machine.n_short - n_before < 0.1 * len(runs)
+
+
+def test_fewer_threads_follow_where_short_waits_are_not_enough() -> None:
+    machine = Machine({**BESIDE_ONE, 4: 0.040}, {4: 0.4}, short_s={4: 0.012})
+    found = waiting(machine)
+    do(found, machine, 3)
+    runs = do(found, machine, 20)
+    assert runs.count(3) > 0.8 * len(runs)
+
+
+@pytest.mark.parametrize("n_most", [2, 4])
+def test_fixed_threads_change_their_waits_alone(n_most: int) -> None:
+    machine = Machine(dict.fromkeys(ALONE, 0.040), {n_most: 0.4}, short_s={n_most: 0.010})
+    found = waiting(machine, n_most, is_fixed=True)
+    do(found, machine, 1)
+    n_before, runs = machine.n_short, do(found, machine, 20)
+    assert machine.n_short - n_before > 0.9 * len(runs)
+    assert set(runs) == {n_most}
+
+
+def test_short_waits_that_bring_nothing_are_given_up() -> None:
+    machine = Machine(BESIDE_ALL, {4: 0.5}, short_s=BESIDE_ALL)
+    found = waiting(machine, is_fixed=True)
+    do(found, machine, 30)
+    n_before, runs = machine.n_short, do(found, machine, 20)
+    assert machine.n_short - n_before < 0.1 * len(runs)
+
+
+def test_engine_that_rests_leaves_long_waits_to_others() -> None:
+    machine = Machine({4: 0.040}, {4: 0.4}, short_s={4: 0.010})
+    found = waiting(machine, is_fixed=True)
+    do(found, machine, 2)
+    assert machine.is_short
+    found.rest()
+    assert not machine.is_short
+
+
 # ---- on llama.cpp ----
 
 
@@ -185,8 +257,8 @@ class EveryOther(ElasticThreads):
     """Computes each run with another number of threads."""
 
     def run(self, plan: StepPlan, compute: Callable[[StepPlan, int], StepResult]) -> StepResult:
-        self._n = 1 + self._n % 2
-        return compute(plan, self._n)
+        self._now = Setting(1 + self._now.n_threads % 2)
+        return compute(plan, self._now.n_threads)
 
 
 def answers(model: Path, **settings: Any) -> tuple[list[BatchResult], int]:
@@ -220,5 +292,13 @@ def test_exact_answers_are_the_same_with_any_threads(test_model: Path) -> None:
 def test_threads_stay_where_they_are_asked_for_or_change_bits(
     settings: dict[str, Any], test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EveryOther, "run", None)
+    made: list[bool] = []
+
+    class Noted(ElasticThreads):
+        def __init__(self, *args: Any, is_fixed: bool = False, **kwargs: Any) -> None:
+            made.append(is_fixed)
+            super().__init__(*args, is_fixed=is_fixed, **kwargs)
+
+    monkeypatch.setattr(llama_backend, "ElasticThreads", Noted)
     assert answers(test_model, **settings)[1] == 2
+    assert all(made)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cbatch.backend.llama.openmp import short_waits
 from cbatch.loading import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
@@ -41,3 +42,22 @@ def test_engine_without_a_thread_leaves_no_team(test_model: Path) -> None:
         while engine.step():
             pass
         assert n_others() <= n_computing - 3  # threads of an earlier test may end meanwhile, too
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_waits_are_short_while_anybody_wants_it(*, is_gone: bool) -> None:
+    waits = short_waits()
+    if waits is None:
+        pytest.skip("llama.cpp does not compute with GNU's OpenMP here, or a policy is set")
+    n_before = n_others()
+    some, other = (threading.Event() for _ in range(2))  # any two objects
+    for whose, is_wanted in ((some, True), (other, True), (some, False)):
+        waits.want(whose, 2, is_wanted=is_wanted)
+    assert n_others() > n_before
+    if is_gone:
+        del whose, other
+        waits.want(some, 2, is_wanted=False)
+    else:
+        waits.want(other, 2, is_wanted=False)
+    while n_others() > n_before:  # the test's own limit ends it
+        time.sleep(0.01)
