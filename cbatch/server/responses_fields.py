@@ -168,8 +168,12 @@ def read_response(body: Mapping[str, Any], *, is_strict: bool) -> tuple[RequestF
 
 
 def _with_type(item: Any) -> Any:
-    """Return an item of the input; a message need not say its type."""
-    return {**item, "type": item.get("type") or "message"} if isinstance(item, dict) else item
+    """Return an item of the input: a message need not say its type, and thinking may be empty in any way."""
+    if not isinstance(item, dict):
+        return item
+    kind = item.get("type") or "message"
+    content = (item.get("content") or None) if kind == "reasoning" else item.get("content")
+    return {**item, "type": kind, "content": content}
 
 
 def repeated(body: Mapping[str, Any]) -> dict[str, Any]:
