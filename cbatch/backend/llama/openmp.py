@@ -54,7 +54,8 @@ class ShortWaits:
 
     def want(self, whose: object, n_threads: int, *, is_wanted: bool) -> None:
         """Have waits of a team of `n_threads` be short, or long unless somebody else wants them to be short."""
-        if is_wanted == (whose in self._wanted_by):
+        is_left = self._end is not None and not self._wanted_by  # by an engine that is gone
+        if is_wanted == (whose in self._wanted_by) and not is_left:
             return
         with self._lock:
             (self._wanted_by.add if is_wanted else self._wanted_by.discard)(whose)

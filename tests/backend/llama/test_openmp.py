@@ -56,3 +56,15 @@ def test_waits_are_short_while_anybody_wants_it() -> None:
     waits.want(other, 2, is_wanted=False)
     while n_others() > n_before:  # the test's own limit ends it
         time.sleep(0.01)
+
+
+def test_waits_are_long_again_where_who_wanted_short_ones_is_gone() -> None:
+    waits = short_waits()
+    if waits is None:
+        pytest.skip("llama.cpp does not compute with GNU's OpenMP here, or a policy is set")
+    n_before = n_others()
+    waits.want(threading.Event(), 2, is_wanted=True)
+    assert n_others() > n_before
+    waits.want(threading.Event(), 2, is_wanted=False)  # any other that computes
+    while n_others() > n_before:  # the test's own limit ends it
+        time.sleep(0.01)
