@@ -311,7 +311,7 @@ class LlamaBackend:
         if self._draft is not None:
             self._draft.close()
         self._close_projector()
-        end_team()
+        self.rest()
         if self.owns_model:
             self.model.close()
         llama_log().remove()

@@ -54,14 +54,14 @@ class ShortWaits:
 
     def want(self, whose: object, n_threads: int, *, is_wanted: bool) -> None:
         """Have waits of a team of `n_threads` be short, or long unless somebody else wants them to be short."""
-        is_left = self._end is not None and not self._wanted_by  # by an engine that is gone
-        if is_wanted == (whose in self._wanted_by) and not is_left:
+        is_as_wanted = is_wanted == (whose in self._wanted_by)
+        if is_as_wanted and bool(self._wanted_by) == (self._end is not None):
             return
         with self._lock:
             (self._wanted_by.add if is_wanted else self._wanted_by.discard)(whose)
             if self._wanted_by and self._end is None:
                 self._start(n_threads)
-            elif self._end is not None and not self._wanted_by:
+            elif self._end is not None and not self._wanted_by:  # also where one that wanted it is no more
                 self._end.set()
                 self._end = None
 

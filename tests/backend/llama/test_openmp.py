@@ -44,7 +44,8 @@ def test_engine_without_a_thread_leaves_no_team(test_model: Path) -> None:
         assert n_others() <= n_computing - 3  # threads of an earlier test may end meanwhile, too
 
 
-def test_waits_are_short_while_anybody_wants_it() -> None:
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_waits_are_short_while_anybody_wants_it(*, is_gone: bool) -> None:
     waits = short_waits()
     if waits is None:
         pytest.skip("llama.cpp does not compute with GNU's OpenMP here, or a policy is set")
@@ -53,18 +54,10 @@ def test_waits_are_short_while_anybody_wants_it() -> None:
     for whose, is_wanted in ((some, True), (other, True), (some, False)):
         waits.want(whose, 2, is_wanted=is_wanted)
     assert n_others() > n_before
-    waits.want(other, 2, is_wanted=False)
-    while n_others() > n_before:  # the test's own limit ends it
-        time.sleep(0.01)
-
-
-def test_waits_are_long_again_where_who_wanted_short_ones_is_gone() -> None:
-    waits = short_waits()
-    if waits is None:
-        pytest.skip("llama.cpp does not compute with GNU's OpenMP here, or a policy is set")
-    n_before = n_others()
-    waits.want(threading.Event(), 2, is_wanted=True)
-    assert n_others() > n_before
-    waits.want(threading.Event(), 2, is_wanted=False)  # any other that computes
+    if is_gone:
+        del whose, other
+        waits.want(some, 2, is_wanted=False)
+    else:
+        waits.want(other, 2, is_wanted=False)
     while n_others() > n_before:  # the test's own limit ends it
         time.sleep(0.01)
