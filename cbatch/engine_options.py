@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
@@ -306,19 +306,22 @@ class EngineOptions(ScheduleOptions):
         self._check_schedule()
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> EngineOptions:
+    def of(cls, settings: Mapping[str, Any], others: Collection[str] = ()) -> EngineOptions:
         """Return the options of these names.
+
+        Args:
+            settings: by name.
+            others: names that have another place: they may be there, and are left out.
 
         Raises:
             UnsupportedOptionError: an unknown name.
         """
         if not isinstance(settings, Mapping):
             raise ConfigError(f"settings must be a mapping, not {shown(settings)}")
-        known = [f.name for f in fields(cls)]
         with reading("settings"):
             given = {name_of(name): value for name, value in settings.items()}
-        check_settings(given, known)
-        return cls(**given)
+        _check_names(given, [*others, *cls.__dataclass_fields__])
+        return cls(**{name: value for name, value in given.items() if name not in others})
 
     @property
     def n_slots(self) -> int:
@@ -444,12 +447,8 @@ def is_quantised(cell_type: str) -> bool:
     return cell_type not in ("f16", "f32", "bf16")
 
 
-def check_settings(given: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse unknown names of settings; options of requests and the model's path are told their place.
-
-    Raises:
-        UnsupportedOptionError: an unknown name.
-    """
+def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse unknown names of settings; options of requests and the model's path are told their place."""
     of_requests = [f.name for f in fields(RunOptions) if f.name not in known]
     for name in given:
         if name in known:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine_options import EngineOptions, check_settings
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import load
 from cbatch.options import RunOptions
@@ -181,9 +181,7 @@ def _path(model: object) -> str | None:
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with checked values, and paths that are the same in any folder."""
-    known = [*_OF_LOAD, *EngineOptions.__dataclass_fields__]
-    check_settings(settings, known)
-    options = EngineOptions.of({k: v for k, v in settings.items() if k not in _OF_LOAD})
+    options = EngineOptions.of(settings, _OF_LOAD)
     found = {k: v if k in _OF_LOAD else getattr(options, k) for k, v in settings.items()}
     if "options" in found:
         found["options"] = RunOptions.of(found["options"])

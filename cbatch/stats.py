@@ -147,6 +147,8 @@ class EngineStats:
     """Seconds more of a step with prompts, however many tokens they have."""
     cost_token_s: float = 0.0
     """Seconds more for each of their tokens."""
+    cost_cell_s: float = 0.0
+    """Seconds more for each of their tokens and each cell before it."""
     cost_budget_tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens of one newcomer that join decoding rows, by their number, where all output is read as it comes."""
     n_finished: dict[str, int] = field(default_factory=dict)
@@ -229,6 +231,19 @@ class EngineStats:
         else:
             self.n_pure_tokens += n_prompt * n_steps
             self.pure_prefill_s += seconds
+
+    def count_drafts(
+        self, n_drafts: tuple[int, int, int], n_accepted: tuple[int, int, int]
+    ) -> None:
+        """Count draft tokens of a run, and the accepted ones: repeated by a sequence, from its job, from a model."""
+        _, n_job, n_model = n_drafts
+        self.n_draft_tokens += sum(n_drafts)
+        self.n_job_draft_tokens += n_job
+        self.n_model_draft_tokens += n_model
+        _, n_job, n_model = n_accepted
+        self.n_accepted_tokens += sum(n_accepted)
+        self.n_job_accepted_tokens += n_job
+        self.n_model_accepted_tokens += n_model
 
     def count_tokens(
         self, n_rows_by_gap: Mapping[tuple[float | None, int], int], now: float, later_s: float

@@ -93,7 +93,7 @@ struct drafts {
     // Add a token; `rates`: (n_match_kinds) to learn from it, or NULL. Throws std::bad_alloc.
     void push(int32_t token, hit_rate * rates);
 
-    // Add what is new of tokens at positions from `start`; `has_output` as of their chunk. Without memory for them there
+    // Add what is new of tokens at positions from `start`; `has_output` as of their span. Without memory for them there
     // are no drafts any more.
     void feed(int32_t start, const int32_t * fed, int32_t n_fed, bool has_output, hit_rate * rates) noexcept;
 
@@ -140,7 +140,7 @@ struct width_costs {
     void expect() noexcept;
 };
 
-// What drafts brought to steps of so many chunks: estimates decide how many there are, this whether there are any.
+// What drafts brought to steps of so many spans: estimates decide how many there are, this whether there are any.
 struct draft_gain {
     double gained_ns = 0.0;  // what the tokens of steps with drafts take without
     double spent_ns = 0.0;   // what those steps took

@@ -11,7 +11,7 @@
 // Classes of guesses by how far the likeliest logit is above the next one.
 constexpr int32_t n_lead_classes = 6;
 
-// What the model guesses for one chunk of a step.
+// What the model guesses for one span of a step.
 struct guesses {
     int32_t slot = 0;
     const std::vector<int32_t> * text = nullptr;  // the slot's tokens
@@ -36,7 +36,7 @@ struct draft_model {
     double token_ns = 0.0;  // of a token that it catches up with; 0 where unknown
     hit_rate leads[n_lead_classes];
     hit_rate first;         // of the first guesses
-    std::vector<draft_gain> gains;  // (n_slots + 1) by the number of chunks: whether it is asked
+    std::vector<draft_gain> gains;  // (n_slots + 1) by the number of spans: whether it is asked
     int64_t owed_ns = 0;    // that it took to catch up, and that no step was charged for
 
     // For n_slots slots. Throws std::bad_alloc.

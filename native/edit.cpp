@@ -297,18 +297,18 @@ bool edits_any(const edits & e) noexcept {
     return e.n_window > 0 || !e.bias.empty();
 }
 
-void edits_feed(edits * e, const cbatch_chunk & chunk, const int32_t * tokens) noexcept {
-    const int32_t end = chunk.start + chunk.n_tokens;
+void edits_feed(edits * e, const cbatch_span & span, const int32_t * tokens) noexcept {
+    const int32_t end = span.start + span.n_tokens;
     if (e->n_window == 0) {
         return;
     }
     if (!e->is_placed) {
-        e->is_placed = chunk.has_output != 0 && chunk.has_output != CBATCH_SILENT_ROW;
+        e->is_placed = span.has_output != 0 && span.has_output != CBATCH_SILENT_ROW;
         e->end = end;
         return;
     }
-    for (int32_t i = std::max(chunk.start, e->end); i < end; i++) {
-        push(e, tokens[i - chunk.start]);
+    for (int32_t i = std::max(span.start, e->end); i < end; i++) {
+        push(e, tokens[i - span.start]);
     }
     e->end = std::max(e->end, end);
 }

@@ -38,7 +38,7 @@ struct edits {
     int32_t n_window = 0;                // the larger of the two last_n
     std::unique_ptr<int32_t[]> tokens;   // (2 × n_window) the history: its newest end at n_tokens
     int32_t n_tokens = 0;
-    bool is_placed = false;  // whether `end` is known: from the first chunk with an output on
+    bool is_placed = false;  // whether `end` is known: from the first span with an output on
     int32_t end = 0;         // positions below it are in the history
 
     std::unique_ptr<edit_undo[]> undo;    // (n_bias + 2 × n_window)
@@ -52,8 +52,8 @@ int32_t edits_init(const cbatch_binding & binding, int32_t n_vocab, edits * e);
 // Return whether anything is to be changed.
 bool edits_any(const edits & e) noexcept;
 
-// Add the new tokens of a chunk to the history; at bind it has every token up to the first output.
-void edits_feed(edits * e, const cbatch_chunk & chunk, const int32_t * tokens) noexcept;
+// Add the new tokens of a span to the history; at bind it has every token up to the first output.
+void edits_feed(edits * e, const cbatch_span & span, const int32_t * tokens) noexcept;
 
 // Change the row.   counts: (n_vocab) zeros, and zeros again afterwards.
 void edits_apply(edits * e, float * logits, int32_t * counts) noexcept;

@@ -52,8 +52,8 @@ struct binding {
 
 // One row to sample in the current step, and those of the drafts behind it.
 struct output_row {
-    int32_t i_chunk;
-    int32_t i_mask;     // index among the chunks with an output, in masks and rows
+    int32_t i_span;
+    int32_t i_mask;     // index among the spans with an output, in masks and rows
     int32_t i_token;    // index in the batch
     int32_t i_output;
     float * logits;
@@ -90,24 +90,24 @@ struct cbatch_stepper {
     token_batch batch;
 
     // The current step.
-    std::vector<cbatch_chunk> chunks;  // (n_slots)
+    std::vector<cbatch_span> spans;  // (n_slots)
     std::vector<int32_t> fed;          // (n_slots) the tokens sampled last
     std::vector<output_row> rows;      // (n_slots)
     std::vector<score_row> scores;     // (n_scores)
-    std::vector<float> chances;        // (n_slots, n_drafts_each) that so many drafts of a chunk are right
-    std::vector<int32_t> n_drafts;    // (n_slots) of each chunk
-    std::vector<int32_t> draft_tokens; // (n_scores) of all chunks, one after another
+    std::vector<float> chances;        // (n_slots, n_drafts_each) that so many drafts of a span are right
+    std::vector<int32_t> n_drafts;    // (n_slots) of each span
+    std::vector<int32_t> draft_tokens; // (n_scores) of all spans, one after another
     std::vector<float *> draft_rows;   // (n_scores)
-    int32_t n_chunks;
+    int32_t n_spans;
     int32_t n_rows;
     int32_t n_scores;
     int32_t n_all_drafts;
-    std::vector<guesses> guessed;      // what the draft model made for chunks of the step
-    std::vector<int32_t> i_guessed;    // (n_slots) of each chunk, where its drafts are the model's; else −1
+    std::vector<guesses> guessed;      // what the draft model made for spans of the step
+    std::vector<int32_t> i_guessed;    // (n_slots) of each span, where its drafts are the model's; else −1
     int64_t draft_ns;                  // that the draft model took
     int64_t catch_up_ns;               // of that, not for drafts of this step
     bool may_draft;                    // whether the step may have drafts, and what it takes is learned
-    int32_t n_steps;                   // the caller's: also the most tokens of one chunk
+    int32_t n_steps;                   // the caller's: also the most tokens of one span
     int32_t n_drafts_most;            // the caller's
     bool is_even;                      // the caller's
     bool has_all;                      // the caller's
@@ -125,9 +125,9 @@ struct cbatch_stepper {
     hit_rate match_rates[n_match_kinds];   // how often drafts were right, by where and how long they matched
     int32_t n_before;                       // tokens of the step before
     int32_t n_drafting;                     // steps that had drafts, or were to have some
-    width_costs costs;                      // of steps in which every chunk is one token, or one and drafts
+    width_costs costs;                      // of steps in which every span is one token, or one and drafts
     draft_model model;
-    std::vector<draft_gain> gains;          // (n_slots + 1) by the number of chunks
+    std::vector<draft_gain> gains;          // (n_slots + 1) by the number of spans
 
     std::atomic<int32_t> i_next_row;
     std::atomic<int32_t> i_next_thread;
@@ -161,7 +161,7 @@ void allocate_scratch(cbatch_stepper * s) {
 
 void allocate(cbatch_stepper * s) {
     s->bindings.resize(s->sizes.n_slots);
-    s->chunks.resize(s->sizes.n_slots);
+    s->spans.resize(s->sizes.n_slots);
     s->fed.resize(s->sizes.n_slots);
     s->rows.resize(s->sizes.n_slots);
     s->scores.resize(s->sizes.n_scores);
@@ -181,11 +181,11 @@ bool has_slot(const cbatch_stepper & s, int32_t slot) {
     return slot >= 0 && slot < s.sizes.n_slots;
 }
 
-bool is_pad(const cbatch_chunk & c) {
+bool is_pad(const cbatch_span & c) {
     return c.has_output == CBATCH_PAD_ROW;
 }
 
-bool is_sampled(const cbatch_chunk & c) {
+bool is_sampled(const cbatch_span & c) {
     return c.has_output != 0 && !is_pad(c) && c.has_output != CBATCH_SILENT_ROW;
 }
 
@@ -200,13 +200,13 @@ bool is_stop(const binding & b, int32_t token) {
 
 // ---- checking a run before anything is done ----
 
-int32_t check_chunk(const cbatch_stepper & s, const cbatch_chunk & c, int32_t last_slot, int32_t n_steps) {
+int32_t check_span(const cbatch_stepper & s, const cbatch_span & c, int32_t last_slot, int32_t n_steps) {
     if (!has_slot(s, c.slot) || c.slot <= last_slot) {
         return CBATCH_BAD_SLOT;
     }
     const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens + n_steps;
     if (c.n_tokens < 1 || c.start < 0 || end > INT32_MAX || (is_pad(c) && c.n_tokens > 1)) {
-        return CBATCH_BAD_CHUNK;
+        return CBATCH_BAD_SPAN;
     }
     if (is_pad(c)) {
         return CBATCH_OK;
@@ -229,12 +229,12 @@ int32_t check_tokens(const cbatch_stepper & s, const int32_t * tokens, int64_t n
     return CBATCH_OK;
 }
 
-// Chunks are checked already.
-int32_t check_scoring(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t n_chunks,
+// Spans are checked already.
+int32_t check_scoring(const cbatch_stepper & s, const cbatch_span * spans, int32_t n_spans,
                       const cbatch_scoring & scoring, int32_t n_steps) {
     int64_t n_all = 0;
-    for (int32_t i = 0; i < n_chunks; i++) {
-        const int32_t n_most = chunks[i].n_tokens - is_sampled(chunks[i]);
+    for (int32_t i = 0; i < n_spans; i++) {
+        const int32_t n_most = spans[i].n_tokens - is_sampled(spans[i]);
         const int32_t n_top = scoring.n_top[i];
         if (scoring.n_targets[i] < 0 || scoring.n_targets[i] > n_most || n_top < 0 || n_top > CBATCH_TOP_MAX) {
             return CBATCH_BAD_SCORES;
@@ -252,62 +252,62 @@ int32_t check_scoring(const cbatch_stepper & s, const cbatch_chunk * chunks, int
     return CBATCH_OK;
 }
 
-int32_t check_run(const cbatch_stepper & s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
+int32_t check_run(const cbatch_stepper & s, const cbatch_span * spans, int32_t n_spans, const int32_t * tokens,
                   int32_t n_steps, int64_t budget_us, bool is_single) {
     if (n_steps < 1 || budget_us < 0 || (is_single && n_steps > 1)) {
         return CBATCH_BAD_STEPS;
     }
-    if (n_chunks < 1) {
-        return CBATCH_BAD_CHUNK;
+    if (n_spans < 1) {
+        return CBATCH_BAD_SPAN;
     }
     int32_t last_slot = -1;
     int64_t n_tokens = 0;
-    for (int32_t i = 0; i < n_chunks; i++) {
-        const int32_t code = check_chunk(s, chunks[i], last_slot, n_steps);
+    for (int32_t i = 0; i < n_spans; i++) {
+        const int32_t code = check_span(s, spans[i], last_slot, n_steps);
         if (code != CBATCH_OK) {
             return code;
         }
-        last_slot = chunks[i].slot;
-        n_tokens += chunks[i].n_tokens;
+        last_slot = spans[i].slot;
+        n_tokens += spans[i].n_tokens;
     }
     return check_tokens(s, tokens, n_tokens);
 }
 
 // ---- one step ----
 
-void put_token(cbatch_stepper * s, const cbatch_chunk & c, int32_t token, int32_t i_in_chunk) {
-    s->batch.put(token, c.start + i_in_chunk, c.slot, c.has_output && i_in_chunk == c.n_tokens - 1);
+void put_token(cbatch_stepper * s, const cbatch_span & c, int32_t token, int32_t i_in_span) {
+    s->batch.put(token, c.start + i_in_span, c.slot, c.has_output && i_in_span == c.n_tokens - 1);
 }
 
-int32_t target_count(const cbatch_stepper & s, int32_t i_chunk) {
-    return s.scoring != nullptr ? s.scoring->n_targets[i_chunk] : 0;
+int32_t target_count(const cbatch_stepper & s, int32_t i_span) {
+    return s.scoring != nullptr ? s.scoring->n_targets[i_span] : 0;
 }
 
-// Score the token that was put last, where the chunk has a target for it.   i_target: of the chunk's first.
-void put_score(cbatch_stepper * s, int32_t i_chunk, int32_t i_in_chunk, int32_t i_target) {
-    if (i_in_chunk < target_count(*s, i_chunk)) {
-        const int32_t i = i_target + i_in_chunk;
+// Score the token that was put last, where the span has a target for it.   i_target: of the span's first.
+void put_score(cbatch_stepper * s, int32_t i_span, int32_t i_in_span, int32_t i_target) {
+    if (i_in_span < target_count(*s, i_span)) {
+        const int32_t i = i_target + i_in_span;
         const int32_t i_token = s->batch.n - 1;
         s->batch.logits[i_token] = 1;
-        s->scores[s->n_scores++] = {i_token, s->scoring->targets[i], s->scoring->n_top[i_chunk], nullptr,
+        s->scores[s->n_scores++] = {i_token, s->scoring->targets[i], s->scoring->n_top[i_span], nullptr,
                                     s->scoring->out + i};
     }
 }
 
-void put_output(cbatch_stepper * s, int32_t i_chunk, int32_t i_mask) {
-    const cbatch_chunk & c = s->chunks[i_chunk];
+void put_output(cbatch_stepper * s, int32_t i_span, int32_t i_mask) {
+    const cbatch_span & c = s->spans[i_span];
     if (is_sampled(c)) {
         const int64_t end = static_cast<int64_t>(c.start) + c.n_tokens;
         const int32_t i_output = static_cast<int32_t>(end - s->bindings[c.slot].output_origin);
-        s->rows[s->n_rows++] = {i_chunk, i_mask, s->batch.n - 1, i_output, nullptr, 0, 0, 0, 0};
+        s->rows[s->n_rows++] = {i_span, i_mask, s->batch.n - 1, i_output, nullptr, 0, 0, 0, 0};
     }
 }
 
-// Feed the tokens of chunks to what their slots know of themselves.
+// Feed the tokens of spans to what their slots know of themselves.
 void feed_histories(cbatch_stepper * s, const int32_t * tokens) {
     int32_t offset = 0;
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        const cbatch_chunk & c = s->chunks[i];
+    for (int32_t i = 0; i < s->n_spans; i++) {
+        const cbatch_span & c = s->spans[i];
         if (!is_pad(c)) {
             binding & b = s->bindings[c.slot];
             edits_feed(&b.row.changes, c, tokens + offset);
@@ -319,19 +319,19 @@ void feed_histories(cbatch_stepper * s, const int32_t * tokens) {
     }
 }
 
-// Whether every chunk is one token that is sampled: what such steps take is learned, and they may have drafts.
+// Whether every span is one token that is sampled: what such steps take is learned, and they may have drafts.
 bool is_plain(const cbatch_stepper & s) {
-    for (int32_t i = 0; i < s.n_chunks; i++) {
-        if (s.chunks[i].n_tokens > 1 || !is_sampled(s.chunks[i])) {
+    for (int32_t i = 0; i < s.n_spans; i++) {
+        if (s.spans[i].n_tokens > 1 || !is_sampled(s.spans[i])) {
             return false;
         }
     }
     return s.masks == nullptr && s.given_rows == nullptr && s.scoring == nullptr;
 }
 
-// Fill the chances of one chunk's drafts. A stop token is no draft: what is behind it is never sampled.
-void estimate_chunk(const cbatch_stepper & s, int32_t i_chunk, int32_t n_each, float * chances) {
-    const binding & b = s.bindings[s.chunks[i_chunk].slot];
+// Fill the chances of one span's drafts. A stop token is no draft: what is behind it is never sampled.
+void estimate_span(const cbatch_stepper & s, int32_t i_span, int32_t n_each, float * chances) {
+    const binding & b = s.bindings[s.spans[i_span].slot];
     std::fill(chances, chances + n_each, 0.0f);
     const int32_t n = b.next != nullptr ? b.next->n_drafts(n_each) : 0;
     float all_right = 1.0f;
@@ -346,38 +346,38 @@ void estimate_chunk(const cbatch_stepper & s, int32_t i_chunk, int32_t n_each, f
     }
 }
 
-// Return how many drafts each chunk may have.
+// Return how many drafts each span may have.
 int32_t most_drafts(const cbatch_stepper & s) {
     int32_t n_each = std::min(s.n_drafts_most, n_drafts_each);
-    for (int32_t i = 0; i < s.n_chunks; i++) {
+    for (int32_t i = 0; i < s.n_spans; i++) {
         n_each = std::min(n_each, s.n_steps - s.n_out[i] - 1);
     }
     return n_each;
 }
 
-// Have the draft model guess for chunks whose own drafts are less likely, and take its chances for them.
+// Have the draft model guess for spans whose own drafts are less likely, and take its chances for them.
 void guess_by_model(cbatch_stepper * s, int32_t n_each) {
     draft_model & model = s->model;
-    const double step_ns = s->has_all ? 0.0 : s->costs.cost(s->n_chunks);
+    const double step_ns = s->has_all ? 0.0 : s->costs.cost(s->n_spans);
     const auto is_better = [&](int32_t i) {
-        const binding & b = s->bindings[s->chunks[i].slot];
+        const binding & b = s->bindings[s->spans[i].slot];
         const float least = s->has_all ? FLT_MIN : model.usual_chance();
         return b.has_model_drafts && !b.next->is_lost && s->chances[i * n_each] < least;
     };
     int32_t n_better = 0;
-    for (int32_t i = 0; i < s->n_chunks; i++) {
+    for (int32_t i = 0; i < s->n_spans; i++) {
         n_better += is_better(i);
     }
-    const int32_t k = s->has_all ? n_each : model.choose(s->n_chunks, n_better, n_each, s->is_even, s->costs);
+    const int32_t k = s->has_all ? n_each : model.choose(s->n_spans, n_better, n_each, s->is_even, s->costs);
     if (n_better == 0 || k == 0) {
         return;
     }
     const int64_t start_ns = s->api.clock_ns();
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        const binding & b = s->bindings[s->chunks[i].slot];
-        if (model.is_on() && is_better(i) && model.knows(s->api, s->chunks[i].slot, b.next->text.tokens, step_ns)) {
+    for (int32_t i = 0; i < s->n_spans; i++) {
+        const binding & b = s->bindings[s->spans[i].slot];
+        if (model.is_on() && is_better(i) && model.knows(s->api, s->spans[i].slot, b.next->text.tokens, step_ns)) {
             guesses g;
-            g.slot = s->chunks[i].slot;
+            g.slot = s->spans[i].slot;
             g.text = &b.next->text.tokens;
             g.stop = &b.stop;
             g.n_text = static_cast<int32_t>(b.next->text.tokens.size());
@@ -392,7 +392,7 @@ void guess_by_model(cbatch_stepper * s, int32_t n_each) {
         model.guess(s->api, &s->guessed, k);
     }
     s->draft_ns = s->api.clock_ns() - start_ns;
-    for (int32_t i = 0; i < s->n_chunks; i++) {
+    for (int32_t i = 0; i < s->n_spans; i++) {
         if (s->i_guessed[i] >= 0) {
             const guesses & g = s->guessed[s->i_guessed[i]];
             std::fill(&s->chances[i * n_each], &s->chances[i * n_each] + n_each, 0.0f);
@@ -401,53 +401,53 @@ void guess_by_model(cbatch_stepper * s, int32_t n_each) {
     }
 }
 
-// Write down the drafts of a chunk, as many as were decided on.
-void write_drafts(cbatch_stepper * s, int32_t i_chunk, int32_t n_each) {
-    const drafts * next = s->bindings[s->chunks[i_chunk].slot].next.get();
-    const int32_t i_guessed = s->i_guessed[i_chunk];
+// Write down the drafts of a span, as many as were decided on.
+void write_drafts(cbatch_stepper * s, int32_t i_span, int32_t n_each) {
+    const drafts * next = s->bindings[s->spans[i_span].slot].next.get();
+    const int32_t i_guessed = s->i_guessed[i_span];
     int32_t * own = s->draft_tokens.data() + s->n_all_drafts;
-    for (int32_t j = 0; j < s->n_drafts[i_chunk]; j++) {
-        const bool is_made = s->chances[i_chunk * n_each + j] > 0.0f;
+    for (int32_t j = 0; j < s->n_drafts[i_span]; j++) {
+        const bool is_made = s->chances[i_span * n_each + j] > 0.0f;
         own[j] = !is_made ? pad_token : i_guessed >= 0 ? s->guessed[i_guessed].tokens[j] : next->draft(j, own);
     }
-    s->n_all_drafts += s->n_drafts[i_chunk];
+    s->n_all_drafts += s->n_drafts[i_span];
 }
 
-// Decide how many drafts stand behind each chunk, and write them down.
+// Decide how many drafts stand behind each span, and write them down.
 void make_drafts(cbatch_stepper * s) {
     s->n_all_drafts = 0;
     s->draft_ns = 0;
     s->catch_up_ns = 0;
     s->guessed.clear();
-    std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
-    std::fill(s->i_guessed.begin(), s->i_guessed.begin() + s->n_chunks, -1);
-    const bool is_asked = s->may_draft && (s->has_all || s->gains[s->n_chunks].allows());
+    std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_spans, 0);
+    std::fill(s->i_guessed.begin(), s->i_guessed.begin() + s->n_spans, -1);
+    const bool is_asked = s->may_draft && (s->has_all || s->gains[s->n_spans].allows());
     const int32_t n_each = is_asked ? most_drafts(*s) : 0;
     if (n_each < 1) {
         return;
     }
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        estimate_chunk(*s, i, n_each, s->chances.data() + i * n_each);
+    for (int32_t i = 0; i < s->n_spans; i++) {
+        estimate_span(*s, i, n_each, s->chances.data() + i * n_each);
     }
-    if (s->model.is_on() && (s->has_all || s->model.gains[s->n_chunks].allows())) {
+    if (s->model.is_on() && (s->has_all || s->model.gains[s->n_spans].allows())) {
         guess_by_model(s, n_each);
     }
-    const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_chunks);
+    const int32_t n_all = std::min(s->sizes.n_scores, s->sizes.n_batch - s->n_spans);
     const draft_limits limits = {n_each, n_all, s->is_even, s->has_all};
-    choose_drafts(s->chances.data(), s->n_chunks, limits, s->costs, s->n_drafts.data());
-    const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks) > 0;
+    choose_drafts(s->chances.data(), s->n_spans, limits, s->costs, s->n_drafts.data());
+    const bool has_any = *std::max_element(s->n_drafts.begin(), s->n_drafts.begin() + s->n_spans) > 0;
     if (has_any && !s->has_all && s->n_drafting++ % n_between_plain >= n_between_plain - n_plain) {
-        std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_chunks, 0);
+        std::fill(s->n_drafts.begin(), s->n_drafts.begin() + s->n_spans, 0);
     }
-    for (int32_t i = 0; i < s->n_chunks; i++) {
+    for (int32_t i = 0; i < s->n_spans; i++) {
         write_drafts(s, i, n_each);
     }
 }
 
 // Put the drafts behind a row, each with an output of its own.
 void put_drafts(cbatch_stepper * s, output_row * row, int32_t i_draft) {
-    const cbatch_chunk & c = s->chunks[row->i_chunk];
-    row->n_drafts = s->n_drafts[row->i_chunk];
+    const cbatch_span & c = s->spans[row->i_span];
+    row->n_drafts = s->n_drafts[row->i_span];
     row->i_draft = i_draft;
     row->i_draft_token = s->batch.n;
     for (int32_t j = 0; j < row->n_drafts; j++) {
@@ -455,7 +455,7 @@ void put_drafts(cbatch_stepper * s, output_row * row, int32_t i_draft) {
     }
 }
 
-// Fill the batch: first every chunk's first token, then what remains of the chunks, both by ascending slot. llama.cpp
+// Fill the batch: first every span's first token, then what remains of the spans, both by ascending slot. llama.cpp
 // cuts a batch into runs of consecutive ascending sequences with equally many tokens, so this order keeps the decoding
 // rows of one step in one run whatever prompts stand between them.
 void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
@@ -465,8 +465,8 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
     int32_t offset = 0;
     int32_t i_mask = 0;
     int32_t i_target = 0;
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        const cbatch_chunk & c = s->chunks[i];
+    for (int32_t i = 0; i < s->n_spans; i++) {
+        const cbatch_span & c = s->spans[i];
         put_token(s, c, tokens[offset], 0);
         put_score(s, i, 0, i_target);
         offset += c.n_tokens;
@@ -479,8 +479,8 @@ void fill_batch(cbatch_stepper * s, const int32_t * tokens) {
     offset = 0;
     i_mask = 0;
     i_target = 0;
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        const cbatch_chunk & c = s->chunks[i];
+    for (int32_t i = 0; i < s->n_spans; i++) {
+        const cbatch_span & c = s->spans[i];
         for (int32_t j = 1; j < c.n_tokens; j++) {
             put_token(s, c, tokens[offset + j], j);
             put_score(s, i, j, i_target);
@@ -530,10 +530,10 @@ void fetch_rows(cbatch_stepper * s) {
     }
 }
 
-// Sample one row of logits of a chunk: its `i_in_step`-th of this step.
+// Sample one row of logits of a span: its `i_in_step`-th of this step.
 int32_t sample_logits(cbatch_stepper * s, const output_row & row, int32_t i_in_step, float * logits,
                       const sample_scratch & scratch) {
-    const int64_t i = static_cast<int64_t>(row.i_chunk) * s->n_steps + s->n_out[row.i_chunk] + i_in_step;
+    const int64_t i = static_cast<int64_t>(row.i_span) * s->n_steps + s->n_out[row.i_span] + i_in_step;
     cbatch_logprobs * report = s->logprobs != nullptr ? s->logprobs + i : nullptr;
     int32_t token = CBATCH_BROKEN_ROW;
     if (logits == nullptr && report != nullptr) {
@@ -544,7 +544,7 @@ int32_t sample_logits(cbatch_stepper * s, const output_row & row, int32_t i_in_s
         const uint32_t * mask = s->masks != nullptr ? s->masks[row.i_mask] : nullptr;
         float * given = s->given_rows != nullptr ? s->given_rows[row.i_mask] : logits;
         const row_task task = {logits, given, s->sizes.n_vocab, mask, row.i_output + i_in_step, report, nullptr};
-        token = row_sample(*s->code, &s->bindings[s->chunks[row.i_chunk].slot].row, task, scratch);
+        token = row_sample(*s->code, &s->bindings[s->spans[row.i_span].slot].row, task, scratch);
     }
     s->out[i] = token;
     return token;
@@ -553,14 +553,14 @@ int32_t sample_logits(cbatch_stepper * s, const output_row & row, int32_t i_in_s
 // Sample a row, and those of its drafts as long as they are what was sampled.
 void sample_one(cbatch_stepper * s, int32_t i_row, const sample_scratch & scratch) {
     output_row & row = s->rows[i_row];
-    binding & b = s->bindings[s->chunks[row.i_chunk].slot];
+    binding & b = s->bindings[s->spans[row.i_span].slot];
     int32_t token = sample_logits(s, row, 0, row.logits, scratch);
     row.n_sampled = 1;
     for (int32_t j = 0; j < row.n_drafts; j++) {
         if (token != s->draft_tokens[row.i_draft + j] || is_stop(b, token)) {
             return;
         }
-        const cbatch_chunk fed = {s->chunks[row.i_chunk].slot, s->chunks[row.i_chunk].start + 1 + j, 1, 1};
+        const cbatch_span fed = {s->spans[row.i_span].slot, s->spans[row.i_span].start + 1 + j, 1, 1};
         edits_feed(&b.row.changes, fed, &token);
         token = sample_logits(s, row, 1 + j, s->draft_rows[row.i_draft + j], scratch);
         row.n_sampled++;
@@ -598,7 +598,7 @@ bool deserves_team(const cbatch_stepper & s) {
     }
     int64_t work_ps = s.n_scores * score_cost_ps * s.sizes.n_vocab;
     for (int32_t i = 0; i < s.n_rows; i++) {
-        const int64_t row_ps = s.sizes.n_vocab * s.bindings[s.chunks[s.rows[i].i_chunk].slot].cost_ps;
+        const int64_t row_ps = s.sizes.n_vocab * s.bindings[s.spans[s.rows[i].i_span].slot].cost_ps;
         work_ps += row_ps * (1 + s.rows[i].n_drafts);
     }
     return work_ps >= team_from_ps;
@@ -617,17 +617,17 @@ void sample_rows(cbatch_stepper * s) {
 
 // ---- from step to step ----
 
-// Return the place in a report of where a chunk's drafts come from.
-int32_t source_of(const cbatch_stepper & s, int32_t i_chunk) {
-    const drafts * next = s.bindings[s.chunks[i_chunk].slot].next.get();
-    return s.i_guessed[i_chunk] >= 0 ? 2 : next != nullptr && next->is_of_group ? 1 : 0;
+// Return the place in a report of where a span's drafts come from.
+int32_t source_of(const cbatch_stepper & s, int32_t i_span) {
+    const drafts * next = s.bindings[s.spans[i_span].slot].next.get();
+    return s.i_guessed[i_span] >= 0 ? 2 : next != nullptr && next->is_of_group ? 1 : 0;
 }
 
 void count_drafts(cbatch_stepper * s, const output_row & row, int32_t source, cbatch_report * report) {
     report->n_drafts[source] += row.n_drafts;
     report->n_accepted[source] += row.n_sampled - 1;
     if (s->drafted != nullptr) {
-        int32_t * own = s->drafted + static_cast<int64_t>(row.i_chunk) * 6;
+        int32_t * own = s->drafted + static_cast<int64_t>(row.i_span) * 6;
         own[source] += row.n_drafts;
         own[3 + source] += row.n_sampled - 1;
     }
@@ -638,20 +638,20 @@ bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
     bool is_over = false;
     for (int32_t i = 0; i < s->n_rows; i++) {
         const output_row & row = s->rows[i];
-        const cbatch_chunk & c = s->chunks[row.i_chunk];
+        const cbatch_span & c = s->spans[row.i_span];
         binding & b = s->bindings[c.slot];
-        const int32_t * sampled = s->out + static_cast<int64_t>(row.i_chunk) * s->n_steps + s->n_out[row.i_chunk];
+        const int32_t * sampled = s->out + static_cast<int64_t>(row.i_span) * s->n_steps + s->n_out[row.i_span];
         const int32_t n_accepted = row.n_sampled - 1;
         const int32_t end = c.start + c.n_tokens + n_accepted;
         if (n_accepted < row.n_drafts) {
             s->api.memory_seq_rm(s->api.get_memory(s->ctx), c.slot, end, -1);
         }
-        const int32_t source = source_of(*s, row.i_chunk);
+        const int32_t source = source_of(*s, row.i_span);
         if (n_accepted > 0 && b.next != nullptr) {  // rows that fill an even step up may be right, too
             b.next->feed(end - n_accepted, sampled, n_accepted, true, s->match_rates);
         }
         b.last_token = sampled[n_accepted];
-        const int32_t i_guessed = s->i_guessed[row.i_chunk];
+        const int32_t i_guessed = s->i_guessed[row.i_span];
         if (i_guessed >= 0) {
             const guesses & g = s->guessed[i_guessed];
             s->model.learn(g, std::min(row.n_drafts, g.n), n_accepted);
@@ -659,25 +659,25 @@ bool take_sampled(cbatch_stepper * s, cbatch_report * report) {
         if (b.next != nullptr) {
             count_drafts(s, row, source, report);
         }
-        s->n_out[row.i_chunk] += row.n_sampled;
-        is_over |= s->n_out[row.i_chunk] >= s->n_steps || is_stop(b, sampled[n_accepted]);
+        s->n_out[row.i_span] += row.n_sampled;
+        is_over |= s->n_out[row.i_span] >= s->n_steps || is_stop(b, sampled[n_accepted]);
     }
     return is_over;
 }
 
-// Turn each chunk into the token that it just sampled, or a pad row's, at the next position.
+// Turn each span into the token that it just sampled, or a pad row's, at the next position.
 void feed(cbatch_stepper * s) {
-    for (int32_t i = 0; i < s->n_chunks; i++) {
-        cbatch_chunk & c = s->chunks[i];
+    for (int32_t i = 0; i < s->n_spans; i++) {
+        cbatch_span & c = s->spans[i];
         c.start += c.n_tokens;
         c.n_tokens = 1;
         s->fed[i] = pad_token;
     }
     for (int32_t i = 0; i < s->n_rows; i++) {
         const output_row & row = s->rows[i];
-        s->chunks[row.i_chunk].start += row.n_sampled - 1;
-        s->fed[row.i_chunk] =
-            s->out[static_cast<int64_t>(row.i_chunk) * s->n_steps + s->n_out[row.i_chunk] - 1];
+        s->spans[row.i_span].start += row.n_sampled - 1;
+        s->fed[row.i_span] =
+            s->out[static_cast<int64_t>(row.i_span) * s->n_steps + s->n_out[row.i_span] - 1];
     }
 }
 
@@ -902,15 +902,15 @@ int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot, const cbatch_bindi
     return CBATCH_OK;
 }
 
-int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks, const int32_t * tokens,
+int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_span * spans, int32_t n_spans, const int32_t * tokens,
                            int32_t n_steps, int64_t budget_us, int32_t n_drafts, int32_t is_even,
                            int32_t has_all, const uint32_t * const * masks, float ** rows, void (*await_rows)(void),
                            int32_t * out, int32_t * n_out, int32_t * drafted, cbatch_logprobs * logprobs,
                            const cbatch_scoring * scoring, cbatch_report * report) noexcept {
     *report = {};
-    int32_t code = check_run(*s, chunks, n_chunks, tokens, n_steps, budget_us, masks != nullptr || rows != nullptr);
+    int32_t code = check_run(*s, spans, n_spans, tokens, n_steps, budget_us, masks != nullptr || rows != nullptr);
     if (code == CBATCH_OK && scoring != nullptr) {
-        code = check_scoring(*s, chunks, n_chunks, *scoring, n_steps);
+        code = check_scoring(*s, spans, n_spans, *scoring, n_steps);
     }
     if (n_drafts < 0 || (n_drafts > 0 && (s->api.get_memory == nullptr || s->api.memory_seq_rm == nullptr))) {
         code = CBATCH_BAD_DRAFTS;
@@ -918,17 +918,17 @@ int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int3
     if (code != CBATCH_OK) {
         return code;
     }
-    for (int64_t i = 0; i < static_cast<int64_t>(n_steps) * n_chunks; i++) {
+    for (int64_t i = 0; i < static_cast<int64_t>(n_steps) * n_spans; i++) {
         out[i] = CBATCH_NO_TOKEN;
     }
-    for (int32_t i = 0; i < n_chunks; i++) {
-        s->chunks[i] = chunks[i];
+    for (int32_t i = 0; i < n_spans; i++) {
+        s->spans[i] = spans[i];
         n_out[i] = 0;
     }
     if (drafted != nullptr) {
-        std::fill(drafted, drafted + static_cast<int64_t>(n_chunks) * 6, 0);
+        std::fill(drafted, drafted + static_cast<int64_t>(n_spans) * 6, 0);
     }
-    s->n_chunks = n_chunks;
+    s->n_spans = n_spans;
     s->n_steps = n_steps;
     s->n_drafts_most = n_drafts;
     s->is_even = is_even != 0;

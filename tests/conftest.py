@@ -88,6 +88,12 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep servers that tests start, and what is found out at load, out of the user's own files."""
     for kind in ("STATE", "CACHE"):
         os.environ[f"XDG_{kind}_HOME"] = str(tmp_path_factory.mktemp(kind.lower()))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # what one process finds out about a model, all know
+        notes = tmp_path_factory.getbasetemp().parent / "notes"
+        notes.mkdir(exist_ok=True)
+        own = Path(os.environ["XDG_CACHE_HOME"]) / "cbatch"
+        own.mkdir()
+        (own / "notes").symlink_to(notes)
 
 
 @pytest.fixture(autouse=True)

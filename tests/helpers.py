@@ -19,24 +19,24 @@ from cbatch.backend.fake import (
     Faults,
     StepCost,
 )
-from cbatch.core.batcher import N_REFUSED_MAX, MultiRequestBatcher
-from cbatch.core.books import find_ledger_imbalance
-from cbatch.core.cell_ops import ToStore
+from cbatch.core.batcher import MultiRequestBatcher
+from cbatch.core.books import KvLedger, find_ledger_imbalance
 from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.kv import KvLedger
-from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, OwnProcessor, PromptCuts, Slot
+from cbatch.core.plan import Binding, KvCapabilities, OwnProcessor, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
 from cbatch.core.request import Request
+from cbatch.core.saved_cells import ToStore
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-from cbatch.core.slots import N_LOOK, BatcherState, SlotPlan
-from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
+from cbatch.core.slots import N_LOOK, SlotPlan
+from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError
 from cbatch.messages import BatchPrompt
 from cbatch.options import DryBreakers, RunOptions
 from cbatch.runtime.output import result_of, take_chunk
 from cbatch.runtime.prompts import PromptTokenizer
+from cbatch.runtime.wants import N_REFUSED_MAX, CacheEntry, CacheRead, CacheRef, SequenceWants
 from cbatch.stats import EngineStats
 from tests.oracle.fake_streams import stream_alone
 
@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.core.checkpoints import Checkpoint
-    from cbatch.core.plan import Chunk, StepPlan
-    from cbatch.core.prefix import Branch, PrefixIndex
+    from cbatch.core.plan import StepPlan
+    from cbatch.core.saved_cells import Checkpoint
+    from cbatch.core.span import Span
     from cbatch.options import Grammar
     from cbatch.response import BatchOutputChunk, BatchResult
+    from cbatch.support.prefix_index import Branch, PrefixIndex
 
 A_SECOND_A_STEP = StepCost(base_s=1.0)
 NO_FAULTS = Faults()
@@ -88,6 +89,7 @@ class Rig:
 
     backend: FakeBackend
     batcher: MultiRequestBatcher
+    wants: SequenceWants
     scheduler: ContinuousBatchScheduler
     stats: EngineStats
     drivers: dict[str, SequenceDriver] = field(default_factory=dict)
@@ -134,9 +136,9 @@ class Rig:
         return [d.request.id for d in self.ledger.holders if d is not None]
 
     @property
-    def state(self) -> BatcherState:
+    def state(self) -> MultiRequestBatcher:
         """The state that events and `apply` change, to look into."""
-        return self.batcher._state
+        return self.batcher
 
     @property
     def ledger(self) -> KvLedger:
@@ -233,8 +235,8 @@ def make_scheduler(
     *,
     n_vocab: int = 320,
     seed: int = 0,
-    code: Callable[[Sequence[Chunk]], int] = NO_FAULTS.code,
-    broken: Callable[[Chunk], bool] = NO_FAULTS.broken,
+    code: Callable[[Sequence[Span]], int] = NO_FAULTS.code,
+    broken: Callable[[Span], bool] = NO_FAULTS.broken,
     swap: Callable[[int], bool] = NO_FAULTS.swap,
     memory: KvCapabilities | None = None,
     cost: Callable[[int, int], float] = A_SECOND_A_STEP,
@@ -259,7 +261,8 @@ def make_scheduler(
     ledger = KvLedger(n_slots, n_window, memory)
     backend.cuts, backend.adapters = cuts, adapters
     prompts = PromptTokenizer(tokens_of or partial(tokenize, backend), n_window)
-    batcher = MultiRequestBatcher(ledger, prompts.tokenize, schedule, cuts)
+    wants = SequenceWants(prompts.tokenize)
+    batcher = MultiRequestBatcher(ledger, wants, schedule, cuts)
     stats = EngineStats()
     scheduler = ContinuousBatchScheduler(
         batcher,
@@ -271,7 +274,7 @@ def make_scheduler(
         has_adapters=bool(adapters),
     )
     scheduler.costs.learn_copy(1, copy_s)
-    return Rig(backend, batcher, scheduler, stats, copy_s=copy_s)
+    return Rig(backend, batcher, wants, scheduler, stats, copy_s=copy_s)
 
 
 def make_request(
@@ -409,7 +412,7 @@ def _plain_values(thing: object, seen: dict[int, int]) -> object:
 
 def take_wants(rig: Rig) -> None:
     """Note what is to be compiled and read, and write what was copied out; `settle_…` tells the batcher of it."""
-    while (want := rig.batcher.take_want()) is not None:
+    while (want := rig.wants.take()) is not None:
         if isinstance(want, CacheRead):
             rig.fetching.append(want)
         elif isinstance(want, ToStore):
@@ -427,10 +430,10 @@ def settle_disk(rig: Rig) -> None:
         if isinstance(found, CacheEntry) and want.choose(found):
             whole = states[max(states)]
             data = rig.backend.validate_state(states.get(want.n_read, whole), want.n_read)
-        for _, key in rig.batcher.resolve(want, found, rig.now):
+        for _, key in rig.wants.resolve(want, found, rig.now):
             rig.backend.import_state(key, data, want.n_read)
     for stored, entry in rig.storing:
-        rig.batcher.resolve(stored, entry, rig.now)
+        rig.wants.resolve(stored, entry, rig.now)
     rig.fetching, rig.storing = [], []
 
 
@@ -446,7 +449,7 @@ def settle_compiled(rig: Rig) -> None:
                 found = rig.backend.grammars.compile(want)
         except GrammarError as error:
             found = error
-        rig.batcher.resolve(want, found, rig.now)
+        rig.wants.resolve(want, found, rig.now)
 
 
 def store(rig: Rig, stored: ToStore) -> None:
@@ -499,14 +502,14 @@ def drive(
 def check_plan(rig: Rig, planned: Plan) -> None:
     """Rows ascend, positions follow the ledger, the budget holds, no decode row and no room is left out."""
     plan, planned_slots = planned.step, planned.slot_plan
-    slots = [c.slot for c in plan.chunks]
+    slots = [c.slot for c in plan.spans]
     assert slots == sorted(set(slots))
     assert len(planned.rows) == len(slots)
     entering = [d for d in planned_slots.placed if d.slot is None]
     leaves = {leave.driver: leave.reason for leave in planned_slots.leaves}
     has_preempted = "cells" in leaves.values()
     starts = {d: place.n_cells for d, place in planned_slots.placed.items()}
-    shares: Mapping[int, int] = {c.slot: len(c.tokens) for c in plan.chunks}
+    shares: Mapping[int, int] = {c.slot: len(c.inputs) for c in plan.spans}
     n_tokens = sum(shares.values())
     ledger = planned_slots.cells.ledger
     assert not find_ledger_imbalance(ledger)
@@ -516,11 +519,11 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     assert not (has_preempted and entering)
     running = [d for d in rig.ledger.holders if d and d.status is Status.RUNNING]
     running = [d for d in running if d not in leaves] + entering
-    for c, driver in zip(plan.chunks, planned.rows, strict=True):
-        end, start = c.start + len(c.tokens), starts.get(driver, driver.n_computed)
+    for c, driver in zip(plan.spans, planned.rows, strict=True):
+        end, start = c.start + len(c.inputs), starts.get(driver, driver.n_computed)
         assert driver in running
         assert c.start == start
-        assert list(c.tokens) == driver.tokens[c.start : end]
+        assert list(c.inputs) == driver.tokens[c.start : end]
         assert driver.request.adapters == plan.adapters
         is_open = driver.n_cap > 0 and driver.held is None
         assert c.has_output == (end == driver.n_tokens and is_open)
@@ -529,13 +532,13 @@ def check_plan(rig: Rig, planned: Plan) -> None:
         if rig.backend.cuts:
             check_shape(c, driver, driver.own_cuts(rig.backend.cuts))
     if plan.is_rebuild:
-        assert not plan.chunks
+        assert not plan.spans
         return
     n_holds = len(planned_slots.holds)
     n_waiting = len(waiting_for(rig, planned.slot_plan))
     if not ledger.is_overcommitted:
         assert entering or "parked" not in leaves.values()
-        is_full = len(rig.state.followers) + len(rig.state.reads) + n_holds > 0
+        is_full = rig.state.n_held + n_holds > 0
         is_full = is_full or bool(rig.state.storing or (plan.copies and rig.copy_s))
         assert is_full or not (n_waiting and ledger.n_free_slots)
     suspects = rig.scheduler.bisection.suspects(leaves)
@@ -553,7 +556,7 @@ def check_plan(rig: Rig, planned: Plan) -> None:
     is_free = limits == (None, None, None) and not rig.backend.cuts
     is_free = is_free and not any(d.is_scoring or d.reply.is_watched for d in running)
     if is_free and n_tokens < min(rig.backend.n_batch, ledger.n_free_cells):
-        done = {d: c.start + len(c.tokens) for c, d in zip(plan.chunks, planned.rows, strict=True)}
+        done = {d: c.start + len(c.inputs) for c, d in zip(plan.spans, planned.rows, strict=True)}
         marks = {d: planned_slots.marks.get(d, d.marks) for d in running}
         assert all(done[d] in (d.n_tokens, *marks[d]) for d in running)
 
@@ -567,10 +570,10 @@ def waiting_for(rig: Rig, slots: SlotPlan) -> list[SequenceDriver]:
     return [d for d in waiting_ready if d not in gone and d.chosen_slot not in copied]
 
 
-def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
+def check_targets(chunk: Span, driver: SequenceDriver) -> None:
     """Every token of a prompt is scored once: as soon as the one before it is computed, not when that is again."""
     n_scored, start = driver.scores.n_scored if driver.scores else 0, chunk.start
-    end = start + len(chunk.tokens)
+    end = start + len(chunk.inputs)
     is_first = driver.scores is not None and not driver.scores.found
     assert not driver.is_scoring or start <= n_scored
     if driver.is_scoring and (start == n_scored or (is_first and end > n_scored)):
@@ -580,9 +583,9 @@ def check_targets(chunk: Chunk, driver: SequenceDriver) -> None:
         assert not driver.is_scoring or end <= n_scored
 
 
-def check_shape(chunk: Chunk, driver: SequenceDriver, cuts: PromptCuts) -> None:
+def check_shape(chunk: Span, driver: SequenceDriver, cuts: PromptCuts) -> None:
     """A prompt is computed in chunks that begin and end where it may be cut, output one by one."""
-    n_tokens, n_left = len(chunk.tokens), driver.n_prompt - chunk.start
+    n_tokens, n_left = len(chunk.inputs), driver.n_prompt - chunk.start
     if n_left <= 0:
         assert n_tokens == 1
         return

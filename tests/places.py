@@ -11,7 +11,8 @@ import anyio
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.cache.store import CacheStore
-from cbatch.core.plan import ANYWHERE, Binding, KvCapabilities, PromptCuts, Slot
+from cbatch.core.plan import Binding, KvCapabilities, Slot
+from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt
 from cbatch.options import Sampling

@@ -434,11 +434,12 @@ def _follow(constraint: Any, dice: random.Random) -> str:
     import numpy as np
 
     from cbatch.backend.llama.grammar_matchers import GrammarMatchers
-    from cbatch.core.plan import Binding, Chunk, GrammarStep, Slot
+    from cbatch.core.plan import Binding, GrammarStep, Slot
+    from cbatch.core.span import Span
     from cbatch.options import GREEDY
 
     slot = Slot(0)
-    made, row = GrammarMatchers(1, 1), Chunk(slot, 5, (7,), has_output=True)
+    made, row = GrammarMatchers(1, 1), Span(slot, 5, (7,), has_output=True)
     made.bind(Binding(slot, 3, GREEDY, (), constraint=constraint))
     for _ in range(_N_FOLLOWED):
         [mask] = made.masks([row]) or [None]

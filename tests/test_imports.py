@@ -36,7 +36,7 @@ SEES: dict[str, set[str]] = {
     "chat": LOW,
     "cache": LOW,
     "core": LOW | {"chat"},
-    "backend": LOW | {"chat", "core.plan"},
+    "backend": LOW | {"chat", "core.plan", "core.span"},
     "runtime": LOW | {"chat", "core", "cache"} | PROTOCOL,
     "engine": BELOW_ENGINE | PROTOCOL | {"backend.load", "backend.named_library"},
     "worker": BELOW_ENGINE | PROTOCOL | {"backend.abort", "core.request", "engine"},

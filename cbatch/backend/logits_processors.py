@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.core.plan import Binding, Chunk, OwnProcessor, Slot
+    from cbatch.core.plan import Binding, OwnProcessor, Slot
+    from cbatch.core.span import Span
 
 
 @dataclass(eq=False, slots=True)
@@ -56,11 +57,11 @@ class LogitsProcessors:
         """Drop all processors."""
         self._told.clear()
 
-    def of(self, chunks: Sequence[Chunk]) -> list[Slot]:
-        """Return the slots of chunks with an output that have a processor."""
+    def of(self, spans: Sequence[Span]) -> list[Slot]:
+        """Return the slots of spans with an output that have a processor."""
         if not self._told:
             return []
-        return [c.slot for c in chunks if c.has_output and c.slot in self._told]
+        return [c.slot for c in spans if c.has_output and c.slot in self._told]
 
     def change(self, slot: Slot, row: NDArray[np.float32]) -> None:
         """Have a slot's processor change a row. It is not called for a broken row.

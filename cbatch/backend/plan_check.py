@@ -40,11 +40,11 @@ class PlanCheck:
         if moved or plan.forgets or plan.is_rebuild:
             held = self._after_moves(plan, n_cells, saved)
         previous = -1
-        for chunk in plan.chunks:
-            end = chunk.start + len(chunk.tokens) + plan.n_steps - 1
+        for chunk in plan.spans:
+            end = chunk.start + len(chunk.inputs) + plan.n_steps - 1
             if (
                 not previous < chunk.slot < self._n_slots
-                or not chunk.tokens
+                or not chunk.inputs
                 or chunk.start != held[chunk.slot]
                 or end > self._n_window
             ):

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cbatch.core.plan import KvCapabilities, PromptCuts, StepPlan, StepResult
+    from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
+    from cbatch.core.span import PromptCuts
     from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet, Grammar
     from cbatch.support.model_facts import ModelFacts

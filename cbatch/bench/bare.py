@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.attention import settle_attention
 from cbatch.errors import ConfigError, DecodeError
 
@@ -27,7 +28,9 @@ class BareLoop:
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        self._backend = LlamaBackend(model, settle_attention(model, options), owns_model=False)
+        self._backend = LlamaBackend(
+            model, Tuning(settle_attention(model, options)), owns_model=False
+        )
         self._ctx: Any = self._backend.ctx
         n_rows = self._backend.n_slots
         self._batch = llama_cpp.llama_batch_init(n_rows, 0, 1)
@@ -79,7 +82,9 @@ class PrefixLoop:
         Raises:
             ConfigError: the model's memory cannot be copied and cut back.
         """
-        self._backend = LlamaBackend(model, settle_attention(model, options), owns_model=False)
+        self._backend = LlamaBackend(
+            model, Tuning(settle_attention(model, options)), owns_model=False
+        )
         self.ctx: Any = self._backend.ctx
         """llama.cpp's context."""
         self.cells = LlamaCells(self.ctx)

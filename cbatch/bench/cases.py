@@ -13,16 +13,14 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _EXPERIMENTS = (
-    *("static_batches", "staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
-    *("short_sequences", "narrow_steps", "exact_price", "prompt_lengths"),
+    *("staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
+    *("short_sequences", "narrow_steps", "prompt_lengths"),
     *(
         "stall",
         "samplers",
         "constraints",
         "prompt_scores",
         "continuations",
-        "equal_rows",
-        "first_tokens",
         "speculation",
         "replicas",
         "neighbours",

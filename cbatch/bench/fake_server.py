@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.core.batcher import MultiRequestBatcher
+from cbatch.core.books import KvLedger
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.kv import KvLedger
 from cbatch.core.request import Request
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
 from cbatch.runtime.prompts import PromptTokenizer
+from cbatch.runtime.wants import SequenceWants
 from cbatch.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class FakeServer:
         self.stats = EngineStats()
         ledger = KvLedger(n_slots, n_window, memory)
         tokenize = PromptTokenizer(self._tokenize, n_window).tokenize
-        self.batcher = MultiRequestBatcher(ledger, tokenize, options)
+        self.batcher = MultiRequestBatcher(ledger, SequenceWants(tokenize), options)
         self.scheduler = ContinuousBatchScheduler(
             self.batcher, n_batch, self.stats, options, memory=memory
         )

@@ -93,14 +93,16 @@ def told(stats: EngineStats) -> dict[str, Any]:
     """Return costs in seconds and what follows from them, as JSON values.
 
     `rows_s` is a step that only decodes, by its rows; `prompt_s` what a step with prompts takes more, however many
-    tokens they have, and `token_s` each of their tokens; `budget_tokens` how many of them join decoding rows that are
-    read as they come, by the rows; `width` the rows with which most tokens are decoded in a second.
+    tokens they have, `token_s` each of their tokens, and `cell_s` each token and cell before it; `budget_tokens` how
+    many of them join decoding rows that are read as they come, by the rows; `width` the rows with which most tokens are
+    decoded in a second.
     """
     rows_s = stats.cost_rows_s
     return {
         "rows_s": rows_s,
         "prompt_s": stats.cost_prompt_s,
         "token_s": stats.cost_token_s,
+        "cell_s": stats.cost_cell_s,
         "budget_tokens": stats.cost_budget_tokens,
         "width": max(map(int, rows_s), key=lambda n: n / rows_s[str(n)], default=None),
     }

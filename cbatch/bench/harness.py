@@ -77,7 +77,17 @@ def median(values: Iterable[float], n_digits: int = 3) -> float:
     return round(statistics.median(values), n_digits)
 
 
-def ratios(rounds: Iterable[tuple[float, float]], name: str = "ratio") -> dict[str, float]:
+def compare(n_rounds: int, n_digits: int = 1, /, **ways: Callable[[], float]) -> dict[str, float]:
+    """Do two ways in turn; return the median of each by its name, and the ratios of the first over the second."""
+    rounds = take_turns(n_rounds, *ways.values())
+    medians = {
+        name: median(found, n_digits)
+        for name, found in zip(ways, zip(*rounds, strict=True), strict=True)
+    }
+    return {**medians, **ratios(rounds)}
+
+
+def ratios(rounds: Iterable[tuple[float, ...]], name: str = "ratio") -> dict[str, float]:
     """Return the median and the range of the rounds' own ratios, the first over the second of each."""
     found = sorted(first / second for first, second in rounds)
     return {

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from cbatch.bench.measured import WorkRequest
     from cbatch.bench.pacing import Now
+    from cbatch.bench.text_work import TextCall
+    from cbatch.bench.vector_process import Rows
 
 MOST_BOS = 2
 """Tokens by which two counts of one prompt may differ: marks that a server adds or leaves out. Our choice."""
@@ -179,6 +181,27 @@ class OpenAIClient:
         if status != 200:
             raise self._refused(status, data)
         return self._parsed(data.decode("utf-8", "replace"))
+
+    async def rows(self, call: TextCall) -> Rows:
+        """Return what the server answers to a call for embeddings, or for scores.
+
+        Raises:
+            ServerProblemError: as `post`; or a text has no answer.
+        """
+        body: dict[str, Any] = {"model": self.model, "input": call.texts}
+        path, items, field = "/embeddings", "data", "embedding"
+        if call.query is not None:
+            body = {"model": self.model, "query": call.query, "documents": call.texts}
+            path, items, field = "/rerank", "results", "relevance_score"
+        found = await self.post(path, body)
+        try:
+            by_index = {item["index"]: item[field] for item in found[items]}
+            rows = [by_index[i] for i in range(len(call.texts))]
+            return [[*map(float, r)] if isinstance(r, list) else [float(r)] for r in rows]
+        except (LookupError, TypeError, ValueError):
+            raise ServerProblemError(
+                f"{self.address} did not answer each of {len(call.texts)} texts"
+            ) from None
 
     async def try_out(self, request: WorkRequest, now: Now) -> MeasuredAnswer:
         """Ask once, and without the extras from then on if the server refuses them."""

@@ -10,15 +10,15 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from cbatch.bench.measured import MeasuredAnswer
 from cbatch.bench.openai_client import MOST_BOS, Address, OpenAIClient, ServerProblemError
 from cbatch.bench.pacing import drive
-from cbatch.bench.server_process import rss_mib, served
-from cbatch.core.prefix import n_common
+from cbatch.bench.server_process import cpu_s_of, rss_mib, served
+from cbatch.bench.vector_process import all_answered
 from cbatch.errors import CBatchError, ConfigError
+from cbatch.support.prefix_index import n_common
 from cbatch.support.processes import command_of, environment
 from cbatch.worker.placement import my_cores
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from cbatch.bench.measured import Chains, WorkRequest
     from cbatch.bench.pacing import Now, Pace
+    from cbatch.bench.text_work import TextCall
+    from cbatch.bench.vector_process import Rows
     from cbatch.engine_options import EngineOptions
 
 PATIENCE_S = 120.0
@@ -47,16 +49,18 @@ ONE_BY_ONE = ("one", "llama")
 """Sides that answer one request after another, whatever comes at once."""
 
 
+VECTOR_KINDS = ("engine", "serve", "llama")
+"""Sides that embed; `llama` is `Llama.embed`, which does not rerank."""
+
+
 class SideError(CBatchError):
     """A side of a comparison cannot be measured; the others go on."""
 
 
-class Side(Protocol):
-    """What answers the requests of a round."""
+class MeasuredSide(Protocol):
+    """What is measured."""
 
     name: str
-    is_remote: bool
-    """Whether it is a server that was there before, so that it cannot be started anew."""
 
     def start(self) -> None:
         """Get ready; where it is ready, do nothing. Raises `SideError`."""
@@ -64,14 +68,39 @@ class Side(Protocol):
     def close(self) -> None:
         """End; `start` starts it anew."""
 
+    @property
+    def memory_mib(self) -> float | None:
+        """The memory that its processes have of their own; None where nobody can know."""
+
+
+class Side(MeasuredSide, Protocol):
+    """What answers the requests of a round."""
+
+    is_remote: bool
+    """Whether it is a server that was there before, so that it cannot be started anew."""
+
     def run(
         self, chains: Chains, pace: Pace, n_rows: int, *, is_streamed: bool
     ) -> tuple[list[MeasuredAnswer], float]:
         """Answer all requests; return the answers, and the seconds until the last. Raises `SideError`."""
 
-    @property
-    def memory_mib(self) -> float | None:
-        """The memory that its processes have of their own; None where nobody can know."""
+
+class VectorSide(MeasuredSide, Protocol):
+    """What answers the calls of a round, for embeddings or scores."""
+
+    def answer(self, calls: Sequence[TextCall], n_clients: int) -> VectorRound:
+        """Answer all calls, so many at once. Raises `SideError`."""
+
+    def rows(self, call: TextCall) -> Rows:
+        """Return what one call gives. Raises `SideError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRound:
+    """The time of a round: by the clock, and of all cores where the processes are known."""
+
+    seconds: float
+    cpu_s: float | None
 
 
 class ProcessSide:
@@ -148,6 +177,18 @@ class ProcessSide:
         self.cpu_s = float(found["cpu_s"])
         answers = [_answer_of(answer) for answer in found["answers"]]
         return answers, float(found["seconds"])
+
+    def answer(self, calls: Sequence[TextCall], n_clients: int) -> VectorRound:
+        """Send calls for embeddings or scores, and return their time."""
+        self.start()
+        found = self.do({"calls": [*map(asdict, calls)], "n_clients": n_clients})
+        return VectorRound(float(found["seconds"]), float(found["cpu_s"]))
+
+    def rows(self, call: TextCall) -> Rows:
+        """Return what one call gives."""
+        self.start()
+        found: Rows = self.do({"call": asdict(call)})["rows"]
+        return found
 
     @property
     def memory_mib(self) -> float | None:
@@ -273,6 +314,25 @@ class HttpSide:
         answers, seconds = asyncio.run(drive(chains, pace, ask))
         return [*map(client.counted, answers)], seconds
 
+    def answer(self, calls: Sequence[TextCall], n_clients: int) -> VectorRound:
+        """Send calls for embeddings or scores, and return their time."""
+        self.start()
+        before = [cpu_s_of(pid) for pid in self.pids()]
+        seconds = asyncio.run(all_answered(calls, n_clients, self._rows))
+        cpu_s = sum(cpu_s_of(pid) for pid in self.pids()) - sum(before) if before else None
+        return VectorRound(seconds, cpu_s)
+
+    def rows(self, call: TextCall) -> Rows:
+        """Return what one call gives."""
+        self.start()
+        return asyncio.run(self._rows(call))
+
+    async def _rows(self, call: TextCall) -> Rows:
+        try:
+            return await self.client.rows(call)
+        except (ServerProblemError, OSError, EOFError, ValueError) as error:
+            raise SideError(f"{self.name}: {error}") from None
+
     @property
     def client(self) -> OpenAIClient:
         """What asks the server, once it is started."""
@@ -388,41 +448,16 @@ def _await_health(port: int, process: subprocess.Popen[bytes], log: Any) -> None
     raise SideError(f"llama-server did not start: {said[-1] if said else process.args!r}")
 
 
-def http_side(
-    name: str,
-    start: Callable[[], AbstractContextManager[Started]],
-    *,
-    tokenize: Callable[[str], Sequence[int]],
-    schema_field: str = "response_format",
-    timeout_s: float = 600.0,
-) -> HttpSide:
-    """Return a server that is started for the comparison."""
-    client = partial(
-        OpenAIClient, tokenize=tokenize, schema_field=schema_field, timeout_s=timeout_s
-    )
-    return HttpSide(name, start, client)
-
-
-def remote_side(
-    url: str,
-    *,
-    tokenize: Callable[[str], Sequence[int]],
-    model: str | None,
-    key: str | None,
-    timeout_s: float = 600.0,
-) -> HttpSide:
-    """Return a server that is there already.
-
-    Raises:
-        ConfigError: the URL is none.
-    """
-    address = Address.of(url)
-    client = partial(OpenAIClient, tokenize=tokenize, model=model, key=key, timeout_s=timeout_s)
-    return HttpSide(str(address), partial(there_already, url), client, is_remote=True)
-
-
 def check_kinds(names: Sequence[str]) -> None:
     """Raise a `ConfigError` for a side that is none."""
     for name in names:
         if name not in KINDS:
             raise ConfigError(f"unknown side {name!r}; known are {', '.join(KINDS)}")
+
+
+def check_vector_kinds(names: Sequence[str]) -> None:
+    """Raise a `ConfigError` for a side that does not embed."""
+    for name in names:
+        if name not in VECTOR_KINDS:
+            known = ", ".join(VECTOR_KINDS)
+            raise ConfigError(f"side {name!r} has no embeddings; known are {known}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.comparison import COLD
@@ -125,10 +125,8 @@ class Summary:
         if not figures:
             return row
         ours = self._ours_of(workload, load, state, side)
-        return SideRow(
-            **{f: getattr(row, f) for f in ("workload", "load", "state", "side")},
-            n_counted=row.n_counted,
-            n_rounds=n_rounds,
+        return replace(
+            row,
             output_tps=Middle.of(f.output_tps for f in figures),
             prompt_tps=statistics.median(f.prompt_tps for f in figures),
             rps=statistics.median(f.rps for f in figures),

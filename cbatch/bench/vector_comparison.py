@@ -15,9 +15,9 @@ from cbatch.bench.summary import Middle, TextTable, shown_middle
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from cbatch.bench.sides import VectorSide
     from cbatch.bench.text_work import TextCall, Tokenize, VectorWorkload
     from cbatch.bench.vector_process import Rows
-    from cbatch.bench.vector_sides import VectorSide
 
 _LEAST_COSINE = 0.99
 """Below it a side has another model, or other vectors: kernels and quantised cells round less apart. Our choice."""

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.measured import WorkRequest
-from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.options import RunOptions
 from cbatch.support.checks import read_json, why_unread
+from cbatch.support.prefix_index import n_common
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

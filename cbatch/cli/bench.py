@@ -13,14 +13,13 @@ import typer
 
 from cbatch.cli.completion import among, among_several
 from cbatch.cli.main import ExitCode, write
-from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
+from cbatch.cli.option_table import MODEL_OPTION, Given, in_panel, model_argument, one_model, takes
 from cbatch.cli.terminal import say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError
-from cbatch.files.output.durable import whole
+from cbatch.files.output.durable import write_whole
 from cbatch.files.places import check_new, stdout
 from cbatch.support.checks import check_int
-from cbatch.support.folders import told as written
 
 if TYPE_CHECKING:
     from cbatch.bench.comparison import Comparison, ComparisonPlan, Load
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
     from cbatch.bench.vector_comparison import VectorComparison, VectorPlan
     from cbatch.bench.workloads import Workload
 
-_OUTPUT = "Output"
-_SIDES = "Sides"
-_REQUESTS = "Requests"
+_output, _side, _request = in_panel("Output"), in_panel("Sides"), in_panel("Requests")
+_file = partial(_output, metavar="FILE")
 _N_SLACK = 16
 """Tokens of a slot beyond the longest request: llama-server wants one, a server may add marks. Our choice."""
 _N_WINDOW = 2048
@@ -76,168 +74,98 @@ def bench(
     given: Given,
     workload: Annotated[
         str,
-        option(
-            panel=_REQUESTS,
+        _request(
+            "Kinds of requests; see --list.",
+            "decode, mixed, shared, burst",
             metavar="NAMES",
-            help="Kinds of requests; see --list.",
-            default="decode, mixed, shared, burst",
             autocompletion=_named_workloads,
         ),
     ] = "decode,mixed,shared,burst",
     requests: Annotated[
         Path | None,
-        option(
-            panel=_REQUESTS,
+        _request(
+            'Requests of your own: JSON lines with "prompt" and "max_tokens".',
+            "none",
             metavar="FILE",
-            help='Requests of your own: JSON lines with "prompt" and "max_tokens".',
-            default="none",
         ),
     ] = None,
-    at_once: Annotated[
-        str, option(panel=_REQUESTS, metavar="NUMBERS", help="Requests at once.")
-    ] = "1,4,16",
+    at_once: Annotated[str, _request("Requests at once.", metavar="NUMBERS")] = "1,4,16",
     rate: Annotated[
         str | None,
-        option(
-            panel=_REQUESTS,
-            metavar="NUMBERS",
-            help="Requests a second, at random times, instead of --at-once.",
-            default="none",
+        _request(
+            "Requests a second, at random times, instead of --at-once.", "none", metavar="NUMBERS"
         ),
     ] = None,
     count: Annotated[
-        int | None,
-        option(panel=_REQUESTS, min=1, help="Requests in a round.", default="4 for each at once"),
+        int | None, _request("Requests in a round.", "4 for each at once", min=1)
     ] = None,
     prompt_tokens: Annotated[
         str | None,
-        option(
-            panel=_REQUESTS,
-            metavar="N[-N]",
-            help="Tokens of each prompt besides common ones.",
-            default="the workload's",
-        ),
+        _request("Tokens of each prompt besides common ones.", "the workload's", metavar="N[-N]"),
     ] = None,
     output_tokens: Annotated[
-        str | None,
-        option(
-            panel=_REQUESTS,
-            metavar="N[-N]",
-            help="Tokens of each answer.",
-            default="the workload's",
-        ),
+        str | None, _request("Tokens of each answer.", "the workload's", metavar="N[-N]")
     ] = None,
     common_tokens: Annotated[
         int | None,
-        option(
-            panel=_REQUESTS,
-            min=0,
-            help="Common tokens at the beginning of all prompts.",
-            default="the workload's",
-        ),
+        _request("Common tokens at the beginning of all prompts.", "the workload's", min=0),
     ] = None,
-    rounds: Annotated[int, option(panel=_REQUESTS, min=1, help="Rounds of each measurement.")] = 3,
-    seed: Annotated[int, option(panel=_REQUESTS, min=0, help="Seed of all random choices.")] = 1,
+    rounds: Annotated[int, _request("Rounds of each measurement.", min=1)] = 3,
+    seed: Annotated[int, _request("Seed of all random choices.", min=0)] = 1,
     warm: Annotated[
-        bool,
-        option("--warm", panel=_REQUESTS, help="Also send each round's requests a second time."),
+        bool, _request("Also send each round's requests a second time.", None, "--warm")
     ] = False,
     stream: Annotated[
-        bool,
-        option("--stream/--no-stream", panel=_REQUESTS, help="Read answers as they come."),
+        bool, _request("Read answers as they come.", None, "--stream/--no-stream")
     ] = True,
     sides: Annotated[
         str | None,
-        option(
-            panel=_SIDES,
+        _side(
+            "Programs to compare; see --list.",
+            "engine, one, llama, static, bare; with servers: engine, serve, bare",
             metavar="NAMES",
-            help="Programs to compare; see --list.",
-            default="engine, one, llama, static, bare; with servers: engine, serve, bare",
         ),
     ] = None,
     llama_server: Annotated[
         Path | None,
-        option(
-            panel=_SIDES,
-            metavar="PATH",
-            help="llama-server, started with the same slots and memory.",
-            default="none",
-        ),
+        _side("llama-server, started with the same slots and memory.", "none", metavar="PATH"),
     ] = None,
     against: Annotated[
         list[str] | None,
-        option(
-            panel=_SIDES,
+        _side(
+            "A server in OpenAI's format with the same model; may be repeated.",
+            "none",
             metavar="URL",
-            help="A server in OpenAI's format with the same model; may be repeated.",
-            default="none",
         ),
     ] = None,
     against_model: Annotated[
-        str | None,
-        option(
-            panel=_SIDES, metavar="NAME", help="The model's name there.", default="the first listed"
-        ),
+        str | None, _side("The model's name there.", "the first listed", metavar="NAME")
     ] = None,
-    api_key: Annotated[
-        str | None,
-        option(panel=_SIDES, metavar="KEY", help="API key for --against.", default="none"),
-    ] = None,
-    timeout_s: Annotated[
-        float, option(panel=_SIDES, min=0.001, help="Most seconds for a server's answer.")
-    ] = 600.0,
-    json_file: Annotated[
-        Path | None,
-        option("--json", panel=_OUTPUT, metavar="FILE", help="Write all figures.", default="none"),
-    ] = None,
-    markdown_file: Annotated[
-        Path | None,
-        option(
-            "--markdown", panel=_OUTPUT, metavar="FILE", help="Write the tables.", default="none"
-        ),
-    ] = None,
-    html_file: Annotated[
-        Path | None,
-        option(
-            "--html", panel=_OUTPUT, metavar="FILE", help="Write a page with plots.", default="none"
-        ),
-    ] = None,
-    svg_file: Annotated[
-        Path | None,
-        option(
-            "--svg",
-            panel=_OUTPUT,
-            metavar="FILE",
-            help="Write a plot of the rates.",
-            default="none",
-        ),
-    ] = None,
+    api_key: Annotated[str | None, _side("API key for --against.", "none", metavar="KEY")] = None,
+    timeout_s: Annotated[float, _side("Most seconds for a server's answer.", min=0.001)] = 600.0,
+    json_file: Annotated[Path | None, _file("Write all figures.", "none", "--json")] = None,
+    markdown_file: Annotated[Path | None, _file("Write the tables.", "none", "--markdown")] = None,
+    html_file: Annotated[Path | None, _file("Write a page with plots.", "none", "--html")] = None,
+    svg_file: Annotated[Path | None, _file("Write a plot of the rates.", "none", "--svg")] = None,
     sources: Annotated[
         list[str] | None,
-        option(
+        _file(
+            "Draw --svg from a file of --json instead of measuring; may be repeated.",
+            "none",
             "--from",
-            panel=_OUTPUT,
-            metavar="FILE",
-            help="Draw --svg from a file of --json instead of measuring; may be repeated.",
-            default="none",
         ),
     ] = None,
-    force: Annotated[
-        bool, option("--force", panel=_OUTPUT, help="Replace existing files.")
-    ] = False,
-    quiet: Annotated[
-        bool, option("--quiet", "-q", panel=_OUTPUT, help="Print no line for each round.")
-    ] = False,
+    force: Annotated[bool, _output("Replace existing files.", None, "--force")] = False,
+    quiet: Annotated[bool, _output("Print no line for each round.", None, "--quiet", "-q")] = False,
     list_all: Annotated[
-        bool, option("--list", panel=_OUTPUT, help="List workloads, sides and cases, and exit.")
+        bool, _output("List workloads, sides and cases, and exit.", None, "--list")
     ] = False,
     case: Annotated[
         str | None,
-        option(
-            panel=_OUTPUT,
+        _output(
+            "Run a single benchmark instead; see --list.",
+            "none",
             metavar="NAME",
-            help="Run a single benchmark instead; see --list.",
-            default="none",
             autocompletion=_cases,
         ),
     ] = None,
@@ -270,6 +198,8 @@ def bench(
             )
         _draw(sources, _names(workload), svg_file)
         return
+    beside = Beside(llama_server, against or [], against_model, api_key, timeout_s)
+    tell = bool if quiet else say
     if texts := _vector_workloads(workload, prompt_tokens, common_tokens):
         _refuse(
             requests=requests,
@@ -283,17 +213,12 @@ def bench(
         from cbatch.bench.vector_comparison import VectorPlan
 
         texts_plan = VectorPlan(texts, _numbers("at_once", at_once), rounds, seed, count)
-        beside = Beside(llama_server, against or [], against_model, api_key, timeout_s)
-        named = _vector_sides(sides, beside)
-        say_round = _nothing if quiet else say
-        _measure_vectors(
-            texts_plan, named, model, given.engine_settings(), beside, files, say_round
-        )
+        named = _sides(sides, beside, of_texts=True)
+        _measure_vectors(texts_plan, named, model, given.engine_settings(), beside, files, tell)
         return
     loads = _loads(at_once, rate)
     kinds = _workloads(workload, prompt_tokens, output_tokens, common_tokens)
     settings = {"parallel": DEFAULT_PARALLEL, **given.engine_settings()}
-    beside = Beside(llama_server, against or [], against_model, api_key, timeout_s)
     named = _sides(sides, beside)
     from cbatch.bench.comparison import ComparisonPlan  # slow to import
     from cbatch.bench.model_text import model_text
@@ -304,14 +229,10 @@ def bench(
         is_exact = settings.get("exact", False)
         plan = ComparisonPlan(kinds, loads, rounds, seed, count, chains, warm, is_exact, stream)
         comparison = _comparison(plan, text, settings, named, beside)
-        comparison.say = _nothing if quiet else say
+        comparison.say = tell
         is_broken_off = _run(comparison)
     facts = {"model": text.path, "seed": seed, "rounds": rounds, **settings}
     _end(comparison, facts, files, is_broken_off=is_broken_off)
-
-
-def _nothing(_: str) -> None:
-    """Say nothing."""
 
 
 def _run(comparison: "Comparison | VectorComparison") -> bool:
@@ -373,22 +294,47 @@ def _end(
 ) -> None:
     """Show what was found, write the files, and exit with a code that says how it went."""
     from cbatch.bench.rates import Rates
-    from cbatch.bench.summary import Summary, markdown
+    from cbatch.bench.summary import Summary
     from cbatch.cli.bench_page import bench_page, bench_picture
 
-    summary, machine = Summary(comparison), _machine()
-    tables, remarks, problems = summary.tables(), summary.remarks(), summary.problems()
-    _show(tables, remarks, problems, facts)
-    lines = [_line_of(facts), _line_of(machine), *remarks, *problems]
-    found = {"settings": facts, "machine": machine, **summary.as_dict()}
-    makers: dict[str, Callable[[], str]] = {
-        "json": partial(_as_json, found),
-        "markdown": partial(markdown, tables, lines),
-        "html": partial(bench_page, summary, facts, machine),
-        "svg": lambda: bench_picture([Rates.of(summary, facts)]),
-    }
-    _write_files(makers, files)
+    summary = Summary(comparison)
+    remarks, problems = summary.remarks(), summary.problems()
+    _report(
+        facts,
+        [*summary.tables()],
+        (remarks, problems),
+        summary.as_dict(),
+        files,
+        html=lambda machine: bench_page(summary, facts, machine),
+        svg=lambda machine: bench_picture([Rates.of(summary, facts)]),
+    )
     _exit(is_broken_off=is_broken_off, has_problems=bool(problems))
+
+
+def _report(
+    facts: dict[str, Any],
+    tables: "Sequence[TextTable]",
+    lines: tuple[Sequence[str], Sequence[str]],
+    figures: Mapping[str, Any],
+    files: Mapping[str, Path | None],
+    **pages: Callable[[dict[str, str]], str],
+) -> None:
+    """Print the tables, remarks and problems, and write the files that were asked for."""
+    from cbatch.bench.summary import markdown
+    from cbatch.files.report.page import machine_and_versions
+
+    (remarks, problems), machine = lines, machine_and_versions()
+    show_tables(tables, remarks, problems, facts)
+    said = [_line_of(facts), _line_of(machine), *remarks, *problems]
+    found = {"settings": facts, "machine": machine, **figures}
+    makers: dict[str, Callable[[dict[str, str]], str]] = {
+        "json": lambda _: json.dumps(found, indent=1) + "\n",
+        "markdown": lambda _: markdown(tables, said),
+        **pages,
+    }
+    for kind, path in files.items():
+        if path is not None:
+            write_whole(path, makers[kind](machine))
 
 
 # ---- what was asked ----
@@ -419,12 +365,14 @@ def _loads(at_once: str, rate: str | None) -> "list[Load]":
     return [Load(rate=each) for each in _rates(rate)]
 
 
-def _sides(asked: str | None, beside: "Beside") -> list[str]:
-    from cbatch.bench.sides import check_kinds
+def _sides(asked: str | None, beside: "Beside", *, of_texts: bool = False) -> list[str]:
+    """Return the sides that were named, or the usual ones."""
+    from cbatch.bench.sides import check_kinds, check_vector_kinds
 
-    usual = "engine,serve,bare" if beside.has_any else "engine,one,llama,static,bare"
-    named = _names(asked or usual)
-    check_kinds(named)
+    alone = "engine,llama" if of_texts else "engine,one,llama,static,bare"
+    beside_others = "engine,serve" if of_texts else "engine,serve,bare"
+    named = _names(asked or (beside_others if beside.has_any else alone))
+    (check_vector_kinds if of_texts else check_kinds)(named)
     return named
 
 
@@ -481,14 +429,6 @@ def _refuse(**given: Any) -> None:
             )
 
 
-def _vector_sides(asked: str | None, beside: "Beside") -> list[str]:
-    from cbatch.bench.vector_sides import check_vector_kinds
-
-    named = _names(asked or ("engine,serve" if beside.has_any else "engine,llama"))
-    check_vector_kinds(named)
-    return named
-
-
 def _measure_vectors(
     plan: "VectorPlan",
     names: Sequence[str],
@@ -500,7 +440,6 @@ def _measure_vectors(
 ) -> None:
     """Measure embeddings and rerank, show and write what was found, and exit with a code that says how it went."""
     from cbatch.bench.model_text import model_text
-    from cbatch.bench.summary import markdown
     from cbatch.bench.vector_comparison import VectorComparison
     from cbatch.cli.bench_vectors import VectorSides, check_fit
 
@@ -510,13 +449,9 @@ def _measure_vectors(
         comparison = VectorComparison(plan, make, text.tokenize, say_round)
         is_broken_off = _run(comparison)
     facts = {"model": text.path, "seed": plan.seed, "rounds": plan.n_rounds, **settings}
-    tables, machine = [*comparison.tables()], _machine()
-    _show(tables, [], comparison.refused, facts)
-    lines = [_line_of(facts), _line_of(machine), *comparison.refused]
-    found = {"settings": facts, "machine": machine, **comparison.as_dict()}
-    makers = {"json": partial(_as_json, found), "markdown": partial(markdown, tables, lines)}
-    _write_files(makers, files)
-    _exit(is_broken_off=is_broken_off, has_problems=bool(comparison.refused))
+    problems = comparison.refused
+    _report(facts, [*comparison.tables()], ([], problems), comparison.as_dict(), files)
+    _exit(is_broken_off=is_broken_off, has_problems=bool(problems))
 
 
 def _of_file(
@@ -585,29 +520,35 @@ class Beside:
 
     def ours(self, text: "ModelText", settings: Mapping[str, Any]) -> "HttpSide":
         """Return `cbatch serve`."""
-        from cbatch.bench.sides import cbatch_server, http_side
+        from cbatch.bench.sides import cbatch_server
 
-        start = partial(cbatch_server, text.path, self.words_of(settings))
-        return http_side("serve", start, tokenize=text.answer_tokens, timeout_s=self.timeout_s)
+        return self._http("serve", partial(cbatch_server, text.path, self.words_of(settings)), text)
 
-    def theirs(self, text: "ModelText", settings: Mapping[str, Any]) -> "Iterator[HttpSide]":
-        """Yield the servers of others."""
-        from cbatch.bench.sides import http_side, llama_server, remote_side
+    def theirs(
+        self, text: "ModelText", settings: Mapping[str, Any], words: Sequence[str] = ()
+    ) -> "Iterator[HttpSide]":
+        """Yield the servers of others; llama-server has these arguments more."""
+        from cbatch.bench.openai_client import Address
+        from cbatch.bench.sides import llama_server, there_already
 
-        tokenize = text.answer_tokens
         if self.program is not None:
-            start = partial(llama_server, str(self.program), text.path, EngineOptions.of(settings))
-            yield http_side(
-                "llama-server",
-                start,
-                tokenize=tokenize,
-                schema_field="json_schema",
-                timeout_s=self.timeout_s,
-            )
+            options = EngineOptions.of(settings)
+            start = partial(llama_server, str(self.program), text.path, options, words)
+            yield self._http("llama-server", start, text, schema_field="json_schema")
         for url in self.urls:
-            yield remote_side(
-                url, tokenize=tokenize, model=self.model, key=self.key, timeout_s=self.timeout_s
-            )
+            more = {"model": self.model, "key": self.key}
+            name, start = str(Address.of(url)), partial(there_already, url)
+            yield self._http(name, start, text, is_remote=True, **more)
+
+    def _http(
+        self, name: str, start: Any, text: "ModelText", *, is_remote: bool = False, **of_client: Any
+    ) -> "HttpSide":
+        from cbatch.bench.openai_client import OpenAIClient
+        from cbatch.bench.sides import HttpSide
+
+        of_client |= {"tokenize": text.answer_tokens, "timeout_s": self.timeout_s}
+        client = partial(OpenAIClient, **of_client)
+        return HttpSide(name, start, client, is_remote=is_remote)
 
 
 # ---- what is shown ----
@@ -628,7 +569,7 @@ def _listed() -> Iterator[str]:
     yield from (f"  {name:<22}{told(name)}" for name in present())
 
 
-def _show(
+def show_tables(
     tables: "Sequence[TextTable]",
     remarks: Sequence[str],
     problems: Sequence[str],
@@ -654,29 +595,6 @@ def _line_of(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
-def _machine() -> dict[str, str]:
-    from cbatch.files.report.page import machine_facts, version_facts
-
-    return {**machine_facts(), **version_facts()}
-
-
-def _as_json(found: Mapping[str, Any]) -> str:
-    return json.dumps(found, indent=1) + "\n"
-
-
-def _write_files(makers: Mapping[str, Callable[[], str]], files: Mapping[str, Path | None]) -> None:
-    """Write the files that were asked for, each whole or not at all."""
-    for kind, path in files.items():
-        if path is not None:
-            _write_file(path, makers[kind]())
-
-
-def _write_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    with written(path), whole(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
 def _draw(sources: Sequence[str], workloads: Sequence[str], path: Path) -> None:
     """Draw the rates of earlier runs."""
     from cbatch.bench.rates import merged, read_rates
@@ -685,4 +603,4 @@ def _draw(sources: Sequence[str], workloads: Sequence[str], path: Path) -> None:
     runs = merged([read_rates(Path(source)) for source in sources], workloads)
     if not any(run.rows for run in runs):
         raise ConfigError(f"{', '.join(sources)}: have no rates of {', '.join(workloads)}")
-    _write_file(path, bench_picture(runs))
+    write_whole(path, bench_picture(runs))

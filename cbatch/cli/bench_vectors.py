@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.openai_client import OpenAIClient
-from cbatch.bench.sides import cbatch_server, llama_server, there_already
-from cbatch.bench.vector_sides import VECTOR_KINDS, HttpVectorSide, OwnVectorSide
-from cbatch.engine_options import EngineOptions
+from cbatch.bench.sides import VECTOR_KINDS, ProcessSide
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.bench.model_text import ModelText
+    from cbatch.bench.sides import VectorSide
     from cbatch.bench.text_work import VectorWorkload
-    from cbatch.bench.vector_sides import VectorSide
     from cbatch.cli.bench import Beside
     from cbatch.support.model_facts import ModelFacts
 
@@ -73,36 +69,20 @@ class VectorSides:
         return [*self._own(workload), *self._theirs(workload)]
 
     def _own(self, workload: VectorWorkload) -> Iterator[VectorSide]:
-        path = self._text.path
         for name in sorted(self._names, key=VECTOR_KINDS.index):
             if name == "serve":
-                start = partial(cbatch_server, path, self._beside.words_of(self._settings))
-                yield self._http("serve", start)
+                yield self._beside.ours(self._text, self._settings)
             elif name == "engine" or not workload.n_query:
-                yield OwnVectorSide(_SIDE_NAMES.get(name, name), path, self._settings)
+                yield ProcessSide(_SIDE_NAMES.get(name, name), self._text.path, self._settings)
 
     def _theirs(self, workload: VectorWorkload) -> Iterator[VectorSide]:
-        beside, facts = self._beside, self._text.facts
-        if beside.program is not None:
-            n_window = workload.n_longest + (_N_TEMPLATE if workload.n_query else _N_SLACK)
-            n_window = min(n_window, _n_most(facts))
-            words = ["--reranking"] if workload.n_query else ["--embeddings"]
-            if not workload.n_query and facts.can_generate:
-                words += ["--pooling", facts.pooling]
-            if n_window > _N_UBATCH:
-                words += ["-b", str(n_window), "-ub", str(n_window)]
-            slots = {"parallel": self._at_once, "ctx_per_seq": max(n_window, _N_UBATCH)}
-            options = EngineOptions.of({**self._settings, **slots})
-            start = partial(llama_server, str(beside.program), self._text.path, options, words)
-            yield self._http("llama-server", start)
-        for url in beside.urls:
-            yield self._http(url, partial(there_already, url), model=beside.model, key=beside.key)
-
-    def _http(self, name: str, start: Any, **of_client: Any) -> HttpVectorSide:
-        client = partial(
-            OpenAIClient,
-            tokenize=self._text.tokenize,
-            timeout_s=self._beside.timeout_s,
-            **of_client,
-        )
-        return HttpVectorSide(name, start, client)
+        facts = self._text.facts
+        n_window = workload.n_longest + (_N_TEMPLATE if workload.n_query else _N_SLACK)
+        n_window = min(n_window, _n_most(facts))
+        words = ["--reranking"] if workload.n_query else ["--embeddings"]
+        if not workload.n_query and facts.can_generate:
+            words += ["--pooling", facts.pooling]
+        if n_window > _N_UBATCH:
+            words += ["-b", str(n_window), "-ub", str(n_window)]
+        slots = {"parallel": self._at_once, "ctx_per_seq": max(n_window, _N_UBATCH)}
+        yield from self._beside.theirs(self._text, {**self._settings, **slots}, words)

@@ -175,7 +175,11 @@ def _cost_rows(costs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     rows = ", ".join(f"{_ms(s)} with {n}" for n, s in costs["rows_s"].items())
     yield "decoding step", f"{rows} rows"
     run, token = _ms(costs["prompt_s"]), _ms(costs["token_s"])
-    yield "prompts", f"{run} more for a step with prompts, and {token} for each of their tokens"
+    late = _ms(costs["token_s"] + 1000 * costs["cell_s"])
+    yield (
+        "prompts",
+        f"{run} more for a step with prompts, and {token} for each of their tokens, {late} after 1,000 others",
+    )
     budgets = [f"{n:,} beside {rows}" for rows, n in costs["budget_tokens"].items()]
     if budgets:
         said = f"{', '.join(budgets)} rows"

@@ -52,6 +52,15 @@ def option(
     )
 
 
+def in_panel(panel: str | None) -> Callable[..., Any]:
+    """Return what declares an option of a box of the help; its name and flag follow from the parameter's name."""
+
+    def declare(help: str, default: str | None = None, *names: str, **more: Any) -> Any:
+        return option(*names, help=help, panel=panel, default=default, **more)
+
+    return declare
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option that a command takes by its name; a list is an option that may be given again.
@@ -67,6 +76,7 @@ class Option:
         read: makes the setting's value of what was given.
         callback: does so before anything is checked.
         completion: returns the shell's completions of a partial value; None: the setting's choices, if it has any.
+        owner: the dataclass that has the setting, where the panel does not say it.
     """
 
     panel: str
@@ -80,6 +90,7 @@ class Option:
     read: Callable[[Any], Any] = lambda value: value
     callback: Callable[..., Any] | None = None
     completion: Callable[[str], list[str]] | None = None
+    owner: Any = None
 
     def parameter(self) -> inspect.Parameter:
         """Return the parameter by which typer knows the option."""
@@ -107,9 +118,7 @@ class Option:
 
     def _of_setting(self) -> tuple[Any, Any, Sequence[str]]:
         """Return the setting's default, type and choices; the option's own type takes precedence."""
-        owners = {RUN: FileOptions, FILES: FileOptions, ANSWERS: RunOptions}
-        owner = owners.get(self.panel, EngineOptions)
-        for f in fields(owner):
+        for f in fields(self.owner or _OWNERS.get(self.panel, EngineOptions)):
             if f.name == (self.setting or self.name):
                 check = f.metadata.get("check")
                 words = f.metadata["limits"] if check is check_choice else ()
@@ -176,11 +185,13 @@ def template_variables(text: str | None) -> dict[str, Any] | None:
     return found
 
 
-def _or_none(value: Any) -> Any:
+def or_none(value: Any) -> Any:
     """Return None for an absent flag and for an empty list: they say nothing."""
     return value or None
 
 
+_OWNERS: Mapping[str, Any] = {RUN: FileOptions, FILES: FileOptions, ANSWERS: RunOptions}
+"""The dataclasses of settings that are not the engine's, by panel."""
 _TYPES: Mapping[Any, type] = {
     check_int: int,
     check_float: float,
@@ -414,8 +425,8 @@ OPTIONS = (
         "the model's, else 0.05",
     ),
     _answer("seed", "For repeatable answers.", "drawn"),
-    _answer("stop", "Text that ends an answer; may be repeated.", read=_or_none, type=list[str]),
-    _answer("ignore_eos", "Continue when the model would end.", read=_or_none),
+    _answer("stop", "Text that ends an answer; may be repeated.", read=or_none, type=list[str]),
+    _answer("ignore_eos", "Continue when the model would end.", read=or_none),
     _answer(
         "choice",
         "The answer is one of these texts, such as good,bad.",
@@ -427,7 +438,7 @@ OPTIONS = (
     _answer(
         "choice_probs",
         "Score each text of --choice, answer with the likeliest, and write their probabilities.",
-        read=_or_none,
+        read=or_none,
     ),
     _answer("slot", "The slot to run in, from 0; each request waits until it is free.", "any"),
     _answer("timeout_s", "Seconds for each request, from its submission.", "as long as it takes"),
@@ -464,9 +475,9 @@ def names_in(*panels: str, without: Sequence[str] = ()) -> tuple[str, ...]:
 class Given:
     """The options of the table that a command line gives, and the settings that they become."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], own: Sequence[Option] = ()) -> None:
         """Keep values by the names of options; a command does not take those that are left out."""
-        self._values = values
+        self._values, self._options = values, (*OPTIONS, *own)
 
     def __getitem__(self, name: str) -> Any:
         return self._values.get(name)
@@ -475,7 +486,7 @@ class Given:
         """Return the settings of these panels, without those that were not given."""
         named = {
             o.name if o.setting is None else o.setting: o.read(self._values[o.name])
-            for o in OPTIONS
+            for o in self._options
             if o.panel in panels and o.name in self._values and o.setting != ""
         }
         return {name: value for name, value in named.items() if value is not None}
@@ -497,20 +508,21 @@ class Given:
 
 
 def takes(
-    *names: str, also: Mapping[str, str] = MappingProxyType({})
+    *names: str, also: Mapping[str, str] = MappingProxyType({}), own: Sequence[Option] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator: the command's parameter `given` stands for these options of the table.
 
     Args:
         names: of the options.
         also: other names, such as "--n", that the command line of this command may have for options.
+        own: options of this command alone.
     """
-    options = [o for o in OPTIONS if o.name in names]
+    options = [*own, *(o for o in OPTIONS if o.name in names)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def call(*args: Any, **values: Any) -> None:
-            given = Given({o.name: values.pop(o.name) for o in options})
+            given = Given({o.name: values.pop(o.name) for o in options}, own)
             use_library(given["llama_library"])
             command(*args, given=given, **values)
 

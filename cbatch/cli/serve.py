@@ -11,6 +11,7 @@ from enum import Enum
 from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
+from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,10 +24,12 @@ from cbatch.cli.option_table import (
     ANSWERS,
     ENGINE,
     Given,
+    Option,
+    in_panel,
     name_of,
     names_in,
     number_or_word,
-    option,
+    or_none,
     takes,
 )
 from cbatch.cli.terminal import say, tell
@@ -34,6 +37,7 @@ from cbatch.daemon.listening import remove_socket, socket_at
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import best_replicas, check_replicas
+from cbatch.server.server_settings import ServerSettings
 from cbatch.support.checks import check_text, reading
 from cbatch.support.hub import local_model
 from cbatch.support.logs import FIELDS, Log
@@ -68,174 +72,103 @@ class LogFormat(str, Enum):
     JSON = "json"
 
 
-@takes(*names_in(*ENGINE, ANSWERS, without=_NOT_HERE))
+_http = in_panel(HTTP)
+_setting = partial(Option, HTTP, owner=ServerSettings)
+_SETTINGS = (
+    _setting("model_name", "Name of the model in answers.", "its file's name"),
+    _setting("max_queue", "Most waiting requests; others get status 429.", "any number"),
+    _setting(
+        "max_queue_tokens",
+        "Most waiting prompt tokens; requests beyond that get status 429.",
+        "any number",
+    ),
+    _setting("max_body_mib", "Most MiB of a request, or of a whole message batch."),
+    _setting(
+        "cors_origin",
+        "Origin whose web pages may call: a URL, localhost (any port), or * for all; may be repeated.",
+        "none",
+        setting="cors_origins",
+        read=or_none,
+        type=list[str],
+    ),
+    _setting(
+        "allowed_host",
+        "Without keys: accept this host name besides IP addresses and localhost (* for all); may be repeated.",
+        "none",
+        setting="allowed_hosts",
+        read=or_none,
+        type=list[str],
+    ),
+    _setting(
+        "allow_cache_keys",
+        "Let clients save KV caches on disk (cache_key); each API key has its own.",
+    ),
+    _setting("strict_fields", "Refuse unknown fields instead of ignoring them."),
+    _setting("max_file_mib", "Most MiB of an uploaded file."),
+    _setting("max_stored_mib", "Most MiB of all files together."),
+    _setting("no_page", "Do not serve the page for trying the model.", setting="page", read=not_),
+    _setting("model_required", "Refuse requests that name no model."),
+)
+"""Fields of `ServerSettings` as options."""
+
+
+@takes(*names_in(*ENGINE, ANSWERS, without=_NOT_HERE), own=_SETTINGS)
 def serve(
     ctx: typer.Context,
     *,
-    host: Annotated[
-        str, option("--host", help="The address to listen on.", panel=HTTP)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, option("--port", help="0 takes a free one.", panel=HTTP, min=0, max=65535)
-    ] = 8080,
+    host: Annotated[str, _http("The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _http("0 takes a free one.", min=0, max=65535)] = 8080,
     uds: Annotated[
         Path | None,
-        option(
-            "--uds",
-            help="Listen on a socket at this path instead, for this user only.",
-            default="none",
-            panel=HTTP,
-        ),
+        _http("Listen on a socket at this path instead, for this user only.", "none"),
     ] = None,
     replicas: Annotated[
         str,
-        option(
-            "--replicas",
+        _http(
+            "Worker processes with the model, which share the cores: a number, or auto.",
             metavar="N",
-            help="Worker processes with the model, which share the cores: a number, or auto.",
-            panel=HTTP,
             autocompletion=among(["auto"]),
         ),
     ] = "auto",
     api_key_file: Annotated[
         Path | None,
-        option(
-            "--api-key-file",
-            help="File of API keys, one a line; clients must send one.",
-            default="the one in CBATCH_API_KEY, else none",
-            panel=HTTP,
-        ),
-    ] = None,
-    model_name: Annotated[
-        str | None,
-        option(
-            "--model-name",
-            help="Name of the model in answers.",
-            default="its file's name",
-            panel=HTTP,
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int | None,
-        option(
-            "--max-queue",
-            help="Most waiting requests; others get status 429.",
-            default="any number",
-            panel=HTTP,
-        ),
-    ] = None,
-    max_queue_tokens: Annotated[
-        int | None,
-        option(
-            "--max-queue-tokens",
-            help="Most waiting prompt tokens; requests beyond that get status 429.",
-            default="any number",
-            panel=HTTP,
+        _http(
+            "File of API keys, one a line; clients must send one.",
+            "the one in CBATCH_API_KEY, else none",
         ),
     ] = None,
     max_connections: Annotated[
         int | None,
-        option(
-            "--max-connections",
-            help="Most connections; others get status 503.",
-            default="4096, or what the limit of open files allows",
-            panel=HTTP,
+        _http(
+            "Most connections; others get status 503.",
+            "4096, or what the limit of open files allows",
             min=1,
-        ),
-    ] = None,
-    max_body_mib: Annotated[
-        int,
-        option(
-            "--max-body-mib", help="Most MiB of a request, or of a whole message batch.", panel=HTTP
-        ),
-    ] = 32,
-    cors_origin: Annotated[
-        list[str] | None,
-        option(
-            "--cors-origin",
-            help="Origin whose web pages may call: a URL, localhost (any port), or * for all; may be repeated.",
-            default="none",
-            panel=HTTP,
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        option(
-            "--allowed-host",
-            help="Without keys: accept this host name besides IP addresses and localhost (* for all); "
-            "may be repeated.",
-            default="none",
-            panel=HTTP,
         ),
     ] = None,
     no_auth: Annotated[
         bool,
-        option(
-            "--no-auth",
-            help="Without API keys, allow an address that other machines can reach.",
-            panel=HTTP,
-        ),
-    ] = False,
-    allow_cache_keys: Annotated[
-        bool,
-        option(
-            "--allow-cache-keys",
-            help="Let clients save KV caches on disk (cache_key); each API key has its own.",
-            panel=HTTP,
+        _http(
+            "Without API keys, allow an address that other machines can reach.", None, "--no-auth"
         ),
     ] = False,
     grace_s: Annotated[
-        float,
-        option(
-            "--grace-s", help="Seconds for calls in flight to end at shutdown.", panel=HTTP, min=0
-        ),
+        float, _http("Seconds for calls in flight to end at shutdown.", min=0)
     ] = 30.0,
-    tls_cert: Annotated[
-        Path | None,
-        option("--tls-cert", help="A certificate file, for https.", default="none", panel=HTTP),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        option(
-            "--tls-key", help="The certificate's key file.", default="in --tls-cert", panel=HTTP
-        ),
-    ] = None,
-    strict_fields: Annotated[
-        bool,
-        option(
-            "--strict-fields", help="Refuse unknown fields instead of ignoring them.", panel=HTTP
-        ),
-    ] = False,
+    tls_cert: Annotated[Path | None, _http("A certificate file, for https.", "none")] = None,
+    tls_key: Annotated[Path | None, _http("The certificate's key file.", "in --tls-cert")] = None,
     files_dir: Annotated[
         Path | None,
-        option(
-            "--files-dir",
-            help="Folder of uploaded files and batches.",
-            default="one of the address, among the user's state",
-            panel=HTTP,
+        _http(
+            "Folder of uploaded files and batches.", "one of the address, among the user's state"
         ),
     ] = None,
-    max_file_mib: Annotated[
-        int, option("--max-file-mib", help="Most MiB of an uploaded file.", panel=HTTP)
-    ] = 512,
-    max_stored_mib: Annotated[
-        int, option("--max-stored-mib", help="Most MiB of all files together.", panel=HTTP)
-    ] = 10_240,
-    no_page: Annotated[
-        bool, option("--no-page", help="Do not serve the page for trying the model.", panel=HTTP)
-    ] = False,
-    model_required: Annotated[
-        bool, option("--model-required", help="Refuse requests that name no model.", panel=HTTP)
-    ] = False,
     log_format: Annotated[
         LogFormat | None,
-        option(
-            "--log-format",
+        _http(
+            "Log of HTTP requests on stderr: short (one line each), text or json (all figures), or none.",
+            "short; none with --log-level",
             metavar="FORMAT",
             case_sensitive=False,
-            help="Log of HTTP requests on stderr: short (one line each), text or json (all figures), or none.",
-            default="short; none with --log-level",
-            panel=HTTP,
         ),
     ] = None,
     given: Given,
@@ -254,27 +187,12 @@ def serve(
     from cbatch.server.batch_store import default_folder
     from cbatch.server.ending import Ending
     from cbatch.server.front import Front, Renewal, on_hangup
-    from cbatch.server.server_settings import ServerSettings
     from cbatch.server.serving import Tls, limits_for
     from cbatch.server.serving import serve as serve_app
 
     _show_requests(ctx, log_format)
     options, engine_settings = given.run_options(), given.engine_settings()
-    settings: dict[str, Any] = {
-        "api_keys": _keys(api_key_file, no_auth=no_auth),
-        "model_name": model_name,
-        "max_queue": max_queue,
-        "max_queue_tokens": max_queue_tokens,
-        "max_body_mib": max_body_mib,
-        "cors_origins": cors_origin or (),
-        "allowed_hosts": allowed_host or (),
-        "allow_cache_keys": allow_cache_keys,
-        "strict_fields": strict_fields,
-        "max_file_mib": max_file_mib,
-        "max_stored_mib": max_stored_mib,
-        "page": not no_page,
-        "model_required": model_required,
-    }
+    settings = {"api_keys": _keys(api_key_file, no_auth=no_auth), **given.settings(HTTP)}
     ServerSettings(**settings)  # checked before the model is loaded
     is_guarded = _is_guarded(settings["api_keys"], no_auth=no_auth)
     n_replicas = _n_replicas(replicas, given["model"], engine_settings)

@@ -1,7 +1,5 @@
 """`cbatch synth`: a random model to try things with."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,14 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from cbatch.cli.completion import among, gguf_files
-from cbatch.cli.option_table import Given, option, takes
+from cbatch.cli.option_table import Given, in_panel, takes
 from cbatch.cli.signals import ended_softly
-from cbatch.cli.terminal import say
+from cbatch.cli.terminal import bar, say
 from cbatch.errors import ConfigError
 from cbatch.files.places import check_new, is_dash
 
-_SIZES = "Sizes"
-_of_shape = "the shape's"
+_own, _size = in_panel(None), in_panel("Sizes")
+_OF_SHAPE = "the shape's"
 
 
 def _shapes(incomplete: str) -> list[str]:
@@ -32,8 +30,8 @@ def synth(
     given: Given,  # the library quantises
     shape: Annotated[
         str,
-        option(
-            help="test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or the shapes of "
+        _own(
+            "test, mamba (0.2 MB each), exact (14 MB), tiny (22 MB), small (330 MB), or the shapes of "
             "well-known models: 0.5b, 1b, 3b, 8b. For pictures: qwen2-vl, gemma3 (0.2 MB each). For embeddings: bert, "
             "bert-cls, nomic-bert, jina-bert-v2, gemma-embedding, qwen3-embedding (0.2 MB each), minilm (25 MB), "
             "qwen3-0.6b-embedding; for rerank: bert-rerank, qwen3-rerank.",
@@ -42,93 +40,56 @@ def synth(
     ] = "test",
     type: Annotated[
         str | None,
-        option(
-            help="Weights: f32, f16, bf16, q8_0, q4_0, or a mix of types from llama.cpp's quantiser: q4_k_m, "
+        _own(
+            "Weights: f32, f16, bf16, q8_0, q4_0, or a mix of types from llama.cpp's quantiser: q4_k_m, "
             "q6_k, iq4_xs and others.",
-            default="the shape's: q8_0",
+            "the shape's: q8_0",
         ),
     ] = None,
     vocab: Annotated[
         Path | None,
-        option(
-            help="A GGUF file whose vocabulary is used.",
-            default="made up",
-            autocompletion=gguf_files,
-        ),
+        _own("A GGUF file whose vocabulary is used.", "made up", autocompletion=gguf_files),
     ] = None,
     mmproj: Annotated[
         str | None,
-        option(
-            help="Write a projector instead, for a model that is --n-embd wide: llava, llava-tiles or whisper; "
+        _own(
+            "Write a projector instead, for a model that is --n-embd wide: llava, llava-tiles or whisper; "
             "qwen2-vl for --shape qwen2-vl, gemma3 for --shape gemma3.",
-            default="a model is written",
+            "a model is written",
         ),
     ] = None,
-    seed: Annotated[int, option(help="Seed of the weights.", min=0)] = 0,
-    force: Annotated[bool, option("--force", help="Replace an existing file.")] = False,
+    seed: Annotated[int, _own("Seed of the weights.", min=0)] = 0,
+    force: Annotated[bool, _own("Replace an existing file.", None, "--force")] = False,
     n_vocab: Annotated[
         int | None,
-        option(
-            help="Tokens of the vocabulary.",
-            panel=_SIZES,
-            default="the vocabulary's, or the shape's",
-            min=1,
-        ),
+        _size("Tokens of the vocabulary.", "the vocabulary's, or the shape's", min=1),
     ] = None,
-    n_layer: Annotated[
-        int | None, option(help="Layers.", panel=_SIZES, default=_of_shape, min=1)
-    ] = None,
-    n_embd: Annotated[
-        int | None, option(help="Width of the model.", panel=_SIZES, default=_of_shape, min=1)
-    ] = None,
-    n_head: Annotated[
-        int | None, option(help="Attention heads.", panel=_SIZES, default=_of_shape, min=1)
-    ] = None,
-    n_kv_head: Annotated[
-        int | None,
-        option(help="Heads of keys and values.", panel=_SIZES, default=_of_shape, min=1),
-    ] = None,
+    n_layer: Annotated[int | None, _size("Layers.", _OF_SHAPE, min=1)] = None,
+    n_embd: Annotated[int | None, _size("Width of the model.", _OF_SHAPE, min=1)] = None,
+    n_head: Annotated[int | None, _size("Attention heads.", _OF_SHAPE, min=1)] = None,
+    n_kv_head: Annotated[int | None, _size("Heads of keys and values.", _OF_SHAPE, min=1)] = None,
     n_ff: Annotated[
         int | None,
-        option(
-            help="Width of a feed-forward layer, or of each expert.",
-            panel=_SIZES,
-            default=_of_shape,
-            min=1,
-        ),
+        _size("Width of a feed-forward layer, or of each expert.", _OF_SHAPE, min=1),
     ] = None,
     tied: Annotated[
         bool | None,
-        option(
+        _size(
+            "Use the weights of the embedding for the output, too, or separate ones.",
+            _OF_SHAPE,
             "--tied/--untied",
-            help="Use the weights of the embedding for the output, too, or separate ones.",
-            panel=_SIZES,
-            default=_of_shape,
         ),
     ] = None,
-    experts: Annotated[
-        int, option(help="Experts of each layer; 0 for none.", panel=_SIZES, min=0)
-    ] = 0,
+    experts: Annotated[int, _size("Experts of each layer; 0 for none.", min=0)] = 0,
     experts_used: Annotated[
-        int | None,
-        option(help="Experts that a token uses.", panel=_SIZES, default="2 of them", min=1),
+        int | None, _size("Experts that a token uses.", "2 of them", min=1)
     ] = None,
     window: Annotated[
-        int,
-        option(
-            help="Positions that layers with a sliding window see; 0 for none.",
-            panel=_SIZES,
-            min=0,
-        ),
+        int, _size("Positions that layers with a sliding window see; 0 for none.", min=0)
     ] = 0,
     full_every: Annotated[
         int | None,
-        option(
-            help="With a window: every Nth layer sees the whole context.",
-            panel=_SIZES,
-            default="2",
-            min=2,
-        ),
+        _size("With a window: every Nth layer sees the whole context.", "2", min=2),
     ] = None,
 ) -> None:
     """Write a model with random weights: it answers nonsense at the speed of a real model.
@@ -172,7 +133,7 @@ def synth(
         "full_every": full_every,
     }
     sizes = replace(SHAPES[shape], **{k: v for k, v in asked.items() if v is not None})
-    with ended_softly(), _bar() as show:
+    with ended_softly(), bar(of_bytes=True) as show:
         path = write_model(output, sizes, tokenizer=tokenizer, seed=seed, force=force, show=show)
     say(f"{path}: {path.stat().st_size:,} bytes, {shape} {sizes.type}, seed {seed}")
     if sizes.substituted_rows and not sizes.weight_type.is_direct:
@@ -181,18 +142,3 @@ def synth(
             f"{path}: rows of {widths} numbers are not a multiple of {sizes.weight_type.n_block}: llama.cpp gives "
             "their matrices a type near it, as in its own files"
         )
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], object]]:
-    """Lend a function that draws how much is written, where stderr is a terminal."""
-    from rich.console import Console  # slow to import
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(None), DownloadColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda n_done, n_all: progress.update(task, completed=n_done, total=n_all)

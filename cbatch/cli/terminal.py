@@ -53,6 +53,23 @@ def busy(text: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def bar(
+    *, of_bytes: bool = False, is_quiet: bool = False
+) -> Iterator[Callable[[int, int], object]]:
+    """Lend a function that draws how much of all is done, where stderr is a terminal."""
+    from rich import progress as rich  # slow to import
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    amount = rich.DownloadColumn() if of_bytes else rich.MofNCompleteColumn()
+    columns = (rich.BarColumn(None), amount, rich.TimeRemainingColumn())
+    is_off = is_quiet or not console.is_terminal
+    with rich.Progress(*columns, console=console, transient=True, disable=is_off) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda n_done, n_all: progress.update(task, completed=n_done, total=n_all)
+
+
 class UnheldStderr(io.RawIOBase):
     """A file whose `write` puts lines on stderr and never waits: where stderr has no room, they are left out.
 

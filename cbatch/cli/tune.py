@@ -1,16 +1,13 @@
 """`cbatch tune`: what each setting is worth for a model on this machine."""
 
 import json
-import shutil
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cbatch.cli.bench import show_tables
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import (
     MODEL_OPTION,
@@ -21,20 +18,17 @@ from cbatch.cli.option_table import (
     option,
     takes,
 )
-from cbatch.cli.terminal import say
+from cbatch.cli.terminal import bar, say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import CBatchError, ConfigError
-from cbatch.files.output.durable import whole
-from cbatch.files.places import check_new, stdout
-from cbatch.support.folders import told as written
+from cbatch.files.output.durable import write_whole
+from cbatch.files.places import check_new
 
 if TYPE_CHECKING:
     from cbatch.bench.model_text import ModelText
     from cbatch.bench.tuning import SettingChange, TunedSide, Tuner
     from cbatch.bench.workloads import Workload
 
-_PRINTED_WIDTH = 180
-"""Columns of a table that goes to no terminal."""
 
 _JOBS = ("decode", "mixed", "shared")
 _N_WINDOW, _N_SLACK = 2048, 16
@@ -148,7 +142,7 @@ def _check_window(jobs: "list[Workload]", n_window: int) -> None:
 def _run(tuner: "Tuner", *, is_quiet: bool) -> BaseException | None:
     """Measure; return what has ended it early."""
     try:
-        with _bar(is_quiet=is_quiet) as tuner.show:
+        with bar(is_quiet=is_quiet) as tuner.show:
             if not is_quiet:
                 tuner.say = _say_verdict
             tuner.run()
@@ -159,21 +153,6 @@ def _run(tuner: "Tuner", *, is_quiet: bool) -> BaseException | None:
 
 def _say_verdict(settings: Mapping[str, Any], verdict: str) -> None:
     say(f"{_flags(settings)}: {verdict}")
-
-
-@contextmanager
-def _bar(*, is_quiet: bool) -> Iterator[Callable[[int, int], object]]:
-    """Lend a function that draws how many rounds are done, where stderr is a terminal."""
-    from rich.console import Console  # slow to import
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=is_quiet or not console.is_terminal
-    ) as progress:
-        task = progress.add_task("rounds", total=None)
-        yield lambda n_done, n_all: progress.update(task, completed=n_done, total=n_all)
 
 
 def _note(tuner: "Tuner", path: str, settings: Mapping[str, Any]) -> bool:
@@ -220,7 +199,7 @@ def _remarks(tuner: "Tuner", *, is_noted: bool) -> Iterator[str]:
 
 def _show(tuner: "Tuner", facts: Mapping[str, Any], *, is_noted: bool) -> None:
     """Print the table, what is to be known of it, and the flags to use."""
-    from cbatch.bench.summary import TextTable, text_table
+    from cbatch.bench.summary import TextTable
 
     names = [job.name for job in tuner.jobs]
     rows = []
@@ -228,28 +207,21 @@ def _show(tuner: "Tuner", facts: Mapping[str, Any], *, is_noted: bool) -> None:
         worth = tuner.worth(tried)
         ratios = [str(worth[name]) if name in worth else "–" for name in names]
         rows.append((_flags(tried.change.settings), *ratios, tuner.verdict(tried)))
-    width = shutil.get_terminal_size().columns if stdout().isatty() else _PRINTED_WIDTH
-    told = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
-    lines = told(", ".join(f"{name} {value}" for name, value in facts.items()))
-    if rows:
-        lines += ["", *told("times as fast as with these settings, and the noise")]
-        lines += text_table(TextTable("", ("setting", *names, "verdict"), rows), width)
-    for remark in _remarks(tuner, is_noted=is_noted):
-        lines += told(remark)
-    lines.append(_advised(tuner, is_noted=is_noted))
-    write("\n".join(lines) + "\n")
+    title = "times as fast as with these settings, and the noise"
+    table = TextTable(title, ("setting", *names, "verdict"), rows)
+    show_tables([table] if rows else [], [*_remarks(tuner, is_noted=is_noted)], [], facts)
+    write(_advised(tuner, is_noted=is_noted) + "\n")
 
 
 def _write(path: Path, facts: Mapping[str, Any], tuner: "Tuner", *, is_noted: bool) -> None:
     """Write all figures, the file whole or not at all."""
-    from cbatch.files.report.page import machine_facts, version_facts
+    from cbatch.files.report.page import machine_and_versions
 
     found = {
         "settings": facts,
-        "machine": {**machine_facts(), **version_facts()},
+        "machine": machine_and_versions(),
         **tuner.as_dict(),
         "flags": _advised(tuner, is_noted=is_noted),
         "is_noted": is_noted,
     }
-    with written(path), whole(path) as part:
-        part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(found, indent=1) + "\n")

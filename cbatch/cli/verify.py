@@ -10,9 +10,8 @@ from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import MODEL_OPTION, Given, model_argument, one_model, option, takes
 from cbatch.cli.terminal import printable, say
 from cbatch.errors import ConfigError
-from cbatch.files.output.durable import whole
+from cbatch.files.output.durable import write_whole
 from cbatch.files.places import check_place
-from cbatch.support.folders import told as written
 
 
 @takes("llama_library")
@@ -79,11 +78,11 @@ def _check_page(html: Path | None) -> None:
 
 def _prove(model: Path, parallel: int, count: int, html: Path | None, *, as_json: bool) -> None:
     from cbatch.cli.verify_page import lines_of, proof_page
-    from cbatch.files.report.page import machine_facts, version_facts
+    from cbatch.files.report.page import machine_and_versions
     from cbatch.verify.proof import prove
 
     found = prove(model, parallel, count, say)
-    machine = {**machine_facts(), **version_facts()}
+    machine = machine_and_versions()
     if as_json:
         write(encoding.dumps({**found.as_json(), "machine": machine}, ensure_ascii=False) + "\n")
     else:
@@ -91,8 +90,7 @@ def _prove(model: Path, parallel: int, count: int, html: Path | None, *, as_json
             write(f"{printable(line)}\n")
     if html is not None:
         settings = {"parallel": found.parallel, "window": found.n_window, "prompts": count}
-        with written(html), whole(html) as part:
-            part.write_text(proof_page(found, settings, machine), encoding="utf-8")
+        write_whole(html, proof_page(found, settings, machine))
     if not found.is_exact:
         raise typer.Exit(ExitCode.SOME_FAILED)
 

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from cbatch.core.span import Pending
+    from cbatch.engine_options import ScheduleOptions
+
+SHORT_RUN_S = 0.02
+"""Time limit of a run in seconds if output is streamed, a stop string may end it, or a slot is free while a sequence
+waits."""
+
+LEAST_OVER_ROWS = 3.0
+"""How many times as long as the rest of a step its prompts may take while output is streamed, at least. A single new
+prompt then takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, because output does not come more
+often."""
+
+FAIR_OVER_ROWS = 4.0
+"""The same if equally many new sequences wait for a first token and rows for their next; otherwise in proportion."""
+
+MOST_OVER_ROWS = 9.0
+"""The same if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
+hardly faster."""
+
+LEAST_BURST_S = 0.2
+"""Least seconds of prompts in a step of a burst: readers do not notice shorter waits, and each step has its own cost in
+Python and in readers."""
+
+N_FIRST = 64
+"""Prompt tokens of a step while their cost is unknown."""
 
 _N_DECODES = 9
 """Steps of each width that the median is taken of; nearly half of them may be slow for other reasons."""
@@ -22,6 +49,9 @@ _N_COPIES = 9
 
 _SPREAD = 1.25
 """Two steps tell the cost of a token if one has at least this many times the prompt tokens of the other."""
+
+_ALIKE = 0.02
+"""Steps whose prompt tokens differ by at most this share tell the cost of a cell."""
 
 _N_UNIFORM = 4
 """Steps with equal numbers of prompt tokens after which another number is tried."""
@@ -73,16 +103,21 @@ def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 class PromptCost(NamedTuple):
-    """What prompts add to a step: `run_s` seconds for the separate graph run, and `token_s` for each token."""
+    """What prompts add to a step, in seconds."""
 
     run_s: float
+    """For the separate graph run."""
     token_s: float
+    """For each token."""
+    cell_s: float = 0.0
+    """For each token and each cell before it."""
 
 
 class StepCosts:
     """The cost of steps in seconds, learned from completed steps.
 
-    A step costs an amount that depends on the number of decoding rows, plus `PromptCost` if it has prompt tokens.
+    A step costs an amount that depends on the number of decoding rows, plus `PromptCost` if it has prompt tokens: those
+    late in a long prompt cost more than the first, because each attends to all cells before it.
     Medians make single slow steps harmless. Only recent steps count, so the costs follow longer sequences and a busier
     machine.
     """
@@ -92,6 +127,7 @@ class StepCosts:
         self._prompts: deque[_Mixed] = deque(maxlen=_N_PROMPTS)
         self._copies: deque[float] = deque(maxlen=_N_COPIES)
         self._prompt: PromptCost | None = None
+        self._cell_s = 0.0
         self._left_s: dict[int, float] = {}
         """Seconds of the rows of widths that were only seen together with prompts."""
         self._is_uniform = False
@@ -117,9 +153,18 @@ class StepCosts:
         if self._prompts and self._prompt is None:
             self._fit()
 
-    def learn_mixed(self, n_rows: int, n_prompt: int, seconds: float) -> None:
-        """Learn from a step of `n_rows` decoding rows and `n_prompt` prompt tokens."""
-        self._prompts.append(_Mixed(n_rows, n_prompt, seconds))
+    def learn_mixed(
+        self, n_rows: int, n_prompt: int, seconds: float, n_before: float = 0.0
+    ) -> None:
+        """Learn from a step of `n_rows` decoding rows and `n_prompt` prompt tokens.
+
+        Args:
+            n_rows: rows.
+            n_prompt: tokens.
+            seconds: what the step took.
+            n_before: cells before each prompt token, all tokens together.
+        """
+        self._prompts.append(_Mixed(n_rows, n_prompt, seconds, n_before))
         self._n_unfitted += 1
         if self.has_decoded and (self._n_unfitted >= _N_REFIT or len(self._prompts) < _N_REFIT):
             self._fit()
@@ -168,21 +213,24 @@ class StepCosts:
         """What prompts add to a step; None while too little is known."""
         return self._prompt
 
-    def n_prompt_within(self, n_rows: int, seconds: float) -> int | None:
-        """Return how many prompt tokens fit into a step of `n_rows` decoding rows and `seconds`; None if unknown.
+    def n_prompt_within(self, n_rows: int, seconds: float, start: int = 0) -> int | None:
+        """Return how many prompt tokens from position `start` fit into a step of `n_rows` decoding rows and `seconds`.
 
-        If the rows alone take longer than that, the result is the number that makes the step half as long again.
+        None if unknown. If the rows alone take longer than that, the result is the number that makes the step half as
+        long again.
         """
         decode_s, cost = self.decode_s(n_rows), self.prompt
         if decode_s is None or cost is None:
             return None
         left_s = seconds - decode_s - cost.run_s
-        return self._n_in(left_s if left_s > 0 else (decode_s + cost.run_s) / 2, cost)
+        return self._n_in(left_s if left_s > 0 else (decode_s + cost.run_s) / 2, cost, start)
 
-    def n_prompt_for(self, n_rows: int, share: float, least_s: float = 0.0) -> int | None:
-        """Return how many prompt tokens make the rest of a step at most `share` of its time; None if unknown.
+    def n_prompt_for(
+        self, n_rows: int, share: float, least_s: float = 0.0, start: int = 0
+    ) -> int | None:
+        """Return how many prompt tokens from position `start` make the rest of a step at most `share` of its time.
 
-        At least the number that is computed in `least_s` seconds.
+        None if unknown. At least the number that is computed in `least_s` seconds.
 
         More tokens would compute a prompt faster by at most this share; with fewer, the rest takes a larger share.
         """
@@ -190,26 +238,32 @@ class StepCosts:
         if cost is None:
             return None
         rest_s = cost.run_s + (self.seen_s(n_rows) if n_rows else 0.0)
-        return self._n_in(max(least_s, (1 / share - 1) * rest_s), cost)
+        return self._n_in(max(least_s, (1 / share - 1) * rest_s), cost, start)
 
-    def _n_in(self, seconds: float, cost: PromptCost) -> int:
-        """Return how many prompt tokens are computed in `seconds`, at least one.
+    def _n_in(self, seconds: float, cost: PromptCost, start: int) -> int:
+        """Return how many prompt tokens from position `start` are computed in `seconds`, at least one.
 
         If all steps had the same number of tokens, the cost of one token is unknown; then the next step has fewer.
         """
-        n = int(min(_N_ANY, seconds / cost.token_s)) if cost.token_s else _N_ANY
+        first_s = cost.token_s + cost.cell_s * start
+        # the root of n · first_s + n² / 2 · cell_s = seconds
+        both_s = first_s + math.sqrt(first_s * first_s + 2 * cost.cell_s * seconds)
+        n = int(min(_N_ANY, 2 * seconds / both_s)) if both_s else _N_ANY
         if self._is_uniform:
             n = min(n, int(self._prompts[-1].n_prompt / _SPREAD))
         return max(1, n)
 
     def _fit(self) -> None:
-        """Fit the cost of prompts: the median slope of pairs of steps, then the median of the remainders.
+        """Fit the cost of prompts: the median slopes of pairs of steps, then the median of the remainders.
 
         Source: H. Theil, P. K. Sen. Up to 29 % of the steps may be slow for other reasons.
         """
         self._n_unfitted = 0
-        mixed = [step for step in self._prompts if step.n_rows]
-        alone = [step for step in self._prompts if not step.n_rows]
+        if of_cells := _slopes_by_cells([*self._prompts]):
+            self._cell_s = max(0.0, median(of_cells))
+        steps = [s._replace(seconds=s.seconds - self._cell_s * s.n_before) for s in self._prompts]
+        mixed = [step for step in steps if step.n_rows]
+        alone = [step for step in steps if not step.n_rows]
         slopes = _slopes(mixed) + _slopes(alone)
         self._left_s = {}
         if slopes:
@@ -224,11 +278,11 @@ class StepCosts:
         # a step with one prompt and nothing else has the fixed cost of one row
         run_s = max(0.0, median(rest_s) - (0.0 if known else self.seen_s(1)))
         left_s: dict[int, list[float]] = {}
-        for n_rows, n_prompt, seconds in mixed:
+        for n_rows, n_prompt, seconds, _ in mixed:
             if n_rows not in self._decodes:
                 left_s.setdefault(n_rows, []).append(seconds - run_s - n_prompt * token_s)
         self._left_s = {n_rows: max(0.0, median(times)) for n_rows, times in left_s.items()}
-        self._prompt = PromptCost(run_s, token_s)
+        self._prompt = PromptCost(run_s, token_s, self._cell_s)
         self._is_uniform = not slopes and len(mixed) >= _N_UNIFORM
 
     def _beyond_s(self, step: _Mixed) -> float:
@@ -242,6 +296,19 @@ class _Mixed(NamedTuple):
     n_rows: int
     n_prompt: int
     seconds: float
+    n_before: float
+
+
+def _slopes_by_cells(steps: Sequence[_Mixed]) -> list[float]:
+    """Return the seconds of one more cell for each pair of steps that differ in the cells before their tokens alone."""
+    return [
+        (one.seconds - other.seconds) / (one.n_before - other.n_before)
+        for i, one in enumerate(steps)
+        for other in steps[:i]
+        if one.n_rows == other.n_rows
+        and abs(one.n_prompt - other.n_prompt) <= _ALIKE * one.n_prompt
+        and max(one.n_before, other.n_before) > _SPREAD * min(one.n_before, other.n_before)
+    ]
 
 
 def _slopes(steps: Sequence[_Mixed]) -> list[float]:
@@ -253,3 +320,80 @@ def _slopes(steps: Sequence[_Mixed]) -> list[float]:
         if one.n_rows == other.n_rows
         and max(one.n_prompt, other.n_prompt) >= _SPREAD * min(one.n_prompt, other.n_prompt)
     ]
+
+
+class PromptBudget:
+    """Decides how many prompt tokens a step takes beside its decoding rows: by the options, or by measured costs."""
+
+    def __init__(self, options: ScheduleOptions) -> None:
+        self.costs = StepCosts()
+        self._options = options
+
+    def of(
+        self, prefills: Sequence[Pending], n_rows: int, n_first: int, *, is_watched: bool
+    ) -> tuple[int | None, int | None]:
+        """Return the most prompt tokens of a step, and how many are enough; None for no limit.
+
+        If readers wait for first tokens, a step takes no part of another prompt once it has enough tokens.
+
+        Args:
+            prefills: sequences with more than one pending token, in order.
+            n_rows: decoding rows of the step.
+            n_first: the most tokens that the first of `prefills` can compute now.
+            is_watched: whether a reader waits for the next token of a row.
+        """
+        n_new, start = self._n_eager(prefills), prefills[0].start
+        if n_rows and (n_set := self._n_as_set(n_rows, start)) is not None:
+            return n_set, None
+        are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
+        if n_rows and is_watched and are_few:
+            n_most = self._n_beside(n_rows, len(prefills), n_new, start)
+        elif n_new and len(prefills) > 1:
+            share = 1 / (1 + MOST_OVER_ROWS)
+            n_known = self.costs.n_prompt_for(n_rows, share, LEAST_BURST_S, start)
+            # the first prompt is not cut, because that would make no first token earlier
+            n_most = max(n_first, n_known or N_FIRST)
+        else:
+            return None, None
+        return n_most, (n_most + 1) // 2
+
+    def _n_as_set(self, n_rows: int, start: int = 0) -> int | None:
+        """Return how many prompt tokens may join `n_rows` decoding rows by the options; None where they do not say."""
+        if self._options.itl_ms is not None:
+            return self._n_within(n_rows, self._options.itl_ms * 1e-3, start)
+        return self._options.prefill_budget
+
+    def beside_rows(self) -> dict[int, int]:
+        """Return how many prompt tokens of one newcomer join decoding rows, all read as they come, by the rows.
+
+        Of 1, 2, 4 rows and so on, as far as steps of so many were seen.
+        """
+        if self.costs.prompt is None:
+            return {}
+        widths = [n for n in self.costs.widths_s if n & (n - 1) == 0]
+        return {n: self._n_as_set(n) or self._n_beside(n, 1, 1) for n in widths}
+
+    def _n_eager(self, prefills: Sequence[Pending]) -> int:
+        """Return for how many prompts an early first token matters more than the fastest steps."""
+        if self._options.ttft == "auto":
+            return sum(p.driver.reply.is_read for p in prefills)
+        return len(prefills) if self._options.ttft == "first" else 0
+
+    def _n_within(self, n_rows: int, seconds: float, start: int) -> int:
+        """Return how many prompt tokens keep a step within `seconds` by the measured costs; at least one."""
+        if not self.costs.has_decoded:
+            return 0  # this step measures what decoding takes
+        n_tokens = self.costs.n_prompt_within(n_rows, seconds, start)
+        return N_FIRST if n_tokens is None else n_tokens
+
+    def _n_beside(self, n_rows: int, n_prefills: int, n_new: int, start: int = 0) -> int:
+        """Return how many prompt tokens may join rows whose readers wait for the next token.
+
+        The more new sequences wait for their first token, and the fewer rows for their next, the longer prompts may
+        take in relation to the rest of the step. The rest is judged by the step's width when all prompts are done.
+        """
+        n_short = self._n_within(n_rows, SHORT_RUN_S, start)
+        over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows))
+        n_wide = max(n_rows, n_rows + n_prefills, key=self.costs.seen_s)
+        n_fair = self.costs.n_prompt_for(n_wide, 1 / (1 + over), start=start)
+        return n_short if n_fair is None or not n_short else max(n_short, n_fair)

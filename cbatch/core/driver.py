@@ -9,17 +9,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.reply import ReplyText
-from cbatch.core.parts import MovingWindow, PromptScores, RequestClock
-from cbatch.core.plan import (
-    BROKEN_ROW,
-    EMPTY_ROW,
-    FREE,
-    NO_DRAFTS,
-    Binding,
-    Chunk,
-    OwnProcessor,
-    Slot,
-)
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, FREE, NO_DRAFTS, Binding, OwnProcessor, Slot
+from cbatch.core.request import RequestClock
+from cbatch.core.span import Span
 from cbatch.errors import (
     BannedTokensError,
     DeadlineError,
@@ -34,9 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.chat.answers import AnswerReader
-    from cbatch.core.plan import DraftCounts, GrammarStep, PromptCuts, TokenLogprobs
+    from cbatch.core.plan import DraftCounts, GrammarStep, TokenLogprobs
     from cbatch.core.request import Request
-    from cbatch.errors import CacheError, CBatchError
+    from cbatch.core.span import PromptCuts, PromptScores
+    from cbatch.errors import CBatchError
     from cbatch.options import DryBreakers, Grammar, Sampling
     from cbatch.response import FinishReason
 
@@ -97,6 +90,28 @@ class Wait(Enum):
     CACHE = "cache"
     """Its cells, which are read from disk."""
 
+    __hash__ = (
+        object.__hash__
+    )  # every step looks up waits, and `Enum` has a method in Python for it
+
+
+@dataclass(eq=False, slots=True)
+class MovingWindow:
+    """How a full window moves: `n_discard` tokens after the first `n_keep` are removed at once."""
+
+    n_keep: int
+    n_discard: int
+    prompt: tuple[int, ...] = ()
+    """The whole prompt, including removed tokens."""
+    n_shifts: int = 0
+    n_early: int = 0
+    """How many of these shifts came before anything was computed, because the prompt did not fit."""
+
+    @property
+    def n_left_out(self) -> int:
+        """Tokens of the prompt that are never computed."""
+        return self.n_early * self.n_discard
+
 
 @dataclass(eq=False, slots=True)
 class SequenceDriver:
@@ -113,6 +128,8 @@ class SequenceDriver:
     reply: ReplyText
     status: Status = Status.WAITING
     waits_for: Wait | None = None
+    leader: tuple[SequenceDriver, int] | None = None
+    """The sequence whose prefix it waits for, and how many cells of it."""
     number: int = 0
     """Its place in the order of submission, used once. An older sequence has a lower number."""
     slot: Slot | None = None
@@ -191,6 +208,11 @@ class SequenceDriver:
         return len(self.tokens)
 
     @property
+    def n_pending(self) -> int:
+        """Tokens without a cell. One is a decode step; more are a prompt, or tokens whose cells were lost."""
+        return len(self.tokens) - self.n_computed
+
+    @property
     def n_output(self) -> int:
         """Tokens sampled so far."""
         return len(self.output)
@@ -229,7 +251,7 @@ class SequenceDriver:
     @property
     def is_decoding(self) -> bool:
         """Whether the only pending token is one of the output."""
-        return bool(self.output) and self.n_computed == len(self.tokens) - 1
+        return bool(self.output) and self.n_pending == 1
 
     @property
     def n_reusable(self) -> int:
@@ -294,53 +316,21 @@ class SequenceDriver:
         """Set the grammar, once the prompt's text has decided it."""
         self.request = replace(self.request, grammar=grammar, is_grammar_open=False)
 
-    def set_prompt(
-        self, tokens: Sequence[int], n_window: int, n_first: int = 0, n_before: int = 0
-    ) -> None:
-        """Set the prompt's tokens.
-
-        A moving window keeps the first `n_first` of them, unless the request says otherwise. A scored prompt is scored
-        from token `n_before` on; with 0, from where the request says.
-
-        Raises:
-            RequestFailedError: the prompt has no token.
-            PromptTooLongError: see `Request.cap`. Nothing has changed then.
-        """
-        n_prompt = len(tokens)
-        self.n_cap, warnings = self.request.cap(n_prompt, n_window, n_first)
-        self.warnings += warnings
+    def begin(self, tokens: Sequence[int], n_window: int, n_cap: int) -> None:
+        """Set the prompt's tokens, the cells of a slot, and the most tokens of output."""
         self.tokens = [*tokens, *self.request.output]
         self.output = list(self.request.output)
-        self.n_prompt, self.n_window = n_prompt, n_window
+        self.n_prompt, self.n_window, self.n_cap = len(tokens), n_window, n_cap
         self.go_on_for(self.pause_every)
         self.reply.begin(tokens)
-        if self.request.n_prompt_logprobs is not None:
-            n_before = n_before or self.request.options.prompt_logprobs_start or 1
-            self.scores = PromptScores(n_prompt - 1, min(n_before, n_prompt) - 1)
-        if self.request.options.n_discard:
-            self._keep_in_window(n_first)
-
-    def _keep_in_window(self, n_first: int) -> None:
-        """Make the window a moving one, and move it at once if the prompt does not fit."""
-        n_asked = self.request.n_keep(self.n_prompt, n_first)
-        self.window, warnings = MovingWindow.of(
-            n_asked, self.request.options.n_discard or 0, self.given, self.n_window
-        )
-        self.warnings += warnings
-        while self.n_prompt > self.n_window:  # continued output may have cells, which move too
-            self.shift()
-        if n_early := self.window.n_shifts:
-            self.window.n_early = n_early
-            self.warnings.append(
-                f"{self.window.n_left_out} tokens after the first {self.window.n_keep} were left out (n_discard): the "
-                f"window has {self.n_window}"
-            )
 
     @property
-    def lacks(self) -> tuple[Grammar | DryBreakers, ...]:
-        """What must still be compiled before the sequence can run."""
-        wants = self.request.grammar, self.request.dry_breakers
-        return tuple(want for want in wants if want is not None and want not in self.compiled)
+    def has_prefix(self) -> bool:
+        """Whether the leader that it waits for has computed the common prefix, or no longer runs."""
+        if self.leader is None:
+            return True
+        leader, n_cells = self.leader
+        return leader.status is not Status.RUNNING or leader.n_computed >= n_cells
 
     # ---- slots ----
 
@@ -449,32 +439,21 @@ class SequenceDriver:
         self.n_reached = max(self.n_computed, self.n_reached - n_discard)
         return n_keep, n_cells
 
-    def proceed_uncached(self, error: CacheError) -> None:
-        """Run without cells from disk: with an error if the request requires them, else with a warning.
-
-        If the file does not exist yet and the request will write it, there is no warning.
-        """
-        options = self.request.options
-        if options.cache_required:
-            self.error = error
-        elif not (error.is_missing and options.save_cache):
-            self.warnings.append(f"cache_key: {error.reason}")
-
     # ---- a step ----
 
-    def chunk(self, slot: Slot, start: int, n_tokens: int) -> Chunk:
-        """Return the chunk of `n_tokens` tokens from `start`."""
-        end, tokens = start + n_tokens, self.tokens
-        part = (tokens[start],) if n_tokens == 1 else tokens[start:end]
+    def span(self, slot: Slot, start: int, n_inputs: int) -> Span:
+        """Return the span of `n_inputs` tokens from `start`."""
+        end, tokens = start + n_inputs, self.tokens
+        inputs = (tokens[start],) if n_inputs == 1 else tokens[start:end]
         has_output = end == len(tokens) and self.n_cap > 0 and self.held is None
         if self.scores is None:
-            return Chunk(slot, start, part, has_output)
-        n_targets = self.scores.n_targets(start, n_tokens)
-        return Chunk(slot, start, part, has_output, tokens[start + 1 : start + 1 + n_targets])
+            return Span(slot, start, inputs, has_output)
+        n_targets = self.scores.n_targets(start, n_inputs)
+        return Span(slot, start, inputs, has_output, tokens[start + 1 : start + 1 + n_targets])
 
     def accept(
         self,
-        n_chunk: int,
+        n_inputs: int,
         sampled: list[int],
         now: float,
         guidance: GrammarStep = FREE,
@@ -482,7 +461,7 @@ class SequenceDriver:
         *,
         later_s: float = 0.0,
     ) -> None:
-        """Take the results of a run: `n_chunk` planned tokens have cells now, and `sampled` were sampled after them.
+        """Take the results of a run: `n_inputs` planned tokens have cells now, and `sampled` were sampled after them.
 
         Ends the sequence if its last token does. If a stop token or the grammar's end coincides with the cap, the
         finish reason is not the cap's.
@@ -493,11 +472,11 @@ class SequenceDriver:
             logprobs: of the sampled tokens, if the request asks for them; no token is forced then.
         """
         n_sampled = len(sampled)
-        self.n_computed += n_chunk + n_sampled - 1 if n_sampled else n_chunk
+        self.n_computed += n_inputs + n_sampled - 1 if n_sampled else n_inputs
         if self.n_computed > self.n_reached:
             self.n_reached = self.n_computed
         if not n_sampled:
-            if self.n_computed == len(self.tokens):
+            if not self.n_pending:
                 self._go_on_unsampled(now)
             return
         is_broken = sampled[-1] < 0
@@ -623,7 +602,7 @@ class SequenceDriver:
         """End with `reason` and release held-back text. The last status waits until cells are stored, if any are."""
         can_store = self.slot is not None and error is None
         self.undergo(Event.STORE if can_store and self.request.options.save_cache else Event.FINISH)
-        self.waits_for = None
+        self.waits_for = self.leader = None
         self.finish_reason, self.error = reason, error
         self.clock.finished_s = now
         if self.reply.end(self.output, is_cut=self._is_cut(reason)) and reason == "stop":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NewType
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from cbatch.core.span import Span
     from cbatch.errors import RequestFailedError
     from cbatch.options import AdapterSet, LogitsProcessor, Sampling
 
@@ -27,85 +28,6 @@ UNCHANGED = (0, 1, -1)
 
 N_STEPS_MAX = 64
 """Most steps in one run. In an overcommitted pool, retained cells are dropped to make room for that many."""
-
-N_TARGETS_MAX = 64
-"""Most targets of all chunks of one step: with a vocabulary of 256,000 their logits take 64 MB. Our choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptCuts:
-    """Where prompts are cut into chunks, so that results do not depend on other requests in the batch.
-
-    If `most` is greater than `multiple`, cuts at any multiples give identical bits, and a chunk may be as long as a
-    step has room for. Otherwise a prompt is cut at every multiple.
-    """
-
-    multiple: int = 0
-    """Chunks begin at multiples of this; 0 for anywhere."""
-    most: int = 0
-    """Most tokens of a chunk."""
-    least: int = 1
-    """Fewest tokens of a prompt's last chunk, unless it is the only one."""
-    ends_in_row: bool = False
-    """Whether the last token of a prompt is computed as a row beside decoding rows, if its next token is sampled and
-    the prompt does not end at a multiple. Cells before that token can be shared."""
-
-    @classmethod
-    def every(cls, n: int) -> PromptCuts:
-        """Return cuts at every multiple of `n`; 0 for anywhere."""
-        return cls(n, n)
-
-    def __bool__(self) -> bool:
-        """Whether there are any rules."""
-        return self.multiple > 0
-
-    def __str__(self) -> str:
-        """Return a description in words."""
-        return str(self.multiple) if self.is_every else f"any multiple of {self.multiple}"
-
-    @property
-    def is_every(self) -> bool:
-        """Whether a prompt is cut at every multiple."""
-        return self.most == self.multiple
-
-    @property
-    def n_room(self) -> int:
-        """Tokens that a step must have room for, so that every prompt can continue."""
-        return self.most if self.is_every else self.multiple + self.least - 1
-
-    @property
-    def when_scored(self) -> PromptCuts:
-        """These cuts, adapted to a scored prompt."""
-        return PromptCuts.every(min(self.multiple, N_TARGETS_MAX))
-
-    def whole(self, n: int) -> int:
-        """Return the last position up to `n` at which a chunk may begin."""
-        return n - n % self.multiple if self.multiple else n
-
-    def n_before_row(self, n_prompt: int) -> int:
-        """Return how many tokens of a prompt are computed in chunks: all, or all before its final row."""
-        return n_prompt - bool(self.ends_in_row and n_prompt % self.multiple)
-
-    def parts(self, chunk: Chunk) -> Sequence[Chunk]:
-        """Return the parts in which a chunk is computed: its prompt's final row is separate."""
-        end = chunk.start + len(chunk.tokens)
-        is_end = chunk.has_output and not chunk.targets and len(chunk.tokens) > 1
-        return chunk.split() if is_end and self.n_before_row(end) < end else (chunk,)
-
-    def n_chunk(self, start: int, n_prompt: int, room: int) -> int:
-        """Return the length of a prompt's chunk from `start` if `room` tokens fit; 0 if no chunk does."""
-        n_left = n_prompt - start
-        n_next = min(n_left, self.multiple - start % self.multiple)
-        if self.is_every or start % self.multiple:
-            return n_next if n_next <= room else 0
-        if n_left <= min(room, self.most):
-            return n_left
-        return max(
-            0, self.whole(min(start + room, start + self.most, n_prompt - self.least)) - start
-        )
-
-
-ANYWHERE = PromptCuts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +58,7 @@ class Binding:
     n_logprobs: int | None = None
     """Alternatives to report with the log-probability of each sampled token; None reports nothing."""
     n_target_top: int = 0
-    """Alternatives to report with each of `Chunk.targets`."""
+    """Alternatives to report with each of `Span.targets`."""
     constraint: object = None
     """The compiled constraint of the output, from the backend's `Grammars`; None for no constraint."""
     output: tuple[int, ...] = ()
@@ -149,30 +71,6 @@ class Binding:
     """Whether it may draft tokens that a draft model guesses."""
     draft_group: int = 0
     """If not 0, and with `has_drafts`, they may also come from answers of sequences with the same number."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What a step computes of one sequence: `tokens` at positions `start`, `start + 1`, …
-
-    Never changed after construction. The class is not frozen, because a step makes one for each row, and construction
-    of a frozen one takes four times as long.
-    """
-
-    slot: Slot
-    start: int
-    tokens: Sequence[int]
-    has_output: bool
-    """Whether the last token's logits are sampled; it is the sequence's last pending token then."""
-    targets: Sequence[int] = ()
-    """Tokens whose log-probabilities to report: those that follow the chunk's first `len(targets)` tokens. A last token
-    with an output has no target."""
-
-    def split(self) -> tuple[Chunk, Chunk]:
-        """Split off the last token, which has the output, into a second chunk; only for chunks without targets."""
-        end = self.start + len(self.tokens) - 1
-        before = Chunk(self.slot, self.start, self.tokens[:-1], has_output=False)
-        return before, Chunk(self.slot, end, self.tokens[-1:], has_output=self.has_output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +89,18 @@ class TokenLogprobs:
 class StepPlan:
     """One backend run. In this order: forget saved cells, save, rebuild, clear, trim, load, copy, shift, bind, compute.
 
-    A slot with a constraint samples only tokens that the constraint allows. A chunk with an output in a slot with a
-    constraint or a processor needs `n_steps` = 1, because its next step depends on the sampled token. `chunks` are in
+    A slot with a constraint samples only tokens that the constraint allows. A span with an output in a slot with a
+    constraint or a processor needs `n_steps` = 1, because its next step depends on the sampled token. `spans` are in
     ascending order of slot, at most one for each slot, with at most `N_TARGETS_MAX` targets together. They have at most
-    `n_batch` tokens together, but for a single chunk that is a whole picture; see `has_whole_pictures`.
+    `n_batch` tokens together, but for a single span that is a whole picture; see `has_whole_pictures`.
 
-    With `n_steps` > 1, every chunk has an output and none has targets, and each further step computes the tokens that
+    With `n_steps` > 1, every span has an output and none has targets, and each further step computes the tokens that
     the previous step sampled. The run ends early after a step in which a row sampled a stop token or was broken, after
     the first step that ends later than `slice_s`, when it is interrupted, or when decoding fails. A backend may also
     end it after any step.
     """
 
-    chunks: tuple[Chunk, ...]
+    spans: tuple[Span, ...]
     n_steps: int = 1
     slice_s: float = 0.0
     """Time limit of the run in seconds, from the beginning of computing; 0 for no limit."""
@@ -229,7 +127,7 @@ class StepPlan:
     """Keys of saved cells that no later plan will load. They are dropped at once, or after this plan's loads.
     This includes cells that this plan saves. Unknown keys are ignored."""
     adapters: AdapterSet = ()
-    """The adapters with which all chunks are computed."""
+    """The adapters with which all spans are computed."""
     is_rebuild: bool = False
     """Rebuild the context first: all slots are empty and unbound then; saved cells stay."""
 
@@ -276,7 +174,7 @@ NO_DRAFTS = DraftCounts()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a run did. `tokens[i]` are the tokens sampled for `chunks[i]`: one for each step, more with accepted drafts,
+    """What a run did. `tokens[i]` are the tokens sampled for `spans[i]`: one for each step, more with accepted drafts,
     none without output."""
 
     tokens: list[list[int]]
@@ -289,7 +187,7 @@ class StepResult:
     first_s: float = 0.0
     """Seconds of decoding and sampling in the first step. Later steps of a run compute one token for each row."""
     n_kept: tuple[int, ...] = ()
-    """After code 2 or a code below −1: cells that each chunk's slot holds now, as far as is known."""
+    """After code 2 or a code below −1: cells that each span's slot holds now, as far as is known."""
     lost: tuple[int, ...] = ()
     """Keys that could not be saved or loaded. If a load failed, nothing was copied or computed, and `n_steps` is 0."""
     n_pad_rows: int = 0
@@ -299,10 +197,10 @@ class StepResult:
     move_s: float = 0.0
     """Seconds spent before decoding on copies of cells between slots."""
     logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    """`logprobs[i][j]` belongs to `tokens[i][j]`. Empty for a chunk whose slot reports none; the whole is empty if no
+    """`logprobs[i][j]` belongs to `tokens[i][j]`. Empty for a span whose slot reports none; the whole is empty if no
     slot reports any."""
     scores: Mapping[Slot, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    """Log-probabilities of the targets of each chunk with targets; empty if the step was not done."""
+    """Log-probabilities of the targets of each span with targets; empty if the step was not done."""
     grammar_steps: Mapping[Slot, GrammarStep] = field(default_factory=dict)
     """States of constraints after the sampled tokens; unremarkable ones are left out."""
     n_drafts: tuple[int, int, int] = (0, 0, 0)
@@ -310,7 +208,7 @@ class StepResult:
     n_accepted: tuple[int, int, int] = (0, 0, 0)
     """Draft tokens that were accepted, by the same sources."""
     drafted: Sequence[DraftCounts] = ()
-    """The same for each chunk; empty if there were none."""
+    """The same for each span; empty if there were none."""
     failures: Mapping[Slot, RequestFailedError] = field(default_factory=dict)
     """Errors of logits processors; their slots have broken rows instead of tokens."""
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from cbatch.core.driver import BY_AGE
 
 if TYPE_CHECKING:
+    from cbatch.core.books import KvLedger
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.kv import KvLedger
 
 N_PREEMPTED_MAX = 3
 """Most preemptions of one sequence while any cell is free; after that, all slots are admitted by the worst case."""

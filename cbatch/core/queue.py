@@ -106,11 +106,11 @@ class AdmissionQueue:
     def candidates(
         self, holders: Sequence[SequenceDriver | None], ending: Collection[SequenceDriver] = ()
     ) -> Iterator[SequenceDriver]:
-        """Yield in order the sequences that may get a slot; of those that chose the same slot, only the first.
+        """Yield in order the sequences that may get a slot; for each chosen slot, only the first sequence.
 
         Args:
             holders: the sequence in each slot.
-            ending: those of them that are about to leave.
+            ending: holders that are about to leave.
         """
         slots = [slot for slot in self.chosen_slots if is_to_be_had(holders[slot], ending)]
         entries: Iterable[_Entry] = reversed(self._lines[None])

@@ -1,34 +1,28 @@
-"""Decides what each step computes: every decoding row, then prompt chunks within the token budget."""
+"""Decides what each step computes: every decoding row, then prompt spans within the token budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.core.bisection import FaultBisection
-from cbatch.core.budget import StepCosts, split_budget, whole_chunks
-from cbatch.core.driver import SequenceDriver, Status
-from cbatch.core.plan import (
-    ANYWHERE,
-    FREE,
-    N_STEPS_MAX,
-    N_TARGETS_MAX,
-    UNCHANGED,
-    Chunk,
-    Slot,
-    StepPlan,
-    StepResult,
-)
+from cbatch.core.budget import SHORT_RUN_S, PromptBudget, split_budget, whole_chunks
+from cbatch.core.driver import Status
+from cbatch.core.plan import FREE, N_STEPS_MAX, UNCHANGED, Slot, StepPlan, StepResult
+from cbatch.core.span import ANYWHERE, N_TARGETS_MAX, Pending, limit_targets
 from cbatch.engine_options import MAX_DRAFTS
 from cbatch.errors import DecodeError, PlanError, RequestFailedError
-from cbatch.support.picture_tokens import n_rows_at, whole_pictures
+from cbatch.support.picture_tokens import n_rows_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.plan import Binding, KvCapabilities, PromptCuts
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import Binding, KvCapabilities
     from cbatch.core.slots import SlotPlan
+    from cbatch.core.span import PromptCuts, Span
     from cbatch.engine_options import ScheduleOptions
     from cbatch.options import AdapterSet
     from cbatch.stats import EngineStats
@@ -36,30 +30,13 @@ if TYPE_CHECKING:
 RUN_S = 0.5
 """Time limit of a run in seconds: a step that ends later is its last. A command or deadline ends a run earlier."""
 
-SHORT_RUN_S = 0.02
-"""The same limit if output is streamed, a stop string may end it, or a slot is free while a sequence waits."""
-
 DEFAULT_QUANTUM = 64
 """Tokens of a turn in `round_robin`: about a second at 10 ms a token, so cells are not saved and loaded too often."""
 
-LEAST_OVER_ROWS = 3.0
-"""How many times as long as the rest of a step its prompts may take while output is streamed, at least. A single new
-prompt then takes at most a third longer than alone. `SHORT_RUN_S` is always allowed, because output does not come more
-often."""
+_Share: TypeAlias = "tuple[Slot, SequenceDriver, int, int]"
+"""What a sequence computes in a step: its slot, itself, where it starts, and how many inputs it has."""
 
-FAIR_OVER_ROWS = 4.0
-"""The same if equally many new sequences wait for a first token and rows for their next; otherwise in proportion."""
-
-MOST_OVER_ROWS = 9.0
-"""The same if no reader waits for a next token: a tenth of the step is not spent on prompts, and larger steps are
-hardly faster."""
-
-LEAST_BURST_S = 0.2
-"""Least seconds of prompts in a step of a burst: readers do not notice shorter waits, and each step has its own cost in
-Python and in readers."""
-
-N_FIRST = 64
-"""Prompt tokens of a step while their cost is unknown."""
+_DRIVER_OF = itemgetter(1)
 
 N_FAILURES_MAX = 16
 """Most failed computations in a row; one more stops the engine. Enough to find one culprit among 256 sequences."""
@@ -71,29 +48,12 @@ class Plan:
 
     step: StepPlan
     rows: tuple[SequenceDriver, ...]
-    """The sequence of each chunk."""
+    """The sequence of each span."""
     slot_plan: SlotPlan
     """Changes of slots."""
     adapter_turns: Mapping[AdapterSet, int] | None
     """When each set of adapters in use had its turn; None if there is only one."""
     now: float
-
-
-class _Prefill(NamedTuple):
-    """A sequence with more than one token to compute, and its place in the plan."""
-
-    driver: SequenceDriver
-    slot: Slot
-    start: int
-
-    @property
-    def n_left(self) -> int:
-        """Tokens before its first output."""
-        return len(self.driver.tokens) - self.start
-
-    def n_whole(self, n: int) -> int:
-        """Return how many of its next `n` tokens can be computed without a part of a picture."""
-        return max(0, whole_pictures(self.driver.tokens, self.start + n) - self.start)
 
 
 class ContinuousBatchScheduler:
@@ -117,10 +77,11 @@ class ContinuousBatchScheduler:
         cuts: PromptCuts = ANYWHERE,
         has_adapters: bool = False,
     ) -> None:
-        self._batcher = batcher
+        self.batcher = batcher
         self._stats = stats
         self.options = options
-        self.costs = StepCosts()
+        self.budget = PromptBudget(options)
+        self.costs = self.budget.costs
         self.bisection = FaultBisection()
         self._n_batch, self._cuts = n_batch, cuts
         self._can_trim, self._has_whole_pictures = memory.can_trim, memory.has_whole_pictures
@@ -150,32 +111,33 @@ class ContinuousBatchScheduler:
 
     def begin_step(self, now: float) -> None:
         """Handle deadlines and finished waits before a plan; see `MultiRequestBatcher.begin_step`."""
-        ending = self._past_quantum(self._batcher.slot_plan()) if self._quantum else ()
-        self._batcher.begin_step(now, ending)
+        ending = self._past_quantum(self.batcher.slot_plan()) if self._quantum else ()
+        self.batcher.begin_step(now, ending)
 
     def plan(self, now: float) -> Plan | None:
         """Return what happens next, or None if there is nothing to do. Changes nothing."""
-        slot_plan = self._batcher.slot_plan()
-        if self._must_rebuild and self._batcher.in_flight:
+        slot_plan = self.batcher.slot_plan()
+        if self._must_rebuild and self.batcher.in_flight:
             step = slot_plan.cells.step(binds=self._bindings(slot_plan), is_rebuild=True)
             return Plan(step, (), slot_plan, None, now)
         self._change_slots(slot_plan)
         suspects = self.bisection.suspects(slot_plan.leaving())
         running = suspects or slot_plan.running_then()
         group, shares, adapter_turns = self._take_adapter_turn(running, slot_plan)
-        chunks, drivers = self._chunks(shares, slot_plan)
-        if not (chunks or slot_plan.has_changes or slot_plan.cells.has_ops):
+        spans = tuple([driver.span(slot, start, n) for slot, driver, start, n in shares])
+        if not (spans or slot_plan.has_changes or slot_plan.cells.has_ops):
             self._check_progress(slot_plan)
             return None
-        n_steps, slice_s = (1, 0.0) if suspects else self._length(chunks, group, slot_plan, now)
+        n_steps, slice_s = (1, 0.0) if suspects else self._length(spans, group, slot_plan, now)
         step = slot_plan.cells.step(
-            chunks,
+            spans,
             n_steps,
             slice_s,
-            n_drafts=self._n_drafted(n_steps, chunks, slot_plan) if n_steps > 1 else 0,
+            n_drafts=self._n_drafted(n_steps, spans, slot_plan) if n_steps > 1 else 0,
             binds=self._bindings(slot_plan),
             adapters=group[0].request.adapters if group else (),
         )
+        drivers = tuple(map(_DRIVER_OF, shares))
         return Plan(step, drivers, slot_plan, adapter_turns, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Sequence[SequenceDriver]:
@@ -186,10 +148,10 @@ class ContinuousBatchScheduler:
             PlanError: a sequence of the plan has ended since.
         """
         drivers, step = plan.rows, plan.step
-        for driver, chunk in zip(drivers, step.chunks, strict=True):
+        for driver, span in zip(drivers, step.spans, strict=True):
             if driver.finish_reason is not None:
                 raise PlanError(
-                    f"internal error: the sequence in slot {chunk.slot} ended between plan and apply"
+                    f"internal error: the sequence in slot {span.slot} ended between plan and apply"
                 )
         self._commit(plan, result, now)
         if result.n_steps:
@@ -223,7 +185,7 @@ class ContinuousBatchScheduler:
 
         Cells with a pending shift cannot be saved, so their sequence keeps its slot for one more step.
         """
-        queue, n_free = slot_plan.state.queue, slot_plan.ledger.n_free_slots
+        queue, n_free = slot_plan.batcher.queue, slot_plan.ledger.n_free_slots
         over = [d for d in self._past_quantum(slot_plan) if d.slot not in slot_plan.cells.shifts]
         over.sort(key=lambda d: -d.n_turn)
         chosen = [d for d in over if d.slot in queue.chosen_slots]
@@ -282,8 +244,8 @@ class ContinuousBatchScheduler:
 
     def _take_adapter_turn(
         self, running: Sequence[SequenceDriver], slot_plan: SlotPlan
-    ) -> tuple[Sequence[SequenceDriver], dict[Slot, int], Mapping[AdapterSet, int] | None]:
-        """Return the sequences of one set of adapters and the tokens of each slot. The sets in use take turns."""
+    ) -> tuple[Sequence[SequenceDriver], Sequence[_Share], Mapping[AdapterSet, int] | None]:
+        """Return the sequences of one set of adapters and what each computes. The sets in use take turns."""
         sets = dict.fromkeys(d.request.adapters for d in running) if self._has_adapters else {}
         if len(sets) < 2:
             return running, self._shares(running, slot_plan), None
@@ -297,12 +259,15 @@ class ContinuousBatchScheduler:
         adapter_turns[group[0].request.adapters] = self._n_adapter_turns + 1
         return group, shares, adapter_turns
 
-    def _shares(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> dict[Slot, int]:
-        """Return how many tokens each slot computes: 1 for a sequence with one pending token, then prefills."""
+    def _shares(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> list[_Share]:
+        """Return (slot, sequence, start, number of inputs) of each span, by slot.
+
+        A sequence with one pending token computes it; those with more share the prompt tokens of the step.
+        """
         if self._is_overcommitted:
             self._make_room_for_step(group, slot_plan)
-        shares: dict[Slot, int] = {}
-        prefills: list[_Prefill] = []
+        shares: list[_Share] = []
+        prefills: list[Pending] = []
         n_free, placed = slot_plan.ledger.n_free_cells, slot_plan.placed
         is_decoding = is_watched = False
         for driver in group:
@@ -311,75 +276,71 @@ class ContinuousBatchScheduler:
             if slot is None or n_tokens > driver.n_window:  # its window must move first
                 continue
             if n_tokens - start > 1:
-                prefills.append(_Prefill(driver, slot, start))
+                prefills.append(Pending(driver, slot, start))
                 continue
             if len(shares) < n_free:
-                shares[slot] = 1
+                shares.append((slot, driver, start, 1))
             if driver.output:
                 is_decoding = True
                 is_watched = is_watched or driver.reply.is_watched
         if prefills:
-            if len(prefills) > 1:
-                prefills.sort(key=self._turn_of)
-            n_rows = len(shares)
-            wanted = self._wanted(prefills, slot_plan)
-            room = min(self._n_batch, n_free) - n_rows
-            budget, n_enough = self._budget(
-                prefills, n_rows if is_decoding else 0, wanted, is_watched=is_watched
-            )
-            if budget is not None:
-                room = min(room, budget and max(budget, self._cuts.n_room))
-            room = self._room_for_picture(shares, prefills, room, n_free - n_rows)
-            self._share_out(shares, prefills, wanted, room, n_enough)
+            n_decoding = len(shares) if is_decoding else 0
+            self._add_prefills(shares, prefills, n_decoding, slot_plan, is_watched=is_watched)
+        shares.sort()
         return shares
 
-    def _room_for_picture(
-        self, shares: dict[Slot, int], prefills: Sequence[_Prefill], room: int, n_free: int
-    ) -> int:
-        """Return the most prompt tokens of a step: more than `room` if a larger picture is next.
+    def _add_prefills(
+        self,
+        shares: list[_Share],
+        prefills: list[Pending],
+        n_decoding: int,
+        slot_plan: SlotPlan,
+        *,
+        is_watched: bool,
+    ) -> None:
+        """Add what sequences with more than one pending token compute beside the rows in `shares`."""
+        if len(prefills) > 1:
+            prefills.sort(key=self._turn_of)
+        n_rows, n_free = len(shares), slot_plan.ledger.n_free_cells
+        wanted = self._wanted(prefills, slot_plan)
+        room = min(self._n_batch, n_free) - n_rows
+        n_most, n_enough = self.budget.of(prefills, n_decoding, wanted[0], is_watched=is_watched)
+        if n_most is not None:
+            room = min(room, n_most and max(n_most, self._cuts.n_room))
+        if self._has_whole_pictures and room > 0:
+            room = self._room_for_picture(prefills, room, n_free - n_rows)
+            if room + n_rows > self._n_batch:
+                shares.clear()  # a large picture is a step of its own
+        split = self._split(prefills, wanted, room, n_enough)
+        shares += [(*p.place, n) for p, n in zip(prefills, split, strict=True) if n]
 
-        A picture that does not fit a step with decoding rows is a step of its own; removes these rows from `shares`.
-        """
-        for driver, _, start in prefills if self._has_whole_pictures and room > 0 else ():
-            n = n_rows_at(driver.tokens, start)
-            if n <= room:
+    def _room_for_picture(self, prefills: Sequence[Pending], room: int, n_free: int) -> int:
+        """Return the most prompt tokens of a step: more than `room` if a larger picture is next."""
+        for pending in prefills:
+            if pending.n_rows <= room:
                 return room
-            if n <= n_free:
-                if n + len(shares) > self._n_batch:
-                    shares.clear()
-                return n
+            if pending.n_rows <= n_free:
+                return pending.n_rows
         return room
 
-    def _turn_of(self, prefill: _Prefill) -> int:
+    def _turn_of(self, prefill: Pending) -> int:
         """Return the sort key of prompts that share a step: fewest tokens before the first output first.
 
         Prompt tokens computed since the sequence got its slot are subtracted, so at most as many tokens of later
         prompts pass a prompt as it has itself.
         """
         n_before = prefill.driver.n_prompts_before
-        return prefill.n_left + (self._n_prompts if n_before is None else n_before)
+        return prefill.n + (self._n_prompts if n_before is None else n_before)
 
-    def _share_out(
-        self,
-        shares: dict[Slot, int],
-        prefills: Sequence[_Prefill],
-        wanted: list[int],
-        room: int,
-        n_enough: int | None,
-    ) -> None:
-        """Share a step's prompt tokens among prefills, which can use `wanted`; writes to `shares`."""
+    def _split(
+        self, prefills: Sequence[Pending], wanted: list[int], room: int, n_enough: int | None
+    ) -> list[int]:
+        """Share `room` prompt tokens among prefills, which can use `wanted`."""
         if self._cuts:
-            driver, _, start = prefills[0]
-            wanted[0] = self._n_chunk(driver, start, min(room, wanted[0]))
-            split = whole_chunks(wanted, room)
-        else:
-            n_whole = [p.n_whole for p in prefills] if self._has_whole_pictures else None
-            split = split_budget(
-                wanted, [p.n_left for p in prefills], room, n_enough, n_whole=n_whole
-            )
-        for (_, slot, _), n in zip(prefills, split, strict=True):
-            if n:
-                shares[slot] = n
+            wanted[0] = prefills[0].n_chunk(self._cuts, min(room, wanted[0]))
+            return whole_chunks(wanted, room)
+        n_whole = [p.n_whole for p in prefills] if self._has_whole_pictures else None
+        return split_budget(wanted, [p.n for p in prefills], room, n_enough, n_whole=n_whole)
 
     def _make_room_for_step(self, group: Sequence[SequenceDriver], slot_plan: SlotPlan) -> None:
         """Empty slots with retained cells, to make room for this step's tokens and the later steps of the run."""
@@ -392,126 +353,25 @@ class ContinuousBatchScheduler:
                 n_most = max(n_most, n_rows_at(driver.tokens, n_computed))
         slot_plan.make_room(min(n_most, n_wanted) + n_steps * len(group))
 
-    def _wanted(self, prefills: Sequence[_Prefill], slot_plan: SlotPlan) -> list[int]:
+    def _wanted(self, prefills: Sequence[Pending], slot_plan: SlotPlan) -> list[int]:
+        """Return the most tokens that each prefill may compute in a step of its own."""
         n_chunk = self.options.prefill_chunk or self._n_batch
         if self._cuts:
-            wanted = [self._n_chunk(d, start, self._n_batch) for d, _, start in prefills]
+            wanted = [p.n_chunk(self._cuts, self._n_batch) for p in prefills]
         else:
-            wanted = [min(len(d.tokens) - start, n_chunk) for d, _, start in prefills]
+            wanted = [min(p.n, n_chunk) for p in prefills]
             if self._has_whole_pictures:
-                wanted = [
-                    max(n, n_rows_at(d.tokens, start))
-                    for n, (d, _, start) in zip(wanted, prefills, strict=True)
-                ]
+                wanted = [max(n, p.n_rows) for n, p in zip(wanted, prefills, strict=True)]
         if self._has_checkpoints:
-            to_mark = [slot_plan.n_to_mark(d, start) for d, _, start in prefills]
+            to_mark = [slot_plan.n_to_mark(p.driver, p.start) for p in prefills]
             wanted = [n if m is None else min(n, m) for n, m in zip(wanted, to_mark, strict=True)]
-        if any(d.is_scoring for d, _, _ in prefills):
-            self._limit_targets(prefills, wanted)
+        if any(p.driver.is_scoring for p in prefills):
+            limit_targets(prefills, wanted, has_cuts=bool(self._cuts))
         return wanted
-
-    def _n_chunk(self, driver: SequenceDriver, start: int, room: int) -> int:
-        """Return the tokens of a sequence's next chunk.
-
-        Tokens that were computed as rows (output, and the end of a prompt) are recomputed one at a time.
-        """
-        cuts = driver.own_cuts(self._cuts)
-        if start >= driver.n_prompt:
-            return min(1, room)
-        n_before_row = cuts.n_before_row(driver.n_prompt)
-        is_again = driver.output and start < n_before_row
-        return cuts.n_chunk(start, n_before_row if is_again else driver.n_prompt, room)
-
-    def _limit_targets(self, prefills: Sequence[_Prefill], wanted: list[int]) -> None:
-        """Limit scored tokens to what a step can score, in order; aligned chunks are whole or left out."""
-        n_left = N_TARGETS_MAX
-        for i, (driver, _, start) in enumerate(prefills):
-            if driver.scores is not None:
-                scores = driver.scores
-                if not self._cuts:
-                    wanted[i] = scores.n_within(start, wanted[i], n_left)
-                elif scores.n_targets(start, wanted[i]) > n_left:
-                    wanted[i] = 0
-                n_left -= scores.n_targets(start, wanted[i])
-
-    def _budget(
-        self, prefills: Sequence[_Prefill], n_rows: int, wanted: Sequence[int], *, is_watched: bool
-    ) -> tuple[int | None, int | None]:
-        """Return the most prompt tokens beside `n_rows` decoding rows, and how many are enough; None for no limit.
-        If readers wait for first tokens, a step takes no part of another prompt once it has enough tokens.
-        """
-        n_new = self._n_eager(prefills)
-        if n_rows and (n_set := self._n_as_set(n_rows)) is not None:
-            return n_set, None
-        are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
-        if n_rows and is_watched and are_few:
-            n_most = self._n_beside(n_rows, len(prefills), n_new)
-        elif n_new and len(prefills) > 1:
-            n_known = self.costs.n_prompt_for(n_rows, 1 / (1 + MOST_OVER_ROWS), LEAST_BURST_S)
-            # the first prompt is not cut, because that would make no first token earlier
-            n_most = max(wanted[0], n_known or N_FIRST)
-        else:
-            return None, None
-        return n_most, (n_most + 1) // 2
-
-    def _n_as_set(self, n_rows: int) -> int | None:
-        """Return how many prompt tokens may join `n_rows` decoding rows by the options; None where they do not say."""
-        if self.options.itl_ms is not None:
-            return self._n_within(n_rows, self.options.itl_ms * 1e-3)
-        return self.options.prefill_budget
-
-    def budgets(self) -> dict[int, int]:
-        """Return how many prompt tokens of one newcomer join decoding rows, all read as they come, by the rows.
-
-        Of 1, 2, 4 rows and so on, as far as steps of so many were seen.
-        """
-        if self.costs.prompt is None:
-            return {}
-        widths = [n for n in self.costs.widths_s if n & (n - 1) == 0]
-        return {n: self._n_as_set(n) or self._n_beside(n, 1, 1) for n in widths}
-
-    def _n_eager(self, prefills: Sequence[_Prefill]) -> int:
-        """Return for how many prompts an early first token matters more than the fastest steps."""
-        if self.options.ttft == "auto":
-            return sum(driver.reply.is_read for driver, _, _ in prefills)
-        return len(prefills) if self.options.ttft == "first" else 0
-
-    def _n_within(self, n_rows: int, seconds: float) -> int:
-        """Return how many prompt tokens keep a step within `seconds` by the measured costs; at least one."""
-        if not self.costs.has_decoded:
-            return 0  # this step measures what decoding takes
-        n_tokens = self.costs.n_prompt_within(n_rows, seconds)
-        return N_FIRST if n_tokens is None else n_tokens
-
-    def _n_beside(self, n_rows: int, n_prefills: int, n_new: int) -> int:
-        """Return how many prompt tokens may join rows whose readers wait for the next token.
-
-        The more new sequences wait for their first token, and the fewer rows for their next, the longer prompts may
-        take in relation to the rest of the step. The rest is judged by the step's width when all prompts are done.
-        """
-        n_short = self._n_within(n_rows, SHORT_RUN_S)
-        over = min(MOST_OVER_ROWS, max(LEAST_OVER_ROWS, FAIR_OVER_ROWS * n_new / n_rows))
-        n_wide = max(n_rows, n_rows + n_prefills, key=self.costs.seen_s)
-        n_fair = self.costs.n_prompt_for(n_wide, 1 / (1 + over))
-        return n_short if n_fair is None or not n_short else max(n_short, n_fair)
-
-    def _chunks(
-        self, shares: Mapping[Slot, int], slot_plan: SlotPlan
-    ) -> tuple[tuple[Chunk, ...], tuple[SequenceDriver, ...]]:
-        """Return the chunks in ascending order of slot, and their sequences."""
-        chunks, drivers, placed = list[Chunk](), list[SequenceDriver](), slot_plan.placed
-        holders = slot_plan.ledger.holders
-        for slot in sorted(shares):
-            driver = holders[slot]
-            if driver is not None:
-                start = placed[driver][1] if driver in placed else driver.n_computed
-                chunks.append(driver.chunk(slot, start, shares[slot]))
-                drivers.append(driver)
-        return tuple(chunks), tuple(drivers)
 
     def _length(
         self,
-        chunks: Sequence[Chunk],
+        spans: Sequence[Span],
         group: Sequence[SequenceDriver],
         slot_plan: SlotPlan,
         now: float,
@@ -520,10 +380,10 @@ class ContinuousBatchScheduler:
 
         A plan may be repeated while no row ends, no turn ends, and no sequence is left out.
         """
-        if not chunks or len(chunks) < len(group) or slot_plan.n_following:
+        if not spans or len(spans) < len(group) or slot_plan.n_following:
             return 1, 0.0
-        for chunk in chunks:
-            if not chunk.has_output or chunk.targets:
+        for span in spans:
+            if not span.has_output or span.targets:
                 return 1, 0.0
         # the next plan may have room for a sequence that this one leaves out
         n_waiting, n_steps = slot_plan.n_waiting, min(N_STEPS_MAX, *[d.n_room for d in group])
@@ -541,31 +401,21 @@ class ContinuousBatchScheduler:
                 n_turn = 0 if d in slot_plan.placed else d.n_turn
                 n_steps = min(n_steps, max(1, self._quantum - n_turn))
         if self._is_overcommitted:
-            n_tokens = sum([len(c.tokens) for c in chunks])
-            n_steps = min(n_steps, 1 + (slot_plan.ledger.n_free_cells - n_tokens) // len(chunks))
+            n_tokens = sum([len(c.inputs) for c in spans])
+            n_steps = min(n_steps, 1 + (slot_plan.ledger.n_free_cells - n_tokens) // len(spans))
         if is_short:
             return n_steps, SHORT_RUN_S
-        next_s = self._batcher.next_deadline_s
+        next_s = self.batcher.next_deadline_s
         left_s = RUN_S if next_s is None else next_s - now
         return n_steps, max(SHORT_RUN_S, min(RUN_S, left_s))
 
-    def _n_drafted(self, n_steps: int, chunks: Sequence[Chunk], slot_plan: SlotPlan) -> int:
+    def _n_drafted(self, n_steps: int, spans: Sequence[Span], slot_plan: SlotPlan) -> int:
         """Return the most draft tokens after a row; 0 if the pool may lack cells for them."""
         if not self._is_overcommitted:
             return self._n_drafts
-        n_tokens = sum([len(c.tokens) for c in chunks]) + (n_steps - 1) * len(chunks)
+        n_tokens = sum([len(c.inputs) for c in spans]) + (n_steps - 1) * len(spans)
         has_room = slot_plan.ledger.n_free_cells >= n_tokens + N_TARGETS_MAX
         return self._n_drafts if has_room else 0
-
-    def _count_drafts(self, result: StepResult) -> None:
-        stats, (_, n_job, n_model) = self._stats, result.n_drafts
-        stats.n_draft_tokens += sum(result.n_drafts)
-        stats.n_job_draft_tokens += n_job
-        stats.n_model_draft_tokens += n_model
-        _, n_job, n_model = result.n_accepted
-        stats.n_accepted_tokens += sum(result.n_accepted)
-        stats.n_job_accepted_tokens += n_job
-        stats.n_model_accepted_tokens += n_model
 
     def _check_progress(self, slot_plan: SlotPlan) -> None:
         """Check that an empty plan leaves no sequence waiting for ever.
@@ -573,7 +423,7 @@ class ContinuousBatchScheduler:
         Raises:
             PlanError: a sequence waits and none runs, or none of the running ones can be computed.
         """
-        seen, n_running = self._batcher.occupancy(), len(slot_plan.running_then())
+        seen, n_running = self.batcher.occupancy(), len(slot_plan.running_then())
         is_idle = seen.n_ended or slot_plan.n_held or seen.n_storing or slot_plan.awaits_prompts
         if n_running or (seen.n_waiting and not is_idle):
             ledger = slot_plan.ledger
@@ -595,7 +445,7 @@ class ContinuousBatchScheduler:
         if plan.adapter_turns is not None:
             self._adapter_turns = plan.adapter_turns
             self._n_adapter_turns += 1
-        self._batcher.commit(plan.slot_plan, step, result, plan.now, now)
+        self.batcher.commit(plan.slot_plan, step, result, plan.now, now)
         if result.move_s:
             self.costs.learn_copy(sum(n for _, _, n in step.copies), result.move_s)
 
@@ -605,11 +455,12 @@ class ContinuousBatchScheduler:
         cells: list[tuple[Slot, int]] = []
         finished: list[SequenceDriver] = []
         n_decode = n_prompt = 0
+        n_before = 0.0
         has_paused = False
         n_rows_by_gap: dict[tuple[float | None, int], int] = {}
-        for i, (driver, chunk) in enumerate(zip(plan.rows, plan.step.chunks, strict=True)):
-            n_chunk, n_computed, sampled = len(chunk.tokens), driver.n_computed, result.tokens[i]
-            guidance = grammar_steps.get(chunk.slot, FREE)
+        for i, (driver, span) in enumerate(zip(plan.rows, plan.step.spans, strict=True)):
+            n_chunk, n_computed, sampled = len(span.inputs), driver.n_computed, result.tokens[i]
+            guidance = grammar_steps.get(span.slot, FREE)
             n_new = len(sampled) - (sampled[-1] < 0) + len(guidance.forced) if sampled else 0
             gap = driver.clock.last_token_s, n_new
             n_rows_by_gap[gap] = n_rows_by_gap.get(gap, 0) + 1
@@ -617,11 +468,12 @@ class ContinuousBatchScheduler:
                 n_decode += 1
             else:
                 n_prompt += n_chunk
-            scores = result.scores.get(chunk.slot)
-            if scores and not driver.take_scores(chunk.start, scores, now):
+                n_before += n_chunk * (n_computed + n_chunk / 2)
+            scores = result.scores.get(span.slot)
+            if scores and not driver.take_scores(span.start, scores, now):
                 finished.append(driver)
                 continue
-            if failure := result.failures.get(chunk.slot):
+            if failure := result.failures.get(span.slot):
                 driver.finish("error", now, failure)
                 finished.append(driver)
                 continue
@@ -632,26 +484,28 @@ class ContinuousBatchScheduler:
                 driver.drafted = driver.drafted.and_more(result.drafted[i])
             logprobs = result.logprobs[i] if result.logprobs else ()
             driver.accept(n_chunk, sampled, now, guidance, logprobs, later_s=later_s)
-            cells.append((chunk.slot, driver.n_computed - n_computed))
+            cells.append((span.slot, driver.n_computed - n_computed))
             if driver.finish_reason is not None:
                 finished.append(driver)
             has_paused = has_paused or driver.status is Status.PAUSED
-        self._count(n_decode, n_prompt, len(plan.rows), result)
+        self._count(n_decode, n_prompt, n_before, len(plan.rows), result)
         self._n_prompts += n_prompt
         stats.count_tokens(n_rows_by_gap, now, later_s)
         has_cells = result.code in UNCHANGED
-        self._batcher.record_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
+        self.batcher.record_step(cells, finished, has_paused=has_paused, has_cells=has_cells)
 
-    def _count(self, n_decode: int, n_prompt: int, n_rows: int, result: StepResult) -> None:
+    def _count(
+        self, n_decode: int, n_prompt: int, n_before: float, n_rows: int, result: StepResult
+    ) -> None:
         """Add a run to the statistics and to the costs of steps."""
         n_later, later_s = result.n_steps - 1, result.later_s
         self._stats.n_runs += 1
         self._stats.n_pad_rows += result.n_pad_rows
         if any(result.n_drafts):
-            self._count_drafts(result)
+            self._stats.count_drafts(result.n_drafts, result.n_accepted)
         self._stats.count_step(n_rows, n_decode, n_prompt, result.first_s)
         if n_prompt:
-            self.costs.learn_mixed(n_decode, n_prompt, result.first_s)
+            self.costs.learn_mixed(n_decode, n_prompt, result.first_s, n_before)
         else:
             self.costs.learn_decode(n_rows, result.first_s)
         if n_later:
@@ -662,7 +516,7 @@ class ContinuousBatchScheduler:
         """Move full windows of requests that ask for it; their cells are removed with the next plan."""
         for driver in (*plan.rows, *plan.slot_plan.placed):
             if len(driver.tokens) > driver.n_window and driver.finish_reason is None:
-                self._batcher.shift(driver)
+                self.batcher.shift(driver)
 
     # ---- failures ----
 
@@ -671,15 +525,15 @@ class ContinuousBatchScheduler:
     ) -> None:
         """Handle a failed step by its return code: correct the cells, and search for the culprit."""
         n_past = {
-            d: c.start + len(c.tokens) + (len(result.tokens[i]) if result.n_steps else 0)
-            for i, (d, c) in enumerate(zip(drivers, step.chunks, strict=True))
+            d: c.start + len(c.inputs) + (len(result.tokens[i]) if result.n_steps else 0)
+            for i, (d, c) in enumerate(zip(drivers, step.spans, strict=True))
             if d.status is Status.RUNNING
         }
         if result.code not in UNCHANGED:
             self._settle_cells(drivers, result)
         is_full = result.code == 1 and self._is_overcommitted
         # only a question, on a plan that is discarded; the next plan does it
-        if is_full and _make_room_or_free_slot(self._batcher.slot_plan()):
+        if is_full and _make_room_or_free_slot(self.batcher.slot_plan()):
             self._is_pool_full = True
             return
         is_again = not result.n_steps and bool(self.bisection.suspects())
@@ -700,7 +554,7 @@ class ContinuousBatchScheduler:
                 continue
             # the last token is computed again for its logits
             n = min(n_kept[i], driver.n_reusable) if n_kept else 0
-            self._batcher.keep_cells(driver, driver.n_whole(self._cuts, n))
+            self.batcher.keep_cells(driver, driver.n_whole(self._cuts, n))
 
     def _note_failure(self, code: int) -> None:
         """Rebuild the context when a computation failed twice in a row; raise when that does not help."""
@@ -709,14 +563,14 @@ class ContinuousBatchScheduler:
             raise DecodeError(code)
         if self._n_failures > 1 and not self._has_rebuilt:
             self._must_rebuild = self._has_rebuilt = True
-            self._batcher.lose_cells()
+            self.batcher.lose_cells()
 
     def _fail(self, driver: SequenceDriver, step: StepPlan, code: int, now: float) -> None:
         failure = RequestFailedError("computing this request failed")
         failure.__cause__ = DecodeError(code)
         if code == -1:
             failure.__cause__.__cause__ = PlanError(repr(step))
-        self._batcher.fail(driver, failure, now)
+        self.batcher.fail(driver, failure, now)
 
 
 def _make_room_or_free_slot(slot_plan: SlotPlan) -> bool:
@@ -726,4 +580,4 @@ def _make_room_or_free_slot(slot_plan: SlotPlan) -> bool:
 
 def _n_single(drivers: Sequence[SequenceDriver]) -> int:
     """Return the number of sequences with one pending token."""
-    return len([d for d in drivers if len(d.tokens) - d.n_computed == 1])
+    return len([d for d in drivers if d.n_pending == 1])

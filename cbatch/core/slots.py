@@ -15,13 +15,11 @@ from cbatch.core.queue import is_to_be_had
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from cbatch.core.cell_ops import SavedCells, SlotCells, ToStore
+    from cbatch.core.batcher import MultiRequestBatcher
+    from cbatch.core.books import KvLedger
+    from cbatch.core.cell_ops import SlotCells
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.kv import KvLedger
-    from cbatch.core.preemption import KvDemandEstimator
     from cbatch.core.prefix import PrefixMatch, PrefixSource
-    from cbatch.core.queue import AdmissionQueue
-    from cbatch.core.waiting import CacheReads, PrefixWaiters
 
 N_LOOK = 4
 """How many waiting sequences are tried if the first cannot get a slot."""
@@ -38,22 +36,6 @@ N_READ_PER_SLOT = 2
 N_STORING_PER_SLOT = 2
 """For each slot, how many sequences may wait in host memory for their cells to be written. At the limit, no sequence
 that saves its cells is admitted."""
-
-
-@dataclass(eq=False, slots=True)
-class BatcherState:
-    """The batcher's state: slots, cells, waiting sequences. Commands and `apply` change it; a plan never does."""
-
-    cells: SlotCells
-    saved: SavedCells
-    queue: AdmissionQueue
-    followers: PrefixWaiters
-    reads: CacheReads
-    demand: KvDemandEstimator
-    storing: dict[int, ToStore]
-    """Ended sequences whose cells are not on disk yet, by number."""
-    n_ahead: int = 0
-    """How many prompts of waiting sequences are tokenized before a slot is free."""
 
 
 Reason = Literal["turn", "cells", "parked"]
@@ -83,7 +65,7 @@ class SlotPlan:
     Two plans are equal if they do the same.
     """
 
-    state: BatcherState = field(compare=False)
+    batcher: MultiRequestBatcher = field(compare=False)
     running: list[SequenceDriver] = field(compare=False)
     """The running sequences before the plan, the oldest first."""
     leaves: list[Leave] = field(default_factory=list)
@@ -101,15 +83,15 @@ class SlotPlan:
     _n_saved_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.cells, self.ledger = self.state.cells, self.state.cells.ledger
-        self._n_saved_bytes = self.state.saved.n_bytes
+        self.cells, self.ledger = self.batcher.cells, self.batcher.cells.ledger
+        self._n_saved_bytes = self.batcher.saved.n_bytes
 
     # ---- questions ----
 
     @property
     def has_view(self) -> bool:
         """Whether the plan changes slots or cells."""
-        return self.cells is not self.state.cells
+        return self.cells is not self.batcher.cells
 
     @property
     def has_changes(self) -> bool:
@@ -137,9 +119,9 @@ class SlotPlan:
     def n_waiting(self) -> int:
         """Number of sequences that wait for a slot after these changes."""
         if not (self.leaves or self.placed or self.holds):
-            return len(self.state.queue)
+            return len(self.batcher.queue)
         n_left = sum(leave.reason != "parked" for leave in self.leaves)
-        return len(self.state.queue) - self.n_entering - len(self.holds) + n_left
+        return len(self.batcher.queue) - self.n_entering - len(self.holds) + n_left
 
     @property
     def can_admit(self) -> bool:
@@ -150,7 +132,7 @@ class SlotPlan:
     @property
     def n_following(self) -> int:
         """Number of sequences that wait for another's prefix; a slot stays free for each."""
-        n_following = len(self.state.followers)
+        n_following = len(self.batcher.held[Wait.LEADER])
         if self.holds:
             n_following += sum(reason is Wait.LEADER for reason, _ in self.holds.values())
         return n_following
@@ -158,7 +140,7 @@ class SlotPlan:
     @property
     def n_held(self) -> int:
         """Number of sequences that wait for a prefix or for cells from disk."""
-        return len(self.state.followers) + len(self.state.reads) + len(self.holds)
+        return self.batcher.n_held + len(self.holds)
 
     def n_computed(self, driver: SequenceDriver) -> int:
         """Return how many cells a sequence has after these changes."""
@@ -211,7 +193,7 @@ class SlotPlan:
 
     def _save(self, driver: SequenceDriver, slot: Slot) -> bool:
         """Save the cells of a leaving sequence if possible; return whether they are saved."""
-        cells, saved = self.cells, self.state.saved
+        cells, saved = self.cells, self.batcher.saved
         n_bytes = saved.n_bytes_of(driver.n_computed)
         has_room = self._n_saved_bytes + n_bytes <= saved.n_bytes_max
         if not n_bytes or not has_room or slot in cells.trims or slot in cells.shifts:
@@ -258,7 +240,9 @@ class SlotPlan:
     @property
     def awaits_prompts(self) -> bool:
         """Whether the prompts of the first waiting sequences are still being tokenized."""
-        first = islice(self.state.queue.candidates(self.ledger.holders), self.state.n_ahead)
+        first = islice(
+            self.batcher.queue.candidates(self.ledger.holders), self.batcher.wants.n_ahead
+        )
         return not all(driver.is_tokenized for driver in first)
 
     def _tokenized(self) -> Iterator[SequenceDriver]:
@@ -267,10 +251,10 @@ class SlotPlan:
         Sequences with refused prompts are left out; they end before the next plan.
         """
         n_passed = 0
-        for driver in self.state.queue.candidates(self.ledger.holders):
+        for driver in self.batcher.queue.candidates(self.ledger.holders):
             if driver.is_tokenized and driver.error is None:
                 yield driver
-            elif n_passed == self.state.n_ahead:
+            elif n_passed == self.batcher.wants.n_ahead:
                 return
             else:
                 n_passed += 1
@@ -291,8 +275,9 @@ class SlotPlan:
                 continue  # an earlier sequence got it in this plan
             if self.ledger.n_free_slots + len(self._paused()) <= self.n_following:
                 return None
-            found, reads = self.cells.prefixes.find(driver), self.state.reads
-            must_read = found.leader is None and reads.is_needed(driver, self.cells.prefixes)
+            found, files = self.cells.prefixes.find(driver), self.batcher.wants.files
+            n_found = found.source.n_cells if found.source else 0
+            must_read = found.leader is None and files.must_read(driver, n_found)
             if not self._waits_for_disk(driver, must_read=must_read):
                 if found.leader is not None or must_read:
                     self._hold(driver, found, must_read=must_read)
@@ -325,7 +310,7 @@ class SlotPlan:
         if must_read and n_read >= N_READ_PER_SLOT * n_slots:
             return True
         is_saving = bool(driver.request.options.save_cache)
-        return is_saving and len(self.state.storing) >= N_STORING_PER_SLOT * n_slots
+        return is_saving and len(self.batcher.storing) >= N_STORING_PER_SLOT * n_slots
 
     def _place_in_paused(self, driver: SequenceDriver, reserved: Collection[Slot]) -> bool:
         """Take slots of paused sequences until a waiting one can be admitted; take none if that is not enough."""
@@ -344,7 +329,7 @@ class SlotPlan:
 
     def _paused(self, slot: Slot | None = None) -> list[SequenceDriver]:
         """Return the paused sequences with slots; the one in `slot` comes first."""
-        had_none_paused = len(self.running) == self.state.cells.ledger.n_used_slots
+        had_none_paused = len(self.running) == self.batcher.cells.ledger.n_used_slots
         if had_none_paused:
             return []
         paused = [d for d in self.ledger.holders if d is not None and d.status is Status.PAUSED]
@@ -352,7 +337,7 @@ class SlotPlan:
 
     def _demand(self) -> Demand:
         """Return the demand for cells of sequences with slots; admitted sequences are added to it."""
-        demand = Demand(self.state.demand)
+        demand = Demand(self.batcher.demand)
         for driver in self.ledger.holders if self.ledger.is_overcommitted else ():
             if driver is not None:
                 demand.join(driver, self.n_computed(driver))
@@ -393,7 +378,7 @@ class SlotPlan:
         """Return the free slot for a sequence; None if it must wait for one."""
         prefixes, slot = self.cells.prefixes, driver.chosen_slot
         if slot is None:
-            avoided = self.state.queue.chosen_slots
+            avoided = self.batcher.queue.chosen_slots
             has_room = self._has_slot_to_spare()
             return prefixes.choose_slot(
                 source, has_room=has_room, reserved=reserved, avoided=avoided
@@ -405,7 +390,7 @@ class SlotPlan:
 
     def _has_slot_to_spare(self) -> bool:
         """Whether more slots are free than waiting sequences will take."""
-        n_waiting = len(self.state.queue) - self.n_entering - len(self.holds)
+        n_waiting = len(self.batcher.queue) - self.n_entering - len(self.holds)
         n_taken = self.n_following + len(self.cells.prefixes.copied) + n_waiting - 1
         return self.ledger.n_free_slots - n_taken > 1
 

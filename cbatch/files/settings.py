@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from cbatch.backend.named_library import use_library
 from cbatch.engine import Engine
-from cbatch.engine_options import EngineOptions, check_settings
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.loading import check_replicas, check_structure, load
@@ -132,11 +132,10 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FileOptions, dict[str, 
         ConfigError: a wrong value.
         UnsupportedOptionError: an unknown name.
     """
-    names = {f.name for f in fields(FileOptions)}
-    check_settings(settings, [*names, *[f.name for f in fields(EngineOptions)]])
-    rest = {name: value for name, value in settings.items() if name not in names}
-    EngineOptions.of(rest)
-    return FileOptions(**{n: v for n, v in settings.items() if n in names}), rest
+    names = FileOptions.__dataclass_fields__
+    EngineOptions.of(settings, names)
+    of_file = {name: value for name, value in settings.items() if name in names}
+    return FileOptions(**of_file), {k: v for k, v in settings.items() if k not in names}
 
 
 # ---- the engine ----

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
 from cbatch.errors import CacheError, words_of
+from cbatch.runtime.wants import CacheEntry, CacheRead, CacheRef
 from cbatch.runtime.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.cell_ops import ToStore
     from cbatch.core.driver import SequenceDriver
+    from cbatch.core.saved_cells import ToStore
+    from cbatch.runtime.wants import SequenceWants
 
     Post = Callable[[Callable[[], object]], None]
     """Has something done by the owner thread."""
@@ -33,7 +34,7 @@ _READ, _WRITE = range(2)
 
 
 class CacheIo:
-    """Reads and writes files as the batcher wants, in a thread of its own; moves cells into the backend and out.
+    """Reads and writes files as sequences want, in a thread of its own; moves cells into the backend and out.
 
     Results go to `post`, which has them handled by the owner thread between two runs. Every method: owner thread.
     """
@@ -43,13 +44,14 @@ class CacheIo:
         store: CacheStore | NoStore,
         backend: Backend,
         batcher: MultiRequestBatcher,
+        wants: SequenceWants,
         clock: Callable[[], float],
         post: Post,
         *,
         is_threaded: bool,
     ) -> None:
         self._store, self._backend, self._batcher = store, backend, batcher
-        self._clock, self._post = clock, post
+        self._wants, self._clock, self._post = wants, clock, post
         self._thread = WorkThread("cbatch-cache", is_threaded=is_threaded)
         self._is_closing = False
 
@@ -86,7 +88,7 @@ class CacheIo:
         ref = want.ref
         read: Read = CacheError(ref.key, "reading it was broken off"), None
         try:
-            is_wanted = want.drivers and not self._is_closing
+            is_wanted = want.is_wanted and not self._is_closing
             read = self._read_first(want) if is_wanted else (None, None)
         except CacheError as error:
             read = error, None
@@ -135,7 +137,7 @@ class CacheIo:
     def _resolve(
         self, want: CacheRead | ToStore, found: CacheEntry | CacheError | str | None
     ) -> list[tuple[SequenceDriver, int]]:
-        return self._batcher.resolve(want, found, self._clock())
+        return self._wants.resolve(want, found, self._clock())
 
     def _take_read(
         self, want: CacheRead, found: CacheEntry | CacheError | None, data: NDArray[np.uint8] | None
@@ -151,7 +153,7 @@ class CacheIo:
                     self._batcher.drop_checkpoint(key)
                 else:
                     refusal = CacheError(want.ref.key, what)
-                    self._batcher.refuse_cells(driver, refusal, self._clock())
+                    self._wants.files.refuse(driver, refusal, self._clock())
 
 
 def _words_of(error: Exception) -> str:

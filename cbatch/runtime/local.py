@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.chat.chat_format import ChatFormat
 from cbatch.core.batcher import MultiRequestBatcher
-from cbatch.core.kv import KvLedger
+from cbatch.core.books import KvLedger
 from cbatch.core.queue import head_start_s
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
@@ -32,6 +32,7 @@ from cbatch.runtime.validation import (
     origin_of,
 )
 from cbatch.runtime.waking import is_in_event_loop
+from cbatch.runtime.wants import SequenceWants, to_compile
 from cbatch.stats import EngineStats
 from cbatch.support.interrupts import note
 
@@ -96,14 +97,8 @@ class LocalRuntime:
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
         )
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
-        self.batcher = MultiRequestBatcher(
-            ledger,
-            lanes.order,
-            schedule,
-            backend.cuts,
-            n_ahead=lanes.n_ahead,
-            takes_long=lanes.takes_long,
-        )
+        wants = SequenceWants(lanes.order, n_ahead=lanes.n_ahead, takes_long=lanes.takes_long)
+        self.batcher = MultiRequestBatcher(ledger, wants, schedule, backend.cuts)
         self._scheduler = scheduler = ContinuousBatchScheduler(
             self.batcher,
             backend.n_batch,
@@ -116,7 +111,14 @@ class LocalRuntime:
         store = open_store(cache_dir, cache_mib * 2**20)
         clock = time.perf_counter
         self.loop = loop = Loop(
-            backend, self.batcher, scheduler, stats, clock, store, lanes, is_threaded=is_threaded
+            backend,
+            scheduler,
+            stats,
+            clock,
+            store,
+            lanes,
+            wants,
+            is_threaded=is_threaded,
         )
         self.texts = Texts(backend, loop.routes, stats, is_threaded=is_threaded)
         loop.end_texts, loop.is_inside_texts = self.texts.close, self._is_in_texts
@@ -219,7 +221,7 @@ class LocalRuntime:
         self._prompts.tokenize(driver)
         if driver.error is not None:
             raise driver.error
-        for want in driver.lacks:
+        for want in to_compile(driver):
             if (wrong := self._wrong_with(want)) is not None:
                 raise GrammarError(*wrong)
         return driver.n_given
@@ -430,8 +432,10 @@ class LocalRuntime:
         costs = self._scheduler.costs
         stats.cost_rows_s = {str(n): s for n, s in costs.widths_s.items()}
         if costs.prompt is not None:
-            stats.cost_prompt_s, stats.cost_token_s = costs.prompt
-        stats.cost_budget_tokens = {str(n): k for n, k in self._scheduler.budgets().items()}
+            stats.cost_prompt_s, stats.cost_token_s, stats.cost_cell_s = costs.prompt
+        stats.cost_budget_tokens = {
+            str(n): k for n, k in self._scheduler.budget.beside_rows().items()
+        }
         return stats
 
     def reset_stats(self) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.cache.store import CacheStore, NoStore
-    from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import StepResult
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from cbatch.runtime.prompts import PromptLanes
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import StepRecord
+    from cbatch.runtime.wants import SequenceWants
     from cbatch.stats import EngineStats
 
 T = TypeVar("T")
@@ -64,12 +64,12 @@ class Loop:
     def __init__(
         self,
         backend: Backend,
-        batcher: MultiRequestBatcher,
         scheduler: ContinuousBatchScheduler,
         stats: EngineStats,
         clock: Callable[[], float],
         store: CacheStore | NoStore,
         prompts: PromptLanes,
+        wants: SequenceWants,
         *,
         is_threaded: bool,
     ) -> None:
@@ -89,14 +89,17 @@ class Loop:
         """Whether the caller's thread computes texts."""
         self.waiters = Sleepers()
         """Threads in `wait_for_change`: they look again after every plan."""
-        self._backend, self._batcher, self._scheduler = backend, batcher, scheduler
+        self._backend, self._scheduler = backend, scheduler
+        self._batcher = batcher = scheduler.batcher
         self._stats, self._clock = stats, clock
         self.deliver = partial(deliver, self.routes, batcher, stats)
         self._commands = Commands()
         post = self._resolve
-        self._prompts = prompts
+        self._prompts, self._wants = prompts, wants
         prompts.begin(self._resolve_prompts, self._take_prompt)
-        self._cache_io = CacheIo(store, backend, batcher, clock, post, is_threaded=is_threaded)
+        self._cache_io = CacheIo(
+            store, backend, batcher, wants, clock, post, is_threaded=is_threaded
+        )
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
@@ -142,7 +145,7 @@ class Loop:
         result = self._backend.run(plan.step)
         ran = self._clock()
         record = None
-        if self.recorder is not None and plan.step.chunks:
+        if self.recorder is not None and plan.step.spans:
             n_cells = self._batcher.occupancy().n_cells
             record = record_of(plan, result, n_cells, (start, begun, built, ran))
         changed = self._scheduler.apply(plan, result, ran)
@@ -180,15 +183,15 @@ class Loop:
 
     def _order_wants(self) -> None:
         """Have compiled, read and written what sequences wait for."""
-        while (want := self._batcher.take_want()) is not None:
+        while (want := self._wants.take()) is not None:
             if isinstance(want, Grammar | DryBreakers):
-                is_wanted = partial(self._batcher.is_wanted, want)
+                is_wanted = partial(self._wants.is_wanted, want)
                 self._compiler.compile(want, is_wanted, self._take_compiled)
             else:
                 self._cache_io.order(want)
 
     def _take_compiled(self, want: Grammar | DryBreakers, found: object) -> None:
-        self._batcher.resolve(want, found, self._clock())
+        self._wants.resolve(want, found, self._clock())
 
     # ---- from other threads ----
 
@@ -287,7 +290,7 @@ class Loop:
             self.hurry()
 
     def _take_prompt(self, driver: SequenceDriver) -> None:
-        self._batcher.take_prompt(driver, self._clock())
+        self._wants.take_prompt(driver, self._clock())
 
     def hurry(self) -> None:
         """End a run in flight after its current step. From any thread."""

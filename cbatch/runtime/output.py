@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.parts import RequestClock
     from cbatch.core.plan import DraftCounts, TokenLogprobs
-    from cbatch.core.request import Request
+    from cbatch.core.request import Request, RequestClock
     from cbatch.response import FinishReason
 
 

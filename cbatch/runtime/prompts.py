@@ -10,14 +10,15 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
-from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
 from cbatch.media import shown_messages
 from cbatch.messages import BatchPrompt
+from cbatch.runtime.prompt_fit import output_cap, set_prompt
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
 from cbatch.support.picture_tokens import PictureTokens
+from cbatch.support.prefix_index import n_common
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -115,7 +116,7 @@ class PromptTokenizer:
             prompt, grammar = self._settled(request)
             tokens = self._tokenize(prompt, request.options)
             n_first = self._n_first(request, tokens)
-            request.cap(len(tokens), self._n_window, n_first)
+            output_cap(request, len(tokens), self._n_window, n_first)
             return FoundPrompt(tokens, n_first, grammar)
         except Exception as error:
             return _failure(error)
@@ -128,7 +129,7 @@ class PromptTokenizer:
             before = self._tokenize(BatchPrompt(prompt=text), request.options)
             self._begun = request.prompt, request.options, text, before
         tokens = self._tokenize(BatchPrompt(prompt=text + request.ending), request.options)
-        request.cap(len(tokens), self._n_window)
+        output_cap(request, len(tokens), self._n_window)
         return FoundPrompt(tokens, n_before=n_joined(before, tokens))
 
     def _text(self, request: Request) -> str:
@@ -155,7 +156,7 @@ class PromptTokenizer:
         if driver.request.is_grammar_open:
             driver.set_grammar(found.grammar)
         try:
-            driver.set_prompt(found.tokens, self._n_window, found.n_first, found.n_before)
+            set_prompt(driver, found.tokens, self._n_window, found.n_first, found.n_before)
             if isinstance(tokens := found.tokens, PictureTokens):
                 driver.pictures, driver.n_audio_tokens = tokens.pictures, tokens.n_sound_rows
                 driver.n_image_tokens = tokens.n_rows - tokens.n_sound_rows

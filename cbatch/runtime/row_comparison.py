@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Chunk, KvCapabilities, Slot
+    from cbatch.core.plan import KvCapabilities, Slot
+    from cbatch.core.span import Span
     from cbatch.options import AdapterSet
 
     _Row = tuple[int, float]
@@ -90,14 +91,14 @@ def compare_rows(
 def _compare(
     backend: Backend, rows: Sequence[tuple[Slot, SequenceDriver]], adapters: AdapterSet
 ) -> list[RowComparison]:
-    chunks = tuple(driver.chunk(slot, driver.n_computed, 1) for slot, driver in rows)
-    binds = tuple(Binding(c.slot, c.start + 1, GREEDY, (), n_logprobs=0) for c in chunks)
-    shared = _run(backend, StepPlan(chunks, binds=binds, adapters=adapters))
+    spans = tuple(driver.span(slot, driver.n_computed, 1) for slot, driver in rows)
+    binds = tuple(Binding(c.slot, c.start + 1, GREEDY, (), n_logprobs=0) for c in spans)
+    shared = _run(backend, StepPlan(spans, binds=binds, adapters=adapters))
     singles: list[_Row] = []
-    trims = _trims(chunks)
-    for chunk in chunks:
-        singles += _run(backend, StepPlan((chunk,), trims=trims, adapters=adapters))
-        trims = _trims((chunk,))
+    trims = _trims(spans)
+    for span in spans:
+        singles += _run(backend, StepPlan((span,), trims=trims, adapters=adapters))
+        trims = _trims((span,))
     own = tuple(driver.binding(slot) for slot, driver in rows)
     backend.run(StepPlan((), trims=trims, binds=own))
     return [
@@ -108,9 +109,9 @@ def _compare(
     ]
 
 
-def _trims(chunks: Sequence[Chunk]) -> tuple[tuple[Slot, int], ...]:
-    """Return what takes back the cells of chunks that were computed."""
-    return tuple((c.slot, c.start) for c in chunks)
+def _trims(spans: Sequence[Span]) -> tuple[tuple[Slot, int], ...]:
+    """Return what takes back the cells of spans that were computed."""
+    return tuple((c.slot, c.start) for c in spans)
 
 
 def _run(backend: Backend, plan: StepPlan) -> list[_Row]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 from uuid import uuid4
 
-from cbatch.core.prefix import n_common
 from cbatch.errors import CBatchError, ConfigError, PromptError
 from cbatch.messages import BatchPrompt, Prompt, as_prompt
 from cbatch.response import Score
 from cbatch.support.checks import check_flag, reading, shown, token_ids
 from cbatch.support.plain import int_of, list_of, text_of
+from cbatch.support.prefix_index import n_common
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Chunk, GrammarStep, StepResult
+    from cbatch.core.plan import GrammarStep, StepResult
     from cbatch.core.scheduler import Plan
+    from cbatch.core.span import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class StepRow:
     id: str
     """Its request's; of several choices `a[0]`, `a[1]`, …"""
     n_tokens: int
-    """Tokens of its chunk, in the first step."""
+    """Tokens of its span, in the first step."""
     n_prefill: int
     """Of these, prompt tokens and tokens that were computed before: more than 0 in prefill, 0 in decode."""
     n_sampled: int
@@ -89,14 +90,14 @@ def record_of(
     start, admitted, built, ran = times
     tokens = result.tokens or repeat(())  # a step that failed may have none
     rows = (
-        _row(chunk, driver, sampled, result.grammar_steps.get(chunk.slot, FREE))
-        for chunk, driver, sampled in zip(plan.step.chunks, plan.rows, tokens, strict=False)
+        _row(span, driver, sampled, result.grammar_steps.get(span.slot, FREE))
+        for span, driver, sampled in zip(plan.step.spans, plan.rows, tokens, strict=False)
     )
     return StepRecord(
         start_s=start,
-        n_rows=len(plan.step.chunks),
+        n_rows=len(plan.step.spans),
         n_steps=result.n_steps,
-        n_tokens=sum(len(c.tokens) for c in plan.step.chunks),
+        n_tokens=sum(len(c.inputs) for c in plan.step.spans),
         n_waiting=0,
         code=result.code,
         admit_s=admitted - start,
@@ -114,14 +115,14 @@ def record_of(
 
 
 def _row(
-    chunk: Chunk, driver: SequenceDriver, sampled: Sequence[int], guidance: GrammarStep
+    span: Span, driver: SequenceDriver, sampled: Sequence[int], guidance: GrammarStep
 ) -> StepRow:
     n_known = max(driver.n_prompt, driver.n_reached)
     return StepRow(
-        slot=chunk.slot,
+        slot=span.slot,
         id=display_id(driver.request.id),
-        n_tokens=len(chunk.tokens),
-        n_prefill=max(0, min(len(chunk.tokens), n_known - chunk.start)),
+        n_tokens=len(span.inputs),
+        n_prefill=max(0, min(len(span.inputs), n_known - span.start)),
         n_sampled=len(sampled) + len(guidance.forced),
     )
 

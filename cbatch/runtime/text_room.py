@@ -120,16 +120,16 @@ class KeptVectors:
 
 @dataclass(eq=False, slots=True)
 class _TextQueue:
-    """The texts that wait. Under the lock of `Texts`."""
+    """The texts that wait to be computed. Under the lock of `Texts`."""
 
     waiting: dict[str, WaitingText] = field(default_factory=dict)
-    """All of them, by id."""
+    """All waiting texts, by id."""
     by_rank: list[WaitingText] = field(default_factory=list)
-    """A heap of those that are not ready; some have ended."""
+    """A heap of the texts that are not ready; some have ended."""
     ready: list[WaitingText] = field(default_factory=list)
-    """In order of rank; some have ended."""
+    """The other texts, in order of rank; some have ended."""
     by_deadline: list[tuple[float, int, WaitingText]] = field(default_factory=list)
-    """A heap; some have ended."""
+    """A heap of the texts with a deadline; some have ended."""
 
 
 class Texts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.core.span import N_TARGETS_MAX
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.response import BatchResult, TokenLogprob
 from cbatch.runtime.output import Origin

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """New text of a choice, with the tokens that came; choices count through the call's prompts."""
+class Said:
+    """What is new of a choice, with the tokens that came; choices count through the call's prompts."""
 
     i_choice: int
     text: str
@@ -26,14 +26,16 @@ class Text:
     """One for each token, where they are asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """New thinking of a choice, with the tokens that came."""
+class Text(Said):
+    """New text."""
 
-    i_choice: int
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    __slots__ = ()
+
+
+class Reasoning(Said):
+    """New thinking."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Failed:
     error: CBatchError
 
 
-Event: TypeAlias = Text | Reasoning | Called | Ended | Failed
+Event: TypeAlias = Said | Called | Ended | Failed
 
 
 class Events:
@@ -117,7 +119,7 @@ class Events:
             yield Ended(i_choice, choice, result if is_last else None)
 
 
-def chunk_events(chunk: BatchOutputChunk, i_choice: int) -> Iterator[Text | Reasoning]:
+def chunk_events(chunk: BatchOutputChunk, i_choice: int) -> Iterator[Said]:
     """Yield what is new in a chunk; its tokens belong to the text, or to thinking that comes alone."""
     tokens = chunk.token_ids, chunk.logprobs
     if chunk.reasoning:
@@ -133,13 +135,13 @@ def joined_events(events: Sequence[Event]) -> list[Event]:
     joined: list[Event] = []
     last: dict[int, int] = {}
     for event in events:
-        if not isinstance(event, Text | Reasoning):
+        if not isinstance(event, Said):
             joined.append(event)
             continue
         at = last.setdefault(event.i_choice, len(joined))
         if at == len(joined):
             joined.append(event)
-        elif (both := _both(cast("Text | Reasoning", joined[at]), event)) is not None:
+        elif (both := _both(cast("Said", joined[at]), event)) is not None:
             joined[at] = both
         else:
             last[event.i_choice] = len(joined)
@@ -147,7 +149,7 @@ def joined_events(events: Sequence[Event]) -> list[Event]:
     return joined
 
 
-def _both(first: Text | Reasoning, second: Text | Reasoning) -> Text | Reasoning | None:
+def _both(first: Said, second: Said) -> Said | None:
     """Return two parts that follow each other as one; None for text behind thinking, and thinking behind text."""
     kind = type(second) if second.text else type(first)
     if type(first) is not kind and first.text:

@@ -9,13 +9,13 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.server.anthropic_fields import Fields
-from cbatch.server.block_stream import BlockStream
+from cbatch.server.anthropic_fields import read_messages
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
 from cbatch.server.request_fields import check_continued
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import named_frame
+from cbatch.server.stream_encoders import BlockStream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,9 +45,8 @@ class MessagesCall(Call):
     def of(
         cls, body: Mapping[str, Any], *, is_strict: bool = False, is_capped: bool = True
     ) -> MessagesCall:
-        """Return the call that a body asks for; `is_capped` as for `Fields`. Raises a `HttpProblemError`."""
-        fields = Fields(body, is_strict=is_strict, is_capped=is_capped)
-        asked, prompt = fields.asked, fields.prompt
+        """Return the call that a body asks for; `is_capped` as for `read_messages`. Raises a `HttpProblemError`."""
+        asked, prompt = read_messages(body, is_strict=is_strict, is_capped=is_capped)
         check_continued(asked, prompt)
         return cls(asked, [prompt])
 
@@ -62,7 +61,7 @@ class MessagesCall(Call):
     @property
     def is_counted(self) -> bool:
         """Whether the prompt's tokens are counted before it runs: a stream begins with their number."""
-        return self.asked.is_streamed
+        return self.asked.common.stream
 
     def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
         """Return the whole answer."""

@@ -90,53 +90,9 @@ async def _lifespan(desk: Desk, app: Starlette) -> AsyncIterator[None]:
 
 def _routes(desk: Desk) -> list[Route]:
     """Return all routes, each with `/v1` before it and without, but for those of the page."""
-    handles: list[tuple[str, str, Handle]] = [
-        ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
-        ("POST", "/chat/completions/input_tokens", small.count_chat),
-        ("POST", "/completions", partial(_answer, CompletionCall.of)),
-        ("POST", "/completion", partial(_answer, LlamaCall.of)),
-        ("POST", "/infill", partial(_answer, InfillCall.of)),
-        ("POST", "/responses", partial(_answer, ResponsesCall.of)),
-        ("POST", "/responses/input_tokens", count_input),
-        ("POST", "/messages", partial(_answer, MessagesCall.of)),
-        ("POST", "/messages/count_tokens", count_tokens),
-        ("POST", "/embeddings", partial(answer_vectors, EmbedCall)),
-        ("POST", "/rerank", partial(answer_vectors, RerankCall)),
-        ("POST", "/reranking", partial(answer_vectors, RerankCall)),
-        ("POST", "/score", partial(answer_vectors, ScoreCall)),
-        ("GET", "/models", small.models),
-        ("GET", "/models/{name:path}", small.model),
-        ("POST", "/models/load", small.load_model),
-        ("GET", "/health", small.health),
-        ("GET", "/metrics", metrics),
-        ("GET", "/slots", slots),
-        ("POST", "/slots/{id}", small.change_slot),
-        ("GET", "/lora-adapters", small.adapters),
-        ("POST", "/lora-adapters", small.set_adapters),
-        ("GET", "/props", small.props),
-        ("GET", "/tokenizer_info", small.tokenizer_info),
-        ("POST", "/tokenize", small.tokenize),
-        ("POST", "/detokenize", small.detokenize),
-        ("POST", "/apply-template", small.apply_template),
-        ("POST", "/files", kept.create_file),
-        ("GET", "/files", kept.list_files),
-        ("GET", "/files/{id}", kept.get_file),
-        ("DELETE", "/files/{id}", kept.delete_file),
-        ("GET", "/files/{id}/content", kept.file_content),
-        ("POST", "/batches", kept.create_batch),
-        ("GET", "/batches", kept.list_batches),
-        ("GET", "/batches/{id}", kept.get_batch),
-        ("POST", "/batches/{id}/cancel", kept.cancel_batch),
-        ("POST", "/messages/batches", message_batches.create_batch),
-        ("GET", "/messages/batches", message_batches.list_batches),
-        ("GET", "/messages/batches/{id}", message_batches.get_batch),
-        ("DELETE", "/messages/batches/{id}", message_batches.delete_batch),
-        ("POST", "/messages/batches/{id}/cancel", message_batches.cancel_batch),
-        ("GET", "/messages/batches/{id}/results", message_batches.batch_results),
-    ]
     routes = [
         Route(prefix + path, Endpoint(desk, path, handle), methods=[method])
-        for method, path, handle in handles
+        for method, path, handle in _HANDLES
         for prefix in ("/v1", "")
     ]
     if desk.settings.page:
@@ -152,6 +108,52 @@ async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) 
     body = await small.body_of(desk, exchange)
     call = await exchange.aside(call_of, body, is_strict=desk.settings.strict_fields)
     await Answering(desk, exchange, call).run()
+
+
+_HANDLES: list[tuple[str, str, Handle]] = [
+    ("POST", "/chat/completions", partial(_answer, ChatCall.of)),
+    ("POST", "/chat/completions/input_tokens", small.count_chat),
+    ("POST", "/completions", partial(_answer, CompletionCall.of)),
+    ("POST", "/completion", partial(_answer, LlamaCall.of)),
+    ("POST", "/infill", partial(_answer, InfillCall.of)),
+    ("POST", "/responses", partial(_answer, ResponsesCall.of)),
+    ("POST", "/responses/input_tokens", count_input),
+    ("POST", "/messages", partial(_answer, MessagesCall.of)),
+    ("POST", "/messages/count_tokens", count_tokens),
+    ("POST", "/embeddings", partial(answer_vectors, EmbedCall)),
+    ("POST", "/rerank", partial(answer_vectors, RerankCall)),
+    ("POST", "/reranking", partial(answer_vectors, RerankCall)),
+    ("POST", "/score", partial(answer_vectors, ScoreCall)),
+    ("GET", "/models", small.models),
+    ("GET", "/models/{name:path}", small.model),
+    ("POST", "/models/load", small.load_model),
+    ("GET", "/health", small.health),
+    ("GET", "/metrics", metrics),
+    ("GET", "/slots", slots),
+    ("POST", "/slots/{id}", small.change_slot),
+    ("GET", "/lora-adapters", small.adapters),
+    ("POST", "/lora-adapters", small.set_adapters),
+    ("GET", "/props", small.props),
+    ("GET", "/tokenizer_info", small.tokenizer_info),
+    ("POST", "/tokenize", small.tokenize),
+    ("POST", "/detokenize", small.detokenize),
+    ("POST", "/apply-template", small.apply_template),
+    ("POST", "/files", kept.create_file),
+    ("GET", "/files", kept.list_files),
+    ("GET", "/files/{id}", kept.get_file),
+    ("DELETE", "/files/{id}", kept.delete_file),
+    ("GET", "/files/{id}/content", kept.file_content),
+    ("POST", "/batches", kept.create_batch),
+    ("GET", "/batches", kept.list_batches),
+    ("GET", "/batches/{id}", kept.get_batch),
+    ("POST", "/batches/{id}/cancel", kept.cancel_batch),
+    ("POST", "/messages/batches", message_batches.create_batch),
+    ("GET", "/messages/batches", message_batches.list_batches),
+    ("GET", "/messages/batches/{id}", message_batches.get_batch),
+    ("DELETE", "/messages/batches/{id}", message_batches.delete_batch),
+    ("POST", "/messages/batches/{id}/cancel", message_batches.cancel_batch),
+    ("GET", "/messages/batches/{id}/results", message_batches.batch_results),
+]
 
 
 class Endpoint:

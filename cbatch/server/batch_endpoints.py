@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import parse_qs, quote
 
-from cbatch.server.batch_index import BATCH
+from msgspec import Meta, Struct
+
+from cbatch.server.batch_index import BATCH, StoredBatch
 from cbatch.server.batch_questions import ENDPOINTS
 from cbatch.server.batch_store import Page, disk_problems
+from cbatch.server.batches import Batches
 from cbatch.server.http_errors import (
     HttpProblemError,
     bad_request,
@@ -21,13 +25,13 @@ from cbatch.server.http_errors import (
 from cbatch.server.multipart_upload import FILE, Upload
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of
+from cbatch.server.typed_bodies import read_body, unknown_in
 from cbatch.support.checks import shown
-from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from cbatch.server.batches import Batches
+    from cbatch.server.batch_index import Kind
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
 
@@ -40,12 +44,6 @@ _N_PART = 2**18
 _N_FILES, _N_BATCHES = 10_000, 100
 """Most files and batches of a list. Source: OpenAI's API reference."""
 _N_BATCHES_USUAL = 20
-
-_LIFE_S = 3600, 2_592_000
-"""Seconds after which files may expire. Source: OpenAI's API reference, `expires_after`."""
-
-_N_PAIRS, _N_KEY, _N_VALUE = 16, 64, 512
-"""Limits of `metadata`. Source: OpenAI's API reference."""
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])", re.ASCII)
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -68,6 +66,20 @@ def id_in(exchange: Exchange) -> str:
 
 
 # ---- files ----
+
+
+# Source of the limits: OpenAI's API reference, `expires_after` and `metadata`.
+class Expiry(Struct):
+    """When a file expires."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+
+
+class UploadForm(Struct):
+    """What an upload says besides its file and its purpose."""
+
+    expires_after: Expiry
 
 
 async def create_file(desk: Desk, exchange: Exchange) -> None:
@@ -105,19 +117,8 @@ def _check_form(fields: Mapping[str, str]) -> int | None:
     if anchor is None and seconds is None:
         return None
     number = int(seconds) if seconds and re.fullmatch("[0-9]{1,9}", seconds) else seconds
-    return _life("expires_after", {"anchor": anchor, "seconds": number})
-
-
-def _life(name: str, said: Any) -> int | None:
-    """Return the seconds of an expiry."""
-    if said is None:
-        return None
-    seconds = int_of(said.get("seconds")) if isinstance(said, dict) else None
-    low, high = _LIFE_S
-    if seconds is None or said.get("anchor") != "created_at" or not low <= seconds <= high:
-        words = f"an anchor of 'created_at' and {low} … {high} seconds"
-        raise bad_request(f"{name} must have {words}, not {shown(said)}", name)
-    return seconds
+    form = read_body(UploadForm, {"expires_after": {"anchor": anchor, "seconds": number}})
+    return form.expires_after.seconds
 
 
 async def list_files(desk: Desk, exchange: Exchange) -> None:
@@ -166,7 +167,24 @@ async def file_content(desk: Desk, exchange: Exchange) -> None:
 
 # ---- batches ----
 
-_FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+
+class BatchBody(Struct):
+    """What a batch is asked to be."""
+
+    input_file_id: str
+    endpoint: Any = None
+    completion_window: Any = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Meta(max_length=64)],
+                Annotated[str, Meta(max_length=512)],
+            ],
+            Meta(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: Expiry | None = None
 
 
 async def create_batch(desk: Desk, exchange: Exchange) -> None:
@@ -174,31 +192,26 @@ async def create_batch(desk: Desk, exchange: Exchange) -> None:
     batches = batches_of(desk)
     if desk.is_draining:
         raise draining()
-    said = await body_of(desk, exchange)
-    body = {name: value for name, value in said.items() if value is not None}
-    ignored = [name for name in body if name not in _FIELDS]
+    body = await body_of(desk, exchange)
+    ignored = unknown_in(body, BatchBody)
     if ignored and desk.settings.strict_fields:
-        raise unknown_field(ignored[0], _FIELDS)
-    endpoint = _endpoint(body.get("endpoint"))
-    window_s = _window(body.get("completion_window"))
-    metadata = _metadata(body.get("metadata"))
-    seconds = _life("output_expires_after", body.get("output_expires_after"))
-    id = body.get("input_file_id")
-    if not isinstance(id, str):
-        raise bad_request(f"input_file_id must be a file's id, not {shown(id)}", "input_file_id")
-    file = await desk.in_thread(batches.store.file, id, exchange.owner)
+        raise unknown_field(ignored[0], BatchBody.__struct_fields__)
+    said = read_body(BatchBody, body)
+    endpoint, window_s = _endpoint(said.endpoint), _window(said.completion_window)
+    file = await desk.in_thread(batches.store.file, said.input_file_id, exchange.owner)
     if file.purpose != BATCH:
         message = f"the purpose of {file.id} is {file.purpose}: it must be {BATCH}"
         raise bad_request(message, "input_file_id")
+    life = said.output_expires_after
     with disk_problems():
         batch = await desk.in_thread(
             batches.create,
             file,
             window_s,
             endpoint=endpoint,
-            completion_window=body["completion_window"],
-            metadata=metadata,
-            kept_seconds=seconds,
+            completion_window=said.completion_window,
+            metadata=said.metadata,
+            kept_seconds=None if life is None else life.seconds,
             kept_owner=exchange.owner,
         )
     await exchange.respond_json(batch.as_json(), headers=ignored_header(ignored))
@@ -225,22 +238,6 @@ def _window(said: Any) -> int:
     return seconds
 
 
-def _metadata(said: Any) -> dict[str, str] | None:
-    if said is None:
-        return None
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise bad_request(f"metadata must be an object of strings, not {shown(said)}", "metadata")
-    if len(said) > _N_PAIRS:
-        raise bad_request(
-            f"metadata has {len(said)} pairs; at most {_N_PAIRS} are allowed", "metadata"
-        )
-    for key, value in said.items():
-        if len(key) > _N_KEY or len(value) > _N_VALUE:
-            words = f"keys have at most {_N_KEY} characters, values {_N_VALUE}"
-            raise bad_request(f"metadata: {words}: {shown(key)} has more", "metadata")
-    return said
-
-
 async def list_batches(desk: Desk, exchange: Exchange) -> None:
     """List batches, the newest first."""
     asked = Query(exchange)
@@ -252,17 +249,21 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
     await exchange.respond_json(_listed(told, has_more=has_more))
 
 
-async def get_batch(desk: Desk, exchange: Exchange) -> None:
-    """Tell how far a batch is."""
-    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange), exchange.owner)
-    await exchange.respond_json(batch.as_json())
-
-
-async def cancel_batch(desk: Desk, exchange: Exchange) -> None:
-    """Begin no more lines of a batch."""
+async def tell_batch(
+    do: Callable[..., StoredBatch],
+    kind: Kind,
+    form: Callable[[StoredBatch], dict[str, Any]],
+    desk: Desk,
+    exchange: Exchange,
+) -> None:
+    """Do something with a batch of a kind, and tell it in its form."""
     with disk_problems():
-        batch = await desk.in_thread(batches_of(desk).cancel, id_in(exchange), exchange.owner)
-    await exchange.respond_json(batch.as_json())
+        batch = await desk.in_thread(do, batches_of(desk), id_in(exchange), exchange.owner, kind)
+    await exchange.respond_json(form(batch))
+
+
+get_batch = partial(tell_batch, Batches.get, "batch", StoredBatch.as_json)
+cancel_batch = partial(tell_batch, Batches.cancel, "batch", StoredBatch.as_json)
 
 
 class Query:

@@ -5,22 +5,24 @@ A row that cannot be read, such as one of a later version, stays in the index an
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import time
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, fields
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from cbatch.server.files_folder import is_batch_id, is_file_id
+import msgspec
+from msgspec import Meta, Struct
+
+from cbatch.server.files_folder import BATCH_ID, FILE_ID
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from cbatch.server.files_folder import FilesFolder
+
+T = TypeVar("T")
 
 Kind = Literal["batch", "msgbatch"]
 """Prefixes of batch ids: of batches over a file (OpenAI's format), and of message batches (Anthropic's)."""
@@ -79,33 +81,27 @@ BATCH, BATCH_OUTPUT = "batch", "batch_output"
 ENDED = ("completed", "failed", "expired", "cancelled")
 """Final statuses of batches."""
 
-_STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *ENDED)
-
-_LAST_S = 253_402_300_799
-"""The end of the year 9999, the latest time that an answer can have."""
-
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "str | None": (str, NoneType),
-    "int | None": (int, NoneType),
-    "dict[str, str] | None": (dict, NoneType),
-    "dict[str, Any] | None": (dict, NoneType),
-    "list[dict[str, Any]]": (list,),
-}
-"""Types that a value may have, by the field's type in a class below."""
+_Time = Annotated[int, Meta(ge=0, le=253_402_300_799)]
+"""Seconds since 1970, at most to the end of the year 9999: the latest time that an answer can have."""
+_Count = Annotated[int, Meta(ge=0)]
+_Status = Annotated[
+    str,
+    Meta(pattern=rf"^(validating|in_progress|finalizing|cancelling|{'|'.join(ENDED)})\Z"),
+]
+_Ending = Annotated[str, Meta(pattern=rf"^({'|'.join(ENDED)})?\Z")]
+_FileId = Annotated[str, Meta(pattern=rf"^{FILE_ID}\Z")]
+_BatchId = Annotated[str, Meta(pattern=rf"^{BATCH_ID}\Z")]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
+class StoredFile(Struct, frozen=True):
     """A file, with the field names of OpenAI's API."""
 
-    id: str
+    id: _FileId
     name: str
     purpose: str
-    bytes: int
-    created_at: int
-    expires_at: int | None = None
+    bytes: _Count
+    created_at: _Time
+    expires_at: _Time | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the file object."""
@@ -122,42 +118,41 @@ class StoredFile:
         }
 
 
-@dataclass(slots=True)
-class StoredBatch:
+class StoredBatch(Struct, forbid_unknown_fields=True):
     """A batch, with the field names of OpenAI's API; fields that begin with `kept_` are the server's own."""
 
-    id: str
+    id: _BatchId
     endpoint: str
     input_file_id: str
     completion_window: str
-    created_at: int
-    expires_at: int
+    created_at: _Time
+    expires_at: _Time
     metadata: dict[str, str] | None = None
-    status: str = "validating"
+    status: _Status = "validating"
     model: str | None = None
-    errors: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = []
     usage: dict[str, Any] | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    n_total: int = 0
-    n_completed: int = 0
-    n_failed: int = 0
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
+    output_file_id: _FileId | None = None
+    error_file_id: _FileId | None = None
+    n_total: _Count = 0
+    n_completed: _Count = 0
+    n_failed: _Count = 0
+    in_progress_at: _Time | None = None
+    finalizing_at: _Time | None = None
+    completed_at: _Time | None = None
+    failed_at: _Time | None = None
+    expired_at: _Time | None = None
+    cancelling_at: _Time | None = None
+    cancelled_at: _Time | None = None
     kept_owner: str = ""
     """The owner: a hash of the key that made it; "" without a key."""
-    kept_ending: str = ""
+    kept_ending: _Ending = ""
     """The status of the batch once its files are made."""
-    kept_seconds: int | None = None
+    kept_seconds: _Count | None = None
     """Seconds after which its files expire."""
     kept_engine: str = ""
     """What its answers depend on besides the requests; set before the first answer."""
-    kept_n_never_ran: int = 0
+    kept_n_never_ran: _Count = 0
     """Failed requests that never ran, once the batch has ended."""
 
     @property
@@ -172,9 +167,8 @@ class StoredBatch:
 
     def as_json(self) -> dict[str, Any]:
         """Return the batch object."""
-        fields = {
-            name: value for name, value in asdict(self).items() if not name.startswith("kept_")
-        }
+        said = msgspec.structs.asdict(self)
+        fields = {name: value for name, value in said.items() if not name.startswith("kept_")}
         counts = {name: fields.pop(f"n_{name}") for name in ("total", "completed", "failed")}
         fields["errors"] = {"object": "list", "data": self.errors} if self.errors else None
         return {**fields, "object": "batch", "request_counts": counts}
@@ -190,41 +184,24 @@ def storable_now() -> float:
 
 def file_of(row: tuple[Any, ...]) -> StoredFile:
     """Return the file of a row without its place. Raises a `ValueError` if the row is none."""
-    file = StoredFile(*row)
-    _check_kinds(file)
-    if not is_file_id(file.id):
-        raise ValueError("not a file's id")
-    return file
+    names = StoredFile.__struct_fields__
+    return _read(lambda: msgspec.convert(dict(zip(names, row, strict=True)), StoredFile))
 
 
 def batch_of(row: tuple[Any, ...]) -> StoredBatch:
     """Return the batch of a row: id, `is_ended` and fields. Raises a `ValueError` if the row is none."""
     id, is_ended, text = row
-    try:
-        batch = StoredBatch(**json.loads(text))
-        json.dumps(asdict(batch), allow_nan=False)
-    except (TypeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-    _check_kinds(batch)
-    files = (batch.output_file_id, batch.error_file_id)
-    if (
-        batch.id != id
-        or not is_batch_id(id)
-        or not all(file is None or is_file_id(file) for file in files)
-        or batch.status not in _STATUSES
-        or batch.kept_ending not in ("", *ENDED)
-        or is_ended != batch.has_ended
-    ):
+    batch = _read(lambda: msgspec.json.decode(text, type=StoredBatch))
+    if batch.id != id or is_ended != batch.has_ended:
         raise ValueError("fields that do not fit together")
     return batch
 
 
-def _check_kinds(value: StoredFile | StoredBatch) -> None:
-    for each in fields(value):
-        found = getattr(value, each.name)
-        is_kind = isinstance(found, _KINDS[str(each.type)]) and not isinstance(found, bool)
-        if not is_kind or (isinstance(found, int) and not 0 <= found <= _LAST_S):
-            raise ValueError(f"{each.name} is not {each.type}")
+def _read(made: Callable[[], T]) -> T:
+    try:
+        return made()
+    except (msgspec.MsgspecError, TypeError, RecursionError, UnicodeError) as error:
+        raise ValueError(str(error)) from None
 
 
 def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[str, int]) -> None:

@@ -125,7 +125,7 @@ def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engi
             call.see_facts(facts)
             call.see_vocabulary(engine, facts)
             call.see_defaults(engine.options, facts.sampling, fingerprint)
-            return LineQuestion(call, call.asked.model or model, endpoint)
+            return LineQuestion(call, call.asked.common.model or model, endpoint)
         except (HttpProblemError, CBatchError) as error:
             return _refusal(problem_of(error), endpoint)
 
@@ -171,13 +171,13 @@ def _check_numbers(body: dict[str, Any]) -> None:
 
 def _check(call: Call, settings: ServerSettings) -> None:
     """Refuse what a line of a batch cannot be."""
-    if call.asked.is_streamed:
+    if call.asked.common.stream:
         raise refused("stream", "answers in a batch are not streamed")
     if len(call.prompts) != 1:
         words = f"{call.prompt_field} is a list of {len(call.prompts)} prompts"
         raise bad_request(f"{words}: give each a line of its own", call.prompt_field)
     call.check_size(settings.max_choices)
-    if call.asked.model is None and settings.model_required:
+    if call.asked.common.model is None and settings.model_required:
         raise bad_request("model is missing", "model")
 
 

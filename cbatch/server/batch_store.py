@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -16,10 +15,11 @@ import sqlite3
 import stat
 import threading
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
 import platformdirs
 
 from cbatch.errors import ConfigError, words_of
@@ -541,7 +541,7 @@ def new_file_id() -> str:
 
 
 def _as_text(batch: StoredBatch) -> str:
-    return json.dumps(asdict(batch))
+    return msgspec.json.encode(batch).decode()
 
 
 def _link(source: Path, place: Path) -> None:

@@ -15,6 +15,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from cbatch.errors import (
     ConfigError,
     EngineError,
@@ -187,7 +189,7 @@ class Batches:
             with self._changed:
                 self.store.enter(batch)
                 self._jobs[batch.id] = _BatchJob(batch)
-                return replace(batch)
+                return structs.replace(batch)
         finally:
             with self._changed:
                 self._entering[owner] -= 1
@@ -259,8 +261,8 @@ class Batches:
             if job.run is not None:
                 batch.n_completed, batch.n_failed = job.run.n_done, job.run.n_failed
             if job.wait is not None:
-                return replace(batch, errors=[job.wait])
-        return replace(batch)
+                return structs.replace(batch, errors=[job.wait])
+        return structs.replace(batch)
 
     # ---- the end ----
 

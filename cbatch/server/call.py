@@ -8,7 +8,7 @@ import logging
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 
@@ -19,7 +19,6 @@ from cbatch.options import NO_OPTIONS, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
-from cbatch.server.prompt_progress import ProgressEncoder, PromptProgress
 from cbatch.server.prompt_size import check_prompts
 from cbatch.server.request_fields import field_errors, ignored_header, with_param
 from cbatch.server.sse import COMMENT, EventStream
@@ -35,11 +34,12 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
-    from cbatch.server.answer_events import Event
+    from cbatch.runtime.step_record import SlotState
     from cbatch.server.desk import Desk, Visit
     from cbatch.server.exchange import Exchange
     from cbatch.server.request_fields import RequestFields
     from cbatch.server.server_settings import ServerSettings
+    from cbatch.server.stream_encoders import StreamEncoder
     from cbatch.support.model_facts import ModelFacts
 
 _log = Log("cbatch.server")
@@ -55,22 +55,6 @@ def fingerprint_of(engine: Engine) -> str:
     """
     said = json.dumps([cbatch.__version__, engine.fingerprint], sort_keys=True)
     return f"b{hashlib.sha256(said.encode()).hexdigest()[:12]}"
-
-
-class StreamEncoder(Protocol):
-    """Makes the frames of one streamed answer."""
-
-    def frames(self, events: Sequence[Event]) -> bytes:
-        """Return the frames of events."""
-
-    def end(self) -> bytes:
-        """Return the last frames."""
-
-    def idle(self) -> bytes:
-        """Return the frames of a silence."""
-
-    def error(self, problem: HttpProblemError) -> bytes:
-        """Return the frames of an error, behind which nothing comes."""
 
 
 class Call(ABC):
@@ -111,8 +95,8 @@ class Call(ABC):
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is, before anything runs: an adapter that is named as the model is taken."""
         asked = self.asked
-        if asked.model in facts.adapters and asked.options.adapter is None:
-            asked.options = replace(asked.options, adapter=asked.model)
+        if asked.common.model in facts.adapters and asked.options.adapter is None:
+            asked.options = replace(asked.options, adapter=asked.common.model)
 
     def see_vocabulary(self, engine: Engine, facts: ModelFacts) -> None:
         """Find the tokens of texts that have a bias, which are added to those of tokens. May wait for the engine.
@@ -176,7 +160,11 @@ class Call(ABC):
     @property
     def tells_progress(self) -> bool:
         """Whether a stream tells how far its prompt is, of which there is one."""
-        return self.asked.has_progress and self.asked.is_streamed and len(self.prompts) == 1
+        return (
+            self.asked.common.return_progress
+            and self.asked.common.stream
+            and len(self.prompts) == 1
+        )
 
     @property
     def is_counted(self) -> bool:
@@ -197,7 +185,7 @@ class Answering:
 
     def __init__(self, desk: Desk, exchange: Exchange, call: Call) -> None:
         self._desk, self._exchange, self._call = desk, exchange, call
-        self._model = call.asked.model or desk.model_name
+        self._model = call.asked.common.model or desk.model_name
         self._encoder: StreamEncoder | None = None
         """What encodes the stream, once the engine has the prompts."""
         self._headers: dict[str, str] = {}
@@ -219,7 +207,7 @@ class Answering:
         call.see_facts(sizes.facts)
         if call.asks_vocabulary:
             await desk.ask_of_body(self._exchange, call.see_vocabulary, desk.engine, sizes.facts)
-        if call.asked.model is None and desk.settings.model_required:
+        if call.asked.common.model is None and desk.settings.model_required:
             raise bad_request("model is missing", "model")
         self._name_ignored()
         call.check_size(desk.settings.max_choices)
@@ -229,7 +217,7 @@ class Answering:
     def _name_ignored(self) -> None:
         """Name fields that are ignored, in the answer's header and in the log."""
         asked, ignored = self._call.asked, self._call.asked.ignored
-        if asked.has_progress and not self._call.tells_progress:
+        if asked.common.return_progress and not self._call.tells_progress:
             ignored.append("return_progress")
         if ignored:
             self._headers |= ignored_header(ignored)
@@ -250,7 +238,7 @@ class Answering:
         with visit.scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
-                stream = self._opened(tasks) if self._call.asked.is_streamed else None
+                stream = self._opened(tasks) if self._call.asked.common.stream else None
                 try:
                     response = await self._queue(visit, n_slots)
                     if stream is None:
@@ -274,7 +262,7 @@ class Answering:
         error = with_param(error, call.asked, call.prompt_field)
         is_known = isinstance(error, CBatchError | HttpProblemError)
         problem = problem_of(error, call.prompt_field)
-        if exchange.status is None or not call.asked.is_streamed:
+        if exchange.status is None or not call.asked.common.stream:
             raise problem if is_known else error
         words = str(error) if is_known else "".join(traceback.format_exception(error))
         _log.write(logging.WARNING if is_known else logging.ERROR, "%s: %s", exchange.id, words)
@@ -306,12 +294,12 @@ class Answering:
         if not self._exchange.is_small:
             return None
         asked, (prompt,) = self._call.asked, self._named()
-        return run_soon(self._desk.engine, prompt, asked.options, streamed=asked.is_streamed)
+        return run_soon(self._desk.engine, prompt, asked.options, streamed=asked.common.stream)
 
     def _run(self) -> BatchResponse:
         asked = self._call.asked
         engine = self._desk.engine
-        return engine.run(self._named(), options=asked.options, streamed=asked.is_streamed)
+        return engine.run(self._named(), options=asked.options, streamed=asked.common.stream)
 
     async def _send(self, response: BatchResponse) -> None:
         """Send the whole answer."""
@@ -359,18 +347,16 @@ class Answering:
         self, tasks: anyio.abc.TaskGroup, stream: EventStream, response: BatchResponse
     ) -> None:
         events = Events(response, self._call.n_choices)
-        progress: PromptProgress | None = None
+        progress = anyio.CancelScope()
         try:
             encoder = await self._exchange.aside(self._call.stream, self._model)
             self._encoder = encoder
-            if self._call.tells_progress and isinstance(encoder, ProgressEncoder):
-                progress = PromptProgress(self._desk, self._exchange.id, stream, encoder)
-                tasks.start_soon(progress.tell)
+            if self._call.tells_progress:
+                tasks.start_soon(self._tell_progress, progress, stream, encoder)
             data = b""
             while not events.have_ended:
                 some = await events.next()
-                if progress is not None:
-                    progress.end()
+                progress.cancel()
                 for event in some:
                     if isinstance(event, Failed):
                         raise event.error
@@ -382,3 +368,32 @@ class Answering:
             await stream.finish(data + encoder.end())
         finally:
             events.close()
+
+    async def _tell_progress(
+        self, scope: anyio.CancelScope, stream: EventStream, encoder: StreamEncoder
+    ) -> None:
+        """Tell how far the prompt is, after each silence, until the answer begins and the scope is cancelled."""
+        desk, start_s = self._desk, self._desk.clock()
+        with scope:
+            while True:
+                await anyio.sleep(desk.settings.keep_alive_s)
+                slots = await desk.slots.ask()
+                if told := self._progress_in(slots or (), start_s):
+                    with anyio.CancelScope(shield=True):
+                        await stream.send(encoder.progress(told))
+
+    def _progress_in(self, slots: Sequence[SlotState], start_s: float) -> dict[str, Any]:
+        """Return how far the prompt is; nothing where it waits, or is computed.
+
+        Source: llama.cpp tools/server, `return_progress`.
+        """
+        for slot in slots:
+            is_ours = slot.id is not None and slot.id.partition("[")[0] == self._exchange.id
+            if is_ours and slot.n_computed < slot.n_prompt:
+                return {
+                    "total": slot.n_prompt,
+                    "cache": slot.n_cached,
+                    "processed": slot.n_computed,
+                    "time_ms": round((self._desk.clock() - start_s) * 1e3),
+                }
+        return {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
+import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,9 +19,9 @@ from cbatch.support.garbage import uncollected
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
+    from opentelemetry.trace import Span
     from starlette.types import Message, Receive, Scope, Send
 
-    from cbatch.server.call_record import CallRecord
     from cbatch.server.server_settings import SizeLimit
 
 T = TypeVar("T")
@@ -40,6 +43,31 @@ _LARGE_BODIES = Threads("large_bodies", 1)
 
 class ClientGoneError(Exception):
     """The client has left: nobody reads an answer."""
+
+
+OTHER = "other"
+"""The route of a request for a path that is not there."""
+
+
+@dataclass(eq=False, slots=True)
+class CallRecord:
+    """What is kept of one HTTP request for the log and the metrics: never a prompt, a key or an answer."""
+
+    id: str = field(default_factory=lambda: f"req_{secrets.token_hex(12)}")
+    route: str = OTHER
+    """The path that an endpoint answers, without `/v1` and with names for what varies."""
+    owner: str = ""
+    """A hash of the API key, which owns files, batches and cells on disk; "" without a key."""
+    status: int | None = None
+    """The status that was sent, or 499 where the client has left before."""
+    span: Span | None = None
+    """Its span, where OpenTelemetry records it."""
+    start_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def latency_ms(self) -> float:
+        """Milliseconds since it came."""
+        return round((time.perf_counter() - self.start_s) * 1e3, 3)
 
 
 class Exchange:

@@ -34,11 +34,16 @@ Values = float | Mapping[str, float]
 class EngineFigure:
     """A figure of the engine: its names, and its value, or values by a label."""
 
-    names: tuple[str, ...]
+    names: str
     """Those of others too, where they mean the same; one that ends in `_total` is a counter, else it is a gauge."""
     help: str
-    of: Callable[[EngineStats], Values]
+    of: str | Callable[[EngineStats], Values]
+    """The name of the figure, or what makes the value."""
     label: str = ""
+
+    def value(self, stats: EngineStats) -> Values:
+        """Return its value, or values by label."""
+        return getattr(stats, self.of) if isinstance(self.of, str) else self.of(stats)
 
 
 def _n_prompt(stats: EngineStats) -> float:
@@ -69,83 +74,77 @@ _REASONS = {
 
 ROWS = (
     EngineFigure(
-        ("cbatch:requests_running", "vllm:num_requests_running", "llamacpp:requests_processing"),
+        "cbatch:requests_running vllm:num_requests_running llamacpp:requests_processing",
         "Sequences with a slot that are computed.",
-        lambda stats: stats.n_running,
+        "n_running",
     ),
     EngineFigure(
-        ("cbatch:requests_waiting", "vllm:num_requests_waiting", "llamacpp:requests_deferred"),
+        "cbatch:requests_waiting vllm:num_requests_waiting llamacpp:requests_deferred",
         "Sequences that wait for a slot.",
-        lambda stats: stats.n_waiting,
+        "n_waiting",
     ),
     EngineFigure(
-        ("cbatch:requests_paused",),
+        "cbatch:requests_paused",
         "Sequences that are paused, or wait for something else than a slot.",
         lambda stats: stats.n_paused + stats.n_held,
     ),
-    EngineFigure(("cbatch:cells",), "Cells that all slots can hold.", lambda stats: stats.n_pool),
+    EngineFigure("cbatch:cells", "Cells that all slots can hold.", "n_pool"),
     EngineFigure(
-        ("cbatch:cells_used",),
+        "cbatch:cells_used",
         "Cells that hold something, prefixes that are kept included.",
-        lambda stats: stats.n_cells,
+        "n_cells",
     ),
     EngineFigure(
-        ("cbatch:cells_used_ratio", "vllm:kv_cache_usage_perc"),
+        "cbatch:cells_used_ratio vllm:kv_cache_usage_perc",
         "The part of all cells that hold something; 1 is all.",
         lambda stats: stats.n_cells / stats.n_pool if stats.n_pool else 0.0,
     ),
     EngineFigure(
-        ("cbatch:checkpoints",),
+        "cbatch:checkpoints",
         "Beginnings in host memory that sequences go on from where memory cannot be cut.",
-        lambda stats: stats.n_checkpoints,
+        "n_checkpoints",
     ),
     EngineFigure(
-        ("cbatch:checkpoint_bytes",),
+        "cbatch:checkpoint_bytes",
         "Bytes of host memory that checkpoints take.",
-        lambda stats: stats.n_checkpoint_bytes,
+        "n_checkpoint_bytes",
     ),
     EngineFigure(
-        ("cbatch:prompt_tokens_total",),
+        "cbatch:prompt_tokens_total",
         "Tokens of prompts: computed, or taken over from what was computed before.",
         lambda stats: {"computed": stats.n_prompt_tokens, "cached": stats.n_cached_tokens},
         "source",
     ),
     EngineFigure(
-        ("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
+        "vllm:prompt_tokens_total vllm:prefix_cache_queries_total",
         "Tokens of prompts, cached ones included.",
         _n_prompt,
     ),
     EngineFigure(
-        ("vllm:prefix_cache_hits_total", "llamacpp:prompt_tokens_cached_total"),
+        "vllm:prefix_cache_hits_total llamacpp:prompt_tokens_cached_total",
         "Tokens of prompts that were taken over.",
-        lambda stats: stats.n_cached_tokens,
+        "n_cached_tokens",
     ),
     EngineFigure(
-        ("llamacpp:prompt_tokens_total",),
-        "Tokens of prompts that were computed.",
-        lambda stats: stats.n_prompt_tokens,
+        "llamacpp:prompt_tokens_total", "Tokens of prompts that were computed.", "n_prompt_tokens"
     ),
     EngineFigure(
-        (
-            "cbatch:output_tokens_total",
-            "vllm:generation_tokens_total",
-            "llamacpp:tokens_predicted_total",
-        ),
+        "cbatch:output_tokens_total vllm:generation_tokens_total llamacpp:tokens_predicted_total",
         "Tokens that were sampled.",
-        lambda stats: stats.n_output_tokens,
+        "n_output_tokens",
     ),
     EngineFigure(
-        ("cbatch:recomputed_tokens_total",),
+        "cbatch:recomputed_tokens_total",
         "Tokens that were computed again after their cells were lost.",
-        lambda stats: stats.n_recomputed_tokens,
+        "n_recomputed_tokens",
     ),
     EngineFigure(
-        ("cbatch:pad_rows_total",),
+        "cbatch:pad_rows_total",
         "Rows of no sequence that were computed to give steps their shape.",
-        lambda stats: stats.n_pad_rows,
+        "n_pad_rows",
     ),
     EngineFigure(
-        ("cbatch:draft_tokens_total",),
+        "cbatch:draft_tokens_total",
         "Tokens that were drafted and computed, by what they were drafted from.",
         lambda stats: _by_source(
             stats.n_draft_tokens, stats.n_job_draft_tokens, stats.n_model_draft_tokens
@@ -153,7 +152,7 @@ ROWS = (
         "source",
     ),
     EngineFigure(
-        ("cbatch:accepted_tokens_total",),
+        "cbatch:accepted_tokens_total",
         "Draft tokens that were sampled too, by what they were drafted from.",
         lambda stats: _by_source(
             stats.n_accepted_tokens, stats.n_job_accepted_tokens, stats.n_model_accepted_tokens
@@ -161,71 +160,63 @@ ROWS = (
         "source",
     ),
     EngineFigure(
-        ("cbatch:threads",),
+        "cbatch:threads",
         "Threads of the last step: fewer than all while other programs use their cores.",
-        lambda stats: stats.n_threads,
+        "n_threads",
     ),
     EngineFigure(
-        ("cbatch:step_cost_seconds",),
+        "cbatch:step_cost_seconds",
         "Seconds of a step that only decodes, by its rows, as measured lately.",
-        lambda stats: stats.cost_rows_s,
+        "cost_rows_s",
         "rows",
     ),
     EngineFigure(
-        ("cbatch:prompt_cost_seconds",),
+        "cbatch:prompt_cost_seconds",
         "Seconds more of a step with prompts, however many tokens they have, as measured lately.",
-        lambda stats: stats.cost_prompt_s,
+        "cost_prompt_s",
     ),
     EngineFigure(
-        ("cbatch:prompt_token_cost_seconds",),
+        "cbatch:prompt_token_cost_seconds",
         "Seconds of one more prompt token in a step, as measured lately.",
-        lambda stats: stats.cost_token_s,
+        "cost_token_s",
     ),
     EngineFigure(
-        ("cbatch:prompt_budget_tokens",),
+        "cbatch:prompt_budget_tokens",
         "Prompt tokens of one newcomer that join a step beside so many rows that are read as they come.",
-        lambda stats: stats.cost_budget_tokens,
+        "cost_budget_tokens",
         "rows",
     ),
     EngineFigure(
-        ("cbatch:requests_finished_total",),
+        "cbatch:requests_finished_total",
         "Sequences that ended, by finish reason.",
-        lambda stats: stats.n_finished,
+        "n_finished",
         "reason",
     ),
     EngineFigure(
-        ("vllm:request_success_total",),
+        "vllm:request_success_total",
         "Sequences that ended, by vLLM's reasons.",
         _successes,
         "finished_reason",
     ),
     EngineFigure(
-        ("cbatch:texts_total",),
-        "Texts that were embedded or scored, equal ones too.",
-        lambda stats: stats.n_texts,
+        "cbatch:texts_total", "Texts that were embedded or scored, equal ones too.", "n_texts"
     ),
     EngineFigure(
-        ("cbatch:text_tokens_total",),
-        "Tokens that were computed for them.",
-        lambda stats: stats.n_text_tokens,
+        "cbatch:text_tokens_total", "Tokens that were computed for them.", "n_text_tokens"
     ),
+    EngineFigure("cbatch:embed_seconds_total", "Seconds of computing them.", "embed_s"),
     EngineFigure(
-        ("cbatch:embed_seconds_total",),
-        "Seconds of computing them.",
-        lambda stats: stats.embed_s,
-    ),
-    EngineFigure(
-        ("cbatch:preemptions_total", "vllm:num_preemptions_total"),
+        "cbatch:preemptions_total vllm:num_preemptions_total",
         "Preemptions for want of cells.",
-        lambda stats: stats.n_preempted,
+        "n_preempted",
     ),
     EngineFigure(
-        ("cbatch:steps_total", "llamacpp:n_decode_total"),
+        "cbatch:steps_total llamacpp:n_decode_total",
         "Steps, each one call of llama.cpp.",
-        lambda stats: stats.n_steps,
+        "n_steps",
     ),
     EngineFigure(
-        ("cbatch:step_seconds_total",),
+        "cbatch:step_seconds_total",
         "Seconds of steps by phase.",
         lambda stats: {
             "plan": stats.plan_s,
@@ -236,41 +227,41 @@ ROWS = (
         "phase",
     ),
     EngineFigure(
-        ("llamacpp:n_busy_slots_per_decode",),
+        "llamacpp:n_busy_slots_per_decode",
         "Sequences in a step, the mean of all steps.",
         lambda stats: stats.avg_concurrent_seq(),
     ),
 )
 
-_HISTOGRAMS: tuple[tuple[tuple[str, ...], str, Callable[[Meters], Histogram]], ...] = (
+_HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     (
-        ("cbatch:queue_seconds", "vllm:request_queue_time_seconds"),
+        "cbatch:queue_seconds vllm:request_queue_time_seconds",
         "Arrival to slot, of answered prompts.",
-        lambda meters: meters.queue_s,
+        "queue_s",
     ),
     (
-        ("cbatch:ttft_seconds", "vllm:time_to_first_token_seconds"),
+        "cbatch:ttft_seconds vllm:time_to_first_token_seconds",
         "Arrival to first token, of answered prompts.",
-        lambda meters: meters.ttft_s,
+        "ttft_s",
     ),
     (
-        ("cbatch:e2e_seconds", "vllm:e2e_request_latency_seconds"),
+        "cbatch:e2e_seconds vllm:e2e_request_latency_seconds",
         "Arrival to the end, of answered prompts.",
-        lambda meters: meters.e2e_s,
+        "e2e_s",
     ),
     (
-        ("cbatch:request_prompt_tokens", "vllm:request_prompt_tokens"),
+        "cbatch:request_prompt_tokens vllm:request_prompt_tokens",
         "Tokens of an answered prompt.",
-        lambda meters: meters.prompt_tokens,
+        "prompt_tokens",
     ),
     (
-        ("cbatch:request_output_tokens", "vllm:request_generation_tokens"),
+        "cbatch:request_output_tokens vllm:request_generation_tokens",
         "Sampled tokens of an answered prompt, all its answers together.",
-        lambda meters: meters.output_tokens,
+        "output_tokens",
     ),
 )
 
-_ITL = ("cbatch:itl_seconds", "vllm:inter_token_latency_seconds")
+_ITL = "cbatch:itl_seconds vllm:inter_token_latency_seconds"
 
 
 class Exposition(Collector):
@@ -294,47 +285,45 @@ class Exposition(Collector):
         stats = self._pulse.answer
         if stats is not None:
             for row in ROWS:
-                yield from self._figures(row.names, row.help, row.of(stats), row.label)
+                yield from self._figures(row.names, row.help, row.value(stats), row.label)
             itl = Histogram.of(stats.itl_s, ITL_S)
             yield from self._histograms(_ITL, "Gaps between the tokens of a sequence.", itl)
             age = "Seconds since the engine told its figures; it tells them between runs."
-            yield from self._figures(("cbatch:figures_age_seconds",), age, self._pulse.age_s)
+            yield from self._figures("cbatch:figures_age_seconds", age, self._pulse.age_s)
         yield from self._of_answers()
         if (batches := self._batches) is not None:
             words = "Batches that have ended, by status."
             ended = {status: batches.n_ended[status] for status in ENDED}
-            yield from self._figures(("cbatch:batches_total",), words, ended, "status")
+            yield from self._figures("cbatch:batches_total", words, ended, "status")
             words = "Lines of batches that have ended."
             items = {outcome: batches.n_items[outcome] for outcome in ("completed", "failed")}
-            yield from self._figures(("cbatch:batch_requests_total",), words, items, "outcome")
+            yield from self._figures("cbatch:batch_requests_total", words, items, "outcome")
 
     def _of_answers(self) -> Iterator[Metric]:
         """Return what the server has counted itself."""
         meters = self._meters
         for names, words, of in _HISTOGRAMS:
-            yield from self._histograms(names, words, of(meters))
+            yield from self._histograms(names, words, getattr(meters, of))
         for name, words, seconds in (
             ("llamacpp:prompt_seconds_total", "Slot to first token, summed.", meters.prompt_s),
             ("llamacpp:tokens_predicted_seconds_total", "First to last token.", meters.output_s),
         ):
-            yield from self._figures((name,), words, seconds)
+            yield from self._figures(name, words, seconds)
         for name, n, seconds in (
             ("llamacpp:prompt_tokens_seconds", meters.n_computed, meters.prompt_s),
             ("llamacpp:predicted_tokens_seconds", meters.n_decoded, meters.output_s),
         ):
             words = "Tokens per second, the mean of all answers."
-            yield from self._figures((name,), words, n / seconds if seconds else 0.0)
+            yield from self._figures(name, words, n / seconds if seconds else 0.0)
         name, words = "cbatch:http_requests_total", "HTTP requests by route and status."
         family = CounterMetricFamily(name, words, labels=["route", "status"])
         for (route, status), n in sorted(meters.n_http.items()):
             family.add_metric([route, str(status)], n)
         yield family
 
-    def _figures(
-        self, names: tuple[str, ...], words: str, values: Values, label: str = ""
-    ) -> Iterator[Metric]:
+    def _figures(self, names: str, words: str, values: Values, label: str = "") -> Iterator[Metric]:
         listed = values if isinstance(values, Mapping) else {"": values}
-        for name in names:
+        for name in names.split():
             labels = self._labels_of(name)
             kind: Any = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(name, words, labels=[*labels, *([label] if label else [])])
@@ -342,11 +331,9 @@ class Exposition(Collector):
                 family.add_metric([*labels.values(), *([key] if label else [])], value)
             yield family
 
-    def _histograms(
-        self, names: tuple[str, ...], words: str, counts: Histogram
-    ) -> Iterator[Metric]:
+    def _histograms(self, names: str, words: str, counts: Histogram) -> Iterator[Metric]:
         buckets = [(_bound(bound), float(n)) for bound, n in counts.cumulative()]
-        for name in names:
+        for name in names.split():
             labels = self._labels_of(name)
             family = HistogramMetricFamily(name, words, labels=[*labels])
             family.add_metric([*labels.values()], buckets, counts.total)

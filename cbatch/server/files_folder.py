@@ -34,9 +34,9 @@ _ABOUT = b"cbatch serve keeps files and batches in this folder. Without this fil
 _NOBODYS = frozenset({"lost+found"})
 """Names that an empty folder may hold: a new file system has them."""
 
-_FILE = re.compile(r"file-[0-9a-f]{24}")
-_BATCH = re.compile(r"(batch|msgbatch)_[0-9a-f]{24}")
-_PART = re.compile(rf"{_FILE.pattern}\.part")
+FILE_ID, BATCH_ID = "file-[0-9a-f]{24}", "(batch|msgbatch)_[0-9a-f]{24}"
+"""Patterns of ids, which are names of files and folders."""
+_PART = re.compile(rf"{FILE_ID}\.part")
 _OF_BATCH = re.compile(
     r"\.?(requests|answers|errors)\.jsonl(\.\w+)*(-(wal|shm|journal))?", re.ASCII
 )
@@ -47,16 +47,6 @@ _N_RESERVE = 2**20
 """Bytes reserved for changes of the index on a full disk. Our choice: removing a file writes some 20 KiB."""
 _N_NAMED = 5
 """Most names in a warning. Our choice."""
-
-
-def is_file_id(id: object) -> bool:
-    """Whether an id has the form of a file's."""
-    return isinstance(id, str) and _FILE.fullmatch(id) is not None
-
-
-def is_batch_id(id: object) -> bool:
-    """Whether an id has the form of a batch's."""
-    return isinstance(id, str) and _BATCH.fullmatch(id) is not None
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -188,7 +178,7 @@ class FilesFolder:
         for entry in os.scandir(self.content):
             if not entry.is_file(follow_symlinks=False):
                 strangers.append(f"content/{entry.name}")
-            elif is_file_id(entry.name):
+            elif re.fullmatch(FILE_ID, entry.name):
                 found[entry.name] = entry.stat()
             elif _PART.fullmatch(entry.name):
                 os.unlink(entry)
@@ -202,7 +192,7 @@ class FilesFolder:
         """Return the ids of batches that have a folder."""
         found, strangers = set(), []
         for entry in os.scandir(self.work):
-            if is_batch_id(entry.name) and entry.is_dir(follow_symlinks=False):
+            if re.fullmatch(BATCH_ID, entry.name) and entry.is_dir(follow_symlinks=False):
                 found.add(entry.name)
             else:
                 strangers.append(f"work/{entry.name}")

@@ -9,8 +9,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from cbatch.server.call_record import CallRecord
-from cbatch.server.exchange import Exchange
+from cbatch.server.exchange import CallRecord, Exchange
 from cbatch.server.http_errors import CROWDED, HttpProblemError, crowded
 from cbatch.server.telemetry import begun_span, end_span
 from cbatch.support.checks import shown

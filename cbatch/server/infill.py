@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from cbatch.messages import BatchPrompt
-from cbatch.server.http_errors import absent, bad_request
-from cbatch.server.llama_completions import DEFAULTS, LlamaCall
-from cbatch.server.openai_completions import moot_in
-from cbatch.server.request_fields import asked_of
-from cbatch.support.checks import shown
+from cbatch.server.http_errors import absent
+from cbatch.server.llama_completions import LlamaCall, wanted_in
+from cbatch.server.openai_completions import OF_TEXT, moot_in
+from cbatch.server.request_fields import Dialect, asked_of
+from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,25 @@ if TYPE_CHECKING:
 
     Tokens = Callable[[str], list[int]]
 
-OWN = ("prompt", "input_prefix", "input_suffix", "input_extra", "response_fields")
+
+class _OtherFile(Struct):
+    text: str
+    filename: str = "tmp"
+
+
+class InfillBody(Struct):
+    """A request, but for options."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str = ""
+    """The beginning of the missing text."""
+    input_extra: list[_OtherFile] = []
+    """Texts of other files."""
+    response_fields: Any = None
+
+
+DIALECT = Dialect(own=InfillBody.__struct_fields__, defaults=OF_TEXT)
 
 _NEEDED = {"pre": "prefix", "suf": "suffix", "mid": "middle"}
 """Tokens that a model needs for infill."""
@@ -46,20 +66,12 @@ class InfillCall(LlamaCall):
 
     prompt_field = "input_prefix"
 
-    def __init__(
-        self, asked: RequestFields, texts: Sequence[str], extra: Sequence[tuple[str, str]]
-    ) -> None:
-        """Make one.
-
-        Args:
-            asked: the fields of the call.
-            texts: the text before the gap, the beginning of the missing text, and the text after the gap.
-            extra: names and texts of other files.
-        """
+    def __init__(self, asked: RequestFields, said: InfillBody, wanted: Sequence[str]) -> None:
         # a stand-in of the prompt's size, until its texts are tokenized
-        size = "".join([*texts, *(text for pair in extra for text in pair)])
-        super().__init__(asked, [BatchPrompt(prompt=size or " ")], [texts[1]])
-        self._texts, self._extra = texts, extra
+        texts = (said.input_prefix, said.prompt, said.input_suffix)
+        size = "".join([*texts, *(file.filename + file.text for file in said.input_extra)])
+        super().__init__(asked, [BatchPrompt(prompt=size or " ")], [said.prompt], wanted)
+        self._texts, self._extra = texts, said.input_extra
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> InfillCall:
@@ -70,17 +82,9 @@ class InfillCall(LlamaCall):
         if isinstance(samplers, list) and "infill" in samplers:
             given["samplers"] = [name for name in samplers if name != "infill"]
             ignored.append("samplers.infill")
-        asked = asked_of(given, OWN, defaults=DEFAULTS, is_strict=is_strict)
-        asked.ignored += [*ignored, *moot_in(given)]
-        for name in ("input_prefix", "input_suffix"):
-            if name not in asked.own:
-                raise bad_request(f"{name} is missing", name)
-        texts = [asked.own.get(name, "") for name in ("input_prefix", "prompt", "input_suffix")]
-        for name, text in zip(("input_prefix", "prompt", "input_suffix"), texts, strict=True):
-            if not isinstance(text, str):
-                raise bad_request(f"{name} must be a string, not {shown(text)}", name)
-        extra = _extra(asked.own.get("input_extra", []))
-        return cls(asked, texts, extra)
+        ignored += moot_in(given)
+        asked = asked_of(given, DIALECT, ignored=ignored, is_strict=is_strict)
+        return cls(asked, read_body(InfillBody, given), wanted_in(given))
 
     def see_facts(self, facts: ModelFacts) -> None:
         """See what the model is. Raises a `HttpProblemError` if it cannot fill in."""
@@ -119,7 +123,7 @@ class InfillCall(LlamaCall):
 
 
 def _extra_tokens(
-    files: Sequence[tuple[str, str]], fim: Mapping[str, int], tokens_of: Tokens, n_most: int
+    files: Sequence[_OtherFile], fim: Mapping[str, int], tokens_of: Tokens, n_most: int
 ) -> list[int]:
     """Return the last `n_most` tokens of other files, or all."""
 
@@ -127,10 +131,10 @@ def _extra_tokens(
         return [fim["sep"], *tokens_of(f"{name}\n")] if "sep" in fim else tokens_of(_SNIPPET)
 
     found = head("filename") if "sep" in fim else []
-    for name, text in reversed(files):
+    for file in reversed(files):
         if len(found) >= n_most:
             break
-        found = [*head(name), *tokens_of(text), *found]
+        found = [*head(file.filename), *tokens_of(file.text), *found]
     if "rep" in fim:
         found = [fim["rep"], *tokens_of("myproject\n"), *found]
     return _last(found, n_most)
@@ -138,21 +142,3 @@ def _extra_tokens(
 
 def _last(tokens: list[int], n: int) -> list[int]:
     return tokens[max(0, len(tokens) - n) :] if n > 0 else []
-
-
-def _extra(said: Any) -> list[tuple[str, str]]:
-    """Return names and texts of other files. Raises a `HttpProblemError`."""
-    field = "input_extra"
-    if not isinstance(said, list):
-        raise bad_request(f"{field} must be a list of objects, not {shown(said)}", field)
-    found = []
-    for i, item in enumerate(said):
-        if not isinstance(item, dict) or not isinstance(item.get("text"), str):
-            raise bad_request(
-                f"{field}[{i}] must be an object with a text, not {shown(item)}", field
-            )
-        name = item.get("filename", "tmp")
-        if not isinstance(name, str):
-            raise bad_request(f"{field}[{i}].filename must be a string, not {shown(name)}", field)
-        found.append((name, item["text"]))
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.openai_format import chat_logprobs
@@ -13,10 +12,11 @@ from cbatch.server.answer_events import Ended, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.openai_answers import extensions, timings_of
-from cbatch.server.openai_completions import begun, is_token, moot_in, prompt_of
-from cbatch.server.request_fields import asked_of, field_errors
+from cbatch.server.openai_completions import OF_TEXT, begun, is_token, moot_in, prompt_of
+from cbatch.server.request_fields import Dialect, asked_of, field_errors
 from cbatch.server.small_endpoints import settings_of
-from cbatch.server.sse import COMMENT, frame
+from cbatch.server.sse import frame
+from cbatch.server.stream_encoders import StreamEncoder
 from cbatch.support.checks import shown, strings_of, token_ids
 
 if TYPE_CHECKING:
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
     from cbatch.server.answer_events import Event
-    from cbatch.server.http_errors import HttpProblemError
     from cbatch.server.request_fields import RequestFields
     from cbatch.support.model_facts import ModelFacts
 
-OWN = ("prompt", "response_fields")
-DEFAULTS: Mapping[str, Any] = MappingProxyType({"chat_template_kwargs": {}})
-"""Options that a request leaves out; without `n_predict`, an answer may fill the window."""
+DIALECT = Dialect(own=("prompt", "response_fields"), defaults=OF_TEXT)
+"""Without `n_predict`, an answer may fill the window."""
 
 _STOP_TYPES = {"stop": "eos", "length": "limit", "window": "limit"}
 """llama-server's words for finish reasons; an answer that a stop string has ended is `word`, others are `none`."""
@@ -44,24 +42,26 @@ class LlamaCall(Call):
     prompt_field = "prompt"
 
     def __init__(
-        self, asked: RequestFields, prompts: Sequence[BatchPrompt], said: Sequence[Any]
+        self,
+        asked: RequestFields,
+        prompts: Sequence[BatchPrompt],
+        said: Sequence[Any],
+        wanted: Sequence[str],
     ) -> None:
-        """Make one; `said` are the prompts as the client sent them."""
+        """Make one; `said` are the prompts as the client sent them, `wanted` the paths of the answer that it gets."""
         super().__init__(asked, prompts)
-        self._said = said
+        self._said, self._wanted = said, wanted
         self._end_ids: tuple[int, ...] = ()
-        with field_errors("response_fields"):
-            self._wanted = strings_of("response_fields", asked.own.get("response_fields", ()))
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> LlamaCall:
         """Return the call that a body asks for. Raises a `HttpProblemError`."""
-        asked = asked_of(body, OWN, defaults=DEFAULTS, is_strict=is_strict)
+        asked = asked_of(body, DIALECT, is_strict=is_strict)
         asked.ignored += moot_in(body)
         said = _listed(body)
         is_one = len(said) == 1
         prompts = [_prompt(s, "prompt" if is_one else f"prompt[{i}]") for i, s in enumerate(said)]
-        return cls(asked, prompts, said)
+        return cls(asked, prompts, said, wanted_in(body))
 
     def see_facts(self, facts: ModelFacts) -> None:
         """Take the model's facts: an empty prompt becomes the BOS token."""
@@ -152,7 +152,7 @@ class LlamaCall(Call):
             "n_predict": n_most,
             "max_tokens": n_most,
             "stop": [*(options.stop or ())],
-            "stream": self.asked.is_streamed,
+            "stream": self.asked.common.stream,
             "n_probs": options.top_logprobs or 0,
             "ignore_eos": bool(options.ignore_eos),
             "logit_bias": self._biases(options),
@@ -168,7 +168,7 @@ class LlamaCall(Call):
         ]
 
 
-class LlamaStream:
+class LlamaStream(StreamEncoder):
     """Encodes the events of some completions."""
 
     def __init__(self, call: LlamaCall, model: str) -> None:
@@ -197,18 +197,6 @@ class LlamaStream:
         """Return the frame that tells the progress of the prompt."""
         return frame({**self._call.part(0, "", ()), "prompt_progress": told})
 
-    def end(self) -> bytes:
-        """Return nothing: the last part says that it is the last."""
-        return b""
-
-    def idle(self) -> bytes:
-        """Return what is sent while no token comes."""
-        return COMMENT
-
-    def error(self, problem: HttpProblemError) -> bytes:
-        """Return the frame of an error; it is the last frame."""
-        return frame(problem.as_openai())
-
 
 def probabilities(tokens: Sequence[TokenLogprob]) -> Any:
     """Return log-probabilities in llama-server's format."""
@@ -227,6 +215,13 @@ def _nested(said: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
         else:
             found[path] = value
     return found
+
+
+def wanted_in(body: Mapping[str, Any]) -> Sequence[str]:
+    """Return the paths of `response_fields`; none for a whole answer. Raises a `HttpProblemError`."""
+    name = "response_fields"
+    with field_errors(name):
+        return () if body.get(name) is None else strings_of(name, body[name])
 
 
 # ---- prompts: a text, tokens, both mixed, an object with a text, or a list of these ----

@@ -6,13 +6,16 @@ Source: Anthropic's API reference, message batches.
 from __future__ import annotations
 
 import json
-import re
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, BinaryIO
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from cbatch.server.batch_endpoints import Query, batches_of, id_in
+from msgspec import Meta, Struct
+
+from cbatch.server.batch_endpoints import Query, batches_of, id_in, tell_batch
 from cbatch.server.batch_index import MESSAGES
 from cbatch.server.batch_store import Page, disk_problems
+from cbatch.server.batches import Batches
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -24,13 +27,12 @@ from cbatch.server.http_errors import (
 )
 from cbatch.server.request_fields import ignored_header
 from cbatch.server.small_endpoints import body_of, rfc3339
-from cbatch.support.checks import shown
+from cbatch.server.typed_bodies import read_body, unknown_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cbatch.server.batch_index import Kind, StoredBatch
-    from cbatch.server.batches import Batches
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
     from cbatch.server.server_settings import SizeLimit
@@ -38,10 +40,10 @@ if TYPE_CHECKING:
 _KIND: Kind = "msgbatch"
 
 # Source of limits and times: Anthropic's API reference.
-_N_REQUESTS = 100_000
 _WINDOW, _WINDOW_S = "24h", 86_400
 _N_LISTED_USUAL, _N_LISTED = 20, 1000
-_ID = re.compile("[a-zA-Z0-9_-]{1,64}", re.ASCII)
+
+_ID = Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z", description="1 … 64 letters, digits, - or _")
 
 _N_PART = 2**18
 """Bytes of results, about, that are read and sent at once."""
@@ -53,60 +55,58 @@ _UNASKED = {"batch_expired": "expired", "batch_cancelled": "canceled"}
 """The same, by the code of their lines."""
 
 
+class MessageRequest(Struct):
+    """One request of a batch."""
+
+    custom_id: Annotated[str, _ID]
+    params: dict[str, Any]
+
+
+class MessageBatchBody(Struct):
+    """What a batch is asked to be."""
+
+    requests: Annotated[list[MessageRequest], Meta(min_length=1, max_length=100_000)]
+
+
 async def create_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin a batch of messages."""
     batches = batches_of(desk)
     if desk.is_draining:
         raise draining()
     body = await body_of(desk, exchange)
-    ignored = [name for name, value in body.items() if value is not None and name != "requests"]
+    ignored = unknown_in(body, MessageBatchBody)
     if ignored and desk.settings.strict_fields:
-        raise unknown_field(ignored[0], ("requests",))
+        raise unknown_field(ignored[0], MessageBatchBody.__struct_fields__)
     limit = desk.settings.body_limit
-    batch = await desk.in_thread(_created, batches, body.get("requests"), limit, exchange.owner)
+    batch = await desk.in_thread(_created, batches, body, limit, exchange.owner)
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
 
 
-def _created(batches: Batches, requests: Any, limit: SizeLimit, owner: str) -> StoredBatch:
+def _created(
+    batches: Batches, body: Mapping[str, Any], limit: SizeLimit, owner: str
+) -> StoredBatch:
     """Begin a batch of checked requests, each line of at most `limit`."""
-    lines = _lines_of(requests, limit)
+    lines = _lines_of(body, limit)
     with disk_problems(), batches.store.arriving() as arriving:
         arriving.write(b"".join(lines))
         return batches.create_of_messages(arriving.written(), len(lines), _WINDOW, _WINDOW_S, owner)
 
 
-def _lines_of(requests: Any, limit: SizeLimit) -> list[bytes]:
+def _lines_of(body: Mapping[str, Any], limit: SizeLimit) -> list[bytes]:
     """Return requests as the lines of a batch file. Raises a `HttpProblemError`."""
-    if requests is None:
-        raise bad_request("requests is missing", "requests")
-    if not isinstance(requests, list) or not requests:
-        raise _wrong(f"requests must be a list of requests, not {shown(requests)}")
-    if len(requests) > _N_REQUESTS:
-        raise _wrong(f"requests has {len(requests)} requests; at most {_N_REQUESTS} are allowed")
     seen: set[str] = set()
     lines = []
-    for i, request in enumerate(requests):
-        place = f"requests.{i}"
-        if not isinstance(request, dict):
-            raise _wrong(f"{place} must be an object, not {shown(request)}")
-        id, params = request.get("custom_id"), request.get("params")
-        if not isinstance(id, str) or not _ID.fullmatch(id):
-            words = f"{place}.custom_id must be 1 … 64 letters, digits, - or _, not {shown(id)}"
-            raise _wrong(words)
-        if id in seen:
-            raise _wrong(f"{place}.custom_id occurs twice: it must be unique")
-        seen.add(id)
-        if not isinstance(params, dict):
-            raise _wrong(f"{place}.params must be an object, not {shown(params)}")
-        line = {"custom_id": id, "method": "POST", "url": MESSAGES, "body": params}
+    for i, request in enumerate(read_body(MessageBatchBody, body, has_dots=True).requests):
+        if request.custom_id in seen:
+            words = f"requests.{i}.custom_id occurs twice: it must be unique"
+            raise bad_request(words, "requests")
+        seen.add(request.custom_id)
+        named = {"custom_id": request.custom_id, "method": "POST", "url": MESSAGES}
+        line = {**named, "body": request.params}
         lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         if len(lines[-1]) > limit.n_bytes:
-            raise too_large(place, limit, "requests")
+            raise too_large(f"requests.{i}", limit, "requests")
     return lines
-
-
-def _wrong(message: str) -> HttpProblemError:
-    return bad_request(message, "requests")
 
 
 async def list_batches(desk: Desk, exchange: Exchange) -> None:
@@ -126,21 +126,6 @@ async def list_batches(desk: Desk, exchange: Exchange) -> None:
         "last_id": data[-1]["id"] if data else None,
     }
     await exchange.respond_json({"data": data, "has_more": has_more, **ends})
-
-
-async def get_batch(desk: Desk, exchange: Exchange) -> None:
-    """Tell how far a batch is."""
-    batch = await desk.in_thread(batches_of(desk).get, id_in(exchange), exchange.owner, _KIND)
-    await exchange.respond_json(_as_json(batch))
-
-
-async def cancel_batch(desk: Desk, exchange: Exchange) -> None:
-    """Begin no more requests of a batch."""
-    with disk_problems():
-        batch = await desk.in_thread(
-            batches_of(desk).cancel, id_in(exchange), exchange.owner, _KIND
-        )
-    await exchange.respond_json(_as_json(batch))
 
 
 async def delete_batch(desk: Desk, exchange: Exchange) -> None:
@@ -181,6 +166,10 @@ def _as_json(batch: StoredBatch) -> dict[str, Any]:
 
 def _time(seconds: int | None) -> str | None:
     return None if seconds is None else rfc3339(seconds)
+
+
+get_batch = partial(tell_batch, Batches.get, _KIND, _as_json)
+cancel_batch = partial(tell_batch, Batches.cancel, _KIND, _as_json)
 
 
 # ---- results ----

@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import secrets
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cbatch.chat.openai_format import NEAREST_FINISH, finish_of, tokens_as_json
 from cbatch.server.answer_events import Ended, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
-from cbatch.server.sse import COMMENT, DONE, frame, frame_around
+from cbatch.server.sse import DONE, frame, frame_around
+from cbatch.server.stream_encoders import StreamEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.response import BatchResult, Timings, TokenLogprob
-    from cbatch.server.answer_events import Event, Reasoning
-    from cbatch.server.http_errors import HttpProblemError
+    from cbatch.server.answer_events import Event, Said
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What is the same in all parts of an answer."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    fingerprint: str | None = None
-
-    @classmethod
-    def of(cls, call: OpenAICall, object: str, model: str) -> Head:
-        """Return one for a new answer to a call."""
-        id = f"{call.prefix}-{secrets.token_hex(12)}"
-        return cls(id, object, int(time.time()), model, call.fingerprint)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return its fields."""
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+def head_of(call: OpenAICall, object: str, model: str) -> dict[str, Any]:
+    """Return what is the same in all parts of a new answer to a call."""
+    return {
+        "id": f"{call.prefix}-{secrets.token_hex(12)}",
+        "object": object,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": call.fingerprint,
+    }
 
 
 class OpenAICall(Call):
@@ -72,7 +55,7 @@ class OpenAICall(Call):
         if len(results) == 1:
             more = {"timings": timings_of(results[0]), **extensions(results[0])}
         return {
-            **Head.of(self, self.object, model).as_dict(),
+            **head_of(self, self.object, model),
             "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
             "usage": usage_of(results),
             **more,
@@ -88,12 +71,13 @@ class OpenAICall(Call):
         }
 
 
-class OpenAIStream(ABC):
+class OpenAIStream(StreamEncoder):
     """Encodes the events of an answer that both dialects have."""
 
-    def __init__(self, call: OpenAICall, head: Head) -> None:
-        self._head = head.as_dict()
-        self._has_usage, self._has_tokens = call.asked.has_usage, call.asked.has_tokens
+    def __init__(self, call: OpenAICall, head: Mapping[str, Any]) -> None:
+        self._head = head
+        self._has_usage = call.asked.common.stream_options.include_usage
+        self._has_tokens = call.asked.has_tokens
         self._is_alone = len(call.prompts) == 1
         self._results: list[BatchResult] = []
         self._around: dict[int, tuple[bytes, bytes]] = {}
@@ -103,7 +87,7 @@ class OpenAIStream(ABC):
         """Return a choice that is new text alone, or nothing."""
 
     @abstractmethod
-    def scores(self, event: Text | Reasoning) -> dict[str, Any]:
+    def scores(self, event: Said) -> dict[str, Any]:
         """Return the log-probabilities of an event, which has some."""
 
     @abstractmethod
@@ -123,7 +107,7 @@ class OpenAIStream(ABC):
             return self._ended(event)
         return self.other(event)
 
-    def of_tokens(self, event: Text | Reasoning) -> dict[str, Any]:
+    def of_tokens(self, event: Said) -> dict[str, Any]:
         """Return what a choice says of its new tokens, where that is asked for."""
         more: dict[str, Any] = {}
         if event.logprobs:
@@ -188,14 +172,6 @@ class OpenAIStream(ABC):
         more = {"timings": timings[-1]} if timings else {}
         last = {**self._head, "choices": [], "usage": usage_of(self._results), **more}
         return frame(last) + DONE
-
-    def idle(self) -> bytes:
-        """Return what is sent in silence."""
-        return COMMENT
-
-    def error(self, problem: HttpProblemError) -> bytes:
-        """Return the frame of an error, behind which nothing comes: a client takes `[DONE]` for a whole answer."""
-        return frame(problem.as_openai())
 
 
 def usage_of(results: Sequence[BatchResult]) -> dict[str, Any]:

@@ -9,18 +9,18 @@ from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.server.answer_events import Called, Reasoning
 from cbatch.server.http_errors import bad_request
-from cbatch.server.openai_answers import Head, OpenAICall, OpenAIStream
-from cbatch.server.request_fields import asked_of, check_continued
+from cbatch.server.openai_answers import OpenAICall, OpenAIStream, head_of
+from cbatch.server.request_fields import Dialect, asked_of, check_continued
 from cbatch.support.checks import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.response import BatchResult, TokenLogprob
-    from cbatch.server.answer_events import Event, Text
+    from cbatch.server.answer_events import Event, Said
     from cbatch.server.http_errors import HttpProblemError
 
-OWN = ("messages",)
+DIALECT = Dialect(own=("messages",))
 
 
 class ChatCall(OpenAICall):
@@ -35,8 +35,8 @@ class ChatCall(OpenAICall):
         logprobs = body.get("logprobs")
         if not isinstance(logprobs, bool | None):
             raise bad_request(f"logprobs must be true or false, not {shown(logprobs)}", "logprobs")
-        asked = asked_of(body, OWN, defaults={}, is_strict=is_strict)
-        prompt = chat_of(asked.own.get("messages"))
+        asked = asked_of(body, DIALECT, is_strict=is_strict)
+        prompt = chat_of(body.get("messages"))
         check_continued(asked, prompt)
         return cls(asked, [prompt])
 
@@ -56,13 +56,13 @@ class ChatCall(OpenAICall):
 
     def stream(self, model: str) -> ChatStream:
         """Return what encodes the answer's events."""
-        return ChatStream(self, Head.of(self, "chat.completion.chunk", model))
+        return ChatStream(self, head_of(self, "chat.completion.chunk", model))
 
 
 class ChatStream(OpenAIStream):
     """Encodes the events of one chat."""
 
-    def __init__(self, call: ChatCall, head: Head) -> None:
+    def __init__(self, call: ChatCall, head: Mapping[str, Any]) -> None:
         super().__init__(call, head)
         self._n_choices = call.n_choices
         self._has_begun = False
@@ -90,7 +90,7 @@ class ChatStream(OpenAIStream):
         """Return a choice that is new text alone, or nothing."""
         return _choice(index, {} if text is None else {"content": text})
 
-    def scores(self, event: Text | Reasoning) -> dict[str, Any]:
+    def scores(self, event: Said) -> dict[str, Any]:
         """Return log-probabilities as a chat has them."""
         return chat_logprobs(event.logprobs or ())
 

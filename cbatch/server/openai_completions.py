@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.openai_format import TextPlace, completion_logprobs
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.server.http_errors import bad_request
-from cbatch.server.openai_answers import Head, OpenAICall, OpenAIStream
-from cbatch.server.request_fields import asked_of
+from cbatch.server.openai_answers import OpenAICall, OpenAIStream, head_of
+from cbatch.server.request_fields import Dialect, asked_of
 from cbatch.support.checks import shown
 from cbatch.support.plain import int_of
 
@@ -20,10 +19,8 @@ if TYPE_CHECKING:
 
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult, TokenLogprob
-    from cbatch.server.answer_events import Event, Reasoning, Text
+    from cbatch.server.answer_events import Event, Said
     from cbatch.support.model_facts import ModelFacts
-
-OWN = ("prompt",)
 
 _OF_CHATS = ("continue_final_message", "add_generation_prompt")
 """Names that concern the messages of a chat, so that they do nothing here."""
@@ -36,8 +33,10 @@ Source: OpenAI's API reference, completions: without a prompt, the model generat
 
 N_TOKENS = 16
 """Tokens of an answer where the request names no cap. Source: OpenAI's API reference, completions, `max_tokens`."""
-DEFAULTS: Mapping[str, Any] = MappingProxyType({"max_tokens": N_TOKENS, "chat_template_kwargs": {}})
-"""Options where the request names none; the server's variables of the chat template are not for these prompts."""
+OF_TEXT: Mapping[str, Any] = {"chat_template_kwargs": {}}
+"""The server's variables of the chat template are not for these prompts."""
+
+DIALECT = Dialect(own=("prompt",), defaults={"max_tokens": N_TOKENS, **OF_TEXT})
 
 
 class CompletionCall(OpenAICall):
@@ -52,11 +51,11 @@ class CompletionCall(OpenAICall):
         logprobs = body.get("logprobs")
         if logprobs is not None and int_of(logprobs) is None:
             raise bad_request(f"logprobs must be a number, not {shown(logprobs)}", "logprobs")
-        asked = asked_of(body, OWN, defaults=DEFAULTS, is_strict=is_strict)
+        asked = asked_of(body, DIALECT, is_strict=is_strict)
         asked.ignored += moot_in(body)
         asked.options = _with_end(asked.options)
         options = asked.options
-        if asked.is_streamed and options.n_choices > (options.n or 1):
+        if asked.common.stream and options.n_choices > (options.n or 1):
             raise bad_request(
                 "best_of cannot be streamed: its answers are known at the end", "best_of"
             )
@@ -82,13 +81,13 @@ class CompletionCall(OpenAICall):
 
     def stream(self, model: str) -> CompletionStream:
         """Return what encodes the answer's events."""
-        return CompletionStream(self, Head.of(self, self.object, model))
+        return CompletionStream(self, head_of(self, self.object, model))
 
 
 class CompletionStream(OpenAIStream):
     """Encodes the events of some completions."""
 
-    def __init__(self, call: CompletionCall, head: Head) -> None:
+    def __init__(self, call: CompletionCall, head: Mapping[str, Any]) -> None:
         super().__init__(call, head)
         self._has_tops = call.has_tops
         self._places: dict[int, TextPlace] = {}
@@ -98,7 +97,7 @@ class CompletionStream(OpenAIStream):
         """Return a choice that is new text alone, or nothing."""
         return {"index": index, "text": text or "", "logprobs": None, "finish_reason": None}
 
-    def scores(self, event: Text | Reasoning) -> dict[str, Any]:
+    def scores(self, event: Said) -> dict[str, Any]:
         """Return log-probabilities as a completion has them; their places run on through the chunks."""
         place = self._places.setdefault(event.i_choice, TextPlace())
         return completion_logprobs(event.logprobs or (), has_tops=self._has_tops, place=place)

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's requests, and what becomes of each: an option, nothing, or a refusal.
+"""The fields of requests, and what becomes of each: an option, nothing, or a refusal.
 
 Source of the names: OpenAI's API reference; llama.cpp tools/server; vLLM's sampling parameters.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Struct
 
 from cbatch.errors import (
     ConfigError,
@@ -21,21 +23,14 @@ from cbatch.errors import (
 )
 from cbatch.options import MAX_BIASES, MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.server.http_errors import (
-    HttpProblemError,
     bad_request,
     problem_of,
     refused,
     unknown_field,
 )
 from cbatch.server.sampler_order import left_out
-from cbatch.support.checks import (
-    MAX_KEY_LENGTH,
-    check_flag,
-    check_float,
-    check_text,
-    reading,
-    shown,
-)
+from cbatch.server.typed_bodies import read_body
+from cbatch.support.checks import MAX_KEY_LENGTH, check_float, reading, shown
 from cbatch.support.plain import int_of
 from cbatch.tools import check_tool_choice, read_choice
 
@@ -111,12 +106,31 @@ _STRUCTURES = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "c
 MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
 """Names of the cap, the first that is given counts."""
 
-READ_BY_ALL = (
-    *("model", "stream", "stream_options", "n_probs", "return_tokens", "return_token_ids"),
-    *("reasoning_effort", "structured_outputs", "samplers", "return_progress"),
-    *("continue_final_message", "add_generation_prompt"),
-    *MAX_TOKENS,
-)
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_KEY_LENGTH)]
+
+
+class _StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class CommonFields(Struct, frozen=True):
+    """What every dialect reads, and is no option."""
+
+    model: Name | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    n_probs: Any = 0
+    return_tokens: bool = False
+    return_token_ids: bool = False
+    return_progress: bool = False
+    reasoning_effort: Name | None = None
+    structured_outputs: dict[str, Any] | None = None
+    samplers: Any = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+READ_BY_ALL = (*CommonFields.__struct_fields__, *MAX_TOKENS)
 """Names that the server itself reads."""
 
 OF_OPENAI = (
@@ -127,22 +141,28 @@ OF_OPENAI = (
 OPTION_NAMES = frozenset(f.name for f in fields(RunOptions))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What a format reads otherwise than OpenAI's."""
+
+    own: Sequence[str]
+    """Names that it reads itself."""
+    ignored: frozenset[str] = frozenset()
+    """Names that do not change the answer."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Names that would change the answer, with what to do instead."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options where the request says none."""
+    is_openai: bool = True
+    """Whether it has a place for all of `OF_OPENAI`."""
+
+
 @dataclass
 class RequestFields:
     """The fields of a call, sorted by what becomes of them."""
 
-    model: str | None = None
-    is_streamed: bool = False
-    has_usage: bool = False
-    """Whether a stream ends with the usage."""
-    has_tokens: bool = False
-    """Whether the ids of tokens are wanted."""
-    has_progress: bool = False
-    """Whether a stream is to tell how far its prompt is."""
-    continues: bool | None = None
-    """Whether the chat's last message is to be continued (`continue_final_message`)."""
-    opens: bool | None = None
-    """Whether a message of the assistant is to be begun (`add_generation_prompt`)."""
+    dialect: Dialect
+    common: CommonFields = field(default_factory=CommonFields)
     biased_texts: list[tuple[str, float]] = field(default_factory=list)
     """Texts whose tokens have a bias, until `see_vocabulary` has found these."""
     options: RunOptions = NO_OPTIONS
@@ -151,77 +171,102 @@ class RequestFields:
     """Those of them that no endpoint reads."""
     fields: dict[str, str] = field(default_factory=dict)
     """The field that each option comes from."""
-    own: dict[str, Any] = field(default_factory=dict)
-    """Fields of the dialect, by name."""
-    known: Collection[str] = ()
-    """Names that the dialect reads itself."""
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the ids of tokens are wanted."""
+        return self.common.return_tokens or self.common.return_token_ids
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that are read."""
-        return (*self.known, *READ_BY_ALL, *OPTION_NAMES)
+        return (*self.dialect.own, *READ_BY_ALL, *OPTION_NAMES)
+
+
+Options = dict[str, tuple[str, Any]]
+"""Options by name: the field that each comes from, and its value."""
 
 
 def asked_of(
     body: Mapping[str, Any],
-    own: tuple[str, ...],
+    dialect: Dialect,
+    options: Options | None = None,
     *,
-    defaults: Mapping[str, Any],
+    variables: tuple[str, Mapping[str, Any]] = ("", {}),
+    ignored: Sequence[str] = (),
     is_strict: bool = False,
 ) -> RequestFields:
     """Return the fields of a body; null means that a field is not said.
 
     Args:
         body: the request.
-        own: names that the dialect reads.
-        defaults: options of the dialect, where the request says none.
+        dialect: its format.
+        options: those that the dialect has read itself.
+        variables: those of the chat template that the dialect has read itself, after the name of their field.
+        ignored: what the dialect has ignored itself.
         is_strict: refuse unknown names.
 
     Raises:
-        HttpProblemError: a field is wrong, or would change the answer and is not there.
+        HttpProblemError: a field is wrong, would change the answer and is not there, or means the same as another.
     """
     given = {
         name: value
         for name, value in body.items()
         if value is not None and not (name in _UNSAID_IF_EMPTY and value == "")
     }
-    asked = RequestFields(own={name: given[name] for name in own if name in given}, known=own)
-    options: dict[str, tuple[str, Any]] = {}
-    for name, value in given.items():
-        if name in own or name in READ_BY_ALL:
-            continue
-        if (option := RENAMED.get(name, name)) in OPTION_NAMES and name not in REFUSED:
-            options[option] = name, _converted(name, option, value)
-        else:
-            if _is_unknown(name, value):
-                if is_strict:
-                    raise unknown_field(name, asked.names)
-                asked.unknown.append(name)
-            asked.ignored.append(name)
-    _read_common(asked, given)
-    options |= _more_options(given)
-    _read_biases(asked, options)
-    for option, value in defaults.items():
-        options.setdefault(option, (option, value))
-    if "max_tokens" in options and options["max_tokens"][1] is None:
-        del options["max_tokens"]  # no cap was asked for
-    _ignore_moot_format(options, asked.ignored)
-    asked.fields = {option: name for option, (name, _) in options.items()}
-    asked.options = _built(options)
+    asked, found = RequestFields(dialect), dict(options or {})
+    common = _sorted(given, asked, found, is_strict=is_strict)
+    asked.ignored += ignored
+    found |= _read_common(asked, common, found)
+    _add_variables(found, *variables)
+    _read_biases(asked, found)
+    for option, value in dialect.defaults.items():
+        found.setdefault(option, (option, value))
+    if "max_tokens" in found and found["max_tokens"][1] is None:
+        del found["max_tokens"]  # no cap was asked for
+    _ignore_moot_format(found, asked.ignored)
+    asked.fields = {option: name for option, (name, _) in found.items()}
+    asked.options = _built(found)
     return asked
 
 
-def _ignore_moot_format(options: dict[str, tuple[str, Any]], ignored: list[str]) -> None:
-    """Leave out the format of a text where tools must be called: such an answer has no text."""
-    _, choice = options.get("tool_choice", ("", None))
-    with suppress(ConfigError):  # which is raised where options are built
-        if "tools" in options and read_choice(check_tool_choice(choice)).mode == "required":
-            name, _ = options.pop("response_format", ("", None))
-            ignored += filter(None, [name])
+def _sorted(
+    given: Mapping[str, Any], asked: RequestFields, options: Options, *, is_strict: bool
+) -> dict[str, Any]:
+    """Add options to those that the dialect has read itself, and ignored names; return what every dialect reads."""
+    dialect, of_dialect, common = asked.dialect, {**options}, dict[str, Any]()
+    for name, value in given.items():
+        if name in dialect.own:
+            continue
+        option = RENAMED.get(name, name)
+        if (why := dialect.refused.get(option)) is not None:
+            raise refused(name, why)
+        if name in READ_BY_ALL and (dialect.is_openai or name not in OF_OPENAI):
+            common[name] = value
+        elif option not in OPTION_NAMES or name in REFUSED:
+            _ignore(asked, name, value, is_strict=is_strict)
+        elif name in of_dialect:
+            own, _ = of_dialect[name]
+            raise bad_request(f"{own} and {name} mean the same: give only {own}", own)
+        else:
+            own, _ = of_dialect.get(option, (name, None))
+            options[option] = own, _converted(name, option, value)
+    return common
 
 
-def _is_unknown(name: str, value: Any) -> bool:
+def _ignore(asked: RequestFields, name: str, value: Any, *, is_strict: bool) -> None:
+    """Ignore a field by name, or refuse one that would change the answer."""
+    if name not in asked.dialect.ignored and _is_unknown(name, value, is_strict=is_strict):
+        if is_strict:
+            raise unknown_field(name, asked.names)
+        asked.unknown.append(name)
+    asked.ignored.append(name)
+
+
+def _is_unknown(name: str, value: Any, *, is_strict: bool) -> bool:
     """Whether no endpoint reads a name. Raises a `HttpProblemError` where it would change the answer."""
+    if name in OF_OPENAI:
+        return is_strict
     if name in REFUSED:
         raise refused(name, REFUSED[name])
     can, instead = HARMLESS.get(name, ((), ""))
@@ -234,32 +279,13 @@ def _is_same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-def _read_common(asked: RequestFields, given: Mapping[str, Any]) -> None:
-    """Read what is said in every dialect and is no option."""
-    with field_errors("model"):
-        if "model" in given:
-            asked.model = check_text("model", given["model"], MAX_KEY_LENGTH)
-    flags = {"stream": "is_streamed", "return_tokens": "has_tokens"}
-    for name, kept in {**flags, "return_progress": "has_progress"}.items():
-        setattr(asked, kept, _flag(given, name))
-    asked.has_tokens = asked.has_tokens or _flag(given, "return_token_ids")
-    if "continue_final_message" in given:
-        asked.continues = _flag(given, "continue_final_message")
-    if "add_generation_prompt" in given:
-        asked.opens = _flag(given, "add_generation_prompt")
-    said = given.get("stream_options", {})
-    if not isinstance(said, Mapping):
-        raise bad_request(f"stream_options must be an object, not {shown(said)}", "stream_options")
-    has_usage = said.get("include_usage")
-    with field_errors("stream_options"):
-        asked.has_usage = has_usage is not None and check_flag("include_usage", has_usage)
-
-
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    if name not in given:
-        return False
-    with field_errors(name):
-        return check_flag(name, given[name])
+def _ignore_moot_format(options: Options, ignored: list[str]) -> None:
+    """Leave out the format of a text where tools must be called: such an answer has no text."""
+    _, choice = options.get("tool_choice", ("", None))
+    with suppress(ConfigError):  # which is raised where options are built
+        if "tools" in options and read_choice(check_tool_choice(choice)).mode == "required":
+            name, _ = options.pop("response_format", ("", None))
+            ignored += filter(None, [name])
 
 
 class field_errors:  # noqa: N801  # lower case, as context managers of the standard library
@@ -276,43 +302,39 @@ class field_errors:  # noqa: N801  # lower case, as context managers of the stan
             raise bad_request(str(error), self._name) from None
 
 
-def _more_options(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return options that are not fields of the same kind, with the fields that they come from."""
-    found: dict[str, tuple[str, Any]] = {}
-    for name in MAX_TOKENS:
-        if name in given:
-            value = given[name]
-            found["max_tokens"] = name, _given(value)
-            break
-    if "reasoning_effort" in given:
-        kwargs = given.get("chat_template_kwargs", {})
-        found["chat_template_kwargs"] = (
-            "reasoning_effort",
-            _effort(given["reasoning_effort"], kwargs),
-        )
-    if "structured_outputs" in given:
-        option, value = _structure(given["structured_outputs"])
+def _read_common(asked: RequestFields, given: Mapping[str, Any], options: Options) -> Options:
+    """Read what every dialect reads; return options that come before those that are given by name."""
+    said = asked.common = read_body(CommonFields, given)
+    found: Options = {}
+    if cap := next((name for name in MAX_TOKENS if name in given), ""):
+        found["max_tokens"] = cap, _given(given[cap])
+    if said.reasoning_effort is not None:
+        _add_variables(options, "reasoning_effort", effort_variables(said.reasoning_effort))
+    if said.structured_outputs is not None:
+        option, value = _structure(said.structured_outputs)
         found[option] = "structured_outputs", value
-    if "samplers" in given:
-        found |= left_out(given["samplers"])
-    if int_of(n_probs := given.get("n_probs", 0)) != 0 and "logprobs" not in given:
-        found["logprobs"], found["top_logprobs"] = ("n_probs", True), ("n_probs", n_probs)
+    if said.samplers is not None:
+        found |= left_out(said.samplers)
+    if int_of(said.n_probs) != 0 and "logprobs" not in options:
+        found["logprobs"], found["top_logprobs"] = ("n_probs", True), ("n_probs", said.n_probs)
     return found
 
 
-def _effort(effort: Any, kwargs: Any) -> Any:
-    """Return variables for the chat template; those that are given come first."""
-    with field_errors("reasoning_effort"):
-        text = check_text("reasoning_effort", effort, MAX_KEY_LENGTH)
-    said = {"enable_thinking": False} if text == "none" else {"reasoning_effort": text}
-    return {**said, **kwargs} if isinstance(kwargs, Mapping) else kwargs
+def _add_variables(options: Options, field: str, variables: Mapping[str, Any]) -> None:
+    """Give the chat template variables of a field; those that the body gives itself come first."""
+    _, given = options.get("chat_template_kwargs", ("", {}))
+    if variables and isinstance(given, Mapping):
+        options["chat_template_kwargs"] = field, {**variables, **given}
 
 
-def _structure(said: Any) -> tuple[str, Any]:
+def effort_variables(effort: str) -> dict[str, Any]:
+    """Return the variables of the chat template that an effort of reasoning is."""
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
+def _structure(said: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the option of vLLM's `structured_outputs`, and its value."""
     name = "structured_outputs"
-    if not isinstance(said, Mapping):
-        raise bad_request(f"{name} must be an object, not {shown(said)}", name)
     given = {key: value for key, value in said.items() if value is not None}
     if given.get("json_object") is True and len(given) == 1:
         return "json_schema", {"type": "object"}
@@ -322,7 +344,7 @@ def _structure(said: Any) -> tuple[str, Any]:
     return _STRUCTURES[key], value
 
 
-def _read_biases(asked: RequestFields, options: dict[str, tuple[str, Any]]) -> None:
+def _read_biases(asked: RequestFields, options: Options) -> None:
     """Read biases: of tokens by their ids, or of the tokens of a text; false bans, and several of a token add up.
 
     Source: llama.cpp tools/server, `logit_bias`.
@@ -362,16 +384,17 @@ def check_continued(asked: RequestFields, prompt: BatchPrompt) -> None:
 
     Source: vLLM's chat completions; transformers, `apply_chat_template`.
     """
-    if asked.continues and asked.opens:
+    continues, opens = asked.common.continue_final_message, asked.common.add_generation_prompt
+    if continues and opens:
         words = "continue_final_message and add_generation_prompt cannot both be true"
         raise bad_request(f"{words}: leave out add_generation_prompt", "continue_final_message")
     messages = prompt.messages or ()
     is_continued = bool(messages) and messages[-1]["role"] == "assistant"
     what = "is" if is_continued else "is not"
     why = f"the last message {what} the assistant's, so it {what} continued"
-    if asked.continues is not None and asked.continues is not is_continued:
+    if continues is not None and continues is not is_continued:
         raise refused("continue_final_message", why)
-    if asked.opens is False and not is_continued:
+    if opens is False and not is_continued:
         raise refused("add_generation_prompt", f"{why}: only then it can be false")
 
 
@@ -431,7 +454,7 @@ _CONVERTED: Mapping[str, Convert] = {
 }
 
 
-def _built(options: Mapping[str, tuple[str, Any]]) -> RunOptions:
+def _built(options: Options) -> RunOptions:
     """Return options from their fields and values; the problem of a wrong one names its field."""
     values = {option: value for option, (_, value) in options.items()}
     try:
@@ -484,39 +507,3 @@ def with_param(error: Exception, asked: RequestFields, prompt_field: str) -> Exc
         return replace(problem_of(error), param=next(filter(None, fields), option))
     message = re.sub(r"^(prompts\[\d+\]|request '[^']*'): ", "", str(error))
     return bad_request(message, param_in(message, asked.fields) or prompt_field)
-
-
-def asked_under(
-    rest: Mapping[str, Any],
-    options: Mapping[str, tuple[str, Any]],
-    ignored: Sequence[str],
-    *,
-    own: Collection[str] = (),
-    is_strict: bool,
-) -> RequestFields:
-    """Return the fields of a call in which some options have names of another format.
-
-    Args:
-        rest: the fields with names of their own.
-        options: the others, by option: the field that gives it, and its value.
-        ignored: fields that were left out already.
-        own: names that the format reads itself; `rest` has none of them.
-        is_strict: whether unknown fields are refused.
-
-    Raises:
-        HttpProblemError: a field is wrong, or two of them give the same option.
-    """
-    for option, (given, _) in options.items():
-        if option in rest:
-            raise bad_request(f"{given} and {option} mean the same: give only {given}", given)
-    values = {option: value for option, (_, value) in options.items()}
-    try:
-        asked = asked_of(rest, tuple(own), defaults=values, is_strict=is_strict)
-    except HttpProblemError as problem:
-        if problem.param is not None and problem.param in options:
-            problem.param = options[problem.param][0]
-        raise
-    moot = (options[name][0] if name in options else name for name in asked.ignored)
-    asked.ignored = [*ignored, *moot]
-    asked.fields |= {option: given for option, (given, _) in options.items()}
-    return asked

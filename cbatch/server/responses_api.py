@@ -7,14 +7,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.openai_format import chat_logprobs
-from cbatch.server.answer_events import Reasoning, Text
-from cbatch.server.block_stream import BlockStream
+from cbatch.server.answer_events import Said
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
 from cbatch.server.request_fields import check_continued
-from cbatch.server.responses_fields import ResponsesFields
+from cbatch.server.responses_fields import read_response, repeated
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
-from cbatch.server.sse import COMMENT, named_frame
+from cbatch.server.sse import named_frame
+from cbatch.server.stream_encoders import BlockStream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,10 +48,9 @@ class ResponsesCall(Call):
     @classmethod
     def of(cls, body: Mapping[str, Any], *, is_strict: bool = False) -> ResponsesCall:
         """Return the call that a body asks for. Raises a `HttpProblemError`."""
-        fields = ResponsesFields(body, is_strict=is_strict)
-        asked, prompt = fields.asked, fields.prompt
+        asked, prompt = read_response(body, is_strict=is_strict)
         check_continued(asked, prompt)
-        return cls(asked, [prompt], fields.said)
+        return cls(asked, [prompt], repeated(body))
 
     def body(self, results: Sequence[BatchResult], model: str) -> dict[str, Any]:
         """Return the whole answer."""
@@ -109,14 +108,6 @@ class ResponsesStream(BlockStream):
         """How many of them stand beside a delta of the text."""
         self._n_events = 0
 
-    def end(self) -> bytes:
-        """Return the last frames: there are none behind the response's end."""
-        return b""
-
-    def idle(self) -> bytes:
-        """Return what is sent in silence."""
-        return COMMENT
-
     def error(self, problem: HttpProblemError) -> bytes:
         """Return the frames of an error: a response that failed."""
         error = {"code": problem.code or "server_error", "message": problem.message}
@@ -143,7 +134,7 @@ class ResponsesStream(BlockStream):
 
     def frame(self, event: Event) -> bytes:
         """Return the frames of one event, whose log-probabilities are kept for the item's end."""
-        if isinstance(event, Text | Reasoning) and event.logprobs:
+        if isinstance(event, Said) and event.logprobs:
             self._scores += chat_logprobs(event.logprobs)["content"]
         return super().frame(event)
 

@@ -23,14 +23,14 @@ extern "C" {
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
-#define CBATCH_NO_TOKEN (-2)    // nothing sampled: a chunk without output, or a step not done
+#define CBATCH_NO_TOKEN (-2)    // nothing sampled: a span without output, or a step not done
 #define CBATCH_EMPTY_ROW (-3)   // every logit was −∞ after mask and edits: no token was left
 
-// `has_output` of a chunk that is a pad row: one token, computed with its logits to give the step its shape, and nothing
+// `has_output` of a span that is a pad row: one token, computed with its logits to give the step its shape, and nothing
 // sampled. Each further step of a run computes one more, at the next position. Its slot need not be bound.
 #define CBATCH_PAD_ROW 2
 
-// `has_output` of a chunk whose last token's logits are computed to give the step its shape; nothing is sampled.
+// `has_output` of a span whose last token's logits are computed to give the step its shape; nothing is sampled.
 #define CBATCH_SILENT_ROW 3
 
 // Return codes. Anything but CBATCH_OK means that nothing was done.
@@ -40,13 +40,13 @@ extern "C" {
 #define CBATCH_NO_MEMORY 3      // allocation failed
 #define CBATCH_BAD_SLOT 4       // slot out of range; in a run also: not ascending, or one slot twice
 #define CBATCH_BAD_SAMPLING 5   // a sampling value out of its range, or a negative count
-#define CBATCH_BAD_CHUNK 6      // no chunk, a chunk without tokens, a start below 0 or too high, a pad row of several tokens
+#define CBATCH_BAD_SPAN 6       // no span, a span without tokens, a start below 0 or too high, a pad row of several tokens
 #define CBATCH_BAD_TOKEN 7      // a token id outside [0, n_vocab): to compute, in a history, with a bias
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
-#define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks, rows or a chunk without output; a budget below 0
-#define CBATCH_NOT_BOUND 10     // a chunk with output in a slot that was never bound
+#define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks, rows or a span without output; a budget below 0
+#define CBATCH_NOT_BOUND 10     // a span with output in a slot that was never bound
 #define CBATCH_BAD_DRAFTS 12   // n_drafts below 0, or above 0 where memory cannot be cut
-#define CBATCH_BAD_SCORES 11    // targets: more than n_scores or than the chunk has tokens to score, a token id outside
+#define CBATCH_BAD_SCORES 11    // targets: more than n_scores or than the span has tokens to score, a token id outside
                                 // [0, n_vocab), alternatives out of range, or n_steps above 1
 
 // Instruction sets that the sampling code is built for. All give the same tokens, bit for bit.
@@ -151,20 +151,20 @@ typedef struct cbatch_logprobs {
     float top_logprob[CBATCH_TOP_MAX];  // theirs
 } cbatch_logprobs;
 
-// The part of one sequence in a step; its tokens follow those of the chunk before in `tokens`.
-typedef struct cbatch_chunk {
-    int32_t slot;        // ascending from chunk to chunk
+// The part of one sequence in a step; its tokens follow those of the span before in `tokens`.
+typedef struct cbatch_span {
+    int32_t slot;        // ascending from span to span
     int32_t start;       // position of the first token, ≥ 0
     int32_t n_tokens;    // ≥ 1
     int32_t has_output;  // 1: the last token's logits are sampled; 0: they are not computed; or CBATCH_PAD_ROW, CBATCH_SILENT_ROW
-} cbatch_chunk;
+} cbatch_span;
 
-// Tokens that are not sampled but given, whose log-probabilities are to be reported: after the chunk's first token the first
+// Tokens that are not sampled but given, whose log-probabilities are to be reported: after the span's first token the first
 // target comes, after its second the second, and so on.
 typedef struct cbatch_scoring {
-    const int32_t * n_targets;  // (n_chunks) of each chunk: 0 … its tokens, without the last one where it has an output
-    const int32_t * n_top;      // (n_chunks) alternatives to report with each: 0 … CBATCH_TOP_MAX
-    const int32_t * targets;    // token ids, those of all chunks one after another
+    const int32_t * n_targets;  // (n_spans) of each span: 0 … its tokens, without the last one where it has an output
+    const int32_t * n_top;      // (n_spans) alternatives to report with each: 0 … CBATCH_TOP_MAX
+    const int32_t * targets;    // token ids, those of all spans one after another
     cbatch_logprobs * out;      // one for each target
 } cbatch_scoring;
 
@@ -230,15 +230,15 @@ CBATCH_EXPORT int32_t cbatch_stepper_draft_with(cbatch_stepper * s,
 CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
                                           const cbatch_binding * binding) CBATCH_NOEXCEPT;
 
-// Do up to n_steps steps: decode the chunks, sample their outputs, feed each sampled token to the next step.
-// With drafts a step computes tokens behind a chunk's as well: those that followed its newest tokens before. As long as
+// Do up to n_steps steps: decode the spans, sample their outputs, feed each sampled token to the next step.
+// With drafts a step computes tokens behind a span's as well: those that followed its newest tokens before. As long as
 // what is sampled is the draft, the row of the draft is sampled too, in the same step; the cells of the others are removed.
 // So many drafts are made, or none, as let expect the most tokens in the time, by what steps took and how many were right.
-// Ends early after a step in which a row sampled a stop token of its slot or was broken, or a chunk has n_steps tokens,
+// Ends early after a step in which a row sampled a stop token of its slot or was broken, or a span has n_steps tokens,
 // after an interrupt, when more than budget_us have passed, and when llama_decode returned anything but 0.
-//   chunks: n_chunks, ascending slots.   tokens: the tokens of all chunks, one after another.
+//   spans: n_spans, ascending slots.   tokens: the tokens of all spans, one after another.
 //   budget_us: microseconds, 0 = no limit.
-//   masks: NULL, or one pointer for each chunk with an output, NULL or to (n_vocab + 31) / 32 words: a token is allowed
+//   masks: NULL, or one pointer for each span with an output, NULL or to (n_vocab + 31) / 32 words: a token is allowed
 //     where bit token % 32 of word token / 32 is set. Not with n_steps above 1.
 //   rows: NULL, or (outputs) pointers, written after decoding: the logits of each output, NULL where llama.cpp gave none.
 //     await_rows may replace a pointer: the row at it is sampled, log-probabilities are those of the model's row. Not with
@@ -248,15 +248,15 @@ CBATCH_EXPORT int32_t cbatch_stepper_bind(cbatch_stepper * s, int32_t slot,
 //   n_drafts: most drafts behind one token; 0 for none. Not above 0 without memory_seq_rm.
 //   is_even: not 0: as many behind each token, or none, where memory is apart for each slot.
 //   has_all: not 0: n_drafts wherever there are as many, whatever they let expect.
-//   out: (n_chunks, n_steps) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
-//   n_out: (n_chunks) how many tokens were sampled of each chunk, broken and empty rows included.
-//   drafted: (n_chunks, 6), or NULL: how many drafts of each chunk were checked, by source as in the report, and then how
+//   out: (n_spans, n_steps) int32, filled entirely: token ids, CBATCH_BROKEN_ROW, _EMPTY_ROW or _NO_TOKEN.
+//   n_out: (n_spans) how many tokens were sampled of each span, broken and empty rows included.
+//   drafted: (n_spans, 6), or NULL: how many drafts of each span were checked, by source as in the report, and then how
 //     many were sampled too.
-//   logprobs: (n_chunks, n_steps), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
+//   logprobs: (n_spans, n_steps), written where a token was sampled in a slot bound with has_logprobs; NULL: none are.
 //   scoring: NULL, or targets whose log-probabilities are to be reported; written where the step was done. Not with n_steps above 1.
 // Sampling may change a row of logits while it runs; afterwards the row is as before.
 // Returns CBATCH_OK, also when llama_decode failed (see report->code), or CBATCH_BAD_* / _BATCH_FULL / _NOT_BOUND.
-CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_chunk * chunks, int32_t n_chunks,
+CBATCH_EXPORT int32_t cbatch_stepper_run(cbatch_stepper * s, const cbatch_span * spans, int32_t n_spans,
                                          const int32_t * tokens, int32_t n_steps, int64_t budget_us,
                                          int32_t n_drafts, int32_t is_even, int32_t has_all,
                                          const uint32_t * const * masks, float ** rows, void (*await_rows)(void),

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import Binding, Slot, StepPlan, StepResult
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY
@@ -49,12 +51,18 @@ def make_backends(synth: SynthFactory) -> Iterator[MakeBackend]:
     log.install()
 
     def make(
-        kind: str, *, stepper: Any = None, shape: Mapping[str, int] | None = None, **given: Any
+        kind: str,
+        *,
+        stepper: Any = None,
+        shape: Mapping[str, int] | None = None,
+        has_short_pool: bool = False,
+        **given: Any,
     ) -> LlamaBackend:
         kv = "unified" if kind == "unified" else "partitioned"
         sizes = {"parallel": N_SLOTS, "n_ctx": 768, "kv": kv, "n_batch": 512, "n_threads": 1}
         model = open_model(synth("mamba" if kind == "recurrent" else "test", **(shape or {})))
-        made.append(LlamaBackend(model, EngineOptions(**{**sizes, **given}), stepper=stepper))
+        tuning = Tuning(EngineOptions(**{**sizes, **given}), has_short_pool=has_short_pool)
+        made.append(LlamaBackend(model, tuning, stepper=stepper))
         bind_all(made[-1])
         return made[-1]
 
@@ -69,8 +77,8 @@ def bind_all(backend: LlamaBackend) -> None:
     backend.run(StepPlan((), binds=tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)))
 
 
-def chunk(slot: int, start: int, tokens: Sequence[int]) -> Chunk:
-    return Chunk(Slot(slot), start, tokens, has_output=True)
+def chunk(slot: int, start: int, tokens: Sequence[int]) -> Span:
+    return Span(Slot(slot), start, tokens, has_output=True)
 
 
 def go_on(
@@ -132,7 +140,7 @@ class FailingStepper(NativeStepper):
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Span],
         n_steps: int = 1,
         slice_s: float = 0.0,
         masks: Any = None,
@@ -151,8 +159,8 @@ class FailingStepper(NativeStepper):
         if n_done:
             return replace(super().run(chunks, n_done, masks=masks, pads=pads), code=code)
         first = chunks[0]
-        if code not in (1, -1) and len(first.tokens) > 1:
-            super().run([Chunk(first.slot, first.start, first.tokens[:-1], False)])
+        if code not in (1, -1) and len(first.inputs) > 1:
+            super().run([Span(first.slot, first.start, first.inputs[:-1], False)])
         return StepResult([[] for _ in chunks], 0, code)
 
 

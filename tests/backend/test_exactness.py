@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from cbatch.backend.llama.pad_rows import RowShape
-    from cbatch.core.plan import Binding, Chunk, Slot, StepResult
+    from cbatch.core.plan import Binding, Slot, StepResult
+    from cbatch.core.span import Span
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
 
@@ -58,23 +59,23 @@ class RecordingStepper(NativeStepper):
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Span],
         n_steps: int = 1,
         slice_s: float = 0.0,
         masks: Any = None,
         await_masks: Any = None,
-        pads: Collection[Chunk] = (),
+        pads: Collection[Span] = (),
         changes: Any = None,
         n_drafts: int = 0,
     ) -> StepResult:
         result = super().run(chunks, masks=masks, pads=pads, changes=changes)
         self.n_pad_rows += len(pads)
         self.n_rows_max = max(self.n_rows_max, len(chunks) - len(pads))
-        if len(chunks[0].tokens) == 1:
+        if len(chunks[0].inputs) == 1:
             self.widths.add(len(chunks))
         for i, chunk in enumerate(chunks):
             if chunk.has_output and chunk.slot in self._seeds:
-                key = (self._seeds[chunk.slot], chunk.start + len(chunk.tokens) - 1)
+                key = (self._seeds[chunk.slot], chunk.start + len(chunk.inputs) - 1)
                 assert key not in self.rows, "a token was computed twice"
                 self.rows[key] = self._row(output_row(chunks, i))
         return result
@@ -119,7 +120,7 @@ def exact(request: pytest.FixtureRequest, synth: SynthFactory) -> Iterator[Exact
 
     found = find_exact(model, settings)
     assert found.exactness == "bitwise"
-    backend = LlamaBackend(model, found.options, stepper=make_stepper, shape=found.shape)
+    backend = LlamaBackend(model, found, stepper=make_stepper)
     dice, (low, high) = random.Random(1), LENGTHS
     shares = [
         (i / (N_PROMPTS - 1)) ** 3 for i in range(N_PROMPTS)
@@ -212,14 +213,6 @@ def test_beginnings_are_shared_from_any_multiple_of_64_bit_for_bit(
 # ---- what the probe says ----
 
 
-@pytest.mark.parametrize("type", ["q8_0", "q4_k_m"])
-def test_exact_engine_says_bitwise(synth: SynthFactory, type: str) -> None:
-    path = synth("exact", type=type)
-    with cbatch.load(path, exact=True, parallel=N_SLOTS, ctx_per_seq=N_WINDOW) as engine:
-        assert engine.exactness == "bitwise"
-        assert len(engine.submit("Hello", options={"max_tokens": 3}).result().token_ids) == 3
-
-
 def test_rows_without_output_do_not_change_the_shape_of_output(synth: SynthFactory) -> None:
     path, dice = synth("exact", type="f16"), random.Random(4)
     prompts = [[dice.randrange(261, 4096) for _ in range(5 + i)] for i in range(8)]
@@ -241,14 +234,6 @@ def test_exact_keeps_to_budget_and_window(synth: SynthFactory, n_slots: int) -> 
             "n_window"
         ]
         == 1024
-    )
-
-
-def test_info_says_of_an_exact_engine_what_load_finds(synth: SynthFactory) -> None:
-    options = EngineOptions(exact=True, parallel=4, ctx_per_seq=192)
-    assert (
-        describe_model(synth("exact", type="f16"), options, asks_probe=True)["exactness"]
-        == "bitwise"
     )
 
 

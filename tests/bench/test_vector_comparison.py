@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.bench.sides import SideError
+from cbatch.bench.sides import SideError, VectorRound
 from cbatch.bench.text_work import VectorWorkload, vector_workload
 from cbatch.bench.vector_comparison import VectorComparison, VectorPlan
-from cbatch.bench.vector_sides import VectorRound
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:

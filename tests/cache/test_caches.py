@@ -19,7 +19,8 @@ import pytest
 import cbatch.cache.store
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.cache.store import CacheStore
-from cbatch.core.plan import KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import Policy
 from cbatch.errors import (
@@ -66,7 +67,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.cache.cell_file import CachedCells, Fingerprint
-    from cbatch.core.plan import Chunk, StepPlan, StepResult
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.span import Span
     from cbatch.messages import BatchPrompt
     from cbatch.options import AdapterSet
     from cbatch.response import BatchResult
@@ -157,7 +159,7 @@ def test_prompt_that_was_saved_is_not_computed_by_the_next_engine(
     any_way: Place, seed: int
 ) -> None:
     tokens = text_of(100)
-    save(any_way, tokens, seed=seed)
+    assert save(any_way, tokens, seed=seed).warnings == ()
     engine = any_way.engine()
     result = any_way.result(engine, tokens, **READ, seed=seed)
     assert result.token_ids == expected(tokens, seed=seed)
@@ -211,10 +213,6 @@ def test_two_keys_in_one_batch_are_two_files(any_way: Place) -> None:
     found = any_way.results(engine.run([item(text_of(40, i), cache_key=f"k{i}") for i in range(6)]))
     assert [r.token_ids for r in found] == [expected(text_of(40, i)) for i in range(6)]
     assert engine.stats().n_prompt_tokens == 6
-
-
-def test_first_to_save_under_a_key_is_not_warned_that_there_is_nothing(any_way: Place) -> None:
-    assert save(any_way, text_of(40)).warnings == ()
 
 
 def test_key_without_a_file_warns_and_computes(any_way: Place) -> None:
@@ -274,7 +272,7 @@ def test_slot_taken_in_the_same_plan_leaves_the_saved_cells_right(by_hand: Place
     assert [r.finish_reason for r in results] == ["length"] * 3
     [plan] = [p for p in plans_of(engine) if p.saves]
     assert plan.clears == (0,)
-    assert [c.start for c in plan.chunks] == [0]  # somebody else is computed in it already
+    assert [c.start for c in plan.spans] == [0]  # somebody else is computed in it already
     result = by_hand.result(by_hand.engine(), text_of(50), **REQUIRED)
     assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(50)), 49)
 
@@ -337,17 +335,29 @@ def read_only(*_: object) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+def lightning(*_: object) -> None:
+    raise RuntimeError("struck by lightning")
+
+
 @pytest.mark.parametrize(
-    ("fails", "words"),
-    [(full_disk, "No space left.*cbatch cache rm"), (read_only, "Permission denied")],
+    ("where", "fails", "words"),
+    [
+        ("cbatch.cache.store._write_part", full_disk, "No space left.*cbatch cache rm"),
+        ("cbatch.cache.store._write_part", read_only, "Permission denied"),
+        ("cbatch.cache.store.CacheStore.write", lightning, "lightning"),
+    ],
 )
 def test_file_that_cannot_be_written_leaves_the_answer_with_a_warning(
-    any_way: Place, monkeypatch: pytest.MonkeyPatch, fails: Callable[..., None], words: str
+    any_way: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    fails: Callable[..., None],
+    words: str,
 ) -> None:
     engine = any_way.engine()
     save(any_way, text_of(30))
     before = any_way.file().read_bytes()
-    monkeypatch.setattr(cbatch.cache.store, "_write_part", fails)
+    monkeypatch.setattr(where, fails)
     result = any_way.result(engine, text_of(40), **SAVED)
     assert (result.error, result.token_ids) == (None, expected(text_of(40)))
     assert re.search(f"not saved.*{words}", result.warnings[-1])
@@ -363,20 +373,6 @@ def test_folder_that_cannot_be_made_leaves_the_answer_with_a_warning(
     result = any_way.result(engine, text_of(40), **SAVED)
     assert (result.error, result.token_ids) == (None, expected(text_of(40)))
     assert "not saved" in result.warnings[-1]
-
-
-def test_store_that_raises_anything_leaves_the_answer_with_a_warning(
-    any_way: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("struck by lightning")
-
-    monkeypatch.setattr(CacheStore, "write", broken)
-    engine = any_way.engine()
-    result = any_way.result(engine, text_of(40), **SAVED)
-    assert result.token_ids == expected(text_of(40))
-    assert "lightning" in result.warnings[-1]
-    assert any_way.result(engine, text_of(40), **REQUIRED).finish_reason == "error"
 
 
 def test_cells_larger_than_the_folder_leave_the_answer_with_a_warning(
@@ -418,7 +414,7 @@ def test_step_that_fails_after_a_stop_string_loses_cells_but_no_answer(
     k = next(i for i in range(3, 28) if answer[i] > 256 and answer.index(answer[i]) == i)
     chunks = list[tuple[int, int]]()
 
-    def code(step: Sequence[Chunk]) -> int:
+    def code(step: Sequence[Span]) -> int:
         chunks.extend((c.slot, c.start) for c in step)
         return -3 if any((c.slot, c.start) == (1, 20 + k) for c in step) else 0
 
@@ -713,7 +709,7 @@ class Struck(FakeBackend):
     """Fails in every run that computes."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.chunks:
+        if plan.spans:
             raise RuntimeError("struck by lightning")
         return super().run(plan)
 
@@ -1169,7 +1165,7 @@ def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> No
     results = [any_way.result(engine, p, **READ) for p in prompts]
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
     assert [r.usage.cached_tokens for r in results] == [48, 48, 32]
-    starts = {c.start for p in plans_of(engine) for c in p.chunks if len(c.tokens) > 1}
+    starts = {c.start for p in plans_of(engine) for c in p.spans if len(c.inputs) > 1}
     assert all(start % 16 == 0 for start in starts)
 
 
@@ -1430,19 +1426,12 @@ def in_place_of(make: Callable[[Path], object]) -> Callable[[Path, bytes], None]
 
 BAD: dict[str, tuple[Callable[[Path, bytes], object], str]] = {
     "foreign": (lambda p, _: put(p, b"GGUF" * 99), "is not a file of cells"),
-    "empty": (lambda p, _: put(p, b""), "is not a file of cells"),
     "cut off": (lambda p, d: put(p, d[: len(d) // 2]), "should be"),
-    "without its last byte": (lambda p, d: put(p, d[:-1]), "should be"),
-    "one byte longer": (lambda p, d: put(p, d + b"\0"), "should be"),
     "far longer": (lambda p, _: os.truncate(p, 2**40), "should be"),
-    "one bit of the version": (lambda p, d: put(p, change(d, 8)), "is of version"),
-    "one bit of the header": (lambda p, d: put(p, change(d, 25)), "damaged|bytes"),
     "one bit of the cells": (lambda p, d: put(p, change(d, len(d) - 60)), "is damaged"),
-    "one bit of the last digest": (lambda p, d: put(p, change(d, len(d) - 1)), "is damaged"),
     "a FIFO": (in_place_of(os.mkfifo), "is not a regular file"),
-    "a folder": (in_place_of(os.mkdir), "is not a regular file"),
-    "a link": (in_place_of(lambda p: p.symlink_to("/dev/zero")), "is a symbolic link"),
 }
+"""Every other damage is in tests/cache/test_store.py."""
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -1544,22 +1533,17 @@ def test_cells_that_the_backend_refuses_fail_or_are_computed(any_way: Place) -> 
     assert result.token_ids == expected(text_of(60))
 
 
-def test_cells_that_the_backend_refuses_are_computed_by_all_who_asked(
-    any_way: Place,
+@pytest.mark.parametrize("options", [READ, REQUIRED], ids=["asked", "required"])
+def test_cells_that_the_backend_refuses_are_so_for_all(
+    any_way: Place, options: dict[str, Any]
 ) -> None:
     save(any_way, text_of(80))
     engine = any_way.engine(faults=Faults(swap=lambda _: False))
     prompts = [[*text_of(80), i] for i in range(10)]
-    results = any_way.results(engine.run([item(p, **READ) for p in prompts]))
-    assert [r.token_ids for r in results] == [expected(p) for p in prompts]
-
-
-def test_cells_that_the_backend_refuses_fail_all_who_require_them(by_hand: Place) -> None:
-    save(by_hand, text_of(80))
-    engine = by_hand.engine(faults=Faults(swap=lambda _: False))
-    prompts = [[*text_of(80), i] for i in range(4)]
-    results = by_hand.results(engine.run([item(p, **REQUIRED) for p in prompts]))
-    assert [r.finish_reason for r in results] == ["error"] * 4
+    results = any_way.results(engine.run([item(p, **options) for p in prompts]))
+    wanted = [expected(p) for p in prompts] if options is READ else [()] * 10
+    assert [r.token_ids for r in results] == wanted
+    assert {r.finish_reason for r in results} == {"length" if options is READ else "error"}
 
 
 def test_cells_that_the_backend_refuses_fail_nobody_who_got_the_file_too(by_hand: Place) -> None:

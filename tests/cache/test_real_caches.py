@@ -182,29 +182,22 @@ def test_hybrids_and_windows_go_on_from_the_end_of_a_prompt(
             assert not difference(a.logprobs or (), b.logprobs or (), rounding_of("f32"))
 
 
-@pytest.mark.parametrize("flash_attn", ["on", "off"])
+@pytest.mark.parametrize(
+    ("settings", "n_cached"),
+    [({"flash_attn": "on"}, 200), ({"flash_attn": "off"}, 200), (EXACT, 192)],
+    ids=["on", "off", "exact"],
+)
 def test_file_of_a_longer_window_serves_a_shorter_one(
-    test_model: Path, folder: Path, flash_attn: str
+    test_model: Path, folder: Path, settings: dict[str, Any], n_cached: int
 ) -> None:
-    with load(test_model, folder, ctx_per_seq=1024, flash_attn=flash_attn) as engine:
+    with load(test_model, folder, ctx_per_seq=1024, **settings) as engine:
         ask(engine, prompt(700), **SAVED, prefill_only=True)
-    with load(test_model, folder, flash_attn=flash_attn) as engine:
-        result = ask(engine, prompt(200), **REQUIRED, **GREEDY)
+    with load(test_model, folder, **settings) as engine:
+        result = ask(engine, prompt(201), **REQUIRED, **GREEDY)
         other = ask(engine, prompt(50, 3), **GREEDY)
-    assert (result.error, result.usage.cached_tokens) == (None, 199)
-    for tokens, found in ((prompt(200), result), (prompt(50, 3), other)):
-        assert found.token_ids == alone(test_model, tokens, flash_attn=flash_attn, **GREEDY)
-
-
-def test_exact_file_of_a_longer_window_gives_whole_pieces_bit_for_bit(
-    test_model: Path, folder: Path
-) -> None:
-    with load(test_model, folder, **EXACT, ctx_per_seq=1024) as engine:
-        ask(engine, prompt(700), **SAVED, prefill_only=True)
-    with load(test_model, folder, **EXACT) as engine:
-        result = ask(engine, prompt(201), **REQUIRED, **SEEDED)
-    assert result.usage.cached_tokens == 192
-    assert result.token_ids == alone(test_model, prompt(201), **EXACT, **SEEDED)
+    assert (result.error, result.usage.cached_tokens) == (None, n_cached)
+    for tokens, found in ((prompt(201), result), (prompt(50, 3), other)):
+        assert found.token_ids == alone(test_model, tokens, **settings, **GREEDY)
 
 
 POOL: dict[str, Any] = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None}
@@ -322,21 +315,6 @@ def test_same_model_at_another_place_has_the_same_files(
         assert ask(engine, prompt(60), **REQUIRED, **GREEDY).usage.cached_tokens == 59
 
 
-def test_damaged_file_is_computed_beside_others(test_model: Path, folder: Path) -> None:
-    with load(test_model, folder) as engine:
-        ask(engine, prompt(60), **SAVED, **GREEDY)
-    [path] = folder.glob("*.cells")
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 1
-    path.write_bytes(data)
-    with load(test_model, folder) as engine:
-        items = [BatchPrompt(tokens=prompt(60)), BatchPrompt(tokens=prompt(50, 3))]
-        first, second = all_results(engine.run(items, options={"cache_key": "k", **GREEDY}))
-    assert "is damaged" in first.warnings[0]
-    assert first.token_ids == alone(test_model, prompt(60), **GREEDY)
-    assert second.token_ids == alone(test_model, prompt(50, 3), **GREEDY)
-
-
 def rewrite(folder: Path, change: Callable[[NDArray[np.uint8]], object]) -> None:
     """Change the cells in the only file there is, and give it the digests that go with them."""
     store = CacheStore(folder, 2**30)
@@ -448,25 +426,6 @@ def test_file_of_one_adapter_is_not_used_for_another(
         ]
     assert (right.token_ids, right.usage.cached_tokens) == (saved.token_ids, 59)
     assert all(isinstance(r.error, CacheError) for r in wrong)
-
-
-def test_second_to_save_under_a_key_is_refused_and_readers_are_not(
-    test_model: Path, folder: Path
-) -> None:
-    with load(test_model, folder) as engine:
-        twice = [BatchPrompt(tokens=prompt(n), options=SAVED) for n in (60, 50)]
-        with pytest.raises(CacheError, match="two requests in flight would save it"):
-            engine.run(twice, options=GREEDY)
-        assert not folder.exists()
-        first = engine.run(twice[:1], options={**GREEDY, "max_tokens": W - 60})
-        with pytest.raises(CacheError, match="two requests in flight would save it"):
-            engine.run(twice[1:], options=GREEDY)
-        first.results()
-    with load(test_model, folder) as engine:
-        readers = [BatchPrompt(tokens=[*prompt(60), i]) for i in range(2)]
-        both = all_results(engine.run(readers, options={**REQUIRED, **GREEDY}))
-        assert engine.stats().n_prompt_tokens == 2
-    assert [r.error for r in both] == [None, None]
 
 
 # ---- prompts alone ----
@@ -608,14 +567,6 @@ def test_answer_goes_past_its_window_and_those_beside_it_are_right(
     for results in (beside, behind):
         n_right = sum(is_right(e, r.text) for e, r in zip(examples, results, strict=True))
         assert n_right >= 54
-
-
-def test_answer_past_its_window_is_the_same_each_time(test_model: Path, folder: Path) -> None:
-    options = {**SEEDED, "max_tokens": 400, "n_discard": 100, "n_keep": -1}
-    with load(test_model, folder, parallel=1, share_prefixes=False) as engine:
-        results = [ask(engine, prompt(60), **options) for _ in range(2)]
-    assert results[0].token_ids == results[1].token_ids
-    assert results[0].usage.context_shifts == -(-(60 + 400 - 1 - W) // 100)
 
 
 @pytest.mark.parametrize("n_discard", [1, W // 2, W - 2])

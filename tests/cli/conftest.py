@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 Lines = list[dict[str, Any]]
 
 
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the options of whoever runs the tests out, but not where a checkout has its native part."""
+    for name in os.environ.keys() - {"CBATCH_LIBRARY"}:
+        if name.startswith("CBATCH_"):
+            monkeypatch.delenv(name)
+
+
 @dataclass(frozen=True)
 class Done:
     """How a command ended."""

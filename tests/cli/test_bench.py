@@ -52,7 +52,7 @@ def test_list_has_a_line_for_every_workload_side_and_case() -> None:
         (("--against", "ftp://a"), "ftp://a: is not a server's URL"),
         (("--api-key", "a"), "--against-model and --api-key are for --against"),
         (("--llama-server", "/no/where"), "/no/where: is not a file"),
-        (("--case", "speed"), "unknown case 'speed'; known are static_batches"),
+        (("--case", "speed"), "unknown case 'speed'; known are staggered"),
         (("--json", "."), "is a directory: give a file"),
         (("--html", "no/a.html"), "no/a.html: the folder no does not exist"),
         (("--svg", "no/a.svg"), "no/a.svg: the folder no does not exist"),

@@ -14,8 +14,8 @@ import typer
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import RowShape
-from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.cli import app
 from cbatch.cli.info import as_text
 from tests.cli.conftest import forbid_opening, invoke
@@ -337,9 +337,9 @@ def test_info_asks_the_probe_as_the_model_would_be_loaded(
         asked.append(options.exact)
         return "found"
 
-    def find_exact(model: object, options: Any, is_stopped: object) -> ExactSettings:
+    def find_exact(model: object, options: Any, is_stopped: object) -> Tuning:
         asked.append(options.exact)
-        return ExactSettings(said, options, RowShape(8, 4))
+        return Tuning(options, exactness=said, shape=RowShape(8, 4))
 
     monkeypatch.setattr("cbatch.backend.load.loader.probe", probe)
     monkeypatch.setattr("cbatch.backend.load.exact_notes.find_exact", find_exact)
@@ -432,6 +432,7 @@ COSTS = {
     "rows_s": {"1": 0.001, "2": 0.0015},
     "prompt_s": 0.0005,
     "token_s": 0.00012,
+    "cell_s": 1e-7,
     "budget_tokens": {"1": 40, "2": 64},
     "width": 2,
     "cpu_share": 0.98,
@@ -458,9 +459,9 @@ def test_info_tells_what_steps_cost_where_that_is_asked_for(
     assert lines[-1].startswith("best width     2 rows, 1,333 tokens/s")
     assert "decoding step  1 ms with 1, 1.5 ms with 2 rows" in lines
     assert (
-        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each of their tokens"
-        in lines
-    )
+        "prompts        0.5 ms more for a step with prompts, and 0.12 ms for each of their tokens, 0.22 ms after 1,000 "
+        "others"
+    ) in lines
     assert any(line.startswith("prompt budget  40 beside 1, 64 beside 2 rows") for line in lines)
     assert any(line.startswith("measured       with 40% of the cores") for line in lines) == (
         share < 0.7

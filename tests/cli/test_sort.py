@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,12 +13,6 @@ from tests.files.test_sorting import fill, numbers_in, requests, write_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("CBATCH_")]:
-        monkeypatch.delenv(name)
 
 
 def test_sort_in_place_says_what_it_has_sorted(tmp_path: Path) -> None:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from tests.cli.conftest import invoke
-from tests.files.test_killed_runs import kill_and_go_on, posix, run_to_the_end, size_of
 from tests.oracle.embeddings import PlainEmbedder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import SynthFactory
-
-N_TEXTS = 2000
-N_KILLS = 5
 
 
 def write_table(path: Path, n: int) -> Path:
@@ -47,25 +42,6 @@ def test_embeddings_are_llama_cpps(synth: SynthFactory, tmp_path: Path, name: st
         rows = np.stack([model.embed(model.tokenize(text)) for text in texts_of(source)])
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     assert (found * rows).sum(axis=1).min() >= 0.9999
-
-
-@posix
-def test_embeddings_killed_at_any_moment_end_as_if_unkilled(
-    synth: SynthFactory, tmp_path: Path
-) -> None:
-    source = write_table(tmp_path / "in.csv", N_TEXTS)
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    options = ("--column", "text", "-m", synth("bert"), "--threads", 1, "--quiet", "-o")
-    command = ("-m", "cbatch.cli", "embed", source, *options)
-    run_to_the_end(*command, whole)
-    assert kill_and_go_on(N_KILLS, out, size_of(whole), 1, *command, out) > 0
-    found, expected = (
-        [json.loads(line) for line in path.read_text().splitlines()] for path in (out, whole)
-    )
-    assert sorted(int(r["id"]) for r in found) == [*range(N_TEXTS)]
-    by_id: dict[str, Any] = {r["id"]: r["embedding"] for r in expected}
-    rows = np.array([(r["embedding"], by_id[r["id"]]) for r in found])
-    assert (rows[:, 0] * rows[:, 1]).sum(axis=1).min() >= 0.9999
 
 
 def test_too_long_rows_are_errors_unless_truncated(synth: SynthFactory, tmp_path: Path) -> None:

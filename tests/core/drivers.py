@@ -7,6 +7,7 @@ from typing import Any
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Slot
+from cbatch.runtime.prompt_fit import set_prompt
 from tests.helpers import make_request
 
 N_WINDOW = 16
@@ -20,6 +21,6 @@ def make_driver(**options: Any) -> SequenceDriver:
 
 def make_running(n_prompt: int = 2, **options: Any) -> SequenceDriver:
     driver = make_driver(**options)
-    driver.set_prompt(list(range(n_prompt)), N_WINDOW)
+    set_prompt(driver, list(range(n_prompt)), N_WINDOW)
     driver.admit(Slot(0), 1.0)
     return driver

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from cbatch.core.batcher import N_REFUSED_MAX
 from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX
 from cbatch.engine_options import Policy
 from cbatch.errors import PromptTooLongError, RequestFailedError
+from cbatch.runtime.wants import N_REFUSED_MAX
 from tests.helpers import (
     Rig,
     drive,

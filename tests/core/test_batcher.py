@@ -45,7 +45,7 @@ def test_two_slots_serve_six_requests_with_admission_midway() -> None:
     def count(rig: Rig, plan: StepPlan) -> None:
         nonlocal n_midway
         bound = {b.slot for b in plan.binds}
-        if {c.slot for c in plan.chunks} - bound:
+        if {c.slot for c in plan.spans} - bound:
             n_midway += len(bound)
 
     drive(rig, after=count)
@@ -225,7 +225,7 @@ def test_cancelled_slot_is_emptied_and_lent_in_one_plan() -> None:
     assert plan is not None
     assert plan.clears == (0,)
     assert [b.slot for b in plan.binds] == [0]
-    assert plan.chunks[0].start == 0
+    assert plan.spans[0].start == 0
 
 
 def test_cancel_during_a_prefill_of_several_removes_only_that_row() -> None:
@@ -235,7 +235,7 @@ def test_cancel_during_a_prefill_of_several_removes_only_that_row() -> None:
     rig.cancel("1")
     plan = step(rig)
     assert plan is not None
-    assert [c.slot for c in plan.chunks] == [0, 2]
+    assert [c.slot for c in plan.spans] == [0, 2]
     assert plan.clears == (1,)
     assert not rig.backend.cells[1]
     drive(rig)
@@ -247,7 +247,7 @@ def test_last_slot_is_emptied_by_a_plan_without_rows() -> None:
     rig.submit(*make_sequences(1, max_tokens=2))
     plans = drive(rig)
     assert plans[-1].clears == (0,)
-    assert plans[-1].chunks == ()
+    assert plans[-1].spans == ()
     assert rig.backend.cells == [[], []]
 
 

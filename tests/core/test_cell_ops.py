@@ -7,12 +7,12 @@ from dataclasses import fields
 import pytest
 
 from cbatch.backend.fake import FakeVocab
-from cbatch.core.cell_ops import SavedCells, SlotCells
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.kv import KvLedger
-from cbatch.core.parts import MovingWindow
+from cbatch.core.books import KvLedger
+from cbatch.core.cell_ops import SlotCells
+from cbatch.core.driver import MovingWindow, SequenceDriver
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.prefix import PrefixCache, PrefixSource
+from cbatch.core.saved_cells import SavedCells
 from tests.helpers import make_request, partitioned, shared_pool
 
 KIB = 1024

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from cbatch.core.checkpoints import N_CHECKPOINTS_MAX, Checkpoints
-from cbatch.core.plan import PromptCuts, Slot
+from cbatch.core.plan import Slot
 from cbatch.core.prefix import with_mark
+from cbatch.core.saved_cells import N_CHECKPOINTS_MAX, Checkpoints
+from cbatch.core.span import PromptCuts
 from cbatch.messages import BatchPrompt
 from tests.helpers import (
     Rig,
@@ -101,7 +102,7 @@ def test_followers_enter_in_the_plan_that_takes_the_checkpoint() -> None:
     [(slot, key)] = next(plan.saves for plan in plans if plan.saves)
     [taking] = [plan for plan in plans if plan.saves]
     assert taking.loads == ((Slot(1), key, 100), (Slot(2), key, 100))
-    assert [(c.slot, c.start) for c in taking.chunks] == [(0, 100), (1, 100), (2, 100)]
+    assert [(c.slot, c.start) for c in taking.spans] == [(0, 100), (1, 100), (2, 100)]
     assert slot == 0
 
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.core.driver import Status
-from cbatch.core.kv import KvLedger
-from cbatch.core.parts import MovingWindow
+from cbatch.core.books import KvLedger
+from cbatch.core.driver import MovingWindow, Status
 from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX, choose_victim
 from cbatch.core.slots import N_WORTH_MOVE, choose_mover

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import FakeBackend, StepCost
-from cbatch.core.plan import ANYWHERE, KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError

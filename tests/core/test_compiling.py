@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cbatch.core.driver import Wait
-from cbatch.core.waiting import _N_GRAMMARS_MAX
 from cbatch.errors import DeadlineError, GrammarError, RequestCancelledError
 from cbatch.options import Grammar
+from cbatch.runtime.wants import _N_GRAMMARS_MAX, to_compile
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step, take_wants
 
 ODD = Grammar("regex", "1")
@@ -62,7 +62,7 @@ def test_grammar_that_was_asked_for_since_is_kept() -> None:
     drive(rig)
     for id, regex in [("again", "1"), ("another", "1:15"), ("at last", "1")]:
         rig.submit(make_request(id, regex=regex, max_tokens=1))
-        assert bool(rig.drivers[id].lacks) == (id == "another")
+        assert bool(to_compile(rig.drivers[id])) == (id == "another")
         drive(rig)
 
 
@@ -82,23 +82,23 @@ def test_bad_grammar_is_not_kept() -> None:
     rig = rig_with("x")
     drive(rig)
     rig.submit(make_request("again", regex="x"))
-    assert rig.batcher.take_want() == Grammar("regex", "x")
-    assert rig.batcher.take_want() is None
+    assert rig.wants.take() == Grammar("regex", "x")
+    assert rig.wants.take() is None
 
 
 def test_grammar_that_was_passed_over_is_asked_for_again() -> None:
     rig = rig_with("1")
-    assert rig.batcher.take_want() == ODD
-    assert rig.batcher.is_wanted(ODD)
+    assert rig.wants.take() == ODD
+    assert rig.wants.is_wanted(ODD)
     rig.cancel("0")
-    assert not rig.batcher.is_wanted(ODD)
+    assert not rig.wants.is_wanted(ODD)
     rig.submit(make_request("late", max_tokens=3, regex="1"))
-    assert rig.batcher.take_want() is None
-    rig.batcher.resolve(ODD, None, rig.now)
-    assert rig.batcher.take_want() == ODD
+    assert rig.wants.take() is None
+    rig.wants.resolve(ODD, None, rig.now)
+    assert rig.wants.take() == ODD
     rig.cancel("late")
-    rig.batcher.resolve(ODD, None, rig.now)
-    assert rig.batcher.take_want() is None
+    rig.wants.resolve(ODD, None, rig.now)
+    assert rig.wants.take() is None
 
 
 @pytest.mark.parametrize("regex", ["1", "x"])
@@ -114,7 +114,7 @@ def test_cancel_while_compiling_ends_it_at_once(regex: str) -> None:
 
 def test_time_that_is_over_while_compiling_ends_it() -> None:
     rig = rig_with("1", None, timeout_s=1)
-    rig.batcher.take_want()  # which nobody compiles
+    rig.wants.take()  # which nobody compiles
     drive(rig)
     assert isinstance(rig.results["0"].error, DeadlineError)
 
@@ -143,14 +143,14 @@ def test_plan_with_a_constrained_row_is_one_step() -> None:
     rig = rig_with("1", n_slots=2, max_tokens=40)
     step(rig)
     rig.submit(make_request("free", max_tokens=40))
-    together = [p for p in drive(rig) if len(p.chunks) == 2]
+    together = [p for p in drive(rig) if len(p.spans) == 2]
     assert together
     assert all(p.n_steps == 1 for p in together)
 
 
 def test_forced_tokens_come_in_one_go_and_count() -> None:
     rig = rig_with("1", max_tokens=40)
-    n_plans = sum(bool(p.chunks) for p in drive(rig))
+    n_plans = sum(bool(p.spans) for p in drive(rig))
     result = rig.results["0"]
     assert result.token_ids == tuple(rig.alone(make_request("0", regex="1"), 40))
     assert result.usage.completion_tokens == 40

@@ -24,22 +24,23 @@ from tests.helpers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from cbatch.core.plan import Chunk, KvCapabilities
+    from cbatch.core.plan import KvCapabilities
     from cbatch.core.request import Request
+    from cbatch.core.span import Span
 
 CODES = (1, -1, 2, -2, -3)
 GUILTY = 99
 
 
-def of_guilty(code: int) -> Callable[[Sequence[Chunk]], int]:
+def of_guilty(code: int) -> Callable[[Sequence[Span]], int]:
     """Fail every step with the guilty token in it."""
-    return lambda chunks: code if any(GUILTY in c.tokens for c in chunks) else 0
+    return lambda chunks: code if any(GUILTY in c.inputs for c in chunks) else 0
 
 
-def counted(code: Callable[[Sequence[Chunk]], int], failed: list[int]) -> Any:
+def counted(code: Callable[[Sequence[Span]], int], failed: list[int]) -> Any:
     """Note what each failing step returned."""
 
-    def count(chunks: Sequence[Chunk]) -> int:
+    def count(chunks: Sequence[Span]) -> int:
         found = code(chunks)
         failed.extend([found] if found else [])
         return found
@@ -47,7 +48,7 @@ def counted(code: Callable[[Sequence[Chunk]], int], failed: list[int]) -> Any:
     return count
 
 
-def in_turn(codes: Iterable[int]) -> Callable[[Sequence[Chunk]], int]:
+def in_turn(codes: Iterable[int]) -> Callable[[Sequence[Span]], int]:
     """One step after the other returns these; then all is well."""
     rest = iter(codes)
     return lambda _: next(rest, 0)
@@ -132,7 +133,7 @@ def test_other_codes_are_no_fault_of_the_plan(code: int) -> None:
 
 
 def test_row_without_numbers_fails_alone_and_the_step_counts() -> None:
-    rig = make_scheduler(4, n_batch=64, broken=lambda chunk: GUILTY in chunk.tokens)
+    rig = make_scheduler(4, n_batch=64, broken=lambda chunk: GUILTY in chunk.inputs)
     requests = crowd(4, 2)
     rig.submit(*requests)
     drive(rig)

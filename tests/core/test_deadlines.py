@@ -174,7 +174,7 @@ def test_deadline_of_a_paused_one_without_a_slot_is_an_error() -> None:
 def test_deadline_of_a_held_one_is_an_error() -> None:
     rig = make_scheduler()
     rig.submit(make_request("a", regex="1", timeout_s=2.0), make_request("b", max_tokens=5))
-    rig.batcher.take_want()  # which nobody compiles
+    rig.wants.take()  # which nobody compiles
     drive(rig, before=lambda rig: rig.backend.interrupt())
     assert ends(rig) == {"a": ("timeout", 0), "b": ("length", 5)}
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeVocab
+from cbatch.core.books import KvLedger
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.kv import KvLedger
 from cbatch.core.plan import Slot
 from cbatch.core.preemption import N_PREEMPTED_MAX, Demand, KvDemandEstimator
 from tests.helpers import make_request, partitioned, shared_pool

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.plan import KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import PromptCuts
 from cbatch.engine_options import MAX_DRAFTS
 from cbatch.response import DRAFT_COUNTS
 from tests.helpers import Rig, drive, make_scheduler, make_sequences

@@ -12,15 +12,8 @@ import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeVocab
 from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
-from cbatch.core.plan import (
-    BROKEN_ROW,
-    EMPTY_ROW,
-    N_TARGETS_MAX,
-    Chunk,
-    PromptCuts,
-    Slot,
-    TokenLogprobs,
-)
+from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Slot, TokenLogprobs
+from cbatch.core.span import N_TARGETS_MAX, PromptCuts, Span
 from cbatch.errors import (
     PromptTooLongError,
     RequestCancelledError,
@@ -28,6 +21,7 @@ from cbatch.errors import (
     SequenceStateError,
 )
 from cbatch.runtime.output import result_of, take_chunk
+from cbatch.runtime.prompt_fit import set_prompt
 from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
 from tests.helpers import make_request
 
@@ -107,7 +101,7 @@ def test_prompt_and_cap_past_the_window_raise_and_change_nothing(
     driver = make_driver(max_tokens=cap, strict_max_tokens=True)
     before = snapshot(driver)
     with pytest.raises(PromptTooLongError) as caught:
-        driver.set_prompt(list(range(n_prompt)), N_WINDOW)
+        set_prompt(driver, list(range(n_prompt)), N_WINDOW)
     error = caught.value
     assert (error.n_prompt, error.n_limit, error.n_output) == (n_prompt, N_WINDOW, cap or 1)
     for way_out in ("16", "raise ctx_per_seq"):
@@ -121,7 +115,7 @@ def test_prompt_without_a_token_raises_and_changes_nothing() -> None:
     driver = make_driver()
     before = snapshot(driver)
     with pytest.raises(RequestFailedError, match="empty"):
-        driver.set_prompt([], N_WINDOW)
+        set_prompt(driver, [], N_WINDOW)
     assert snapshot(driver) == before
 
 
@@ -132,10 +126,10 @@ def test_no_cap_means_the_rest_of_the_window() -> None:
 def test_chunk_with_the_last_pending_token_alone_has_an_output() -> None:
     driver = make_running(n_prompt=3)
     slot = Slot(0)
-    assert driver.chunk(slot, driver.n_computed, 2) == Chunk(slot, 0, [0, 1], has_output=False)
-    assert driver.chunk(slot, driver.n_computed, 3) == Chunk(slot, 0, [0, 1, 2], has_output=True)
+    assert driver.span(slot, driver.n_computed, 2) == Span(slot, 0, [0, 1], has_output=False)
+    assert driver.span(slot, driver.n_computed, 3) == Span(slot, 0, [0, 1, 2], has_output=True)
     driver.accept(2, [], 2.0)
-    assert driver.chunk(slot, driver.n_computed, 1) == Chunk(slot, 2, (2,), has_output=True)
+    assert driver.span(slot, driver.n_computed, 1) == Span(slot, 2, (2,), has_output=True)
     assert driver.n_tokens == driver.n_computed + 1
 
 
@@ -151,7 +145,7 @@ def test_tokens_whose_cells_are_lost_are_pending_and_kept() -> None:
     driver.accept(3, [A, B], 2.0)
     driver.n_computed = 0
     assert (driver.n_computed, driver.n_tokens, driver.n_output) == (0, 5, 2)
-    assert driver.chunk(Slot(0), driver.n_computed, 5).tokens == [0, 1, 2, A, B]
+    assert driver.span(Slot(0), driver.n_computed, 5).inputs == [0, 1, 2, A, B]
 
 
 def test_cap_ends_with_length() -> None:
@@ -350,8 +344,8 @@ def test_scored_prompt_begins_no_further_than_it_was_scored(n_scored: int, n_reu
 def test_chunk_scores_what_was_not_and_nothing_behind_the_prompt(
     n_scored: int, n_computed: int, n_tokens: int, targets: list[int]
 ) -> None:
-    chunk = make_scored(n_scored, n_computed).chunk(Slot(0), n_computed, n_tokens)
-    assert list(chunk.targets) == targets
+    span = make_scored(n_scored, n_computed).span(Slot(0), n_computed, n_tokens)
+    assert list(span.targets) == targets
 
 
 @pytest.mark.parametrize(
@@ -376,7 +370,7 @@ def test_scores_begin_where_they_are_asked_for(start: int | None) -> None:
     for n_computed in range(n_before, 6):
         n_pending = 6 - n_computed
         driver.n_computed = n_computed
-        assert list(driver.chunk(Slot(0), n_computed, n_pending).targets) == [
+        assert list(driver.span(Slot(0), n_computed, n_pending).targets) == [
             *range(n_computed + 1, 6)
         ]
 
@@ -385,13 +379,13 @@ def test_tokens_before_the_first_score_are_a_chunk_of_their_own() -> None:
     driver = make_scored(3, 0, 4)
     assert driver.scores is not None
     assert driver.scores.n_within(0, 6, 64) == 3
-    assert list(driver.chunk(Slot(0), 0, 3).targets) == []
+    assert list(driver.span(Slot(0), 0, 3).targets) == []
 
 
 def test_chunk_that_cannot_be_cut_scores_all_and_keeps_the_wanted() -> None:
     driver = make_scored(3, 0, 4)
     assert driver.scores is not None
-    assert list(driver.chunk(Slot(0), 0, 5).targets) == [1, 2, 3, 4, 5]
+    assert list(driver.span(Slot(0), 0, 5).targets) == [1, 2, 3, 4, 5]
     scores = [TokenLogprobs(math.nan), *(TokenLogprobs(-float(i)) for i in range(1, 5))]
     assert driver.take_scores(0, scores, 1.0)
     assert [score.logprob for score in driver.scores.found] == [-3.0, -4.0]

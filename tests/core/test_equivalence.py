@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import fake_logprobs
 from cbatch.core.driver import Status
-from cbatch.core.plan import ANYWHERE, N_TARGETS_MAX, KvCapabilities, PromptCuts, TokenLogprobs
+from cbatch.core.plan import KvCapabilities, TokenLogprobs
+from cbatch.core.span import ANYWHERE, N_TARGETS_MAX, PromptCuts
 from cbatch.engine_options import Policy
 from cbatch.errors import (
     DeadlineError,
@@ -44,8 +45,8 @@ from tests.profiles import examples
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from cbatch.core.plan import Chunk
     from cbatch.core.request import Request
+    from cbatch.core.span import Span
     from cbatch.response import FinishReason, TokenLogprob
 
 CODES = (1, -1, 2, -2, -3)
@@ -272,7 +273,7 @@ class Trouble:
         self.n_faults = 0
         self.shaken: set[str] = set()
 
-    def code(self, chunks: Sequence[Chunk]) -> int:
+    def code(self, chunks: Sequence[Span]) -> int:
         i, self.n_calls = self.n_calls, self.n_calls + 1
         if i < len(self.workload.interrupts) and self.workload.interrupts[i]:
             self.rig.backend.interrupt()
@@ -285,33 +286,33 @@ class Trouble:
             self.shaken -= {ids[c.slot] for c in chunks if c.has_output}
         return code
 
-    def broken(self, chunk: Chunk) -> bool:
+    def broken(self, chunk: Span) -> bool:
         at = self._item(chunk).broken_at
         return at is not None and self._i_output(chunk) >= at
 
-    def _guilty_code(self, chunks: Sequence[Chunk]) -> int:
+    def _guilty_code(self, chunks: Sequence[Span]) -> int:
         for chunk in chunks:
             item = self._item(chunk)
             if item.guilty_at is not None and self._i_output(chunk) >= item.guilty_at:
                 return item.guilty_code
         return 0
 
-    def _transient_code(self, i: int, chunks: Sequence[Chunk]) -> int:
+    def _transient_code(self, i: int, chunks: Sequence[Span]) -> int:
         if i >= len(self.workload.faults) or any(self._id(c) in self.shaken for c in chunks):
             return 0
         return self.workload.faults[i]
 
-    def _id(self, chunk: Chunk) -> str:
+    def _id(self, chunk: Span) -> str:
         plan = self.rig.in_run
         assert plan is not None
-        by_slot = {c.slot: d for c, d in zip(plan.step.chunks, plan.rows, strict=True)}
+        by_slot = {c.slot: d for c, d in zip(plan.step.spans, plan.rows, strict=True)}
         return by_slot[chunk.slot].request.id
 
-    def _item(self, chunk: Chunk) -> Item:
+    def _item(self, chunk: Span) -> Item:
         return self.workload.items[int(self._id(chunk).rstrip("+"))]
 
-    def _i_output(self, chunk: Chunk) -> int:
-        return chunk.start + len(chunk.tokens) - len(self._item(chunk).prompt)
+    def _i_output(self, chunk: Span) -> int:
+        return chunk.start + len(chunk.inputs) - len(self._item(chunk).prompt)
 
 
 def build(workload: Workload) -> tuple[Rig, Trouble, list[Request]]:
@@ -525,7 +526,7 @@ def _check_cut_short(rig: Rig, request: Request, result: BatchResult) -> None:
 def short_limits(n_targets: int) -> Iterator[None]:
     """Have steps score no more than so many: prompts here are short."""
     with ExitStack() as stack:
-        for place in ("core.scheduler", "core.plan", "backend.fake.fake_backend"):
+        for place in ("core.scheduler", "core.span", "backend.fake.fake_backend"):
             stack.enter_context(patch(f"cbatch.{place}.N_TARGETS_MAX", n_targets))
         yield
 

@@ -11,7 +11,8 @@ import pytest
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_backend import Bits
-from cbatch.core.plan import ANYWHERE, KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from cbatch.messages import BatchPrompt

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.driver import Status
-from cbatch.core.plan import PromptCuts
 from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.slots import N_OVERTAKEN_MAX
+from cbatch.core.span import PromptCuts
 from tests.helpers import (
     Rig,
     drive,
@@ -262,7 +262,7 @@ def test_saved_cells_come_back_without_a_prefill() -> None:
     assert len(rig.backend.saved) == 1
     until(rig, lambda: rig.drivers["1"].slot is not None)
     plan = rig.backend.plans[-1]
-    assert [len(c.tokens) for c in plan.chunks] == [1]
+    assert [len(c.inputs) for c in plan.spans] == [1]
     assert len(plan.loads) == 1
 
 
@@ -271,7 +271,7 @@ def test_lost_cells_are_computed_again_with_the_output_in_one_chunk() -> None:
     rig.submit(*make_sequences(2, max_tokens=12))
     fill(rig)
     until(rig, lambda: rig.drivers["1"].slot is not None)
-    assert [len(c.tokens) for c in rig.backend.plans[-1].chunks] == [4 + 5]
+    assert [len(c.inputs) for c in rig.backend.plans[-1].spans] == [4 + 5]
     assert rig.stats.n_recomputed_tokens == 4 + 4
 
 
@@ -371,7 +371,7 @@ def test_cells_that_one_left_go_before_a_prompt_is_cut_or_a_run_is_short(n_left:
     rig.submit(make_request("a", [8] * 20, max_tokens=20))
     plan = step(rig)
     assert plan is not None
-    assert ([len(c.tokens) for c in plan.chunks], plan.n_steps) == ([20], 20)
+    assert ([len(c.inputs) for c in plan.spans], plan.n_steps) == ([20], 20)
 
 
 def test_nobody_who_decodes_is_left_out_for_want_of_cells() -> None:
@@ -380,7 +380,7 @@ def test_nobody_who_decodes_is_left_out_for_want_of_cells() -> None:
     until(rig, lambda: rig.ledger.n_free_cells == 1)
     plan = one_step(rig)
     assert rig.drivers["1"].n_preempted == 1
-    assert [c.slot for c in plan.chunks] == [0]
+    assert [c.slot for c in plan.spans] == [0]
 
 
 def test_pool_that_a_paused_one_fills_lets_a_prompt_go_on() -> None:

@@ -72,7 +72,7 @@ class SteppedBackend(FakeBackend):
         self._arrived, self._permits = threading.Semaphore(0), threading.Semaphore(0)
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.chunks:
+        if plan.spans:
             self._arrived.release()
             assert self._permits.acquire(timeout=PATIENCE_S)
         self.interrupt()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.plan import ANYWHERE, N_TARGETS_MAX, Chunk, PromptCuts, Slot
+from cbatch.core.plan import Slot
+from cbatch.core.span import ANYWHERE, N_TARGETS_MAX, PromptCuts, Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,10 +76,10 @@ def test_prompt_ends_in_a_row_unless_it_ends_at_a_multiple(n_prompt: int, n: int
 
 
 def test_end_of_a_prompt_is_split_where_it_is_a_row_that_is_sampled() -> None:
-    def chunk(n: int, *, has_output: bool = True, targets: Sequence[int] = ()) -> Chunk:
-        return Chunk(Slot(1), 4, [*range(n)], has_output, targets)
+    def chunk(n: int, *, has_output: bool = True, targets: Sequence[int] = ()) -> Span:
+        return Span(Slot(1), 4, [*range(n)], has_output, targets)
 
-    before, row = Chunk(Slot(1), 4, [0, 1], has_output=False), Chunk(Slot(1), 6, [2], True)
+    before, row = Span(Slot(1), 4, [0, 1], has_output=False), Span(Slot(1), 6, [2], True)
     assert IN_ROWS.parts(chunk(3)) == (before, row)
     for whole in (
         chunk(1),

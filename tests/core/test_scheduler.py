@@ -24,14 +24,15 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.core.plan import Chunk, StepPlan
+    from cbatch.core.plan import StepPlan
+    from cbatch.core.span import Span
 
 CODES = (1, -1, 2, -2, -3)
 
 
 def sizes(plan: StepPlan) -> dict[int, int]:
     """Tokens by slot."""
-    return {c.slot: len(c.tokens) for c in plan.chunks}
+    return {c.slot: len(c.inputs) for c in plan.spans}
 
 
 def must(plan: T | None) -> T:
@@ -246,11 +247,11 @@ def test_apply_for_an_empty_slot_raises() -> None:
         rig.scheduler.apply(plan, StepResult([[1]], 1), 0.0)
 
 
-def once(code: int, at: int) -> Callable[[Sequence[Chunk]], int]:
+def once(code: int, at: int) -> Callable[[Sequence[Span]], int]:
     """Fail step number `at` with `code`."""
     n_calls = -1
 
-    def fail(chunks: Sequence[Chunk]) -> int:
+    def fail(chunks: Sequence[Span]) -> int:
         nonlocal n_calls
         n_calls += 1
         return code if n_calls == at else 0
@@ -288,8 +289,8 @@ def test_guilty_item_fails_alone_with_its_code(code: int) -> None:
 
 @pytest.mark.parametrize("code", CODES)
 def test_culprit_deep_in_its_prompt_is_found_and_nobody_restarts_forever(code: int) -> None:
-    def fail(chunks: Sequence[Chunk]) -> int:
-        return code if any(99 in c.tokens for c in chunks) else 0
+    def fail(chunks: Sequence[Span]) -> int:
+        return code if any(99 in c.inputs for c in chunks) else 0
 
     rig = make_scheduler(n_slots=2, n_batch=8, code=fail)
     guilty = make_request("guilty", [1] * 30 + [99], max_tokens=4)
@@ -354,7 +355,7 @@ def test_broken_row_fails_alone() -> None:
 
 
 def test_slot_of_a_failed_request_serves_the_next_one() -> None:
-    rig = make_scheduler(n_slots=1, broken=lambda chunk: 9 in chunk.tokens)
+    rig = make_scheduler(n_slots=1, broken=lambda chunk: 9 in chunk.inputs)
     good = make_request("good", (1, 2), max_tokens=3)
     rig.submit(make_request("bad", (9,)), good)
     drive(rig)
@@ -368,7 +369,7 @@ def test_stop_string_in_the_middle_of_a_run_drops_what_came_after() -> None:
         rig.backend.vocab.piece(t).decode("utf-8", "replace") for t in rig.alone(make_request(), 9)
     )
     rig.submit(make_request(max_tokens=9, stop=text[3:5]))
-    [plan] = [p for p in drive(rig) if p.chunks]
+    [plan] = [p for p in drive(rig) if p.spans]
     assert plan.n_steps == 9
     result = rig.results["a"]
     assert (result.finish_reason, result.text) == ("stop", text[:3])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.driver import Status, Wait
-from cbatch.core.plan import PromptCuts, Slot
+from cbatch.core.plan import Slot
 from cbatch.core.prefix import MIN_SHARED_TOKENS, PrefixSource
+from cbatch.core.span import PromptCuts
 from cbatch.options import Grammar
 from tests.helpers import (
     Rig,
@@ -95,7 +96,7 @@ def test_followers_wait_for_the_leader_and_go_on_in_the_plan_after() -> None:
     step(rig)
     plan = step(rig)
     assert plan is not None
-    assert {(c.slot, c.start) for c in plan.chunks} >= {(1, 50), (2, 50)}
+    assert {(c.slot, c.start) for c in plan.spans} >= {(1, 50), (2, 50)}
 
 
 def test_another_prompt_passes_those_that_wait_for_a_leader() -> None:
@@ -130,7 +131,7 @@ def test_leader_that_leaves_is_followed_by_the_oldest_in_the_same_plan() -> None
     plan = step(rig)
     assert plan is not None
     assert rig.running() == ["1"]
-    assert [c.start for c in plan.chunks] == [26]  # the cells of the one that left are of use
+    assert [c.start for c in plan.spans] == [26]  # the cells of the one that left are of use
     drive(rig)
     assert rig.stats.n_prompt_tokens == 26 + 25 + 1
 
@@ -163,11 +164,11 @@ def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig.submit(*alike(3))
     step(rig)
     rig.cancel("1")
-    assert len(rig.state.followers) == 1
+    assert len(rig.state.held[Wait.LEADER]) == 1
     rig.batcher.pause("2")
     for _ in range(3):
         step(rig)
-    assert not len(rig.state.followers)
+    assert not len(rig.state.held[Wait.LEADER])
     assert rig.drivers["2"].status is Status.PAUSED
     rig.batcher.resume("2")
     drive(rig)
@@ -211,7 +212,7 @@ def test_short_beginning_is_not_worth_a_copy_but_is_kept_where_it_stands() -> No
 
 
 def test_cells_of_one_that_failed_are_not_passed_on() -> None:
-    rig = make_rig(n_slots=1, broken=lambda chunk: chunk.start + len(chunk.tokens) == 51)
+    rig = make_rig(n_slots=1, broken=lambda chunk: chunk.start + len(chunk.inputs) == 51)
     rig.submit(
         make_request("bad", [*COMMON, 1]), make_request("good", [*COMMON, 1, 2], max_tokens=2)
     )
@@ -307,15 +308,14 @@ def test_few_cells_of_a_slot_in_use_are_not_copied() -> None:
 def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: int) -> None:
     rig = make_rig(4)
     rig.submit(make_request("enters"), make_request("a"))
-    driver, slots = rig.drivers["a"], rig.batcher.slot_plan()
+    slots = rig.batcher.slot_plan()
     has_slot_to_spare = slots._has_slot_to_spare
     slots.cells.prefixes.copied = {Slot(i): 50 for i in range(n)}
     assert has_slot_to_spare() is (n < 2)
     slots.cells.prefixes.copied = {}
     for i in range(n):  # those that follow are not queued
         rig.submit(make_request(str(i)))
-        rig.state.queue.remove(rig.drivers[str(i)])
-        rig.state.followers.add(rig.drivers[str(i)], driver, 50)
+        rig.state.hold(rig.drivers[str(i)], Wait.LEADER)
     assert has_slot_to_spare() is (n < 2)
 
 
@@ -334,7 +334,7 @@ def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:
 def test_slot_emptied_last_is_taken_before_one_that_holds_cells(
     prompt: list[int], n_cached: int
 ) -> None:
-    rig = make_rig(2, broken=lambda chunk: chunk.tokens[0] == 8)
+    rig = make_rig(2, broken=lambda chunk: chunk.inputs[0] == 8)
     rig.submit(make_request("long", LONG, max_tokens=20), make_request("bad", [8] * 40))
     drive(rig)
     rig.submit(make_request("new", prompt, max_tokens=2))
@@ -783,7 +783,7 @@ def test_followers_slots_are_taken_already() -> None:
     rig = make_rig(n_batch=26)
     rig.submit(*alike(3))
     step(rig)
-    assert (len(rig.state.followers), rig.ledger.n_free_slots) == (2, 3)
+    assert (len(rig.state.held[Wait.LEADER]), rig.ledger.n_free_slots) == (2, 3)
 
 
 def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
 from cbatch.bench.step_costs import SMALL
-from cbatch.core.budget import StepCosts
-from cbatch.core.plan import PromptCuts
-from cbatch.core.scheduler import SHORT_RUN_S
+from cbatch.core.budget import SHORT_RUN_S, StepCosts
+from cbatch.core.span import PromptCuts
 from cbatch.runtime.output import result_of
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
@@ -79,7 +78,7 @@ def test_fixed_part_of_a_run_of_the_graph_is_not_charged_to_tokens() -> None:
     costs = learned((1, 1.0))
     for n in (17, 17, 17, 34):
         costs.learn_mixed(1, n, 1.5 + n * 1e-3)
-    assert costs.prompt == pytest.approx((0.5, 1e-3))
+    assert costs.prompt == pytest.approx((0.5, 1e-3, 0.0))
     assert costs.n_prompt_within(1, 2.0001) == 500
     assert costs.n_prompt_for(1, 0.5) == pytest.approx(1500, abs=1)
     assert costs.n_prompt_for(0, 0.5) == pytest.approx(500, abs=1)
@@ -89,7 +88,26 @@ def test_slow_steps_do_not_spoil_the_cost_of_tokens() -> None:
     costs = learned((1, 1.0))
     for i, n in enumerate((100, 200, 300, 100, 200, 300, 100, 200, 300, 400)):
         costs.learn_mixed(1, n, 1.25 + n * 1e-3 + 5 * (i in (2, 7)))
-    assert costs.prompt == pytest.approx((0.25, 1e-3), rel=0.2)
+    assert costs.prompt == pytest.approx((0.25, 1e-3, 0.0), rel=0.2)
+
+
+@pytest.mark.parametrize("n_rows", [0, 1])
+def test_tokens_late_in_a_prompt_cost_more(n_rows: int) -> None:
+    costs = learned((1, 1.0))
+
+    def learn(n: int, start: int) -> None:
+        before = n * (start + n / 2)
+        costs.learn_mixed(n_rows, n, 0.5 + n_rows + n * 1e-3 + before * 1e-6, before)
+
+    for n, start in ((100, 0), (50, 0), (100, 1000), (100, 2000), (50, 2000), (100, 500)):
+        learn(n, start)
+    if n_rows:
+        assert costs.prompt == pytest.approx((0.5, 1e-3, 1e-6))
+        assert costs.n_prompt_within(1, 1.9) == pytest.approx(341, abs=1)  # n + n²/2 · 1e-3 = 400
+    n_first, n_late = (costs.n_prompt_within(1, 1.9, start) or 0 for start in (0, 3000))
+    assert 3 * n_late < n_first
+    n_first, n_late = (costs.n_prompt_for(1, 0.5, start=start) or 0 for start in (0, 3000))
+    assert 2 * n_late < n_first
 
 
 def test_steps_alike_are_followed_by_another_that_tells_more() -> None:
@@ -209,8 +227,8 @@ def load(rig: Rig, n_prompt: int, id: str = "long") -> tuple[list[int], list[flo
         start_s = rig.now
         plan = bare_step(rig)
         seconds.append(rig.now - start_s)
-        chunks.append(len(plan.chunks[-1].tokens))
-        assert [len(c.tokens) for c in plan.chunks[:-1]] == [1] * (len(plan.chunks) - 1)
+        chunks.append(len(plan.spans[-1].inputs))
+        assert [len(c.inputs) for c in plan.spans[:-1]] == [1] * (len(plan.spans) - 1)
     return chunks, seconds
 
 
@@ -228,7 +246,7 @@ def test_prefill_budget_is_shared_by_all_newcomers() -> None:
     rig.submit(make_request("runs", (1,), max_tokens=50))
     one_step(rig)
     rig.submit(*make_sequences(3, n_prompt=40, max_tokens=2))
-    n_prompt = [sum(len(c.tokens) for c in one_step(rig).chunks if c.start < 40) for _ in range(4)]
+    n_prompt = [sum(len(c.inputs) for c in one_step(rig).spans if c.start < 40) for _ in range(4)]
     assert n_prompt == [1 + 30] * 4
 
 
@@ -240,20 +258,20 @@ def test_prefill_budget_less_than_a_piece_lets_one_join() -> None:
     rig.submit(make_request("b", [2] * 40, max_tokens=1))
     plan = step(rig)
     assert plan is not None
-    assert [len(c.tokens) for c in plan.chunks] == [1, 16]
+    assert [len(c.inputs) for c in plan.spans] == [1, 16]
 
 
 def test_prefill_budget_does_not_hold_up_prompts_where_nobody_decodes() -> None:
     rig = make_scheduler(4, 512, 256, prefill_budget=10)
     rig.submit(*make_sequences(4, n_prompt=40, max_tokens=2))
-    assert sum(len(c.tokens) for c in one_step(rig).chunks) == 160
+    assert sum(len(c.inputs) for c in one_step(rig).spans) == 160
 
 
 def test_prefill_chunk_holds_for_each_prompt_and_with_nobody_decoding() -> None:
     rig = make_scheduler(4, 512, 256, prefill_chunk=30)
     rig.submit(*make_sequences(4, n_prompt=40, max_tokens=2))
-    assert [len(c.tokens) for c in one_step(rig).chunks] == [30] * 4
-    assert [len(c.tokens) for c in one_step(rig).chunks] == [10] * 4
+    assert [len(c.inputs) for c in one_step(rig).spans] == [30] * 4
+    assert [len(c.inputs) for c in one_step(rig).spans] == [10] * 4
 
 
 def test_nobody_reading_along_leaves_the_whole_step_to_prompts() -> None:
@@ -285,7 +303,7 @@ def test_newcomers_that_outnumber_those_who_decode_have_the_whole_step() -> None
         driver.reply.is_watched = True
     late = [make_request(f"late {i}", [i + 1] * 500, max_tokens=9) for i in range(4)]
     rig.submit(*late)
-    assert sum(len(c.tokens) for c in bare_step(rig).chunks) == 3 + 4 * 500
+    assert sum(len(c.inputs) for c in bare_step(rig).spans) == 3 + 4 * 500
 
 
 def test_one_reader_among_many_is_enough_to_spare_it() -> None:
@@ -298,7 +316,7 @@ def test_reader_of_a_prompt_that_still_loads_holds_up_nobody() -> None:
     rig = load_followers(8)
     rig.submit(make_request("other", [1] * 3000, max_tokens=2))
     rig.drivers["other"].reply.is_watched = True
-    assert len(one_step(rig).chunks[-1].tokens) == 2040
+    assert len(one_step(rig).spans[-1].inputs) == 2040
 
 
 @pytest.mark.parametrize("options", [{}, {"itl_ms": 1500}, {"prefill_budget": 40}], ids=str)
@@ -310,10 +328,10 @@ def test_budgets_that_are_told_are_those_of_the_next_prompt(options: dict[str, A
         one_step(rig)
     for _ in range(20):
         one_step(rig)
-    n_told = rig.scheduler.budgets()[8]
+    n_told = rig.scheduler.budget.beside_rows()[8]
     rig.submit(make_request("next", [9] * 2000, max_tokens=9))
     rig.drivers["next"].reply.is_watched = True
-    assert len(one_step(rig).chunks[-1].tokens) == n_told
+    assert len(one_step(rig).spans[-1].inputs) == n_told
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
@@ -409,7 +427,7 @@ def test_first_steps_of_an_engine_are_no_longer_than_later_ones(name: str, n_fir
 def test_prompt_waits_one_step_where_nobody_knows_what_decoding_takes() -> None:
     rig = make_scheduler(2, 4096, 1024, cost=COST, itl_ms=1500)
     rig.submit(make_request("short", [3], max_tokens=100), make_request("long", [7] * 2000))
-    shapes = [[len(c.tokens) for c in bare_step(rig).chunks] for _ in range(3)]
+    shapes = [[len(c.inputs) for c in bare_step(rig).spans] for _ in range(3)]
     assert shapes[0] == [1, 1023]
     assert shapes[1] == [1]
     assert shapes[2][0] == 1
@@ -439,7 +457,7 @@ def test_aim_below_what_decoding_takes_still_lets_prompts_in() -> None:
 def test_one_alone_runs_as_many_steps_at_once_as_there_are() -> None:
     rig = make_scheduler(4, 256)
     rig.submit(make_request(max_tokens=64))
-    assert [p.n_steps for p in drive(rig) if p.chunks] == [64]
+    assert [p.n_steps for p in drive(rig) if p.spans] == [64]
 
 
 def test_one_that_comes_at_forty_percent_of_a_lone_request_is_soon_served() -> None:
@@ -462,7 +480,7 @@ def test_second_wave_is_served_as_the_first_was_without_a_rebuild() -> None:
     for wave in "ab":
         rig.submit(*(make_request(f"{wave}{i}", (i, 5, 6), max_tokens=4) for i in range(6)))
         plans = drive(rig)
-        shapes.append([([len(c.tokens) for c in p.chunks], p.n_steps, p.clears) for p in plans])
+        shapes.append([([len(c.inputs) for c in p.spans], p.n_steps, p.clears) for p in plans])
     assert shapes[0] == shapes[1]
     assert rig.backend.n_rebuilt == 0
 
@@ -474,6 +492,6 @@ def test_wave_that_comes_as_the_last_one_ends_joins_without_an_empty_step() -> N
         step(rig)
     rig.submit(make_request("next", max_tokens=3))
     plan = one_step(rig)
-    assert [c.slot for c in plan.chunks] == [0]
+    assert [c.slot for c in plan.spans] == [0]
     assert plan.clears == (0, 1)
     assert rig.drivers["next"].clock.first_token_s == 4.0

@@ -143,7 +143,7 @@ def test_turns_cost_no_prefill_while_the_cells_are_saved() -> None:
     rig.submit(*requests)
     plans = drive(rig)
     assert (rig.stats.n_recomputed_tokens, rig.stats.n_prompt_tokens) == (0, 4 * 4)
-    assert [len(c.tokens) for p in plans for c in p.chunks if p.loads] == [1] * 16
+    assert [len(c.inputs) for p in plans for c in p.spans if p.loads] == [1] * 16
     for request in requests:
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, 9))
     assert rig.backend.saved == {}
@@ -177,7 +177,7 @@ def test_one_alone_is_never_interrupted() -> None:
     rig.submit(make_request(max_tokens=20))
     plans = drive(rig)
     assert whose(turns) == "a"
-    assert [p.n_steps for p in plans if p.chunks] == [20]
+    assert [p.n_steps for p in plans if p.spans] == [20]
 
 
 def test_as_many_as_there_are_slots_are_never_interrupted() -> None:
@@ -207,7 +207,7 @@ def test_last_one_left_runs_on_to_its_end() -> None:
 def test_quantum_not_said_is_the_default() -> None:
     rig = fair(quantum=None)
     rig.submit(*make_sequences(2, max_tokens=DEFAULT_QUANTUM + 9))
-    n_steps = [p.n_steps for p in drive(rig) if p.chunks]
+    n_steps = [p.n_steps for p in drive(rig) if p.spans]
     assert n_steps == [DEFAULT_QUANTUM, DEFAULT_QUANTUM, 9, 9]
 
 

@@ -10,12 +10,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from cbatch.core.cell_ops import ToStore
 from cbatch.core.driver import Status, Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
+from cbatch.core.saved_cells import ToStore
 from cbatch.core.slots import N_LOOK, N_OVERTAKEN_MAX, N_READ_PER_SLOT, N_STORING_PER_SLOT
-from cbatch.core.waiting import _N_FILES_MAX, CacheEntry, CacheRead, CacheRef, PrefixWaiters
 from cbatch.errors import CacheError
+from cbatch.runtime.wants import _N_FILES_MAX, CacheEntry, CacheRead, CacheRef
 from tests.helpers import (
     Rig,
     drive,
@@ -56,14 +56,14 @@ def waiting(rig: Rig, *requests: Request) -> Rig:
 
 def read_of(n_read: int) -> CacheRead:
     """A read of the file's first cells."""
-    return CacheRead(FETCH, {}, lambda *_: 0, n_read)
+    return CacheRead(FETCH, (), lambda *_: 0, n_read)
 
 
 def adopted(
     rig: Rig, found: CacheEntry | CacheError | None = FILE, n_read: int = len(FILE.tokens)
 ) -> list[tuple[str, int]]:
     """Let all go on that waited; return which get cells of the file, of which the first were read, and how many."""
-    loads = rig.batcher.resolve(read_of(n_read), found, rig.now)
+    loads = rig.wants.resolve(read_of(n_read), found, rig.now)
     return [(driver.request.id, driver.n_computed) for driver, _ in loads]
 
 
@@ -117,7 +117,7 @@ def test_one_that_requires_its_file_fails_though_no_slot_is_free() -> None:
     want = rig.fetching.pop()
     rig.submit(make_request("b", max_tokens=200))
     step(rig)
-    rig.batcher.resolve(want, CacheError("k", "there is none"), rig.now)
+    rig.wants.resolve(want, CacheError("k", "there is none"), rig.now)
     step(rig)
     assert rig.running() == ["b"]
     assert isinstance(rig.drivers["a"].error, CacheError)
@@ -264,7 +264,7 @@ def test_those_beside_one_that_has_loaded_ask_for_nothing_when_it_ends() -> None
 def test_request_during_the_drop_of_an_unwanted_read_orders_it_again() -> None:
     rig = waiting(make_rig(), reader("left", 100))
     rig.cancel("left")
-    assert not rig.fetching.pop().drivers  # so it is dropped
+    assert not rig.fetching.pop().is_wanted  # so it is dropped
     waiting(rig, reader("a", 100, cache_required=True))
     assert rig.fetching == []
     assert adopted(rig, None, 0) == []
@@ -287,7 +287,7 @@ def test_one_who_asks_after_a_read_that_nobody_wanted_gets_it_ordered() -> None:
 
 def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
     rig = make_rig()
-    rig.state.reads.learn(FETCH, FILE)
+    rig.wants.files.learn(FETCH, FILE)
     rig.submit(reader("a", 1))
     plan = step(rig)
     assert plan is not None
@@ -298,7 +298,7 @@ def test_file_known_to_be_of_no_use_is_not_ordered() -> None:
 
 def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
     rig = make_rig()
-    rig.state.reads.learn(FETCH, FILE)
+    rig.wants.files.learn(FETCH, FILE)
     waiting(rig, reader("a", 1, cache_required=True))
     assert [want.ref for want in rig.fetching] == [FETCH]
 
@@ -310,40 +310,41 @@ def test_one_that_ran_before_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(reader("0", 100))
     driver = rig.drivers["0"]
-    assert rig.state.reads.is_needed(driver, rig.state.cells.prefixes)
+    assert rig.wants.files.must_read(driver, 0)
     driver.clock.admitted_s = 0.0
-    assert not rig.state.reads.is_needed(driver, rig.state.cells.prefixes)
+    assert not rig.wants.files.must_read(driver, 0)
 
 
 def test_one_whose_prompt_is_scored_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(reader("0", 100, prompt_logprobs=0))
-    assert not rig.state.reads.is_needed(rig.drivers["0"], rig.state.cells.prefixes)
+    assert not rig.wants.files.must_read(rig.drivers["0"], 0)
 
 
 def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
     rig = make_rig()
     rig.submit(replace(reader("0", 100), output=(7,)))
-    assert not rig.state.reads.is_needed(rig.drivers["0"], rig.state.cells.prefixes)
+    assert not rig.wants.files.must_read(rig.drivers["0"], 0)
 
 
 def test_followers_wait_while_their_leader_runs_and_has_not_come_to_it() -> None:
-    followers, rig = PrefixWaiters(), make_rig()
+    rig = make_rig()
     rig.submit(make_request("leader", range(9)), make_request("follower"))
     step(rig)
-    leader = rig.drivers["leader"]
-    followers.add(rig.drivers["follower"], leader, 6)
-    for n_computed, n_left in [(0, 1), (4, 1), (4, 1), (6, 0)]:
+    leader, follower = rig.drivers["leader"], rig.drivers["follower"]
+    follower.leader = leader, 6
+    for n_computed, has_prefix in [(0, False), (4, False), (6, True)]:
         leader.n_computed = n_computed
-        over = followers.pop_ready()
-        assert (len(followers), len(over)) == (n_left, 1 - n_left)
+        assert follower.has_prefix is has_prefix
+    leader.n_computed, leader.status = 4, Status.PAUSED
+    assert follower.has_prefix
 
 
 def test_followers_of_other_adapters_stay_in_place_during_our_turn() -> None:
     rig = make_rig(n_batch=16, adapters=("a",))
     rig.submit(make_request("other", [9] * 100, max_tokens=30))
     alike = [make_request(f"{i}", [*range(100), i], max_tokens=2, adapter="a") for i in range(3)]
-    with patch.object(rig.batcher, "_hold", wraps=rig.batcher._hold) as hold:
+    with patch.object(rig.batcher, "hold", wraps=rig.batcher.hold) as hold:
         rig.submit(*alike)
         drive(rig)
     assert [call.args[0].request.id for call in hold.call_args_list] == ["1", "2"]
@@ -367,7 +368,7 @@ def test_no_more_wait_for_files_than_twice_the_slots() -> None:
     n_most = 2 * N_READ_PER_SLOT
     rig.submit(*(reader(f"{i}", 9, f"{i}") for i in range(n_most + 3)))
     step(rig)
-    assert len(rig.state.reads) == len(rig.fetching) == n_most
+    assert len(rig.batcher.held[Wait.CACHE]) == len(rig.fetching) == n_most
     assert rig.batcher.occupancy().n_waiting == 3
     drive(rig)
 
@@ -382,7 +383,7 @@ def steps_without_writing(rig: Rig, n: int) -> list[ToStore]:
         if plan is not None:
             result = rig.backend.run(plan.step)
             rig.scheduler.apply(plan, result, rig.now)
-        while (want := rig.batcher.take_want()) is not None:
+        while (want := rig.wants.take()) is not None:
             if isinstance(want, CacheRead):
                 rig.fetching.append(want)
             elif isinstance(want, ToStore):
@@ -436,7 +437,7 @@ def test_others_pass_savers_while_too_many_cells_are_being_written() -> None:
 
 def test_files_whose_tokens_are_remembered_are_the_last_few() -> None:
     rig = make_rig(1)
-    fetches = rig.state.reads
+    fetches = rig.wants.files
     rig.submit(*(reader(key, 0, key) for key in ("0", "1")))
     for i in range(_N_FILES_MAX + 1):
         fetches.learn(CacheRef(str(i)), FILE)

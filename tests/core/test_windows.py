@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import Binding, KvCapabilities, PromptCuts, Slot
+from cbatch.core.plan import Binding, KvCapabilities, Slot
+from cbatch.core.span import PromptCuts
 from cbatch.engine import Engine
 from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt

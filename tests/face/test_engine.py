@@ -20,6 +20,7 @@ import pytest
 import cbatch
 from cbatch.backend.fake import FakeBackend, Faults, StepCost
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
@@ -49,7 +50,8 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.plan import Chunk, StepPlan, StepResult
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.span import Span
     from cbatch.messages import Prompt
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import StepRecord
@@ -77,9 +79,8 @@ def fake_backend(parallel: int) -> FakeBackend:
 
 def real_backend(path: Path, parallel: int) -> RecordingBackend:
     model = open_model(path, EngineOptions(exact=True))
-    backend = RecordingBackend(
-        model, EngineOptions(parallel=parallel, ctx_per_seq=256, exact=True, n_threads=1)
-    )
+    options = EngineOptions(parallel=parallel, ctx_per_seq=256, exact=True, n_threads=1)
+    backend = RecordingBackend(model, Tuning(options))
     backend.plans = []
     return backend
 
@@ -141,9 +142,9 @@ def test_six_requests_on_two_slots_all_finish_and_join_in_midstream(make: MakeEn
     results = all_results(engine.run(capped()))
     assert [len(r.token_ids) for r in results] == list(CAPS)
     assert {r.finish_reason for r in results} == {"length"}
-    joined = sum(len(p.binds) for p in plans_of(engine) if len(p.chunks) > len(p.binds))
+    joined = sum(len(p.binds) for p in plans_of(engine) if len(p.spans) > len(p.binds))
     assert joined >= 4
-    assert max(len(p.chunks) for p in plans_of(engine)) == 2
+    assert max(len(p.spans) for p in plans_of(engine)) == 2
 
 
 def test_each_request_of_many_gives_what_it_gives_alone(make: MakeEngine) -> None:
@@ -162,17 +163,11 @@ def test_recycled_slot_is_clean(make: MakeEngine) -> None:
     assert streams(engine.submit(ours)) == before != between
 
 
-def test_half_full_engine_gives_what_a_full_one_gives(make: MakeEngine) -> None:
-    engine = make(parallel=4)
-    full = streams(engine.run(prompts(4, max_tokens=10)))
-    assert streams(engine.run(prompts(2, max_tokens=10))) == full[:2]
-
-
 def test_cap_one_gives_one_token_and_no_decode_step(make: MakeEngine) -> None:
     engine = make()
     [result] = all_results(engine.run(prompts(1, max_tokens=1)))
     assert (len(result.token_ids), result.finish_reason) == (1, "length")
-    assert [c.start for p in plans_of(engine) for c in p.chunks] == [0]
+    assert [c.start for p in plans_of(engine) for c in p.spans] == [0]
     assert engine.stats().n_steps == 1
 
 
@@ -661,8 +656,8 @@ def test_batch_error_carries_all_results(make: MakeEngine) -> None:
 
 
 def test_decode_failure_ends_the_guilty_alone() -> None:
-    def code(chunks: Sequence[Chunk]) -> int:
-        return -3 if any(13 in c.tokens for c in chunks) else 0
+    def code(chunks: Sequence[Span]) -> int:
+        return -3 if any(13 in c.inputs for c in chunks) else 0
 
     items = [BatchPrompt(tokens=[1, 2, t, 4]) for t in (11, 12, 13, 14)]
     options = {"max_tokens": 5, "ignore_eos": True, "seed": 0, "stop_token_ids": [13]}

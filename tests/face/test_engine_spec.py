@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
 
-SETTINGS: dict[str, Any] = {"parallel": 2, "options": {"max_tokens": 3, "temperature": 0}}
+OPTIONS = {
+    "max_tokens": 3,
+    "temperature": 0,
+    "ignore_eos": True,
+}  # the fake ends some answers early
+SETTINGS: dict[str, Any] = {"parallel": 2, "options": OPTIONS}
 
 
 def test_specs_of_equal_content_are_equal_also_after_pickling() -> None:
@@ -150,7 +155,7 @@ def test_engine_that_has_failed_is_not_lent_again(monkeypatch: pytest.MonkeyPatc
     spec = cbatch.EngineSpec("a")
     with spec.shared() as failed:
         with pytest.raises(cbatch.EngineClosedError):
-            failed.submit("Hi").result()
+            failed.submit("Hi", options=OPTIONS).result()
         with spec.shared() as second:
             assert second is not failed
         with spec.shared() as third:  # the user of the failed one is not counted
@@ -212,7 +217,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[FakeBackend]:
 
 @pytest.mark.anyio
 async def test_load_async_returns_a_loaded_engine(backends: list[FakeBackend]) -> None:
-    engine = await cbatch.load_async(options={"max_tokens": 2})
+    engine = await cbatch.load_async(options={"max_tokens": 2, "ignore_eos": True})
     assert len(backends) == 1
     async with engine:
         assert (await engine.chat("Hi")).usage.completion_tokens == 2

@@ -9,9 +9,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +25,6 @@ import numpy as np
 import cbatch
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.bench.synthetic_vocabulary import words as english_words
-from tests.files.killed_until_done import killed_until_done
 
 N_COMPARED = 500
 """Vectors that are computed again for comparison."""
@@ -54,7 +58,16 @@ def kills(folder: Path, n_texts: int, n_kills: int, most_s: float, seed: int) ->
     words = ["embed", str(source), "-o", str(out)]
     words += ["--column", "text", "-m", str(model), "--quiet", "--keep-columns", "id"]
     tally, start_s = VectorTally(n_texts), time.perf_counter()
-    tally.n_kills, _ = killed_until_done(words, chance, n_kills, 0.5, most_s, seed=seed)
+    while tally.n_kills < n_kills:
+        run = subprocess.Popen([sys.executable, "-m", "cbatch", *words], start_new_session=True)
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(chance.uniform(0.5, most_s))
+        if run.poll() is not None:
+            break
+        os.killpg(run.pid, signal.SIGKILL)
+        tally.n_kills += run.wait() == -signal.SIGKILL
+    if subprocess.run([sys.executable, "-m", "cbatch", *words], check=False).returncode:
+        raise RuntimeError(f"seed {seed}: the command failed")
     tally.seconds = round(time.perf_counter() - start_s, 1)
     _compare(tally, out, texts, model, chance)
     return tally

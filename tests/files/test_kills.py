@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
-import random
 import shutil
-import signal
-import time
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,12 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.files.journals import records, run_pass
-from tests.files.kill_runs import start
 from tests.files.machine import LOSSES, STEPS, Loss, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
     from pathlib import Path
 
 pytestmark = pytest.mark.real
@@ -129,55 +123,3 @@ def test_kill_while_a_shorter_file_is_mended_leaves_what_can_go_on(
     expected = records(folder)
     os.truncate(folder / "out", 3000)
     kill_before_every_step(folder, loss, 0, expected)
-
-
-# ---- SIGKILL ----
-
-
-N_LONG = 300
-N_KILLS = 8
-
-
-N_SLICES = N_LONG // 3
-
-
-def _child(progress: Connection, folder: Path, i_pass: int) -> None:
-    n_said = itertools.count(1)
-
-    def say() -> None:
-        progress.send(True)
-        if next(n_said) == N_SLICES:
-            signal.pause()  # killed here at the latest
-
-    run_pass(folder, i_pass, N_LONG, said=say)
-
-
-def _kill_amid(folder: Path, i_pass: int, chance: random.Random) -> None:
-    """Do a pass in a process of its own, and kill it at a random moment before its end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    progress, its_end = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(its_end, folder, i_pass))
-    start(child)
-    its_end.close()
-    for _ in range(chance.randint(1, N_SLICES)):
-        progress.recv()
-    time.sleep(chance.random() * 1e-3)
-    child.kill()
-    child.join()
-    progress.close()
-    assert child.exitcode == -signal.SIGKILL
-
-
-def test_sigkill_at_random_moments_leaves_every_item_once(tmp_path: Path) -> None:
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    folder.mkdir()
-    seed = random.randrange(2**32)
-    chance = random.Random(seed)
-    for i_pass in range(N_PASSES):
-        for _ in range(N_KILLS):
-            _kill_amid(folder, i_pass, chance)
-        for place in (whole, folder):
-            run_pass(place, i_pass, N_LONG)
-        assert records(folder) == records(whole), seed

@@ -25,7 +25,7 @@ from cbatch.files.report.recorder import (
     phases,
     tee,
 )
-from cbatch.files.report.spans import GAP_S, SlotSpans, Span, SpanStore
+from cbatch.files.report.spans import GAP_S, SlotSpan, SlotSpans, SpanStore
 from cbatch.runtime.step_record import StepRecord, StepRow
 from tests.face.test_stats import submit
 from tests.files.steps import decode, prefill, result_of, run_of
@@ -104,7 +104,7 @@ def test_times_of_a_record_follow_from_its_phases() -> None:
 
 
 def spans_of(*records: StepRecord) -> list[tuple[int, str, bool, float, float, int]]:
-    slots, found = SlotSpans(), list[Span]()
+    slots, found = SlotSpans(), list[SlotSpan]()
     for record in records:
         found += [c.after for c in slots.take(record) if c.after]
     return [(s.slot, s.id, s.is_prefill, s.start_s, s.end_s, s.n_tokens) for s in found]
@@ -186,7 +186,7 @@ def test_last_piece_that_is_too_short_for_a_rate_joins_the_one_before() -> None:
 # ---- the first and the last spans ----
 
 
-def clipped(spans: list[Span], start_s: float, end_s: float) -> list[tuple[object, ...]]:
+def clipped(spans: list[SlotSpan], start_s: float, end_s: float) -> list[tuple[object, ...]]:
     inside = [s for s in spans if s.end_s > start_s and s.start_s < end_s]
     return sorted(
         (s.slot, max(s.start_s, start_s), min(s.end_s, end_s), s.id, s.is_prefill) for s in inside
@@ -198,7 +198,7 @@ def test_in_the_parts_that_are_shown_no_span_is_missing(
     seed: int, n_keep: int, n_slots: int
 ) -> None:
     rng, slots, store = random.Random(seed), SlotSpans(), SpanStore(n_keep)
-    everything: list[Span] = []
+    everything: list[SlotSpan] = []
     now, n_ids = 0.0, 0
     in_slot: dict[int, str] = {}
     for _ in range(30):

@@ -16,7 +16,7 @@ from cbatch.errors import ConfigError, GrammarError
 from cbatch.files.report.charts import N_COLORS, Axis, DistributionChart, colors
 from cbatch.files.report.page import machine_facts, report_page, version_facts, write_report
 from cbatch.files.report.recorder import N_SPANS_PER_SLOT, RunRecorder
-from cbatch.files.report.spans import Span
+from cbatch.files.report.spans import SlotSpan
 from cbatch.files.units import (
     clock,
     count,
@@ -238,7 +238,7 @@ def test_facts_name_machine_and_versions() -> None:
 
 def test_request_has_one_color_and_its_neighbour_another() -> None:
     ids = [("a", True), ("a", False), *((f"r{i}", False) for i in range(40))]
-    spans = [Span(0, id, is_prefill, i, i + 1, 1) for i, (id, is_prefill) in enumerate(ids)]
+    spans = [SlotSpan(0, id, is_prefill, i, i + 1, 1) for i, (id, is_prefill) in enumerate(ids)]
     found = colors(spans)
     assert found[0] == found[1]
     assert all(a != b for a, b in pairwise(found[1:]))

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from cbatch.backend.fake import FakeBackend
@@ -105,27 +103,6 @@ def test_input_to_sort_by_may_be_one_name(engine: Engine, source: Path, tmp_path
 def test_names_may_come_from_a_pattern_of_the_caller(engine: Engine, source: Path) -> None:
     found: Any = source.parent.glob("*.jsonl")
     assert check_file(found, engine=engine).n_items == 2
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "arrow"])
-def test_files_whose_names_are_no_text_are_run(engine: Engine, tmp_path: Path, ending: str) -> None:
-    source, table = tmp_path / f"in\udcff.{ending}", pa.table({"prompt": ["a", "b"]})
-    if ending == "parquet":
-        with source.open("wb") as file:
-            pq.write_table(table, file)
-    elif ending == "arrow":
-        with source.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-    else:
-        source.write_text('{"prompt": "a"}\n' if ending == "jsonl" else "prompt\na\n")
-    assert check_file(source, engine=engine).n_good
-    out = tmp_path / f"out\udcff.{ending}"
-    summary = run_file(
-        source, out, engine=engine, report=tmp_path / "page\udcff.html", trace=tmp_path / "t\udcff"
-    )
-    assert summary.is_complete
-    assert out.stat().st_size
-    assert run_file(source, out, engine=engine).is_complete  # which goes on with what is there
 
 
 # ---- settings ----

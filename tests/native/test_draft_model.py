@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.core.plan import Chunk, Slot
+from cbatch.core.plan import Slot
+from cbatch.core.span import Span
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.native.test_drafts import (
@@ -159,9 +160,9 @@ def test_slot_that_goes_to_another_request_keeps_the_beginning() -> None:
         pair.model.cells.clear()
         prompt = [*range(30), end]
         stepper.bind(bindings_of([prompt], GREEDY)[0])
-        tokens = stepper.run([Chunk(Slot(0), 0, prompt, has_output=True)]).tokens[0]
+        tokens = stepper.run([Span(Slot(0), 0, prompt, has_output=True)]).tokens[0]
         while len(tokens) < 60:
-            chunk = Chunk(Slot(0), len(prompt) + len(tokens) - 1, tokens[-1:], has_output=True)
+            chunk = Span(Slot(0), len(prompt) + len(tokens) - 1, tokens[-1:], has_output=True)
             tokens += stepper.run([chunk], 8, n_drafts=7).tokens[0]
         assert draft.cells[0][:31] == prompt
     stepper.close()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.core.plan import BROKEN_ROW, N_TARGETS_MAX, Binding, Chunk, Slot, StepResult
+from cbatch.core.plan import BROKEN_ROW, Binding, Slot, StepResult
+from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.native.test_native import DECODE, GET_LOGITS, SeenBatch
@@ -161,11 +162,11 @@ def generate(
     try:
         for slot, prompt in enumerate(prompts):
             stepper.bind(bindings[slot])
-            found = stepper.run([Chunk(Slot(slot), 0, prompt, has_output=True)])
+            found = stepper.run([Span(Slot(slot), 0, prompt, has_output=True)])
             answers[slot] += found.tokens[0]
         while True:
             rows = [
-                Chunk(Slot(i), len(prompts[i]) + len(a) - 1, a[-1:], has_output=True)
+                Span(Slot(i), len(prompts[i]) + len(a) - 1, a[-1:], has_output=True)
                 for i, a in enumerate(answers)
                 if len(a) < n_tokens and a[-1] not in bindings[i].stop_tokens and a[-1] >= 0
             ]
@@ -347,9 +348,9 @@ def test_answers_of_a_group_are_drafted_from(groups: tuple[int, int], is_drafted
         llama.cells.clear()
         [binding] = bindings_of([prompt], GREEDY)
         stepper.bind(replace(binding, draft_group=group))
-        found, n_right = stepper.run([Chunk(Slot(0), 0, prompt, has_output=True)]).tokens[0], 0
+        found, n_right = stepper.run([Span(Slot(0), 0, prompt, has_output=True)]).tokens[0], 0
         while len(found) < 150:
-            chunk = Chunk(Slot(0), 2 + len(found), [found[-1]], has_output=True)
+            chunk = Span(Slot(0), 2 + len(found), [found[-1]], has_output=True)
             result = stepper.run([chunk], 16, n_drafts=7)
             found, n_right = [*found, *result.tokens[0]], n_right + sum(result.n_accepted)
         assert found == [*answer[: len(found)]]
@@ -400,6 +401,6 @@ def test_drafts_are_refused_where_memory_cannot_be_cut() -> None:
     )
     stepper.bind(Binding(Slot(0), 0, GREEDY, ()))
     with pytest.raises(PlanError, match="draft tokens"):
-        stepper.run([Chunk(Slot(0), 0, [1], has_output=True)], 4, n_drafts=1)
+        stepper.run([Span(Slot(0), 0, [1], has_output=True)], 4, n_drafts=1)
     assert not llama.cells
     stepper.close()

@@ -21,7 +21,8 @@ from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.row_changes import RowChanges
 from cbatch.backend.llama.structs import NativeSizes
 from cbatch.backend.logits_processors import LogitsProcessors
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, OwnProcessor, Slot, StepResult
+from cbatch.core.plan import BROKEN_ROW, Binding, OwnProcessor, Slot, StepResult
+from cbatch.core.span import Span
 from cbatch.errors import EngineClosedError, PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.oracle import native_row
@@ -116,8 +117,8 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeStepper]:
         stepper.close()
 
 
-def chunk(slot: int, start: int, *tokens: int, has_output: bool = True) -> Chunk:
-    return Chunk(Slot(slot), start, list(tokens), has_output)
+def chunk(slot: int, start: int, *tokens: int, has_output: bool = True) -> Span:
+    return Span(Slot(slot), start, list(tokens), has_output)
 
 
 # ---- one step ----
@@ -168,7 +169,7 @@ def test_run_with_a_full_batch_is_done(make: MakeStepper) -> None:
 
 def test_run_takes_tokens_from_any_sequence(make: MakeStepper) -> None:
     fake = FakeLlama()
-    make(fake).run([Chunk(Slot(0), 0, (1, 2), has_output=True)])
+    make(fake).run([Span(Slot(0), 0, (1, 2), has_output=True)])
     assert fake.batches[0].token == [1, 2]
 
 
@@ -384,7 +385,7 @@ def test_masks_belong_to_the_chunks_with_an_output(make: MakeStepper) -> None:
     assert stepper.run([chunk(0, 3, 1)]).tokens == [[9]]
 
 
-def changes_of(chunks: list[Chunk], **own: Callable[[Any, Any], Any]) -> RowChanges:
+def changes_of(chunks: list[Span], **own: Callable[[Any, Any], Any]) -> RowChanges:
     """The changes of a step's rows by processors of slots `s0`, `s1`, …"""
     processors = LogitsProcessors()
     for name, function in own.items():
@@ -400,7 +401,7 @@ def test_changed_rows_are_sampled_and_the_models_rows_stay(make: MakeStepper) ->
     stepper.bind(Binding(Slot(3), 0, GREEDY, (), n_logprobs=1))
     chunks = [chunk(0, 0, 1, 2), chunk(1, 0, 1, has_output=False), chunk(2, 0, 1), chunk(3, 0, 1)]
     plain = stepper.run(chunks)
-    again = [chunk(c.slot, c.start, *c.tokens, has_output=c.has_output) for c in chunks]
+    again = [chunk(c.slot, c.start, *c.inputs, has_output=c.has_output) for c in chunks]
     found = stepper.run(again, changes=changes_of(chunks, s2=ban_9, s3=ban_9))
     assert plain.tokens == [[9], [], [9], [9]]
     assert found.tokens == [[9], [], [8], [8]]
@@ -507,7 +508,7 @@ def test_logprobs_are_empty_where_nobody_wants_them(make: MakeStepper) -> None:
     ],
 )
 def test_run_that_breaks_a_rule_raises_and_does_nothing(
-    make: MakeStepper, chunks: list[Chunk], n_steps: int
+    make: MakeStepper, chunks: list[Span], n_steps: int
 ) -> None:
     fake = FakeLlama()
     stepper = make(fake)
@@ -531,7 +532,7 @@ def test_run_that_breaks_a_rule_raises_and_does_nothing(
         ([chunk(3, 0, 1)], 1, 10),
     ],
 )
-def test_native_codes_name_the_rule(chunks: list[Chunk], n_steps: int, code: int) -> None:
+def test_native_codes_name_the_rule(chunks: list[Span], n_steps: int, code: int) -> None:
     stepper = native_stepper(FakeLlama())
     for slot in range(3):
         stepper.bind(Binding(Slot(slot), 0, GREEDY, ()))
@@ -540,7 +541,7 @@ def test_native_codes_name_the_rule(chunks: list[Chunk], n_steps: int, code: int
 
 
 @pytest.mark.parametrize("chunks", [[chunk(0, 2**40, 1)], [chunk(0, 0, 2**40)]])
-def test_native_run_with_numbers_beyond_32_bits_raises(chunks: list[Chunk]) -> None:
+def test_native_run_with_numbers_beyond_32_bits_raises(chunks: list[Span]) -> None:
     with pytest.raises(PlanError, match="StepPlan"):
         native_stepper(FakeLlama()).run(chunks)
 
@@ -596,12 +597,12 @@ def test_native_stepper_that_is_closed_raises() -> None:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[list[Chunk], int]:
+def runs(draw: st.DrawFn) -> tuple[list[Span], int]:
     slots = sorted(draw(st.sets(st.integers(0, N_SLOTS - 1), min_size=1)))
     tokens = st.lists(st.integers(0, N_VOCAB - 1), min_size=1, max_size=4)
     all_have_output = draw(st.booleans())
     chunks = [
-        Chunk(
+        Span(
             Slot(slot),
             draw(st.integers(0, 99)),
             draw(tokens),
@@ -623,7 +624,7 @@ HOW = [
 ]
 
 
-def outcome(stepper: Stepper, workload: list[tuple[list[Chunk], int]]) -> list[StepResult]:
+def outcome(stepper: Stepper, workload: list[tuple[list[Span], int]]) -> list[StepResult]:
     for slot in range(N_SLOTS):
         stepper.bind(Binding(Slot(slot), 3, HOW[slot], (slot, 17), (4, slot, 4)))
     results = [stepper.run(chunks, n_steps) for chunks, n_steps in workload]
@@ -633,7 +634,7 @@ def outcome(stepper: Stepper, workload: list[tuple[list[Chunk], int]]) -> list[S
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(runs(), min_size=1, max_size=4), st.sets(st.integers(0, 12), max_size=2))
 def test_native_and_python_steppers_do_the_same(
-    workload: list[tuple[list[Chunk], int]], failing: set[int]
+    workload: list[tuple[list[Span], int]], failing: set[int]
 ) -> None:
     codes = dict.fromkeys(failing, 1)
     ours, theirs = FakeLlama(codes=codes), FakeLlama(codes=codes)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.core.plan import Binding, Chunk, Slot
+from cbatch.core.plan import Binding, Slot
+from cbatch.core.span import Span
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.native.test_native import (
@@ -50,7 +51,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeStepper]:
         stepper.close()
 
 
-def pad(slot: int, start: int, *tokens: int) -> Chunk:
+def pad(slot: int, start: int, *tokens: int) -> Span:
     return chunk(slot, start, *tokens or (0,), has_output=False)
 
 
@@ -148,7 +149,7 @@ def test_logprobs_are_not_shifted_by_pad_rows(make: MakeStepper) -> None:
 def test_targets_are_not_shifted_by_pad_rows(make: MakeStepper) -> None:
     a_pad = pad(1, 4)
     stepper = make(Noise(), n_batch=99)
-    scored = Chunk(Slot(2), 2, (4, 5), has_output=True, targets=(5,))
+    scored = Span(Slot(2), 2, (4, 5), has_output=True, targets=(5,))
     result = stepper.run([chunk(0, 0, 1), a_pad, scored], pads=[a_pad])
     assert list(result.scores) == [2]
     row = noise(2, 2).astype(np.float64)
@@ -214,7 +215,7 @@ def test_dry_of_a_bound_slot_does_not_see_its_pad_rows(make: MakeStepper, n_step
     ],
 )
 def test_wrong_native_run_with_pad_rows_is_refused_and_does_nothing(
-    chunks: list[Chunk], i_pads: list[int], n_steps: int, words: str
+    chunks: list[Span], i_pads: list[int], n_steps: int, words: str
 ) -> None:
     fake = FakeLlama()
     stepper = native_stepper(fake)

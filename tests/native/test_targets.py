@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepResult, TokenLogprobs
+from cbatch.core.plan import Binding, Slot, StepResult, TokenLogprobs
+from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, Sampling
 from tests.native.test_native import N_SLOTS, N_VOCAB, FakeLlama, chunk
@@ -44,9 +45,9 @@ def noise(slot: int, pos: int, n_vocab: int = N_VOCAB) -> sampling.Logits:
     return row
 
 
-def scored(slot: int, start: int, *tokens: int, has_output: bool = False) -> Chunk:
+def scored(slot: int, start: int, *tokens: int, has_output: bool = False) -> Span:
     """A chunk of which every token but the last has the next one for its target."""
-    return Chunk(Slot(slot), start, tokens, has_output, tokens[1:])
+    return Span(Slot(slot), start, tokens, has_output, tokens[1:])
 
 
 def make_stepper(kind: type[Stepper], fake: FakeLlama, **given: Any) -> Stepper:
@@ -134,15 +135,15 @@ def test_run_without_targets_reports_no_scores(make: MakeStepper) -> None:
 @pytest.mark.parametrize(
     "chunks",
     [
-        [Chunk(Slot(0), 0, (1,), False, (2, 3))],
-        [Chunk(Slot(0), 0, (1, 2), True, (2, 3))],
-        [Chunk(Slot(0), 0, (1, 2), False, (N_VOCAB,))],
-        [Chunk(Slot(0), 0, (1, 2), False, (-1,))],
+        [Span(Slot(0), 0, (1,), False, (2, 3))],
+        [Span(Slot(0), 0, (1, 2), True, (2, 3))],
+        [Span(Slot(0), 0, (1, 2), False, (N_VOCAB,))],
+        [Span(Slot(0), 0, (1, 2), False, (-1,))],
         [scored(0, 0, *range(40)), scored(1, 0, *range(27))],
     ],
     ids=["more", "output", "high", "low", "many"],
 )
-def test_targets_that_do_not_fit_are_refused(make: MakeStepper, chunks: list[Chunk]) -> None:
+def test_targets_that_do_not_fit_are_refused(make: MakeStepper, chunks: list[Span]) -> None:
     fake = Noise()
     with pytest.raises(PlanError):
         make(fake).run(chunks)
@@ -168,7 +169,7 @@ def test_as_many_targets_as_there_is_room_for_are_scored(make: MakeStepper) -> N
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[Chunk]:
+def steps(draw: st.DrawFn) -> list[Span]:
     slots = sorted(draw(st.sets(st.integers(0, N_SLOTS - 1), min_size=1)))
     token = st.integers(0, N_VOCAB - 1)
     chunks = []
@@ -177,14 +178,14 @@ def steps(draw: st.DrawFn) -> list[Chunk]:
         n_most = min(2, len(tokens) - has_output)
         targets = draw(st.lists(token, max_size=n_most))
         start = draw(st.integers(0, 30))
-        chunks.append(Chunk(Slot(slot), start, tokens, has_output, targets))
+        chunks.append(Span(Slot(slot), start, tokens, has_output, targets))
     return chunks
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(steps(), min_size=1, max_size=4), st.lists(st.integers(0, 20), max_size=N_SLOTS))
 def test_native_and_python_steppers_score_the_same(
-    workload: list[list[Chunk]], n_tops: list[int]
+    workload: list[list[Span]], n_tops: list[int]
 ) -> None:
     ours, theirs = Noise(), Noise()
     native, python = make_stepper(NativeStepper, ours), make_stepper(PythonStepper, theirs)

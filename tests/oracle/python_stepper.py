@@ -14,15 +14,8 @@ import numpy as np
 from cbatch.backend.fake.fake_cells import History
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.structs import N_TOP_MAX
-from cbatch.core.plan import (
-    N_TARGETS_MAX,
-    Binding,
-    Chunk,
-    Slot,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from cbatch.core.plan import Binding, Slot, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.errors import PlanError
 from tests.oracle.sampling import logprobs, sample_row
 
@@ -80,30 +73,30 @@ class PythonStepper:
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        spans: Sequence[Span],
         n_steps: int = 1,
         slice_s: float = 0.0,
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
-        pads: Collection[Chunk] = (),
+        pads: Collection[Span] = (),
         changes: RowChanges | None = None,
         n_drafts: int = 0,
     ) -> StepResult:
         """Do up to `n_steps` steps, without draft tokens; see `NativeStepper.run`."""
         del n_drafts
         padded = {c.slot for c in pads}
-        self._check(chunks, n_steps, masks, padded, has_changes=changes is not None)
+        self._check(spans, n_steps, masks, padded, has_changes=changes is not None)
         begin = time.perf_counter()
         end_s = begin + slice_s if slice_s else math.inf
-        tokens: list[list[int]] = [[] for _ in chunks]
-        reports: list[list[TokenLogprobs]] = [[] for _ in chunks]
+        tokens: list[list[int]] = [[] for _ in spans]
+        reports: list[list[TokenLogprobs]] = [[] for _ in spans]
         scores: dict[Slot, list[TokenLogprobs]] = {}
         n_done, code, decode_s, first_s = 0, 0, 0.0, 0.0
         for n_done in range(n_steps + 1):
-            if n_done > 0 and (n_done == n_steps or self._ends(chunks, tokens, end_s)):
+            if n_done > 0 and (n_done == n_steps or self._ends(spans, tokens, end_s)):
                 break
             step_begin = time.perf_counter()
-            fed = list(_fed(chunks, tokens, n_done))
+            fed = list(_fed(spans, tokens, n_done))
             code, rows = self._decode(fed, padded)
             decode_s += time.perf_counter() - step_begin
             if code:
@@ -116,13 +109,13 @@ class PythonStepper:
                 await_masks()
             for i_row, (i, logits) in enumerate(outputs):
                 mask = None if masks is None else masks[i_row]
-                token = self._sample(chunks[i], len(tokens[i]), changed[i_row], mask)
+                token = self._sample(spans[i], len(tokens[i]), changed[i_row], mask)
                 tokens[i].append(token)
-                n_top = self._bindings[chunks[i].slot].n_logprobs
+                n_top = self._bindings[spans[i].slot].n_logprobs
                 reports[i] += [] if n_top is None else [logprobs(logits, token, n_top)]
             first_s = first_s or time.perf_counter() - begin
         sample_s = time.perf_counter() - begin - decode_s
-        found = reports if any(self._reports(c) for c in chunks) else ()
+        found = reports if any(self._reports(c) for c in spans) else ()
         return StepResult(
             tokens, n_done, code, decode_s, sample_s, first_s, logprobs=found, scores=scores
         )
@@ -142,8 +135,8 @@ class PythonStepper:
         floats = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(floats, (self._n_vocab,)).copy()
 
-    def _reports(self, chunk: Chunk) -> bool:
-        return chunk.has_output and self._bindings[chunk.slot].n_logprobs is not None
+    def _reports(self, span: Span) -> bool:
+        return span.has_output and self._bindings[span.slot].n_logprobs is not None
 
     def interrupt(self) -> None:
         """Ask the run in flight, or else the next one, to end after its current step."""
@@ -154,64 +147,64 @@ class PythonStepper:
 
     def _check(
         self,
-        chunks: Sequence[Chunk],
+        spans: Sequence[Span],
         n_steps: int,
         masks: Masks | None,
         padded: set[Slot],
         *,
         has_changes: bool,
     ) -> None:
-        slots = [c.slot for c in chunks]
-        n_tokens = sum(len(c.tokens) for c in chunks)
+        slots = [c.slot for c in spans]
+        n_tokens = sum(len(c.inputs) for c in spans)
         ok = (
-            chunks
+            spans
             and slots == sorted(set(slots))
             and slots[0] >= 0
             and slots[-1] < self._n_slots
             and n_tokens <= self._n_batch
             and n_steps >= 1
-            and all(len(c.tokens) >= 1 and c.start >= 0 for c in chunks)
-            and all(len(c.tokens) == 1 for c in chunks if c.slot in padded)
-            and all(0 <= t < self._n_vocab for c in chunks for t in c.tokens)
-            and all(c.slot in self._bindings for c in chunks if c.has_output)
+            and all(len(c.inputs) >= 1 and c.start >= 0 for c in spans)
+            and all(len(c.inputs) == 1 for c in spans if c.slot in padded)
+            and all(0 <= t < self._n_vocab for c in spans for t in c.inputs)
+            and all(c.slot in self._bindings for c in spans if c.has_output)
             and (
                 n_steps == 1
                 or (
                     masks is None
                     and not has_changes
-                    and all(c.has_output or c.slot in padded for c in chunks)
+                    and all(c.has_output or c.slot in padded for c in spans)
                 )
             )
-            and (masks is None or len(masks) == sum(c.has_output for c in chunks))
-            and self._can_score(chunks, n_steps)
+            and (masks is None or len(masks) == sum(c.has_output for c in spans))
+            and self._can_score(spans, n_steps)
         )
         if not ok:
-            raise PlanError(f"a run breaks a rule: {StepPlan(tuple(chunks), n_steps)!r}")
+            raise PlanError(f"a run breaks a rule: {StepPlan(tuple(spans), n_steps)!r}")
 
-    def _can_score(self, chunks: Sequence[Chunk], n_steps: int) -> bool:
-        targets = [token for c in chunks for token in c.targets]
+    def _can_score(self, spans: Sequence[Span], n_steps: int) -> bool:
+        targets = [token for c in spans for token in c.targets]
         return (
             len(targets) <= (N_TARGETS_MAX if n_steps == 1 else 0)
             and all(0 <= token < self._n_vocab for token in targets)
-            and all(len(c.targets) <= len(c.tokens) - c.has_output for c in chunks)
-            and all(0 <= self._n_top(c) <= N_TOP_MAX for c in chunks if c.targets)
+            and all(len(c.targets) <= len(c.inputs) - c.has_output for c in spans)
+            and all(0 <= self._n_top(c) <= N_TOP_MAX for c in spans if c.targets)
         )
 
     def _decode(
-        self, chunks: Sequence[Chunk], padded: set[Slot]
+        self, spans: Sequence[Span], padded: set[Slot]
     ) -> tuple[int, list[tuple[int, int, Logits]]]:
-        """Decode one step; return llama.cpp's code and (chunk, token in it, its logits) of each output."""
-        for chunk in chunks:
-            if chunk.slot in self._histories and chunk.slot not in padded:
-                self._histories[chunk.slot].feed(chunk)
-        rows = list(_rows(chunks))
+        """Decode one step; return llama.cpp's code and (span, token in it, its logits) of each output."""
+        for span in spans:
+            if span.slot in self._histories and span.slot not in padded:
+                self._histories[span.slot].feed(span)
+        rows = list(_rows(spans))
         unsampled = set(padded)
         if self._has_silent_rows:
-            unsampled |= {c.slot for c in chunks if len(c.tokens) == 1}
-        code = int(self._api.decode(self._ctx, _batch(chunks, rows, unsampled)))
+            unsampled |= {c.slot for c in spans if len(c.inputs) == 1}
+        code = int(self._api.decode(self._ctx, _batch(spans, rows, unsampled)))
         if code != 0:
             return code, []
-        wanted = [(i, j, n) for n, (i, j) in enumerate(rows) if _has_logits(chunks[i], j)]
+        wanted = [(i, j, n) for n, (i, j) in enumerate(rows) if _has_logits(spans[i], j)]
         if not wanted and self._api.synchronize is not None:
             self._api.synchronize(self._ctx)
         return code, [(i, j, self._logits(n)) for i, j, n in wanted]
@@ -222,37 +215,37 @@ class PythonStepper:
             return np.full(1, np.nan, dtype=np.float32)
         return self._row_at(row)
 
-    def _sample(self, chunk: Chunk, n_sampled: int, logits: Logits, mask: Mask | None) -> int:
-        binding = self._bindings[chunk.slot]
-        i_output = chunk.start + len(chunk.tokens) + n_sampled - binding.output_origin
-        history = self._histories[chunk.slot].tokens
+    def _sample(self, span: Span, n_sampled: int, logits: Logits, mask: Mask | None) -> int:
+        binding = self._bindings[span.slot]
+        i_output = span.start + len(span.inputs) + n_sampled - binding.output_origin
+        history = self._histories[span.slot].tokens
         return sample_row(logits, binding.sampling, i_output, history, mask)
 
     def _scores(
-        self, chunks: Sequence[Chunk], rows: Sequence[tuple[int, int, Logits]]
+        self, spans: Sequence[Span], rows: Sequence[tuple[int, int, Logits]]
     ) -> dict[Slot, list[TokenLogprobs]]:
         """Return what is reported of each target, by slots."""
-        found: dict[Slot, list[TokenLogprobs]] = {c.slot: [] for c in chunks if c.targets}
+        found: dict[Slot, list[TokenLogprobs]] = {c.slot: [] for c in spans if c.targets}
         for i, j, logits in rows:
-            chunk = chunks[i]
-            if j < len(chunk.targets):
-                found[chunk.slot].append(logprobs(logits, chunk.targets[j], self._n_top(chunk)))
+            span = spans[i]
+            if j < len(span.targets):
+                found[span.slot].append(logprobs(logits, span.targets[j], self._n_top(span)))
         return found
 
-    def _n_top(self, chunk: Chunk) -> int:
-        binding = self._bindings.get(chunk.slot)
+    def _n_top(self, span: Span) -> int:
+        binding = self._bindings.get(span.slot)
         return binding.n_target_top if binding else 0
 
-    def _ends(self, chunks: Sequence[Chunk], tokens: list[list[int]], end_s: float) -> bool:
+    def _ends(self, spans: Sequence[Span], tokens: list[list[int]], end_s: float) -> bool:
         interrupted = self._interrupted.is_set()
         self._interrupted.clear()
         is_late = time.perf_counter() > end_s
-        return interrupted or is_late or any(map(self._is_end, chunks, tokens))
+        return interrupted or is_late or any(map(self._is_end, spans, tokens))
 
-    def _is_end(self, chunk: Chunk, tokens: list[int]) -> bool:
+    def _is_end(self, span: Span, tokens: list[int]) -> bool:
         if not tokens:
             return False
-        return tokens[-1] < 0 or tokens[-1] in self._bindings[chunk.slot].stop_tokens
+        return tokens[-1] < 0 or tokens[-1] in self._bindings[span.slot].stop_tokens
 
 
 def _is_sane(s: Sampling) -> bool:
@@ -270,47 +263,47 @@ def _is_sane(s: Sampling) -> bool:
     )
 
 
-def _fed(chunks: Sequence[Chunk], tokens: list[list[int]], n_done: int) -> Iterator[Chunk]:
-    """Yield the next step's chunks: each the token sampled last, or a pad row; before the first step itself."""
-    for chunk, sampled in zip(chunks, tokens, strict=True):
+def _fed(spans: Sequence[Span], tokens: list[list[int]], n_done: int) -> Iterator[Span]:
+    """Yield the next step's spans: each the token sampled last, or a pad row; before the first step itself."""
+    for span, sampled in zip(spans, tokens, strict=True):
         if sampled:
-            start = chunk.start + len(chunk.tokens) + len(sampled) - 1
-            yield Chunk(chunk.slot, start, sampled[-1:], has_output=True)
+            start = span.start + len(span.inputs) + len(sampled) - 1
+            yield Span(span.slot, start, sampled[-1:], has_output=True)
         else:
-            yield replace(chunk, start=chunk.start + n_done, tokens=[0] if n_done else chunk.tokens)
+            yield replace(span, start=span.start + n_done, inputs=[0] if n_done else span.inputs)
 
 
-def _rows(chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
-    """Yield (chunk, token in it) in batch order: every chunk's first token, then the remainders."""
-    for i in range(len(chunks)):
+def _rows(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    """Yield (span, token in it) in batch order: every span's first token, then the remainders."""
+    for i in range(len(spans)):
         yield i, 0
-    for i, chunk in enumerate(chunks):
-        for j in range(1, len(chunk.tokens)):
+    for i, span in enumerate(spans):
+        for j in range(1, len(span.inputs)):
             yield i, j
 
 
-def _is_output(chunk: Chunk, j: int) -> bool:
-    return chunk.has_output and j == len(chunk.tokens) - 1
+def _is_output(span: Span, j: int) -> bool:
+    return span.has_output and j == len(span.inputs) - 1
 
 
-def _has_logits(chunk: Chunk, j: int) -> bool:
-    return _is_output(chunk, j) or j < len(chunk.targets)
+def _has_logits(span: Span, j: int) -> bool:
+    return _is_output(span, j) or j < len(span.targets)
 
 
-def _batch(chunks: Sequence[Chunk], rows: Sequence[tuple[int, int]], padded: set[Slot]) -> Any:
+def _batch(spans: Sequence[Span], rows: Sequence[tuple[int, int]], padded: set[Slot]) -> Any:
     """Return a `llama_batch` that keeps its own arrays alive."""
     from cbatch.backend.bindings import llama_cpp
 
     n = len(rows)
-    ids = [ctypes.c_int32(chunks[i].slot) for i, _ in rows]
+    ids = [ctypes.c_int32(spans[i].slot) for i, _ in rows]
     arrays = (
-        (ctypes.c_int32 * n)(*[chunks[i].tokens[j] for i, j in rows]),
+        (ctypes.c_int32 * n)(*[spans[i].inputs[j] for i, j in rows]),
         None,
-        (ctypes.c_int32 * n)(*[chunks[i].start + j for i, j in rows]),
+        (ctypes.c_int32 * n)(*[spans[i].start + j for i, j in rows]),
         (ctypes.c_int32 * n)(*[1] * n),
         (ctypes.POINTER(ctypes.c_int32) * n)(*[ctypes.pointer(slot) for slot in ids]),
         (ctypes.c_int8 * n)(
-            *[_has_logits(chunks[i], j) or chunks[i].slot in padded for i, j in rows]
+            *[_has_logits(spans[i], j) or spans[i].slot in padded for i, j in rows]
         ),
     )
     return llama_cpp.llama_batch(n, *arrays)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.core.slots import BatcherState
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
@@ -53,7 +52,7 @@ class GatedBackend(FakeBackend):
         self._is_stepping = False
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.chunks:
+        if plan.spans:
             if self.n_runs == self.hold_at:
                 self._held.set()
                 assert self._go.wait(PATIENCE_S)
@@ -105,7 +104,14 @@ def loop_over(backend: FakeBackend, rig: Rig, clock: Clock) -> Loop:
     prompts = PromptTokenizer(partial(tokenize, backend.vocab), backend.n_window)
     lanes = PromptLanes(prompts, 0, is_threaded=False)
     return Loop(
-        backend, rig.batcher, rig.scheduler, rig.stats, clock, store, lanes, is_threaded=False
+        backend,
+        rig.scheduler,
+        rig.stats,
+        clock,
+        store,
+        lanes,
+        rig.wants,
+        is_threaded=False,
     )
 
 
@@ -192,7 +198,7 @@ class PokedBackend(FakeBackend):
         self._llama = llama
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.chunks:
+        if plan.spans:
             self.poke("run")
             self._llama.warn("a warning")
         return super().run(plan)
@@ -267,9 +273,9 @@ def batcher_of(engine: Engine) -> MultiRequestBatcher:
     return batcher
 
 
-def books_of(engine: Engine) -> BatcherState:
+def books_of(engine: Engine) -> MultiRequestBatcher:
     """What an engine knows of slots and cells."""
-    return batcher_of(engine)._state
+    return batcher_of(engine)
 
 
 def find_pool_full(engine: Engine) -> None:

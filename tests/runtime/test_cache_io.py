@@ -14,11 +14,12 @@ from cbatch.backend.fake import FakeBackend, FakeVocab
 from cbatch.cache.cell_file import CachedCells
 from cbatch.cache.store import CacheStore
 from cbatch.core.batcher import MultiRequestBatcher
-from cbatch.core.cell_ops import ToStore
-from cbatch.core.driver import SequenceDriver
-from cbatch.core.waiting import CacheEntry, CacheRead, CacheRef
+from cbatch.core.driver import SequenceDriver, Wait
+from cbatch.core.saved_cells import ToStore
 from cbatch.errors import CacheError
 from cbatch.runtime.cache_io import CacheIo
+from cbatch.runtime.prompt_fit import set_prompt
+from cbatch.runtime.wants import CacheEntry, CacheRead, CacheRef, SequenceWants
 from tests.helpers import make_request
 from tests.places import text_of
 from tests.runtime.backends import PATIENCE_S, in_thread
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.cache.cell_file import Fingerprint
-    from cbatch.core.waiting import Want
     from cbatch.runtime.cache_io import Post
+    from cbatch.runtime.wants import Want
 
 DATA = np.zeros(80, np.uint8)
 CHECKPOINT = np.ones(32, np.uint8)
 
 
-class Told(MultiRequestBatcher):
-    """Stands for a batcher, and is told what came of its wants."""
+class Told(SequenceWants):
+    """Is told what came of wants."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -44,6 +45,13 @@ class Told(MultiRequestBatcher):
     def resolve(self, want: Want, found: object, now: float) -> list[Any]:
         self.told.append(found)
         return []
+
+
+class Forgetful(MultiRequestBatcher):
+    """Stands for a batcher."""
+
+    def __init__(self) -> None:
+        pass
 
 
 class Exporting(FakeBackend):
@@ -61,7 +69,7 @@ class Owner:
     """Asks a `CacheIo`, and is told."""
 
     cache_io: CacheIo
-    batcher: Told
+    told: Told
     posted: SimpleQueue[Callable[[], object]]
 
     def read(self, key: str, *, is_wanted: bool = True) -> None:
@@ -74,28 +82,36 @@ class Owner:
         """Wait until so many answers are there."""
         for _ in range(n):
             self.posted.get(timeout=PATIENCE_S)()
-        return self.batcher.told[-n:]
+        return self.told.told[-n:]
 
 
 def read(key: str, *, is_wanted: bool = True) -> CacheRead:
-    drivers = {0: stored(key).driver} if is_wanted else {}
+    driver = stored(key).driver
+    driver.waits_for = Wait.CACHE
+    drivers = [driver] if is_wanted else []
     return CacheRead(CacheRef(key), drivers, lambda *_: 10)
 
 
 def stored(key: str) -> ToStore:
     request = make_request(key, text_of(10), cache_key=key, save_cache=True)
     driver = SequenceDriver.of(request, FakeVocab(320).piece, 0.0)
-    driver.set_prompt(text_of(10), 64)
+    set_prompt(driver, text_of(10), 64)
     return ToStore(driver, 0, 10)
 
 
 def make_owner(folder: Path, *, is_threaded: bool, post: Post | None = None) -> Owner:
-    posted, batcher = SimpleQueue[Any](), Told()
+    posted, told = SimpleQueue[Any](), Told()
     store = CacheStore(folder, 2**40)
     cache_io = CacheIo(
-        store, Exporting(), batcher, lambda: 0.0, post or posted.put, is_threaded=is_threaded
+        store,
+        Exporting(),
+        Forgetful(),
+        told,
+        lambda: 0.0,
+        post or posted.put,
+        is_threaded=is_threaded,
     )
-    return Owner(cache_io, batcher, posted)
+    return Owner(cache_io, told, posted)
 
 
 @pytest.fixture
@@ -139,7 +155,7 @@ def test_checkpoint_is_written_beside_the_cells_unless_it_is_gone(
         Exporting, "import_state", lambda _, key, data, n: imported.append((key, data.tolist(), n))
     )
     for n in filter(None, (n_there, 10)):
-        by_hand.cache_io.order(CacheRead(CacheRef("k"), {0: loads[0][0]}, lambda *_, n=n: n))
+        by_hand.cache_io.order(replace(read("k"), n_usable=lambda *_, n=n: n))
         by_hand.take()
     expected = {4: CHECKPOINT, 10: DATA}
     assert imported == [(7, expected[n].tolist(), n) for n in (n_there, 10) if n]
@@ -153,7 +169,7 @@ def test_checkpoint_that_finds_no_memory_is_dropped_and_refuses_nobody(
     dropped: list[int] = []
     driver = stored("k").driver
     monkeypatch.setattr(Told, "resolve", lambda *_: [(driver, 7), (driver, -3)])
-    monkeypatch.setattr(Told, "drop_checkpoint", lambda _, key: dropped.append(key))
+    monkeypatch.setattr(Forgetful, "drop_checkpoint", lambda _, key: dropped.append(key))
 
     def import_state(_: object, key: int, *__: object) -> None:
         if key < 0:
@@ -173,7 +189,7 @@ def test_cells_that_are_lost_before_they_are_written_are_told(
 ) -> None:
     monkeypatch.setattr(Exporting, "is_lost", True)
     by_hand.write("k")
-    assert by_hand.batcher.told == ["the cells were not saved: they could not be copied out"]
+    assert by_hand.told.told == ["the cells were not saved: they could not be copied out"]
 
 
 def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(
@@ -195,7 +211,7 @@ def test_answer_that_cannot_be_posted_leaves_the_thread_to_the_next(tmp_path: Pa
     made.write("lost")
     made.write("k")
     posted.get(timeout=PATIENCE_S)()
-    assert made.batcher.told == [CacheEntry(text_of(10), 10)]
+    assert made.told.told == [CacheEntry(text_of(10), 10)]
     in_thread(made.cache_io.close)()
 
 

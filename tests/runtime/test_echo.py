@@ -12,7 +12,8 @@ import pytest
 
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import N_TARGETS_MAX, KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import N_TARGETS_MAX, PromptCuts
 from cbatch.errors import ConfigError, RequestFailedError
 from tests.kinds import Reason, each_kind, engine_on, no_pool
 from tests.oracle.fake_streams import scores_alone
@@ -60,7 +61,7 @@ def wanted(backend: FakeBackend, text: str, n_top: int) -> list[Any]:
 
 
 def n_targets(plans: Sequence[StepPlan]) -> list[int]:
-    return [n for plan in plans if (n := sum(len(c.targets) for c in plan.chunks))]
+    return [n for plan in plans if (n := sum(len(c.targets) for c in plan.spans))]
 
 
 # ---- prompt_logprobs ----
@@ -111,8 +112,8 @@ def test_company_that_is_not_scored_is_computed_beside(
 ) -> None:
     scored = BatchPrompt(prompt=PROMPT * 2, options={"prompt_logprobs": 0})
     all_results(engine.run([scored, BatchPrompt(prompt=PROMPT[::-1])]))
-    first = next(plan for plan in backend.plans if plan.chunks)
-    assert [len(c.tokens) for c in first.chunks] == [N_TARGETS_MAX, len(PROMPT)]
+    first = next(plan for plan in backend.plans if plan.spans)
+    assert [len(c.inputs) for c in first.spans] == [N_TARGETS_MAX, len(PROMPT)]
 
 
 def test_scored_prompt_takes_nothing_over_but_gives(backend: FakeBackend) -> None:
@@ -127,7 +128,7 @@ def test_scored_prompt_takes_nothing_over_but_gives(backend: FakeBackend) -> Non
 
 
 def test_broken_row_of_the_prompt_fails_its_item_alone() -> None:
-    faults = Faults(broken=lambda chunk: chunk.tokens[-1] == ord("!"))
+    faults = Faults(broken=lambda chunk: chunk.inputs[-1] == ord("!"))
     with closing(engine_on(FakeBackend(4, 64, 64, faults=faults), options=LONG)) as engine:
         bad, good = all_results(
             engine.run(["a!b", "abc"], options={"prompt_logprobs": 0, "seed": 1})
@@ -178,7 +179,7 @@ def test_pieces_of_exact_are_scored_whole(chunk_alignment: int) -> None:
     backend.cuts = PromptCuts.every(chunk_alignment)
     with (
         patch("cbatch.core.scheduler.N_TARGETS_MAX", 16),
-        patch("cbatch.core.plan.N_TARGETS_MAX", 16),
+        patch("cbatch.core.span.N_TARGETS_MAX", 16),
         closing(engine_on(backend, options=LONG)) as engine,
     ):
         results = [answer(engine, seed=3, prompt_logprobs=0)]
@@ -191,7 +192,7 @@ def test_pieces_of_exact_are_scored_whole(chunk_alignment: int) -> None:
     assert first.prompt_logprobs == second.prompt_logprobs
     assert figures(other.prompt_logprobs) == wanted(backend, PROMPT[::-1], 0)
     assert first.token_ids == second.token_ids == plain.token_ids
-    assert {len(c.targets) for p in backend.plans for c in p.chunks} <= {
+    assert {len(c.targets) for p in backend.plans for c in p.spans} <= {
         0,
         min(chunk_alignment, 16),
         2,

@@ -13,7 +13,8 @@ import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeBackend, Faults
 from cbatch.cache.store import CacheStore
-from cbatch.core.plan import KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import PromptCuts
 from cbatch.engine_options import Policy
 from cbatch.errors import (
     CacheError,
@@ -142,8 +143,8 @@ def test_two_parts_under_exact_have_the_shapes_of_one_run(
     first = any_way.result(engine, text_of(50), max_tokens=9)
     result = extended(any_way, engine, first, 9)
     assert result.token_ids == expected(text_of(50), 18)
-    chunks = [c for plan in plans_of(engine) for c in plan.chunks]
-    assert all(len(c.tokens) == 1 for c in chunks if c.start >= 50)
+    chunks = [c for plan in plans_of(engine) for c in plan.spans]
+    assert all(len(c.inputs) == 1 for c in chunks if c.start >= 50)
     assert [c.start for c in chunks if c.start < 50] == list(range(0, 50, chunk_alignment))
 
 

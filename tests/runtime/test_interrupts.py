@@ -237,7 +237,7 @@ class Pressing(FakeBackend):
 
     def run(self, plan: StepPlan) -> StepResult:
         self.interrupt()
-        if not plan.chunks:
+        if not plan.spans:
             return super().run(plan)
         press()
         result = super().run(plan)
@@ -304,7 +304,7 @@ class Ringing(FakeBackend):
     def run(self, plan: StepPlan) -> StepResult:
         self.interrupt()
         result = super().run(plan)
-        if plan.chunks:
+        if plan.spans:
             self.ring()
         return result
 

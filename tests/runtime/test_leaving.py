@@ -145,7 +145,7 @@ def test_slots_are_free_before_the_next_plan(leave: Callable[[BatchResponse], No
         backend.release()
         assert len(all_results(response)) == 3
         engine.stats()
-        assert [len(p.chunks) for p in backend.plans[n_plans + 1 :]] in ([], [0])
+        assert [len(p.spans) for p in backend.plans[n_plans + 1 :]] in ([], [0])
         assert sum(len(p.binds) for p in backend.plans) == 2
 
 

@@ -167,7 +167,7 @@ def test_submission_does_not_wait_for_the_run_and_asks_it_to_end(gated: Make) ->
     assert not backend.plans
     backend.release()
     assert [len(box.wait(PATIENCE_S)) for box in (first, second)] == [1, 1]
-    assert any(len(plan.chunks) == 2 for plan in backend.plans)
+    assert any(len(plan.spans) == 2 for plan in backend.plans)
 
 
 def test_cancelled_waiting_request_answers_while_the_others_run(gated: Make) -> None:
@@ -319,7 +319,7 @@ def test_interrupted_run_is_done_anew_with_its_clears_and_binds() -> None:
     made.loop.pump()
     [again] = backend.plans
     assert (again.clears, [b.slot for b in again.binds]) == ((0, 1), [0])
-    assert [(c.slot, c.start) for c in again.chunks] == [(0, 0)]
+    assert [(c.slot, c.start) for c in again.spans] == [(0, 0)]
     made.loop.close()
 
 

@@ -13,6 +13,7 @@ from cbatch.core.plan import Slot
 from cbatch.errors import SequenceStateError
 from cbatch.response import TokenLogprob
 from cbatch.runtime.output import result_of, take_chunk
+from cbatch.runtime.prompt_fit import set_prompt
 from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
 from tests.helpers import make_request
 
@@ -71,7 +72,7 @@ def test_log_probabilities_of_chunks_joined_are_those_of_the_result() -> None:
 
 def test_first_chunk_of_an_extension_has_known_log_probabilities() -> None:
     driver = extension(A, B)
-    driver.set_prompt([1, 2], N_WINDOW)
+    set_prompt(driver, [1, 2], N_WINDOW)
     driver.admit(Slot(0), 1.0)
     driver.accept(4, [C], 2.0, logprobs=[fake_logprobs(C, 0)])
     chunk = take_chunk(driver)
@@ -108,7 +109,7 @@ def test_result_before_the_end_raises() -> None:
 
 def test_result_reports_the_seed_and_the_counts() -> None:
     driver = make_driver(seed=7, max_tokens=1)
-    driver.set_prompt([1, 2, 3], N_WINDOW)
+    set_prompt(driver, [1, 2, 3], N_WINDOW)
     driver.admit(Slot(0), 1.0)
     driver.accept(3, [A], 2.0)
     result = result_of(driver)
@@ -179,7 +180,7 @@ def extension(*output: int) -> SequenceDriver:
 
 def test_rate_of_an_extension_counts_what_it_sampled_itself() -> None:
     driver = extension(A, B, C)
-    driver.set_prompt([1, 2], N_WINDOW)
+    set_prompt(driver, [1, 2], N_WINDOW)
     driver.admit(Slot(0), 1.0)
     for i, token in enumerate((A, B, D)):
         driver.accept(5 if not i else 1, [token], 2.0 + i)
@@ -192,7 +193,7 @@ def test_prompt_rate_of_an_extension_counts_all_that_it_computed_first(
     n_reused: int, rate: float
 ) -> None:
     driver = extension(A, B, C)
-    driver.set_prompt([1, 2], N_WINDOW)
+    set_prompt(driver, [1, 2], N_WINDOW)
     driver.admit(Slot(0), 1.0)
     driver.reuse(n_reused)
     driver.accept(5 - n_reused, [D], 2.0)

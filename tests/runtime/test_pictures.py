@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend, FakeVocab, Faults
 from cbatch.backend.fake.fake_tokens import FakePicture
-from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
+from cbatch.core.plan import KvCapabilities, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
@@ -110,9 +111,9 @@ def test_pictures_in_company_have_the_answers_they_have_alone(
 def parts_of_steps(backend: FakeBackend) -> list[list[tuple[int, int]]]:
     """Of each step, the tokens of its chunks and the rows among them."""
     return [
-        [(len(c.tokens), sum(t >= FIRST_PICTURE for t in c.tokens)) for c in plan.chunks]
+        [(len(c.inputs), sum(t >= FIRST_PICTURE for t in c.inputs)) for c in plan.spans]
         for plan in backend.plans
-        if plan.chunks
+        if plan.spans
     ]
 
 
@@ -151,9 +152,9 @@ def test_fake_row_depends_on_all_rows_computed_with_it() -> None:
     memory = KvCapabilities("partitioned", 64, has_whole_pictures=True)
     whole, cut = (FakeBackend(1, 64, memory=memory) for _ in range(2))
     ids = [*ids_of(3, 6)]
-    whole.run(StepPlan((Chunk(Slot(0), 0, ids, has_output=False),)))
+    whole.run(StepPlan((Span(Slot(0), 0, ids, has_output=False),)))
     for start in (0, 4):
-        cut.run(StepPlan((Chunk(Slot(0), start, ids[start : start + 4], has_output=False),)))
+        cut.run(StepPlan((Span(Slot(0), start, ids[start : start + 4], has_output=False),)))
     assert len(whole.cells[0]) == len(cut.cells[0]) == 6
     assert not {*whole.cells[0]} & {*cut.cells[0]}
 

@@ -201,7 +201,7 @@ class TurnsBackend(FakeBackend):
         self.is_interrupt_wanted = False
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.chunks:
+        if plan.spans:
             self.begun.release()
             assert self.turns.acquire(timeout=PATIENCE_S)
         super().interrupt()

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.backend.fake import FakeBackend
-    from cbatch.core.plan import Chunk, StepPlan, StepResult
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.span import Span
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.row_comparison import RowComparison
 
@@ -57,7 +58,7 @@ class Crowded(OneByOne):
 
     def run(self, plan: StepPlan) -> StepResult:
         result = super().run(plan)
-        if len(plan.chunks) < 2 or not result.logprobs:
+        if len(plan.spans) < 2 or not result.logprobs:
             return result
         logprobs = [
             [replace(p, logprob=math.nextafter(p.logprob, 0.0)) for p in row]
@@ -65,7 +66,7 @@ class Crowded(OneByOne):
         ]
         tokens = [
             [t + (c.slot == 1) for t in row]
-            for c, row in zip(plan.chunks, result.tokens, strict=True)
+            for c, row in zip(plan.spans, result.tokens, strict=True)
         ]
         return replace(result, logprobs=logprobs, tokens=tokens)
 
@@ -258,7 +259,7 @@ def test_pool_without_a_cell_for_each_row_is_refused_and_stays() -> None:
 def test_failed_step_is_told_and_sequences_go_on(code: int, i_run: int) -> None:
     codes: list[int] = []
 
-    def fail(chunks: Sequence[Chunk]) -> int:
+    def fail(chunks: Sequence[Span]) -> int:
         return codes.pop(0) if codes else 0
 
     items = [item("a", regex="1"), item("b", seed=3)]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cbatch import BatchPrompt
 from cbatch.backend.fake import FakeBackend
-from cbatch.core.plan import ANYWHERE, KvCapabilities, PromptCuts
+from cbatch.core.plan import KvCapabilities
+from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine import Engine
 from cbatch.engine_options import ScheduleOptions
 from tests.profiles import examples

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from cbatch.core.plan import Chunk, StepPlan, StepResult
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.core.span import Span
     from cbatch.engine import Engine
     from cbatch.options import Grammar
 
@@ -411,7 +412,7 @@ def test_masks_made_beside_decoding_give_the_same_answers(monkeypatch: pytest.Mo
     filled: set[str] = set()
     fill = GrammarMatchers.fill
 
-    def fill_and_tell(guides: GrammarMatchers, chunks: Sequence[Chunk]) -> None:
+    def fill_and_tell(guides: GrammarMatchers, chunks: Sequence[Span]) -> None:
         filled.add(threading.current_thread().name.rpartition("_")[0])
         time.sleep(0.002)  # later than decoding ends
         fill(guides, chunks)

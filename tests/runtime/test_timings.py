@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.backend.fake import StepCost
-from cbatch.core.parts import RequestClock
+from cbatch.core.request import RequestClock
 from cbatch.runtime.output import timings_of
 from tests.helpers import drive, make_request, make_scheduler, make_sequences, partitioned, step
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.core.plan import N_TARGETS_MAX, PromptCuts
+from cbatch.core.span import N_TARGETS_MAX, PromptCuts
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, UnsupportedOptionError
 from cbatch.messages import BatchPrompt

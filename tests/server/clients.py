@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import threading
 from contextlib import contextmanager
@@ -199,6 +200,26 @@ def running(
             ending.begin()
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
+
+
+def connected(server: Running, sent: bytes = b"", n_buffer: int | None = None) -> socket.socket:
+    """A socket to a server, over which bytes were sent."""
+    found = socket.socket()
+    found.settimeout(PATIENCE_S)
+    if n_buffer is not None:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, n_buffer)
+    found.connect(("127.0.0.1", httpx.URL(server.url).port or 0))
+    found.sendall(sent)
+    return found
+
+
+def scope_of(path: str, method: str = "POST", **more: Any) -> dict[str, Any]:
+    """The scope of a request with a body in JSON, for an application that is called by hand."""
+    said = {"type": "http", "http_version": "1.1", "method": method, "scheme": "http"}
+    where = {"path": path, "raw_path": path.encode(), "root_path": "", "query_string": b""}
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    ends = {"server": ("127.0.0.1", 80), "client": None, "headers": headers}
+    return {**said, **where, **ends, **more}
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

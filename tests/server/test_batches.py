@@ -19,7 +19,16 @@ from cbatch.server.batch_store import BatchStore
 from cbatch.server.batch_turns import BatchLane
 from cbatch.worker.pool import N_FAILED_MAX
 from tests.runtime.backends import GatedBackend, in_thread
-from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, wait_until
+from tests.server.clients import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    USER,
+    call,
+    error_of,
+    fake_app,
+    wait_until,
+)
 from tests.server.kept import (
     SHORT,
     answers,
@@ -212,6 +221,7 @@ def test_wrong_field_of_a_batch_is_refused_by_name(
         asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
         error = error_of(call(app, "/v1/batches", {**asked, field: value}), 400)
         assert field in error["message"]
+        assert ("/v1/embeddings" in error["message"]) is (field == "endpoint")
         assert call(app, "/v1/batches").json()["data"] == []
 
 
@@ -255,19 +265,12 @@ def test_unknown_batches_are_not_there(tmp_path: Path) -> None:
 
 
 def test_server_without_a_folder_says_so() -> None:
-    with Engine(FakeBackend(1, 64)) as engine:
-        from cbatch.server import create_app
-
-        app = create_app(engine)
+    with fake_app() as app:
         for path in ("/v1/files", "/v1/batches", "/v1/batches/a"):
             assert error_of(call(app, path), 404)["code"] == "files_not_kept"
-
-
-def test_batches_need_a_key_where_keys_are_set(tmp_path: Path) -> None:
-    with kept_app(tmp_path, api_keys=["k"]) as app:
-        for path in ("/v1/files", "/v1/batches"):
-            error_of(call(app, path), 401)
-            assert call(app, path, headers={"x-api-key": "k"}).status_code == 200
+        for path in (f"{MESSAGES}/batches", f"{MESSAGES}/batches/a"):
+            answer = call(app, path)
+            assert (answer.status_code, "files_dir" in answer.text) == (404, True)
 
 
 # ---- cancel, and time that is over ----

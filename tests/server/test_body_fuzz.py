@@ -45,6 +45,7 @@ OF_ALL = {
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 GOOD: dict[str, list[dict[str, Any]]] = {
@@ -103,6 +104,15 @@ GOOD: dict[str, list[dict[str, Any]]] = {
             "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
         },
         {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 9}},
+        {
+            "messages": [
+                {"role": "system", "content": "a"},
+                {"role": "user", "content": [{"type": "image", "source": IMAGE}]},
+                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+            ],
+            "max_tokens": 2,
+            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        },
     ],
     RESPONSES: [
         {"input": "Hi", "max_output_tokens": 2},
@@ -123,6 +133,14 @@ GOOD: dict[str, list[dict[str, Any]]] = {
             "text": {"format": {"type": "text"}},
             "reasoning": {"effort": "low"},
         },
+        {
+            "input": [
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            ],
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        },
     ],
     COUNT: [{"messages": USER}],
     COUNT_INPUT: [
@@ -135,8 +153,11 @@ GOOD: dict[str, list[dict[str, Any]]] = {
 """Bodies that are answered, by path."""
 
 OWN: dict[str, set[str]] = {
-    MESSAGES: {*anthropic_fields.OWN, *anthropic_fields.IGNORED, *anthropic_fields.REFUSED},
-    RESPONSES: {*responses_fields.OWN, *responses_fields.IGNORED, *responses_fields.REFUSED},
+    path: {*of.own, *of.ignored, *of.refused}
+    for path, of in {
+        MESSAGES: anthropic_fields.DIALECT,
+        RESPONSES: responses_fields.DIALECT,
+    }.items()
 }
 OWN[COUNT_INPUT] = OWN[RESPONSES]
 NAMES = {path: sorted({*OF_ALL, *OWN.get(path, ()), *GOOD[path][0]}) for path in GOOD}

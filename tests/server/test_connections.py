@@ -25,7 +25,16 @@ from cbatch.errors import ConfigError
 from cbatch.server import connections, create_app, serving
 from cbatch.server.serving import limits_for
 from tests.runtime.backends import GatedBackend
-from tests.server.clients import CHAT, USER, Running, call, fake_app, running, wait_until
+from tests.server.clients import (
+    CHAT,
+    USER,
+    Running,
+    call,
+    connected,
+    fake_app,
+    running,
+    wait_until,
+)
 
 if TYPE_CHECKING:
     from cbatch.bench.experiments.http_load import Heard
@@ -34,7 +43,6 @@ ASKED = {"messages": USER, "max_tokens": 2, "seed": 1}
 LONG = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "logprobs": True, "top_logprobs": 5}
 """Whose answer is more than the buffers between server and client hold."""
 
-PATIENCE_S = 60.0
 HEADER_S = 1.0
 """A limit within which a client that is in no hurry sends what it has; waited for where nothing more comes."""
 
@@ -50,17 +58,6 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         monkeypatch.setattr(serving, "GuardedProtocol", module.GuardedProtocol)
-
-
-def connected(server: Running, sent: bytes = b"", n_buffer: int | None = None) -> socket.socket:
-    """A socket to a server, over which bytes were sent."""
-    found = socket.socket()
-    found.settimeout(PATIENCE_S)
-    if n_buffer is not None:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, n_buffer)
-    found.connect(("127.0.0.1", httpx.URL(server.url).port or 0))
-    found.sendall(sent)
-    return found
 
 
 def rest_of(connection: socket.socket) -> Heard:

@@ -48,6 +48,21 @@ def same_handlers() -> Iterator[None]:
 # ---- signals ----
 
 
+class Left:
+    """Notes the exit code instead of ending this process."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self._has_come = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self._has_come.set()
+
+    def wait(self) -> bool:
+        return self._has_come.wait(PATIENCE_S)
+
+
 def test_second_signal_takes_the_grace_of_the_first() -> None:
     now, begun = [5.0], []
     end = Ending(30, clock=lambda: now[0])
@@ -74,8 +89,8 @@ def test_part_of_the_server_has_some_time_also_after_the_grace() -> None:
 def test_signal_before_there_are_calls_breaks_off_the_load(
     number: int, kind: type[BaseException]
 ) -> None:
-    codes: list[int] = []
-    end = Ending(1000, leave=codes.append)
+    left = Left()
+    end = Ending(1000, leave=left)
 
     def load() -> None:
         with end.on_signals():
@@ -86,25 +101,19 @@ def test_signal_before_there_are_calls_breaks_off_the_load(
     assert end.is_over
     assert getattr(told.value, "code", 0) == 0
     signal.raise_signal(number)  # a second one does not break off the end
-    assert codes == []
+    assert left.codes == []
 
 
 def test_what_does_not_end_in_time_is_given_up_and_then_the_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ending, "_LAST_S", 0.01)
-    codes: list[int] = []
-    is_over, has_left = threading.Event(), threading.Event()
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        has_left.set()
-
-    with Ending(0, leave=leave).on_signals() as end, end.serving(bool, is_over.set):
+    left, is_over = Left(), threading.Event()
+    with Ending(0, leave=left).on_signals() as end, end.serving(bool, is_over.set):
         os.kill(os.getpid(), signal.SIGTERM)
         assert is_over.wait(PATIENCE_S)
-        assert has_left.wait(PATIENCE_S)
-    assert codes == [0]
+        assert left.wait()
+    assert left.codes == [0]
     assert "cbatch: ended by force after SIGTERM: something still ran" in capsys.readouterr().err
 
 
@@ -136,19 +145,13 @@ def test_process_that_does_not_end_behind_the_block_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ending, "_LAST_S", 0.0)
-    codes: list[int] = []
-    has_left = threading.Event()
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        has_left.set()
-
-    with Ending(3600, leave=leave).on_signals() as end, end.serving(bool, bool):
+    left = Left()
+    with Ending(3600, leave=left).on_signals() as end, end.serving(bool, bool):
         end.begin()
-    assert codes == []
+    assert left.codes == []
     signal.raise_signal(signal.SIGTERM)  # takes the grace
-    assert has_left.wait(PATIENCE_S)
-    assert codes == [0]
+    assert left.wait()
+    assert left.codes == [0]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -156,21 +159,16 @@ def test_load_ended_by_force_has_the_exit_code_of_any_end(
     monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     monkeypatch.setattr(ending, "_LAST_S", 0.0)
-    codes: list[int] = []
-    has_left = threading.Event()
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        has_left.set()
+    left = Left()
 
     def load() -> None:
-        with Ending(3600, leave=leave).on_signals():
+        with Ending(3600, leave=left).on_signals():
             signal.raise_signal(number)
 
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         load()
-    assert has_left.wait(PATIENCE_S)
-    assert codes == [code]
+    assert left.wait()
+    assert left.codes == [code]
 
 
 def test_threads_are_left_only_at_the_end_and_only_those_that_run() -> None:

@@ -10,14 +10,14 @@ import pytest
 from cbatch.errors import ConfigError
 from cbatch.server import create_app
 from cbatch.server.server_settings import ServerSettings
-from tests.server.clients import CHAT, MESSAGES, USER, call, error_of, fake_app
+from tests.server.clients import CHAT, MESSAGES, USER, call, error_of, fake_app, scope_of
 from tests.server.kept import kept_app
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
-    from starlette.types import Message, Scope
+    from starlette.types import Message
 
 LOOPBACK = "http://127.0.0.1:8080"
 ASKED = {"messages": USER, "max_tokens": 2}
@@ -201,9 +201,7 @@ def test_request_of_http_1_1_needs_a_host(version: str, status: int) -> None:
         sent.append(message)
 
     with fake_app() as app:
-        scope: Scope = {"type": "http", "http_version": version, "headers": []}
-        scope.update(method="GET", scheme="http", path="/health", raw_path=b"/health", root_path="")
-        scope.update(query_string=b"", server=("127.0.0.1", 80), client=None)
+        scope = scope_of("/health", "GET", http_version=version, headers=[])
         anyio.run(app, scope, receive, send)
     assert sent[0]["status"] == status
 

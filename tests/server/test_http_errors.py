@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 
 from cbatch import errors
 from cbatch.server.http_errors import problem_of
 from cbatch.server.pulse import Pulse
-from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app
+from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app, scope_of
 
 ASKED = {"messages": USER, "max_tokens": 2}
 
@@ -245,6 +246,17 @@ def test_key_opens_by_any_header(header: dict[str, str]) -> None:
         assert "first" not in repr(app.state.desk.settings)
 
 
+def test_every_path_but_health_and_the_page_needs_a_key() -> None:
+    with fake_app(api_keys="k", page=False) as app:
+        routes = [route for route in app.routes if isinstance(route, Route)]
+        assert len(routes) > 70
+        for route in routes:
+            (method,) = (route.methods or set()) - {"HEAD"}
+            path = re.sub(r"{.*?}", "a", route.path)
+            if not path.endswith("/health"):
+                assert call(app, path, method=method).status_code == 401, path
+
+
 def test_pages_of_other_origins_may_call_where_that_is_said() -> None:
     asks: dict[str, Any] = {"origin": "http://page", "access-control-request-method": "POST"}
     with fake_app() as app:
@@ -273,14 +285,8 @@ def test_body_that_does_not_arrive_is_told() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": CHAT,
-        "headers": [(b"content-type", b"application/json")],
-    }
     with fake_app(body_timeout_s=0) as app:
-        anyio.run(app, scope, receive, send)
+        anyio.run(app, scope_of(CHAT), receive, send)
     assert sent[0]["status"] == 408
     assert json.loads(sent[1]["body"])["error"]["code"] == "body_timeout"
 

@@ -16,7 +16,16 @@ import pytest
 from cbatch.engine import Engine
 from cbatch.server import exchange, pulse
 from tests.runtime.backends import PATIENCE_S
-from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, fake_app, wait_until
+from tests.server.clients import (
+    CHAT,
+    COMPLETIONS,
+    USER,
+    call,
+    error_of,
+    fake_app,
+    scope_of,
+    wait_until,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,16 +123,7 @@ class Client:
         self.sent.append(message)
 
     async def ask(self, app: Starlette) -> None:
-        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-        scope: dict[str, Any] = {
-            "type": "http",
-            "http_version": "1.1",
-            "headers": headers,
-            "method": "POST",
-        }
-        scope |= {"scheme": "http", "path": self.path, "raw_path": self.path.encode()}
-        scope |= {"query_string": b"", "root_path": "", "server": ("127.0.0.1", 80), "client": None}
-        await app(scope, self.receive, self.send)
+        await app(scope_of(self.path), self.receive, self.send)
 
 
 async def begun(tasks: TaskGroup, app: Starlette, held: Held, n: int, *asked: Any) -> list[Client]:

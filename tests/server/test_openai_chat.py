@@ -26,7 +26,7 @@ from cbatch.server.answer_events import (
     joined_events,
 )
 from cbatch.server.call import fingerprint_of
-from cbatch.server.openai_answers import Head, timings_of
+from cbatch.server.openai_answers import timings_of
 from cbatch.server.openai_chat import ChatCall, ChatStream
 from cbatch.server.pulse import EngineQuestion
 from cbatch.server.responses_api import ResponsesCall
@@ -181,7 +181,7 @@ def test_stream_of_thinking_and_calls_has_each_in_its_place() -> None:
     result = BatchResult(
         "1", "Hm", (1,), "tool_calls", None, Usage(3, 4), TIMES, 0, reasoning="Well"
     )
-    stream = ChatStream(chat, Head("id", "o", 1, "m"))
+    stream = ChatStream(chat, {"id": "id"})
     events: list[Event] = [
         Reasoning(0, "Well"),
         Text(0, "Hm"),
@@ -264,7 +264,7 @@ def test_log_probabilities_stand_beside_their_text() -> None:
         BatchOutputChunk("a", "", (60,), 0, None, "", "", (one,)),
     ]
     asked = {"messages": USER, "logprobs": True, "return_tokens": True}
-    stream = ChatStream(ChatCall.of(asked), Head("id", "o", 1, "m"))
+    stream = ChatStream(ChatCall.of(asked), {"id": "id"})
     found = joined_events([event for chunk in chunks for event in chunk_events(chunk, 0)])
     first, second = found
     assert isinstance(first, Reasoning)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
+from cbatch.bench.experiments.http_load import request
 from cbatch.response import Timings, Usage
 from cbatch.server import create_app
 from cbatch.server.desk import Desk
@@ -29,9 +29,11 @@ from tests.server.clients import (
     MESSAGES,
     USER,
     call,
+    connected,
     error_of,
     fake_app,
     running,
+    scope_of,
     wait_until,
 )
 from tests.worker.links import engine_over
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
     from starlette.applications import Starlette
 
-    from tests.server.clients import Running
 
 LONG = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "seed": 1}
 SHORT = {**LONG, "max_tokens": 2}
@@ -54,20 +55,6 @@ def gated(
     """An engine that stops before a run until it is let go."""
     backend = GatedBackend(n_slots, 256, hold_at=hold_at)
     return backend, make(backend)
-
-
-def request_bytes(path: str, body: Any) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
-
-
-def connected(server: Running, body: Any, path: str = CHAT) -> socket.socket:
-    """A socket over which a call was sent."""
-    host, port = server.url.removeprefix("http://").split(":")
-    found = socket.create_connection((host, int(port)))
-    found.sendall(request_bytes(path, body))
-    return found
 
 
 # ---- clients that leave ----
@@ -83,7 +70,7 @@ def test_client_that_leaves_frees_its_slot(
     backend, engine = gated(1, hold_at=hold_at, make=make)
     with engine, running(create_app(engine)) as server:
         desk = server.app.state.desk
-        with connected(server, {**LONG, "stream": is_streamed}):
+        with connected(server, request(CHAT, {**LONG, "stream": is_streamed})):
             backend.wait_until_held()
             assert desk.n_in_flight == 1
         wait_until(lambda: desk.n_in_flight == 0)
@@ -102,9 +89,9 @@ def test_client_that_leaves_while_it_waits_is_never_computed() -> None:
     backend, engine = gated(1)
     with engine, running(create_app(engine)) as server, server.client() as client:
         desk = server.app.state.desk
-        with connected(server, LONG) as first:
+        with connected(server, request(CHAT, LONG)) as first:
             backend.wait_until_held()
-            with connected(server, {**LONG, "stream": True}):
+            with connected(server, request(CHAT, {**LONG, "stream": True})):
                 wait_until(lambda: desk.n_in_flight == 2)
             wait_until(lambda: desk.n_in_flight == 1)
             first.close()
@@ -117,9 +104,7 @@ def test_client_that_leaves_while_it_waits_is_never_computed() -> None:
 @pytest.mark.real
 def test_client_that_leaves_in_its_body_disturbs_nobody() -> None:
     with fake_app() as app, running(app) as server, server.client() as client:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as half:
-            half.sendall(request_bytes(CHAT, LONG)[:-20])
+        connected(server, request(CHAT, LONG)[:-20]).close()
         assert client.post(CHAT, json=SHORT).status_code == 200
         wait_until(lambda: app.state.desk.n_in_flight == 0)
 
@@ -128,11 +113,7 @@ def test_client_that_leaves_in_its_body_disturbs_nobody() -> None:
 def test_slow_reader_stops_nobody() -> None:
     with fake_app(2, 4096) as app, running(app) as server, server.client() as client:
         body = {**LONG, "max_tokens": 3000, "stream": True, "return_tokens": True}
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect((host, int(port)))
-            slow.sendall(request_bytes(CHAT, body))
+        with connected(server, request(CHAT, body), 4096) as slow:
             for _ in range(3):
                 assert client.post(CHAT, json=SHORT).status_code == 200
             # the engine has computed all of it, whoever reads
@@ -237,14 +218,7 @@ def _by_hand(
             sent = True
             return {"type": "http.request", "body": json.dumps(body).encode()}
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        await app(scope, receive, send)
+        await app(scope_of(path), receive, send)
 
     anyio.run(run)
     return b"".join(parts).decode()
@@ -402,34 +376,23 @@ def test_prompt_that_is_too_long_is_told_while_others_wait(
     asked = {"prompt": "x" * (300 + n_more), "max_tokens": 2, "stream": is_streamed}
     with engine, fake_app(engine=engine) as app:
 
-        async def main() -> tuple[httpx.Response, list[int]]:
-            statuses: list[int] = []
-            transport = httpx.ASGITransport(app)
-            async with (
-                httpx.AsyncClient(transport=transport, base_url="http://t") as client,
-                anyio.create_task_group() as tasks,
-            ):
-
-                async def ask() -> None:
-                    long = {**SHORT, "max_tokens": 40, "ignore_eos": True}
-                    statuses.append((await client.post(CHAT, json=long)).status_code)
-
+        async def main() -> list[httpx.Response]:
+            async with callers(app) as some:
                 for _ in range(3):
-                    tasks.start_soon(ask)
+                    some.start(CHAT, {**SHORT, "max_tokens": 40, "ignore_eos": True})
                 while app.state.desk.n_in_flight < 3:
                     await anyio.lowlevel.checkpoint()
                 if make is engine_over:  # a worker tells it after the step in flight
                     backend.step_when_asked()
-                refused = await client.post(COMPLETIONS, json=asked)
-                assert statuses == []
+                await some.ask(COMPLETIONS, asked)
                 backend.release()
-            return refused, statuses
+            return some.answers
 
-        refused, statuses = anyio.run(main)
+        refused, *answers = anyio.run(main)
     error = error_of(refused, 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (300 + n_more, 256)
-    assert statuses == [200] * 3
+    assert [answer.status_code for answer in answers] == [200] * 3
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -508,7 +471,7 @@ def test_server_that_drains_finishes_what_it_has() -> None:
         engine,
         running(create_app(engine), grace_s=60) as server,
         server.client() as client,
-        connected(server, {**SHORT, "stream": True}) as stream,
+        connected(server, request(CHAT, {**SHORT, "stream": True})) as stream,
     ):
         backend.wait_until_held()
         server.ending.begin()
@@ -527,7 +490,7 @@ def test_server_that_drains_finishes_what_it_has() -> None:
 def test_call_at_the_end_of_the_grace_is_told(is_streamed: bool) -> None:
     backend, engine = gated(1, hold_at=3)
     with engine, running(create_app(engine), grace_s=0) as server:
-        with connected(server, {**LONG, "stream": is_streamed}) as one:
+        with connected(server, request(CHAT, {**LONG, "stream": is_streamed})) as one:
             backend.wait_until_held()
             data = one.recv(2**16) if is_streamed else b""
             server.ending.begin()

@@ -210,7 +210,7 @@ def test_structures_of_vllm_bind_a_response() -> None:
 )
 def test_neutral_values_say_nothing(path: str, said: dict[str, Any]) -> None:
     asked, plain = read(path, **said).asked, read(path).asked
-    assert (asked.model, asked.ignored) == (None, [])
+    assert (asked.common.model, asked.ignored) == (None, [])
     assert asked.options.over(RunOptions(logit_bias={})) == plain.options.over(
         RunOptions(logit_bias={})
     )
@@ -225,7 +225,9 @@ def test_kept_tokens_of_a_window_that_does_not_move_are_taken(path: str, n_keep:
 
 def test_empty_model_is_a_missing_one() -> None:
     with fake_app(model_required=True) as app:
-        error_of(call(app, CHAT, {**BODIES[CHAT], "model": ""}), 400)
+        for more in ({"model": ""}, {}):
+            error = error_of(call(app, CHAT, {**BODIES[CHAT], **more}), 400)
+            assert error["param"] == "model"
     with fake_app(model_name="m") as app:
         assert call(app, CHAT, {**BODIES[CHAT], "model": ""}).json()["model"] == "m"
 

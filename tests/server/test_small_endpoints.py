@@ -47,11 +47,6 @@ def test_tokens_of_a_chat_are_counted_as_its_answer_counts_them() -> None:
     assert counted == {"input_tokens": answered, "object": "response.input_tokens"}
 
 
-def test_model_may_have_to_be_named() -> None:
-    with fake_app(model_required=True) as app:
-        assert error_of(call(app, "/v1/completions", {"prompt": "a"}), 400)["param"] == "model"
-
-
 @pytest.mark.parametrize(
     ("body", "answer"),
     [

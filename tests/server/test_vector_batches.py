@@ -10,8 +10,8 @@ from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from tests.runtime.backends import GatedBackend, in_thread
 from tests.runtime.test_text_room import Gate
-from tests.server.clients import CHAT, USER, call, error_of, wait_until
-from tests.server.kept import SHORT, answers, batch_of, begun, ended, kept_app, line, lines, upload
+from tests.server.clients import CHAT, USER, call, wait_until
+from tests.server.kept import SHORT, answers, batch_of, begun, ended, kept_app, line, lines
 from tests.vector_engine import N_LIMIT, VectorEngine
 
 if TYPE_CHECKING:
@@ -70,14 +70,6 @@ def test_many_lines_go_together(tmp_path: Path) -> None:
         batch = ended(app, begun(app, data, EMBEDDINGS))
         assert batch["request_counts"]["completed"] == 600
     assert [n for n, _ in engine.asked] == [512, 88]
-
-
-def test_endpoint_that_is_not_served_names_those_that_are(tmp_path: Path) -> None:
-    with kept_app(tmp_path, VectorEngine()) as app:
-        file = upload(app, lines(line("a", EMBEDDINGS, input="a"))).json()["id"]
-        asked = {"input_file_id": file, "endpoint": "/v1/images", "completion_window": "24h"}
-        error = error_of(call(app, "/v1/batches", asked), 400)
-    assert EMBEDDINGS in error["message"]
 
 
 # ---- beside calls ----

@@ -27,7 +27,6 @@ from tests.server.clients import (
     COMPLETIONS,
     USER,
     call,
-    error_of,
     events_of,
     fake_app,
     wait_until,
@@ -219,12 +218,6 @@ def test_application_that_is_mounted_twice_counts_apart() -> None:
         call(one, CHAT, ASKED)
         assert of(scrape(one), "cbatch:output_tokens_total") == 9
         assert of(scrape(other), "cbatch:output_tokens_total") == 0
-
-
-def test_metrics_need_a_key_where_keys_are_set() -> None:
-    with fake_app(api_keys=["k"]) as app:
-        for path in ("/metrics", "/slots"):
-            error_of(call(app, path), 401)
 
 
 def test_workers_count_together() -> None:

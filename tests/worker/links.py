@@ -119,7 +119,7 @@ class MortalBackend(GatedBackend):
         self.vocab = MortalVocab(self, poison_text) if poison_text else self.vocab
 
     def run(self, plan: StepPlan) -> StepResult:
-        is_hit = any(self.poison in chunk.tokens for chunk in plan.chunks)
+        is_hit = any(self.poison in chunk.inputs for chunk in plan.spans)
         if is_hit or self.n_runs == self.die_at:
             assert self.may_die.wait(PATIENCE_S)
             self.die("ended by SIGABRT: GGML_ASSERT(token != poison) failed")

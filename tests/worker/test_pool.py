@@ -333,8 +333,8 @@ def test_slot_is_numbered_over_all_workers(slot: int, *, is_own: bool) -> None:
     assert more.token_ids == expected(text_of(9))
     assert [state.slot for state in states] == [*range(5)]
     assert [state.slot for state in states if state.n_cells] == [slot]
-    assert {c.slot for plan in backends[place].plans for c in plan.chunks} == {there}
-    assert not [chunk for plan in backends[1 - place].plans for chunk in plan.chunks]
+    assert {c.slot for plan in backends[place].plans for c in plan.spans} == {there}
+    assert not [chunk for plan in backends[1 - place].plans for chunk in plan.spans]
 
 
 def test_slot_that_no_worker_has_is_refused_by_name() -> None:
@@ -357,7 +357,7 @@ def test_requests_for_slots_stay_where_these_are() -> None:
     with engine:
         assert tokens_of(all_results(engine.run(prompts))) == answers(prompts)
         check_empty(engine)
-    assert not [chunk for plan in backends[1].plans for chunk in plan.chunks]
+    assert not [chunk for plan in backends[1].plans for chunk in plan.spans]
 
 
 def test_slots_keep_their_numbers_while_a_worker_is_not_there() -> None:
@@ -384,7 +384,7 @@ def test_slots_keep_their_numbers_while_a_worker_is_not_there() -> None:
         launches.gate.set()
         assert tokens_of(all_results(response)) == [expected(text_of(9))]
         check_empty(engine)
-    chunks = [chunk for plan in second.plans for chunk in plan.chunks]
+    chunks = [chunk for plan in second.plans for chunk in plan.spans]
     assert {chunk.slot for chunk in chunks} == {0, 1}
 
 

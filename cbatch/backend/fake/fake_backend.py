@@ -27,12 +27,9 @@ from cbatch.backend.fake.fake_tokens import (
 )
 from cbatch.backend.logits_processors import LogitsProcessors
 from cbatch.core.plan import (
-    ANYWHERE,
     BROKEN_ROW,
     EMPTY_ROW,
-    N_TARGETS_MAX,
     Binding,
-    Chunk,
     DraftCounts,
     GrammarStep,
     KvCapabilities,
@@ -41,6 +38,7 @@ from cbatch.core.plan import (
     StepResult,
     TokenLogprobs,
 )
+from cbatch.core.span import ANYWHERE, N_TARGETS_MAX, Span
 from cbatch.errors import ConfigError, PlanError, RequestFailedError, UnsupportedTaskError
 from cbatch.support.model_facts import ModelFacts
 from cbatch.support.picture_tokens import n_rows_at
@@ -81,13 +79,13 @@ class Faults:
     """What goes wrong, asked before it could.
 
     Args:
-        code: called with the plan's chunks before each step; what it returns is the step's return code.
-        broken: called with a chunk's tokens; True makes its row broken (NaN logits).
+        code: called with the plan's spans before each step; what it returns is the step's return code.
+        broken: called with a span's tokens; True makes its row broken (NaN logits).
         swap: called with a key before cells are saved or loaded; False makes that fail.
     """
 
-    code: Callable[[Sequence[Chunk]], int] = lambda _: 0
-    broken: Callable[[Chunk], bool] = lambda _: False
+    code: Callable[[Sequence[Span]], int] = lambda _: 0
+    broken: Callable[[Span], bool] = lambda _: False
     swap: Callable[[int], bool] = lambda _: True
 
 
@@ -97,7 +95,7 @@ class Bits:
 
     Args:
         of: which bits so many rows give, below 32; cells of other bits lead to other tokens.
-        width: the rows of a step that has its shape, where chunks are aligned: those of the slots from its first to its
+        width: the rows of a step that has its shape, where spans are aligned: those of the slots from its first to its
             last, and pad rows.
     """
 
@@ -154,7 +152,7 @@ class FakeBackend:
         self.cuts = ANYWHERE
         self.bits: Bits | None = None
         """What depends on the number of rows; nothing by default. With `cuts`, rows of one token are
-        computed together and every longer chunk alone, as the backend of llama.cpp does it."""
+        computed together and every longer span alone, as the backend of llama.cpp does it."""
         self.n_rests = 0
         """Times that it was told that nothing runs for a while."""
         self.memory = memory or KvCapabilities("partitioned", n_slots * n_window)
@@ -195,14 +193,14 @@ class FakeBackend:
         self._failures = {}
         lost = self._kv.do(plan)
         self._bind(plan)
-        tokens: list[list[int]] = [[] for _ in plan.chunks]
+        tokens: list[list[int]] = [[] for _ in plan.spans]
         if any(key in lost for _, key, _ in plan.loads):
             return StepResult(tokens, 0, lost=lost)
         start_s = self.now_s
-        self._drafted = {c.slot: [0, 0] for c in plan.chunks}
+        self._drafted = {c.slot: [0, 0] for c in plan.spans}
         n_done, code, first_s = self._steps(plan, tokens)
-        n_kept = tuple(self._settle(c) for c in plan.chunks) if code not in (0, 1, -1) else ()
-        found = self._logprobs(plan.chunks, tokens)
+        n_kept = tuple(self._settle(c) for c in plan.spans) if code not in (0, 1, -1) else ()
+        found = self._logprobs(plan.spans, tokens)
         return StepResult(
             tokens,
             n_done,
@@ -213,7 +211,7 @@ class FakeBackend:
             lost=lost,
             logprobs=found,
             scores=self._scores if n_done else {},
-            grammar_steps=self._follow(plan.chunks, tokens) if n_done else {},
+            grammar_steps=self._follow(plan.spans, tokens) if n_done else {},
             n_drafts=(sum(n for n, _ in self._drafted.values()), 0, 0),
             n_accepted=(sum(n for _, n in self._drafted.values()), 0, 0),
             drafted=[DraftCounts(n, n_own_accepted=m) for n, m in self._drafted.values()],
@@ -233,50 +231,50 @@ class FakeBackend:
 
     def _steps(self, plan: StepPlan, tokens: list[list[int]]) -> tuple[int, int, float]:
         """Do a plan's steps and add to `tokens`; return how many were done, the code and when the first one ended."""
-        chunks, n_done, start_s, first_s = list(plan.chunks), 0, self.now_s, 0.0
-        while chunks and n_done < plan.n_steps:
+        spans, n_done, start_s, first_s = list(plan.spans), 0, self.now_s, 0.0
+        while spans and n_done < plan.n_steps:
             n_room = plan.n_steps - 1 - max(map(len, tokens))
-            n_each = min(plan.n_drafts, n_room, N_TARGETS_MAX // len(chunks))
-            n_drafts = [self._n_made(c, n_each) for c in chunks]
-            code = self._step(chunks, n_drafts)
+            n_each = min(plan.n_drafts, n_room, N_TARGETS_MAX // len(spans))
+            n_drafts = [self._n_made(c, n_each) for c in spans]
+            code = self._step(spans, n_drafts)
             if code:
                 return n_done, code, first_s
             n_done += 1
             first_s = first_s or self.now_s - start_s
             sampled = [
                 self._sample_ahead(c, n) if c.has_output else []
-                for c, n in zip(chunks, n_drafts, strict=True)
+                for c, n in zip(spans, n_drafts, strict=True)
             ]
             for row, new in zip(tokens, sampled, strict=True):
                 row.extend(new)
             is_interrupted, self._is_interrupted = self._is_interrupted, False
-            pairs = [*zip(chunks, sampled, strict=True)]
+            pairs = [*zip(spans, sampled, strict=True)]
             is_over = is_interrupted or 0 < plan.slice_s < self.now_s - start_s
             is_over = is_over or n_done == plan.n_steps or max(map(len, tokens)) >= plan.n_steps
             if is_over or any(new and self._ends(c, new[-1]) for c, new in pairs):
                 break
-            chunks = [
-                Chunk(c.slot, c.start + len(c.tokens) + len(new) - 1, new[-1:], has_output=True)
+            spans = [
+                Span(c.slot, c.start + len(c.inputs) + len(new) - 1, new[-1:], has_output=True)
                 for c, new in pairs
                 if new
             ]
         return n_done, 0, first_s
 
-    def _n_made(self, chunk: Chunk, n_most: int) -> int:
-        """Return how many draft tokens stand behind a chunk: any number, by its place."""
-        is_asked = chunk.has_output and self._bound[chunk.slot].binding.has_drafts
-        return mix(chunk.start, chunk.slot) % (n_most + 1) if is_asked and n_most > 0 else 0
+    def _n_made(self, span: Span, n_most: int) -> int:
+        """Return how many draft tokens stand behind a span: any number, by its place."""
+        is_asked = span.has_output and self._bound[span.slot].binding.has_drafts
+        return mix(span.start, span.slot) % (n_most + 1) if is_asked and n_most > 0 else 0
 
-    def _sample_ahead(self, chunk: Chunk, n_drafts: int) -> list[int]:
-        """Sample a chunk with so many draft tokens behind it, the first of which are accepted: any number of them."""
-        sampled = [self._sample(chunk)]
-        n_accepted = mix(chunk.slot, chunk.start) % (n_drafts + 1)
-        drafted = self._drafted[chunk.slot]
+    def _sample_ahead(self, span: Span, n_drafts: int) -> list[int]:
+        """Sample a span with so many draft tokens behind it, the first of which are accepted: any number of them."""
+        sampled = [self._sample(span)]
+        n_accepted = mix(span.slot, span.start) % (n_drafts + 1)
+        drafted = self._drafted[span.slot]
         drafted[0] += n_drafts
-        while len(sampled) <= n_accepted and not self._ends(chunk, sampled[-1]):
-            at = chunk.start + len(chunk.tokens) + len(sampled) - 1
-            row = Chunk(chunk.slot, at, sampled[-1:], has_output=True)
-            self._bound[chunk.slot].history.feed(row)
+        while len(sampled) <= n_accepted and not self._ends(span, sampled[-1]):
+            at = span.start + len(span.inputs) + len(sampled) - 1
+            row = Span(span.slot, at, sampled[-1:], has_output=True)
+            self._bound[span.slot].history.feed(row)
             self._compute(row, 1, self._tag)
             sampled.append(self._sample(row))
             drafted[1] += 1
@@ -347,71 +345,71 @@ class FakeBackend:
         cells = self.saved.get(key) if is_kept else self.saved.pop(key, None)
         return None if cells is None else np.array(cells, np.int64).view(np.uint8)
 
-    def _follow(self, chunks: Sequence[Chunk], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:
+    def _follow(self, spans: Sequence[Span], tokens: list[list[int]]) -> dict[Slot, GrammarStep]:
         """Have constraints follow what was sampled; a row that breaks its constraint becomes a broken one."""
         steps: dict[Slot, GrammarStep] = {}
-        for chunk, sampled in zip(chunks, tokens, strict=True):
-            bound = self._bound.get(chunk.slot)
+        for span, sampled in zip(spans, tokens, strict=True):
+            bound = self._bound.get(span.slot)
             if bound is None or bound.matcher is None or not sampled or sampled[-1] < 0:
                 continue
             if sampled[-1] not in bound.binding.stop_tokens:
-                steps[chunk.slot] = step = bound.matcher.follow(sampled[-1])
+                steps[span.slot] = step = bound.matcher.follow(sampled[-1])
                 sampled[-1] = BROKEN_ROW if step.problem else sampled[-1]
         return steps
 
-    def _settle(self, chunk: Chunk) -> int:
+    def _settle(self, span: Span) -> int:
         """Return how many cells of a failed step's slot are known: none where they cannot be taken off."""
         if not self.memory.can_trim:
-            self._kv.put(chunk.slot, [])
-        return len(self.cells[chunk.slot])
+            self._kv.put(span.slot, [])
+        return len(self.cells[span.slot])
 
-    def _step(self, chunks: Sequence[Chunk], n_drafts: Sequence[int]) -> int:
+    def _step(self, spans: Sequence[Span], n_drafts: Sequence[int]) -> int:
         self._scores = {}
-        code = self._faults.code([*map(_with_drafts, chunks, n_drafts)])
+        code = self._faults.code([*map(_with_drafts, spans, n_drafts)])
         self.n_steps += 1
-        n_tokens = sum(len(c.tokens) for c in chunks)
-        self.now_s += self._cost(len(chunks), n_tokens - len(chunks))
+        n_tokens = sum(len(c.inputs) for c in spans)
+        self.now_s += self._cost(len(spans), n_tokens - len(spans))
         if not code and self.memory.kind == "unified":
             code = int(self.n_used + n_tokens + sum(n_drafts) > self.memory.n_cells)
-        parts = chunks if code else [part for c in chunks for part in self.cuts.parts(c)]
-        for chunk, n_together in zip(parts, self._n_together(parts), strict=True):
-            if bound := self._bound.get(chunk.slot):
-                bound.history.feed(chunk)
+        parts = spans if code else [part for c in spans for part in self.cuts.parts(c)]
+        for span, n_together in zip(parts, self._n_together(parts), strict=True):
+            if bound := self._bound.get(span.slot):
+                bound.history.feed(span)
             bits = self.bits.of(n_together) << _BITS_SHIFT if self.bits else 0
-            self._compute(chunk, _n_computed(code, len(chunk.tokens)), self._tag | bits)
+            self._compute(span, _n_computed(code, len(span.inputs)), self._tag | bits)
         return code
 
-    def _n_together(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Return with how many rows each chunk is computed, its own included."""
+    def _n_together(self, spans: Sequence[Span]) -> list[int]:
+        """Return with how many rows each span is computed, its own included."""
         if not self.bits or not self.cuts:
-            return [sum(len(c.tokens) for c in chunks)] * len(chunks)
-        rows = [c.slot for c in chunks if len(c.tokens) == 1]
+            return [sum(len(c.inputs) for c in spans)] * len(spans)
+        rows = [c.slot for c in spans if len(c.inputs) == 1]
         n_rows = self.bits.width(rows[-1] - rows[0] + 1) if rows else 0
-        return [n_rows if len(c.tokens) == 1 else len(c.tokens) for c in chunks]
+        return [n_rows if len(c.inputs) == 1 else len(c.inputs) for c in spans]
 
-    def _compute(self, chunk: Chunk, n: int, tag: int) -> None:
-        """Make cells of the first `n` tokens of a chunk, and score what comes after them."""
-        state, tokens = self._kv.states[chunk.slot], chunk.tokens
+    def _compute(self, span: Span, n: int, tag: int) -> None:
+        """Make cells of the first `n` tokens of a span, and score what comes after them."""
+        state, tokens = self._kv.states[span.slot], span.inputs
         if self.memory.has_whole_pictures:
             tokens = _with_rows(tokens)
         cells = [t | tag for t in tokens[:n]]
         for i, cell in enumerate(cells):
             state = mix(state, cell)
-            if i < len(chunk.targets):
-                score = self._score(chunk, i, state)
-                self._scores.setdefault(chunk.slot, []).append(score)
-        self._kv.append(chunk.slot, cells, state)
+            if i < len(span.targets):
+                score = self._score(span, i, state)
+                self._scores.setdefault(span.slot, []).append(score)
+        self._kv.append(span.slot, cells, state)
 
-    def _score(self, chunk: Chunk, i: int, state: int) -> TokenLogprobs:
-        if self._faults.broken(Chunk(chunk.slot, chunk.start, chunk.tokens[: i + 1], False)):
+    def _score(self, span: Span, i: int, state: int) -> TokenLogprobs:
+        if self._faults.broken(Span(span.slot, span.start, span.inputs[: i + 1], False)):
             return TokenLogprobs(math.nan)
-        bound = self._bound.get(chunk.slot)
-        return fake_score(state, chunk.targets[i], bound.binding.n_target_top if bound else 0)
+        bound = self._bound.get(span.slot)
+        return fake_score(state, span.targets[i], bound.binding.n_target_top if bound else 0)
 
-    def _sample(self, chunk: Chunk) -> int:
-        if self._faults.broken(chunk):
+    def _sample(self, span: Span) -> int:
+        if self._faults.broken(span):
             return BROKEN_ROW
-        slot, bound = chunk.slot, self._bound[chunk.slot]
+        slot, bound = span.slot, self._bound[span.slot]
         token = self.next_token(
             self._kv.states[slot], bound.history.tokens, bound.binding, len(self.cells[slot])
         )
@@ -437,10 +435,10 @@ class FakeBackend:
         return mix(state, n_cells - binding.output_origin) % self.vocab.n_vocab
 
     def _logprobs(
-        self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]
+        self, spans: Sequence[Span], tokens: Sequence[Sequence[int]]
     ) -> Sequence[Sequence[TokenLogprobs]]:
-        """Return made-up log-probabilities of the chunks' tokens: `fake_logprobs` of each."""
-        n_top = [self._bound[c.slot].binding.n_logprobs if c.has_output else None for c in chunks]
+        """Return made-up log-probabilities of the spans' tokens: `fake_logprobs` of each."""
+        n_top = [self._bound[c.slot].binding.n_logprobs if c.has_output else None for c in spans]
         if all(n is None for n in n_top):
             return ()
         return [
@@ -448,43 +446,43 @@ class FakeBackend:
             for n, row in zip(n_top, tokens, strict=True)
         ]
 
-    def _ends(self, chunk: Chunk, token: int | None) -> bool:
+    def _ends(self, span: Span, token: int | None) -> bool:
         return (
-            token in (BROKEN_ROW, EMPTY_ROW) or token in self._bound[chunk.slot].binding.stop_tokens
+            token in (BROKEN_ROW, EMPTY_ROW) or token in self._bound[span.slot].binding.stop_tokens
         )
 
     def _check(self, plan: StepPlan) -> None:
         """Refuse a plan that breaks a rule of `StepPlan`, whatever slots hold."""
-        chunks, is_one_step = plan.chunks, plan.n_steps == 1
+        spans, is_one_step = plan.spans, plan.n_steps == 1
         bindings = {} if plan.is_rebuild else {slot: b.binding for slot, b in self._bound.items()}
         bindings.update((b.slot, b) for b in plan.binds)
         constrained = [slot for slot, b in bindings.items() if b.constraint or b.processor]
-        n_targets = sum(len(c.targets) for c in chunks)
+        n_targets = sum(len(c.targets) for c in spans)
         broken = {
             "the backend is closed": self.is_closed,
             "nothing to compute": plan.n_steps < 1,
-            f"more than {self.n_batch} tokens": sum(len(c.tokens) for c in chunks) > self.n_batch
-            and not (self.memory.has_whole_pictures and _is_picture(chunks)),
+            f"more than {self.n_batch} tokens": sum(len(c.inputs) for c in spans) > self.n_batch
+            and not (self.memory.has_whole_pictures and _is_picture(spans)),
             f"{n_targets} targets are too many": n_targets > N_TARGETS_MAX * is_one_step,
             "a target without a token before it": any(
-                len(c.targets) > len(c.tokens) - c.has_output for c in chunks
+                len(c.targets) > len(c.inputs) - c.has_output for c in spans
             ),
             "only steps with outputs can be repeated": not is_one_step
-            and not all(c.has_output for c in chunks),
+            and not all(c.has_output for c in spans),
             "steps under a constraint or with a processor cannot be repeated": not is_one_step
-            and any(c.slot in constrained for c in chunks),
+            and any(c.slot in constrained for c in spans),
             "draft tokens in memory that has none": plan.n_drafts and not self.memory.can_draft,
             "no such adapter": any(name not in self.adapters for name, _ in plan.adapters),
-            "a slot was never bound": any(c.has_output and c.slot not in bindings for c in chunks),
+            "a slot was never bound": any(c.has_output and c.slot not in bindings for c in spans),
         }
         for rule, is_broken in broken.items():
             if is_broken:
                 raise PlanError(f"{rule}: {plan}")
 
 
-def _is_picture(chunks: Sequence[Chunk]) -> bool:
+def _is_picture(spans: Sequence[Span]) -> bool:
     """Whether a step is a single picture and nothing else."""
-    return len(chunks) == 1 and n_rows_at(chunks[0].tokens, 0) == len(chunks[0].tokens)
+    return len(spans) == 1 and n_rows_at(spans[0].inputs, 0) == len(spans[0].inputs)
 
 
 def _with_rows(tokens: Sequence[int]) -> Sequence[int]:
@@ -498,15 +496,15 @@ def _with_rows(tokens: Sequence[int]) -> Sequence[int]:
     return found
 
 
-def _with_drafts(chunk: Chunk, n_drafts: int) -> Chunk:
-    """Return a chunk with its draft tokens, whatever they are: a fault at their places is one of the step."""
+def _with_drafts(span: Span, n_drafts: int) -> Span:
+    """Return a span with its draft tokens, whatever they are: a fault at their places is one of the step."""
     if not n_drafts:
-        return chunk
-    return Chunk(chunk.slot, chunk.start, [*chunk.tokens, *[0] * n_drafts], chunk.has_output)
+        return span
+    return Span(span.slot, span.start, [*span.inputs, *[0] * n_drafts], span.has_output)
 
 
 def _n_computed(code: int, n_tokens: int) -> int:
-    """Return how many tokens of a chunk get cells in a step that returns `code`."""
+    """Return how many tokens of a span get cells in a step that returns `code`."""
     if code in (1, -1):
         return 0
     return (n_tokens + 1) // 2 if code else n_tokens

@@ -11,7 +11,8 @@ from cbatch.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
+    from cbatch.core.plan import KvCapabilities, Slot, StepPlan
+    from cbatch.core.span import Span
 
 
 class FakeCells:
@@ -105,7 +106,7 @@ class FakeCells:
         return True
 
     def check(self, plan: StepPlan) -> None:
-        """Refuse a plan whose moves or chunks do not fit what slots hold.
+        """Refuse a plan whose moves or spans do not fit what slots hold.
 
         Raises:
             PlanError: it breaks a rule of `StepPlan`.
@@ -134,11 +135,11 @@ class History:
         self.tokens = list(tokens)
         self._end: int | None = None
 
-    def feed(self, chunk: Chunk) -> None:
-        """Add the new tokens of a chunk; a chunk that is computed again has none."""
-        end = chunk.start + len(chunk.tokens)
+    def feed(self, span: Span) -> None:
+        """Add the new tokens of a span; a span that is computed again has none."""
+        end = span.start + len(span.inputs)
         if self._end is None:
-            self._end = end if chunk.has_output else None
+            self._end = end if span.has_output else None
         elif end > self._end:
-            self.tokens += chunk.tokens[max(0, self._end - chunk.start) :]
+            self.tokens += span.inputs[max(0, self._end - span.start) :]
             self._end = end

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cbatch.backend.llama.pad_rows import N_GROUP, PAD_TOKEN
-from cbatch.core.plan import Chunk, Slot
+from cbatch.core.plan import Slot
+from cbatch.core.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ class CheaperWidths:
     def run(
         self,
         plan: StepPlan,
-        compute: Callable[[Sequence[Chunk], Sequence[Chunk], int, float, int], StepResult],
+        compute: Callable[[Sequence[Span], Sequence[Span], int, float, int], StepResult],
     ) -> StepResult:
         """Compute a plan's chunks with the pad rows that make it faster, or that show whether they do.
 
@@ -102,12 +103,12 @@ class CheaperWidths:
             compute: computes chunks beside pad rows, whose cells it removes, in so many steps within so many seconds,
                 with so many draft tokens behind a row where there are no pad rows.
         """
-        rows = plan.chunks
+        rows = plan.spans
         n_longest = max(c.start for c in rows)
         key = len(rows), max(n_longest.bit_length(), N_CELLS_ALIKE)
         is_cheaper = self._is_cheaper.get(key)
         start_s = self._clock()
-        pads: Sequence[Chunk] = ()
+        pads: Sequence[Span] = ()
         if is_cheaper or (is_cheaper is None and self._may_try(key)):
             pads = self._beside(plan, n_longest)
         if is_cheaper or not pads:
@@ -146,21 +147,21 @@ class CheaperWidths:
             self._is_cheaper[self._key] = has_gain
             self._key = (0, 0)
 
-    def _beside(self, plan: StepPlan, n_longest: int) -> Sequence[Chunk]:
+    def _beside(self, plan: StepPlan, n_longest: int) -> Sequence[Span]:
         """Return the pad rows of a step whose rows are in consecutive slots, in idle slots beside them.
 
         None where there is no room. A row alone has kernels of its own.
         """
-        rows = plan.chunks
+        rows = plan.spans
         low, high = rows[0].slot, rows[-1].slot + 1
         width = -(-len(rows) // N_GROUP) * N_GROUP
         if not 1 < len(rows) == high - low < width <= self._n_most or plan.adapters:
             return ()
-        if any(len(c.tokens) > 1 or not c.has_output for c in rows):
+        if any(len(c.inputs) > 1 or not c.has_output for c in rows):
             return ()
         for start in range(min(low, self._n_slots - width), max(0, high - width) - 1, -1):
             slots = [Slot(i) for i in (*range(start, low), *range(high, start + width))]
             if all(self._memory.has_pad_room(slot, plan.n_steps, n_longest) for slot in slots):
                 places = ((slot, self._memory.place_pad(slot)) for slot in slots)
-                return [Chunk(slot, at, (PAD_TOKEN,), has_output=False) for slot, at in places]
+                return [Span(slot, at, (PAD_TOKEN,), has_output=False) for slot, at in places]
         return ()

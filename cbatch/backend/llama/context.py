@@ -8,7 +8,8 @@ from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.layout import CELL_TYPES, read_layout
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import n_sequences
-from cbatch.core.plan import N_STEPS_MAX, N_TARGETS_MAX
+from cbatch.core.plan import N_STEPS_MAX
+from cbatch.core.span import N_TARGETS_MAX
 from cbatch.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from cbatch.backend.llama.context import padded
 from cbatch.backend.llama.memory import LlamaCells, SavedState
 from cbatch.backend.llama.positions import cuts_picture, first_pictures, n_positions, position_of
 from cbatch.backend.plan_check import PlanCheck
-from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
+from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
 from cbatch.errors import EngineError, PlanError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.memory import FoundMemory
     from cbatch.backend.llama.positions import FlatPictures
     from cbatch.backend.llama.saved import SavedFormat
+    from cbatch.core.span import Span
 
 
 class ContextMemory:
@@ -323,7 +324,7 @@ class ContextMemory:
         if state is not None and not self._load_state(slot, state):
             raise EngineError(f"slot {slot} could not be restored after a pad row")
 
-    def add(self, chunks: Sequence[Chunk], tokens: Sequence[Sequence[int]]) -> None:
+    def add(self, chunks: Sequence[Span], tokens: Sequence[Sequence[int]]) -> None:
         """Count the cells of at least one step that was done, by what was sampled; note whose row was broken.
 
         A row that is not broken shows that its cells are finite; a recurrent state may still grow.
@@ -331,25 +332,25 @@ class ContextMemory:
         self._uncopied.clear()
         self._unshifted.clear()
         for chunk, sampled in zip(chunks, tokens, strict=True):
-            self.n_cells[chunk.slot] += len(chunk.tokens) + max(0, len(sampled) - 1)
+            self.n_cells[chunk.slot] += len(chunk.inputs) + max(0, len(sampled) - 1)
             if sampled and sampled[-1] == BROKEN_ROW:  # a run ends with it
                 self._maybe_nonfinite.add(chunk.slot)
             elif sampled and self._found.state is None:
                 self._maybe_nonfinite.discard(chunk.slot)
 
-    def keep(self, chunk: Chunk, n_sampled: int) -> int:
+    def keep(self, chunk: Span, n_sampled: int) -> int:
         """Keep the cells that a failed step left of a chunk's slot, after steps that sampled `n_sampled` tokens.
 
         Returns:
             How many cells the slot has now.
         """
-        end = chunk.start + len(chunk.tokens)
+        end = chunk.start + len(chunk.inputs)
         n_kept = self._n_left(chunk, end if n_sampled else chunk.start)
         n_kept = min(end + n_sampled, n_kept) if self._memory.can_trim else 0
         self._trim(chunk.slot, n_kept)
         return n_kept
 
-    def _n_left(self, chunk: Chunk, n_before: int) -> int:
+    def _n_left(self, chunk: Span, n_before: int) -> int:
         """Return how many cells a failed step left of a chunk's slot, which had `n_before` before it."""
         n_there, pictures = self._cells.count(chunk.slot), self._pictures.get(chunk.slot)
         if not pictures:
@@ -358,7 +359,7 @@ class ContextMemory:
             return n_before
         return n_before + max(0, n_there - self.position(chunk.slot, n_before))
 
-    def undo(self, chunks: Sequence[Chunk]) -> bool:
+    def undo(self, chunks: Sequence[Span]) -> bool:
         """Take back the cells of chunks that were computed but not counted yet; return whether that was possible."""
         undone = [
             (self._found.can_cut or not c.start)
@@ -367,7 +368,7 @@ class ContextMemory:
         ]
         return all(undone)
 
-    def take_back(self, chunks: Sequence[Chunk]) -> bool:
+    def take_back(self, chunks: Sequence[Span]) -> bool:
         """Take back the last cells, of chunks that were counted; return whether that was possible."""
         if not self._found.can_cut:
             return False

@@ -74,8 +74,8 @@ class _Window:
         spent_s = result.decode_s + result.sample_s
         self.spent_s += spent_s
         self.waited_s += max(0.0, spent_s - cpu_s)
-        n_chunks = len(plan.chunks)
-        n_tokens = sum([len(c.tokens) for c in plan.chunks])
+        n_chunks = len(plan.spans)
+        n_tokens = sum([len(c.inputs) for c in plan.spans])
         self._add((n_chunks, (n_tokens - n_chunks).bit_length()), result.first_s, n_tokens)
         if result.n_steps > 1:
             self._add((n_chunks, 0), result.later_s, n_chunks * (result.n_steps - 1))

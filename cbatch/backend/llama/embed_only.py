@@ -11,7 +11,8 @@ from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import facts_of
-from cbatch.core.plan import ANYWHERE, KvCapabilities, StepPlan, StepResult
+from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
+from cbatch.core.span import ANYWHERE
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import PlanError
 
@@ -56,7 +57,7 @@ class EmbedOnlyBackend:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Do an empty plan; see `Backend.run`."""
-        if plan.chunks:
+        if plan.spans:
             raise PlanError(self.model.why_not_generative)
         return StepResult([], 0)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from cbatch.backend.bindings import build_name
 from cbatch.backend.llama.context import ROPE_VALUES
 from cbatch.backend.llama.gguf import DamagedError, read_header
-from cbatch.core.plan import PromptCuts
+from cbatch.core.span import PromptCuts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.core.plan import BROKEN_ROW, FREE, Binding, Chunk, GrammarStep, Slot
+from cbatch.core.plan import BROKEN_ROW, FREE, Binding, GrammarStep, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+
+    from cbatch.core.span import Span
 
 _N_TEAM_MIN = 4
 """Threads from which on masks are computed by several. With two it took as long or longer, as the decoder's other
@@ -94,14 +96,14 @@ class GrammarMatchers:
             row.problem = problem_of(row.matcher)
         self._rows[binding.slot] = row
 
-    def masks(self, chunks: Sequence[Chunk]) -> list[NDArray[np.uint32] | None] | None:
+    def masks(self, chunks: Sequence[Span]) -> list[NDArray[np.uint32] | None] | None:
         """Return the memory of the masks, one an output, for `fill` to write; None where no output has a constraint."""
         if not self._constrained(chunks):
             return None
         slots = [c.slot for c in chunks if c.has_output]
         return [self._masks[slot] if slot in self._rows else None for slot in slots]
 
-    def fill(self, chunks: Sequence[Chunk]) -> None:
+    def fill(self, chunks: Sequence[Span]) -> None:
         """Write the masks of chunks. Raises nothing: a matcher's error is kept for `follow`."""
         rows = [(slot, row) for slot, row in self._constrained(chunks) if not row.problem]
         self._compute(rows)
@@ -111,12 +113,12 @@ class GrammarMatchers:
             elif row.banned is not None:
                 self._masks[slot] &= ~row.banned
 
-    def fill_meanwhile(self, chunks: Sequence[Chunk]) -> Callable[[], object]:
+    def fill_meanwhile(self, chunks: Sequence[Span]) -> Callable[[], object]:
         """Do as `fill` in another thread; return a function that waits for its end. One at a time."""
         return self._filler.submit(self.fill, chunks).result
 
     def follow(
-        self, chunks: Sequence[Chunk], tokens: list[list[int]]
+        self, chunks: Sequence[Span], tokens: list[list[int]]
     ) -> tuple[list[list[int]], dict[Slot, GrammarStep]]:
         """Advance the matchers by sampled tokens.
 
@@ -142,7 +144,7 @@ class GrammarMatchers:
         self._executor = None
         self._filler.shutdown()
 
-    def _constrained(self, chunks: Sequence[Chunk]) -> list[tuple[Slot, _SlotMatcher]]:
+    def _constrained(self, chunks: Sequence[Span]) -> list[tuple[Slot, _SlotMatcher]]:
         if not self._rows:
             return []
         slots = (c.slot for c in chunks if c.has_output)

@@ -37,21 +37,14 @@ from cbatch.backend.llama.memory import SavedState, find_memory
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.openmp import end_team, short_waits
-from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows
+from cbatch.backend.llama.pad_rows import PadRows
 from cbatch.backend.llama.picture_rows import PictureRows
 from cbatch.backend.llama.projector import Projector
 from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
-from cbatch.core.plan import (
-    ANYWHERE,
-    BROKEN_ROW,
-    N_STEPS_MAX,
-    UNCHANGED,
-    Chunk,
-    StepPlan,
-    StepResult,
-)
+from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
+from cbatch.core.span import ANYWHERE, Span
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
 from cbatch.support.logs import Log
@@ -65,10 +58,9 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.draft_model import DraftModel
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.backend.llama.pad_rows import RowShape
+    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.core.plan import Binding, Slot
     from cbatch.embedding import Pooling
-    from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
     from cbatch.support.model_facts import ModelFacts
 
@@ -81,25 +73,20 @@ class LlamaBackend:
     def __init__(
         self,
         model: LlamaModel,
-        options: EngineOptions,
+        tuning: Tuning,
         *,
         owns_model: bool = True,
         stepper: Any = None,
         adapters: Adapters | None = None,
-        shape: RowShape = ANY_SHAPE,
-        may_widen: bool = False,
     ) -> None:
-        """Make a context for `options.parallel` sequences.
+        """Make a context for `tuning.options.parallel` sequences.
 
         Args:
             model: a loaded model.
-            options: sizes and settings.
+            tuning: sizes and settings, and what was found out about the model.
             owns_model: close the model with the backend.
             stepper: what runs steps, called as `NativeStepper` is; None for that.
             adapters: what plans may compute with; closed with the backend.
-            shape: rows of decoding steps with `exact`; others may have any.
-            may_widen: fill decoding steps with pad rows where that is found to be faster, in memory that allows it;
-                only for weights that have one kernel from two rows on.
 
         Raises:
             ModelLoadError: llama.cpp cannot make the context, for want of memory as a rule.
@@ -107,11 +94,9 @@ class LlamaBackend:
             IncompatibleLlamaError: llama.cpp's memory does not behave as this version of cbatch expects.
         """
         handshake()
-        self.model, self.options, self.owns_model = model, options, owns_model
+        options = tuning.options
+        self.model, self.tuning, self.options, self.owns_model = model, tuning, options, owns_model
         self._stepper_class: Callable[..., NativeStepper] = stepper or NativeStepper
-        self.shape, self._may_widen = shape, may_widen
-        self.company = "together: not tried"
-        """See `Engine.company`."""
         self._adapters = adapters
         self._draft: DraftModel | None = None
         self.projector: Projector | None = None
@@ -125,7 +110,6 @@ class LlamaBackend:
         self.n_slots = options.n_slots
         self.n_threads = options.n_threads or min(available_cores(), MAX_THREADS)
         self._n_threads_now = self.n_threads
-        self._elastic: ElasticThreads | None = None
         self.ctx: Any = make_context(model, options, self.n_threads)
         """`llama_context *`; None once it is freed. Another one after a plan with `is_rebuild`."""
         try:
@@ -135,33 +119,30 @@ class LlamaBackend:
             raise
         self._parts = model_parts(model.name)
         self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
-        self.short_pool: ShortPool | None = None
+        self.short_pool = self._make_short_pool() if tuning.has_short_pool else None
         """Where slots' cells are while all sequences are short; None without one."""
         model.contexts.add(self)
         llama_log().install()
 
-    def add_short_pool(self) -> None:
-        """Have sequences computed in a small pool while they are short, where that is possible; slots are empty."""
+    def _make_short_pool(self) -> ShortPool | None:
         if self._format is None or not may_have_short_pool(self.model, self.options):
-            return
+            return None
         try:
-            self.short_pool = ShortPool(self.model, self.options, self.n_threads, self._format)
+            return ShortPool(self.model, self.options, self.n_threads, self._format)
         except (ModelLoadError, ValueError) as error:
             _log.write(logging.INFO, "no pool for short sequences: %s", error)
+            return None
 
-    def vary_threads(self, *, is_on_cpu: bool) -> None:
-        """Compute with short waits or fewer threads while other programs take cores; see `ElasticThreads`.
-
-        `n_threads` fixes the number of threads, and so does `exact` where bits depend on it. Nothing varies where a
-        device computes too: there the owner thread waits for it.
-        """
+    def _make_elastic(self) -> ElasticThreads | None:
+        """Return what varies waits and threads; `n_threads` fixes their number, and so does `exact` if bits change."""
         options = self.options
         changes_bits = options.exact and depends_on_threads(
-            options, self.shape, self.cuts, self.n_window
+            options, self.tuning.shape, self.cuts, self.n_window
         )
         is_fixed, waits = options.n_threads is not None or changes_bits, short_waits()
-        if is_on_cpu and self.n_threads > 1 and (waits or not is_fixed):
-            self._elastic = ElasticThreads(self.n_threads, waits=waits, is_fixed=is_fixed)
+        if not self.tuning.may_vary_threads or self.n_threads == 1 or (is_fixed and not waits):
+            return None
+        return ElasticThreads(self.n_threads, waits=waits, is_fixed=is_fixed)
 
     def _set_threads(self, n_threads: int) -> None:
         short = self.short_pool.ctx if self.short_pool else None
@@ -214,7 +195,7 @@ class LlamaBackend:
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
         # exact: a chunk is one run of the graph, with room for one row of every other slot
         n_alone = min(options.n_ubatch, max(1, self.n_batch - options.n_exact_slots + 1))
-        self.cuts = self.shape.cuts(n_alone) if options.exact else ANYWHERE
+        self.cuts = self.tuning.shape.cuts(n_alone) if options.exact else ANYWHERE
         self.has_prompts_apart = self.memory.kind != "unified" and not is_on_device
         """Whether llama.cpp computes prompts of several lengths in several runs of the graph."""
         self._format = found.format
@@ -228,8 +209,9 @@ class LlamaBackend:
             keeps_places=options.exact,
         )
         self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
-        pad_rows = PadRows(self.shape, self._cells, sequences_of(options))
-        can_widen = self._may_widen and self.memory.kind == "partitioned" and found.can_cut
+        self._elastic = self._make_elastic()
+        pad_rows = PadRows(self.tuning.shape, self._cells, sequences_of(options))
+        can_widen = self.tuning.may_widen and self.memory.kind == "partitioned" and found.can_cut
         if options.exact or is_on_device or found.has_window or not found.is_pad_finite:
             can_widen = False
         n_most = int(llama_cpp.llama_n_ubatch(self.ctx))
@@ -365,15 +347,15 @@ class LlamaBackend:
         if plan.is_rebuild:
             self._rebuild()
         unloaded = cells.trim_and_load(plan)
-        if short and plan.chunks:
+        if short and plan.spans:
             plan = self._placed(plan, short)
         move_s = cells.copy(plan.copies) if plan.copies and not unloaded else 0.0
         if plan.shifts:
             cells.shift(plan.shifts)
         if plan.binds:
             self._runner.bind([self._at_positions(b) for b in plan.binds])
-        is_computed = plan.chunks and not unloaded
-        result = self._compute(plan) if is_computed else StepResult([[] for _ in plan.chunks], 0)
+        is_computed = plan.spans and not unloaded
+        result = self._compute(plan) if is_computed else StepResult([[] for _ in plan.spans], 0)
         llama_log().drain()
         if not (plan.saves or lost or unloaded or move_s):
             return result
@@ -418,14 +400,14 @@ class LlamaBackend:
             else self._elastic.run(plan, self._run_with)
         )
         if result.n_steps:
-            self._cells.add(plan.chunks, result.tokens)
+            self._cells.add(plan.spans, result.tokens)
             if self.short_pool and self.short_pool.is_used and not self._cells.can_move:
                 result = self._repeated(plan, result, self.short_pool)
-            result = self._runner.follow(plan.chunks, result)
+            result = self._runner.follow(plan.spans, result)
         if result.code not in UNCHANGED:
             n_kept = tuple(
                 self._cells.keep(c, len(result.tokens[i]) if result.n_steps else 0)
-                for i, c in enumerate(plan.chunks)
+                for i, c in enumerate(plan.spans)
             )
             result = replace(result, n_kept=n_kept)
         for slot in seen if not result.n_steps else ():
@@ -435,8 +417,8 @@ class LlamaBackend:
     def _expect_pictures(self, projector: Projector, plan: StepPlan) -> Sequence[Slot]:
         """Note the pictures of a plan whose rows share positions; return their slots."""
         seen: list[Slot] = []
-        for chunk in plan.chunks:
-            if found := projector.flat(chunk.tokens, chunk.start):
+        for chunk in plan.spans:
+            if found := projector.flat(chunk.inputs, chunk.start):
                 self._cells.expect(chunk.slot, found)
                 seen.append(chunk.slot)
         return seen
@@ -462,7 +444,7 @@ class LlamaBackend:
     def _repeated(self, plan: StepPlan, result: StepResult, short: ShortPool) -> StepResult:
         """Compute anew, in memory of their own, the last tokens of broken rows: in a pool one breaks others."""
         broken = [i for i, t in enumerate(result.tokens) if t and t[-1] == BROKEN_ROW]
-        again = tuple(_last_part(plan.chunks[i], result.tokens[i]) for i in broken)
+        again = tuple(_last_part(plan.spans[i], result.tokens[i]) for i in broken)
         self._cells.take_back(again)
         self._leave_short(short)
         found = self._run_steps(StepPlan(again, adapters=plan.adapters))
@@ -487,11 +469,11 @@ class LlamaBackend:
         self._runner.interrupt()
 
     @property
-    def last_chunks(self) -> Sequence[Chunk]:
+    def last_chunks(self) -> Sequence[Span]:
         """What the last native call computed: in exact mode a part of a plan's chunks."""
         return self._runner.last_chunks
 
-    def take_back(self, chunks: Sequence[Chunk]) -> bool:
+    def take_back(self, chunks: Sequence[Span]) -> bool:
         """Remove the cells of chunks that the last run computed; return whether that is possible in this memory."""
         return self._cells.take_back(chunks)
 
@@ -550,7 +532,10 @@ class LlamaBackend:
     def answer_settings(self) -> Mapping[str, str]:
         """Settings that answers depend on; see `Backend.answer_settings`."""
         said = answer_settings(
-            replace(self.options, n_threads=self.n_threads), self.shape, self.cuts, self.n_window
+            replace(self.options, n_threads=self.n_threads),
+            self.tuning.shape,
+            self.cuts,
+            self.n_window,
         )
         if self.projector is not None:
             said["projector"] = self.projector.digest
@@ -559,7 +544,7 @@ class LlamaBackend:
     @property
     def model_facts(self) -> ModelFacts:
         """What the model is; see `Backend.model_facts`."""
-        return facts_of(self.model, adapters=self.adapters, company=self.company)
+        return facts_of(self.model, adapters=self.adapters, company=self.tuning.company)
 
     def make_embedder(self, pooling: Pooling) -> Embedder:
         """Return what computes vectors with the same weights; see `Backend.make_embedder`."""
@@ -570,19 +555,19 @@ class LlamaBackend:
         """Return what cells depend on; see `Backend.fingerprint`."""
         said = {"pieces": str(self.cuts), "rope factors": self._rope_factors}
         if self.cuts.multiple == 1:  # else only chunks of prompts are reused, which are no rows
-            said["rows"] = str(self.shape)
+            said["rows"] = str(self.tuning.shape)
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)
         return {**fingerprint(self._parts, self.options), **said}
 
 
-def _last_part(chunk: Chunk, tokens: Sequence[int]) -> Chunk:
+def _last_part(chunk: Span, tokens: Sequence[int]) -> Span:
     """Return what a chunk's last step computed, by the tokens that it sampled."""
     if len(tokens) == 1:
         return chunk
-    start = chunk.start + len(chunk.tokens) + len(tokens) - 2
-    return Chunk(chunk.slot, start, tokens[-2:-1], has_output=True)
+    start = chunk.start + len(chunk.inputs) + len(tokens) - 2
+    return Span(chunk.slot, start, tokens[-2:-1], has_output=True)
 
 
 def _mended(result: StepResult, rows: Sequence[int], found: StepResult) -> StepResult:
@@ -603,8 +588,8 @@ def _mended(result: StepResult, rows: Sequence[int], found: StepResult) -> StepR
     )
 
 
-def output_row(chunks: Sequence[Chunk], i_chunk: int) -> int:
+def output_row(chunks: Sequence[Span], i_chunk: int) -> int:
     """Return the batch index of a chunk's last token: all first tokens come first, then the remainders."""
-    if len(chunks[i_chunk].tokens) == 1:
+    if len(chunks[i_chunk].inputs) == 1:
         return i_chunk
-    return len(chunks) + sum(len(c.tokens) - 1 for c in chunks[: i_chunk + 1]) - 1
+    return len(chunks) + sum(len(c.inputs) - 1 for c in chunks[: i_chunk + 1]) - 1

@@ -15,7 +15,8 @@ from cbatch.backend.llama.layout import CELL_TYPES, read_layout
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.positions import n_positions
 from cbatch.backend.llama.saved import read_format
-from cbatch.core.plan import Binding, Chunk, KvCapabilities, Slot
+from cbatch.core.plan import Binding, KvCapabilities, Slot
+from cbatch.core.span import Span
 from cbatch.errors import IncompatibleLlamaError
 from cbatch.options import GREEDY
 
@@ -257,7 +258,7 @@ class _MemoryTrial:
     def _decode(self, slot: int, position: int) -> int | None:
         """Compute one token, whose id is its position; return the likeliest next token after the last position."""
         has_output = position == _N_KEPT
-        result = self._stepper.run([Chunk(Slot(slot), position, (position,), has_output)])
+        result = self._stepper.run([Span(Slot(slot), position, (position,), has_output)])
         if result.code:
             raise IncompatibleLlamaError(
                 f"token {position} of a sequence gave code {result.code} (llama-cpp-python {llama_cpp.__version__})"

@@ -20,16 +20,8 @@ from cbatch.backend.llama.structs import (
     as_logprobs,
     as_native,
 )
-from cbatch.core.plan import (
-    N_TARGETS_MAX,
-    Binding,
-    Chunk,
-    DraftCounts,
-    Slot,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from cbatch.core.plan import Binding, DraftCounts, Slot, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.errors import EngineClosedError, PlanError
 
 if TYPE_CHECKING:
@@ -58,12 +50,12 @@ _MEANINGS = {
     3: "out of memory",
     4: "a slot out of range, not ascending or twice",
     5: "a sampling value out of its range",
-    6: "no chunk, a chunk without tokens, a pad row of several, or a start out of range",
+    6: "no span, a span without tokens, a pad row of several, or a start out of range",
     7: "a token id outside the vocabulary: to compute, in a history, or with a bias",
     8: "more tokens than n_batch",
-    9: "n_steps below 1; or several steps with masks, with changes, or with a chunk without output",
+    9: "n_steps below 1; or several steps with masks, with changes, or with a span without output",
     10: "an output in a slot that was never bound",
-    11: "targets that do not fit their chunk, too many of them, outside the vocabulary, or in several steps",
+    11: "targets that do not fit their span, too many of them, outside the vocabulary, or in several steps",
     12: "draft tokens below 0, or in memory that cannot be cut",
 }
 
@@ -94,13 +86,13 @@ class NativeStepper:
         """Allocate everything that a step needs.
 
         Args:
-            ctx: address of the `llama_context`, for `n_slots + N_TARGETS_MAX` outputs where chunks have targets; must
+            ctx: address of the `llama_context`, for `n_slots + N_TARGETS_MAX` outputs where spans have targets; must
                 outlive the stepper.
             n_slots: llama.cpp's sequence ids `0 … n_slots − 1`: the slots, and those for pad rows.
             n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
             n_threads: most threads that sample; give what decoding uses.
-            has_silent_rows: compute the logits of chunks of one token without output too, so that the shape of a step
+            has_silent_rows: compute the logits of spans of one token without output too, so that the shape of a step
                 does not depend on how many rows are sampled.
             api: functions to call instead of llama-cpp-python's.
             isa: instruction set of the sampling code; all give the same tokens.
@@ -119,7 +111,7 @@ class NativeStepper:
         self._n_out = (ctypes.c_int32 * n_slots)()
         self._n_out_at = ctypes.addressof(self._n_out)
         self.are_apart = True
-        """Whether memory is apart for each slot, so that chunks of several lengths are several runs of the graph. Then
+        """Whether memory is apart for each slot, so that spans of several lengths are several runs of the graph. Then
         there are as many draft tokens behind each row, or none."""
         self.has_all_drafts = False
         """Whether each row gets the most draft tokens wherever there are as many, and not only where that is faster."""
@@ -190,54 +182,54 @@ class NativeStepper:
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        spans: Sequence[Span],
         n_steps: int = 1,
         slice_s: float = 0.0,
         masks: Masks | None = None,
         await_masks: Callable[[], object] | None = None,
-        pads: Collection[Chunk] = (),
+        pads: Collection[Span] = (),
         changes: RowChanges | None = None,
         n_drafts: int = 0,
     ) -> StepResult:
         """Do up to `n_steps` steps, feeding each sampled token to the next.
 
-        `StepPlan` says when a run ends early. Mutates the cells of the chunks' slots. A failing
+        `StepPlan` says when a run ends early. Mutates the cells of the spans' slots. A failing
         `llama_decode` is no exception here: it is the result's `code`.
 
         Args:
-            chunks: what to compute.
+            spans: what to compute.
             n_steps: most steps; 1 where there are masks or changes.
             slice_s: the run ends after the first step that ends later; 0 for no limit.
-            masks: (n_rows, n_words) uint32, a row for each chunk with an output, `n_words` of 32 tokens each; token `i`
+            masks: (n_rows, n_words) uint32, a row for each span with an output, `n_words` of 32 tokens each; token `i`
                 is allowed where bit `i % 32` of word `i // 32` is set. A sequence of rows may hold None for all tokens.
             await_masks: called once the step is decoded and before the masks are read: returns when they are written.
                 Not called where decoding fails. None where they are written already.
-            pads: those of the chunks that are pad rows: nothing is sampled of them, and each step computes one more.
+            pads: those of the spans that are pad rows: nothing is sampled of them, and each step computes one more.
             changes: made to rows after decoding; log-probabilities are those of the unchanged rows.
             n_drafts: most draft tokens behind a row's own; see `StepPlan`.
 
         Raises:
-            PlanError: the chunks break a rule of `StepPlan`, or the masks do not fit; nothing was done.
+            PlanError: the spans break a rule of `StepPlan`, or the masks do not fit; nothing was done.
             EngineClosedError: the stepper is closed.
         """
-        n_chunks = len(chunks)
-        if n_chunks * n_steps > len(self._out):
-            self._grow_out(n_chunks * n_steps)
+        n_spans = len(spans)
+        if n_spans * n_steps > len(self._out):
+            self._grow_out(n_spans * n_steps)
         try:
-            heads, tokens = _flatten(chunks, pads, has_silent_rows=self._has_silent_rows)
+            heads, tokens = _flatten(spans, pads, has_silent_rows=self._has_silent_rows)
             if self.position is not None:
-                for i, c in enumerate(chunks):
+                for i, c in enumerate(spans):
                     heads[4 * i + 1] = self.position(c.slot, c.start)
-            has_targets = [c for c in chunks if c.targets]
-            scoring = _Scoring(chunks, self._n_tops) if has_targets else None
+            has_targets = [c for c in spans if c.targets]
+            scoring = _Scoring(spans, self._n_tops) if has_targets else None
         except (TypeError, OverflowError) as error:
-            raise PlanError(f"{error}: {StepPlan(tuple(chunks), n_steps)!r}") from error
-        mask_rows = None if masks is None else self._mask_rows(masks, chunks)
-        reports = self._reports(chunks, n_steps)
+            raise PlanError(f"{error}: {StepPlan(tuple(spans), n_steps)!r}") from error
+        mask_rows = None if masks is None else self._mask_rows(masks, spans)
+        reports = self._reports(spans, n_steps)
         code = self._lib.cbatch_stepper_run(
             self._open(),
             heads.buffer_info()[0],
-            n_chunks,
+            n_spans,
             tokens.buffer_info()[0],
             n_steps,
             math.ceil(slice_s * 1e6),
@@ -255,12 +247,12 @@ class NativeStepper:
             self._report_at,
         )
         if code != 0:
-            raise PlanError(f"{_MEANINGS[code]}: {StepPlan(tuple(chunks), n_steps)!r}")
-        return self._result(chunks, n_steps, reports, scoring)
+            raise PlanError(f"{_MEANINGS[code]}: {StepPlan(tuple(spans), n_steps)!r}")
+        return self._result(spans, n_steps, reports, scoring)
 
-    def _mask_rows(self, masks: Masks, chunks: Sequence[Chunk]) -> Any:
+    def _mask_rows(self, masks: Masks, spans: Sequence[Span]) -> Any:
         """Return the addresses of the masks, checked; they are read while `masks` lives."""
-        n_rows, n_words = sum(c.has_output for c in chunks), (self._n_vocab + 31) // 32
+        n_rows, n_words = sum(c.has_output for c in spans), (self._n_vocab + 31) // 32
         if len(masks) != n_rows:
             raise PlanError(f"{len(masks)} masks for {n_rows} rows")
         for mask in masks:
@@ -282,34 +274,34 @@ class NativeStepper:
 
         return _VoidFunction(change_and_wait)
 
-    def _reports(self, chunks: Sequence[Chunk], n_steps: int) -> Any:
+    def _reports(self, spans: Sequence[Span], n_steps: int) -> Any:
         """Return memory for log-probabilities, or None where no slot reports any."""
         if not self._reporting or n_steps < 1:
             return None
-        is_asked = any(c.slot in self._reporting and c.has_output for c in chunks)
-        return (NativeLogprobs * (len(chunks) * n_steps))() if is_asked else None
+        is_asked = any(c.slot in self._reporting and c.has_output for c in spans)
+        return (NativeLogprobs * (len(spans) * n_steps))() if is_asked else None
 
     def _logprobs(
-        self, chunks: Sequence[Chunk], n_steps: int, reports: Any
+        self, spans: Sequence[Span], n_steps: int, reports: Any
     ) -> list[list[TokenLogprobs]]:
         n_out = self._n_out
         return [
             [as_logprobs(reports[i * n_steps + j]) for j in range(n_out[i])]
             if c.has_output and c.slot in self._reporting
             else []
-            for i, c in enumerate(chunks)
+            for i, c in enumerate(spans)
         ]
 
     def _result(
-        self, chunks: Sequence[Chunk], n_steps: int, reports: Any, scoring: _Scoring | None
+        self, spans: Sequence[Span], n_steps: int, reports: Any, scoring: _Scoring | None
     ) -> StepResult:
         report, out, n_out = self._report, self._out, self._n_out
         if n_steps == 1 and report.n_steps:  # the usual case, twice as fast as by slices
-            tokens = [[out[i]] if c.has_output else [] for i, c in enumerate(chunks)]
+            tokens = [[out[i]] if c.has_output else [] for i, c in enumerate(spans)]
         else:
             tokens = [
                 out[i * n_steps : i * n_steps + n_out[i]] if c.has_output else []
-                for i, c in enumerate(chunks)
+                for i, c in enumerate(spans)
             ]
         has_drafts = any(report.n_drafts)
         return StepResult(
@@ -319,17 +311,17 @@ class NativeStepper:
             decode_s=report.decode_ns * 1e-9,
             sample_s=report.sample_ns * 1e-9,
             first_s=report.first_ns * 1e-9,
-            logprobs=() if reports is None else self._logprobs(chunks, n_steps, reports),
+            logprobs=() if reports is None else self._logprobs(spans, n_steps, reports),
             scores={} if scoring is None or not report.n_steps else scoring.found(),
             n_drafts=tuple(report.n_drafts),
             n_accepted=tuple(report.n_accepted),
-            drafted=self._counts(len(chunks)) if has_drafts else (),
+            drafted=self._counts(len(spans)) if has_drafts else (),
             n_threads=self._n_threads,
         )
 
-    def _counts(self, n_chunks: int) -> list[DraftCounts]:
-        """Return the counts of draft tokens of each chunk."""
-        found = self._drafted[: _N_COUNTS * n_chunks]
+    def _counts(self, n_spans: int) -> list[DraftCounts]:
+        """Return the counts of draft tokens of each span."""
+        found = self._drafted[: _N_COUNTS * n_spans]
         return [DraftCounts(*found[i : i + _N_COUNTS]) for i in range(0, len(found), _N_COUNTS)]
 
     def interrupt(self) -> None:
@@ -351,33 +343,33 @@ class NativeStepper:
 
 
 def _flatten(
-    chunks: Sequence[Chunk], pads: Collection[Chunk] = (), *, has_silent_rows: bool = False
+    spans: Sequence[Span], pads: Collection[Span] = (), *, has_silent_rows: bool = False
 ) -> tuple[array[int], array[int]]:
-    """Return the chunks as `cbatch_chunk`s (n_chunks × 4 int32) and all their tokens (int32)."""
+    """Return the spans as `cbatch_span`s (n_spans × 4 int32) and all their tokens (int32)."""
     heads: list[int] = []
     tokens: list[int] = []
-    for c in chunks:
-        heads += (c.slot, c.start, len(c.tokens), c.has_output)
-        tokens += c.tokens
+    for c in spans:
+        heads += (c.slot, c.start, len(c.inputs), c.has_output)
+        tokens += c.inputs
     if has_silent_rows:
-        for i in (i for i, c in enumerate(chunks) if len(c.tokens) == 1 and not c.has_output):
+        for i in (i for i, c in enumerate(spans) if len(c.inputs) == 1 and not c.has_output):
             heads[4 * i + 3] = _SILENT_ROW
     if pads:
         padded = {c.slot for c in pads}
-        for i in (i for i, c in enumerate(chunks) if c.slot in padded):
+        for i in (i for i, c in enumerate(spans) if c.slot in padded):
             heads[4 * i + 3] = _PAD_ROW
     return array("i", heads), array("i", tokens)
 
 
 class _Scoring:
-    """The targets of chunks as the native library takes them, and memory for their log-probabilities."""
+    """The targets of spans as the native library takes them, and memory for their log-probabilities."""
 
-    def __init__(self, chunks: Sequence[Chunk], n_tops: Mapping[int, int]) -> None:
-        """Take chunks, and how many alternatives each slot reports, where that is not 0."""
-        self._chunks = chunks
-        self._n_targets = array("i", [len(c.targets) for c in chunks])
-        self._n_top = array("i", [n_tops.get(c.slot, 0) for c in chunks])
-        self._targets = array("i", [token for c in chunks for token in c.targets])
+    def __init__(self, spans: Sequence[Span], n_tops: Mapping[int, int]) -> None:
+        """Take spans, and how many alternatives each slot reports, where that is not 0."""
+        self._chunks = spans
+        self._n_targets = array("i", [len(c.targets) for c in spans])
+        self._n_top = array("i", [n_tops.get(c.slot, 0) for c in spans])
+        self._targets = array("i", [token for c in spans for token in c.targets])
         self._out = (NativeLogprobs * len(self._targets))()
         self._native = NativeScoring(
             self._n_targets.buffer_info()[0],

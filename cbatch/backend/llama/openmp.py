@@ -61,7 +61,9 @@ class ShortWaits:
             (self._wanted_by.add if is_wanted else self._wanted_by.discard)(whose)
             if self._wanted_by and self._end is None:
                 self._start(n_threads)
-            elif self._end is not None and not self._wanted_by:  # also where one that wanted it is no more
+            elif (
+                self._end is not None and not self._wanted_by
+            ):  # also where one that wanted it is no more
                 self._end.set()
                 self._end = None
 

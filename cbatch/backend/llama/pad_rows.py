@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import Chunk, PromptCuts, Slot
+from cbatch.core.plan import Slot
+from cbatch.core.span import PromptCuts, Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,7 +104,7 @@ class PadRows:
         """Take the shape of steps, the memory whose cells are counted, and the context's sequences."""
         self._shape, self._memory, self._n_sequences = shape, memory, n_sequences
 
-    def beside(self, rows: Sequence[Chunk]) -> Sequence[Chunk]:
+    def beside(self, rows: Sequence[Span]) -> Sequence[Span]:
         """Return the pad rows of a step with these decoding rows, which ascend by slot; `remove` them.
 
         llama.cpp computes rows of consecutive sequences together, so pad rows fill the gaps between the slots too.
@@ -118,7 +119,7 @@ class PadRows:
         start = self._start(low, high, width)
         slots = [Slot(i) for i in range(start, start + width) if i not in taken]
         return [
-            Chunk(slot, self._memory.place_pad(slot), (PAD_TOKEN,), has_output=False)
+            Span(slot, self._memory.place_pad(slot), (PAD_TOKEN,), has_output=False)
             for slot in slots
         ]
 
@@ -133,7 +134,7 @@ class PadRows:
             ),
         )
 
-    def remove(self, pads: Sequence[Chunk]) -> None:
+    def remove(self, pads: Sequence[Span]) -> None:
         """Remove the cells that pad rows have made, in one step or several."""
         for pad in pads:
             self._memory.remove_pad(pad.slot)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
-from cbatch.core.plan import Chunk, StepResult
+from cbatch.core.plan import StepResult
+from cbatch.core.span import Span
 from cbatch.support.picture_tokens import FIRST_PICTURE, place_of
 
 if TYPE_CHECKING:
@@ -35,14 +36,14 @@ class PictureRows:
         self._slots = np.full(n_batch, self._slot.ctypes.data, np.uintp)
         self._has_logits = np.zeros(n_batch, np.int8)
 
-    def groups(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    def groups(self, chunks: Sequence[Span]) -> list[list[Span]]:
         """Return the parts of chunks in the order in which they are computed; none where no chunk has a picture.
 
         Parts of tokens are computed together, each part of a picture alone. Of a chunk, they follow each other.
         """
-        if all(max(c.tokens) < FIRST_PICTURE for c in chunks):
+        if all(max(c.inputs) < FIRST_PICTURE for c in chunks):
             return []
-        found: list[list[Chunk]] = []
+        found: list[list[Span]] = []
         for parts in zip_longest(*(_parts(c) for c in chunks)):
             given = [part for part in parts if part is not None]
             texts = [part for part in given if not is_rows(part)]
@@ -50,16 +51,16 @@ class PictureRows:
             found += [[part] for part in given if is_rows(part)]
         return found
 
-    def run(self, ctx: Any, chunk: Chunk) -> StepResult:
+    def run(self, ctx: Any, chunk: Span) -> StepResult:
         """Compute a chunk of rows of one picture; nothing is sampled of it.
 
         After a failure the first rows may have cells, where the chunk is larger than a batch.
         """
         start = time.perf_counter()
         code = 0
-        with _seeing_all(ctx, is_on=self._projector.attends_ahead(chunk.tokens[0])):
-            for first in range(0, len(chunk.tokens), self._n_batch):
-                tokens = chunk.tokens[first : first + self._n_batch]
+        with _seeing_all(ctx, is_on=self._projector.attends_ahead(chunk.inputs[0])):
+            for first in range(0, len(chunk.inputs), self._n_batch):
+                tokens = chunk.inputs[first : first + self._n_batch]
                 code = self._decode(ctx, chunk.slot, chunk.start + first, tokens)
                 if code:
                     break
@@ -67,9 +68,9 @@ class PictureRows:
         seconds = time.perf_counter() - start
         return StepResult([[]], int(not code), code, decode_s=seconds, first_s=seconds)
 
-    def is_in_one_batch(self, chunk: Chunk) -> bool:
+    def is_in_one_batch(self, chunk: Span) -> bool:
         """Whether a chunk of rows is computed as a whole or not at all."""
-        return len(chunk.tokens) <= self._n_batch
+        return len(chunk.inputs) <= self._n_batch
 
     def _decode(self, ctx: Any, slot: int, start: int, tokens: Sequence[int]) -> int:
         n, rows = len(tokens), self._projector.rows(tokens)
@@ -105,18 +106,18 @@ def _seeing_all(ctx: Any, *, is_on: bool) -> Iterator[None]:
             llama_cpp.llama_set_causal_attn(ctx, True)
 
 
-def is_rows(chunk: Chunk) -> bool:
+def is_rows(chunk: Span) -> bool:
     """Whether a part of a chunk is rows of a picture."""
-    return chunk.tokens[0] >= FIRST_PICTURE
+    return chunk.inputs[0] >= FIRST_PICTURE
 
 
-def _parts(chunk: Chunk) -> Iterator[Chunk]:
+def _parts(chunk: Span) -> Iterator[Span]:
     """Yield the parts of a chunk: tokens, or rows of one picture; the last one has the output."""
-    start, left = chunk.start, len(chunk.tokens)
-    for _, group in groupby(enumerate(chunk.tokens), _run_of):
+    start, left = chunk.start, len(chunk.inputs)
+    for _, group in groupby(enumerate(chunk.inputs), _run_of):
         tokens = [token for _, token in group]
         left -= len(tokens)
-        yield Chunk(chunk.slot, start, tokens, has_output=chunk.has_output and not left)
+        yield Span(chunk.slot, start, tokens, has_output=chunk.has_output and not left)
         start += len(tokens)
 
 

@@ -186,7 +186,7 @@ class Projector:
             ModelLoadError: it is no projector, not of this model, or of a kind that is not supported.
             ConfigError: what decodes the only kind of file that it takes is not installed.
         """
-        self._mtmd = mtmd = _bindings()
+        self._mtmd = _bindings()
         self._model, self.name, self._n_ubatch = model, path, n_ubatch
         self._n_embd = int(llama_cpp.llama_model_n_embd_inp(model.pointer))
         self._lock, self._n_uses = threading.Condition(), 0
@@ -205,59 +205,64 @@ class Projector:
         read_projector_file(path)
         self.digest = file_digest(model_parts(path))
         """What tells this file from another."""
-        params = mtmd.mtmd_context_params_default()
-        params.use_gpu = is_on_device
-        params.print_timings, params.n_threads = False, n_threads
         self._lib = library()
         self._stop: int | None = self._lib.cbatch_graph_stop_init()
         """What ends an encoding under way; None once it is freed."""
+        self._ctx: Any = None
+        try:
+            self._ctx = self._made(n_threads, is_on_device=is_on_device)
+            self._find_what_it_takes()
+        except BaseException:
+            self.close()
+            raise
+
+    def _made(self, n_threads: int, *, is_on_device: bool) -> Any:
+        """Return a new `mtmd_context *`. Raises a ModelLoadError."""
+        params = self._mtmd.mtmd_context_params_default()
+        params.use_gpu = is_on_device
+        params.print_timings, params.n_threads = False, n_threads
         if not is_on_device and self._stop is not None:
             callback = llama_cpp.ggml_backend_sched_eval_callback
             params.cb_eval = ctypes.cast(self._lib.cbatch_graph_callback, callback)
             params.cb_eval_user_data = self._stop
-        self._ctx: Any = mtmd.mtmd_init_from_file(os.fsencode(path), model.pointer, params)
+        ctx = self._mtmd.mtmd_init_from_file(os.fsencode(self.name), self._model.pointer, params)
         llama_log().drain()
-        if not self._ctx:
-            self.close()
-            said = "; ".join(llama_log().recent[-2:])
-            raise ModelLoadError(
-                f"{readable(path)} is no projector of this model: {said or 'llama.cpp gave no reason'}"
-            )
-        has_eyes, has_ears = (
-            ask(self._ctx) for ask in (mtmd.mtmd_support_vision, mtmd.mtmd_support_audio)
-        )
+        if not ctx:
+            said = "; ".join(llama_log().recent[-2:]) or "llama.cpp gave no reason"
+            raise ModelLoadError(f"{readable(self.name)} is no projector of this model: {said}")
+        return ctx
+
+    def _find_what_it_takes(self) -> None:
+        mtmd, ctx = self._mtmd, self._ctx
+        has_eyes, has_ears = mtmd.mtmd_support_vision(ctx), mtmd.mtmd_support_audio(ctx)
         self.picture_refusal = _refusal(pillow) if has_eyes else NO_EYES
         """Why chats cannot have pictures; empty where they can."""
         self.sound_refusal = _refusal(sound_libraries) if has_ears else NO_EARS
         """Why chats cannot have sound; empty where they can."""
-        self.audio_rate = int(mtmd.mtmd_get_audio_sample_rate(self._ctx))
+        self.audio_rate = int(mtmd.mtmd_get_audio_sample_rate(ctx))
         """Samples per second that its encoder of sound takes."""
-        self.has_flat_pictures = bool(mtmd.mtmd_decode_use_mrope(self._ctx))
+        self.has_flat_pictures = bool(mtmd.mtmd_decode_use_mrope(ctx))
         """Whether the rows of a picture share positions (M-RoPE)."""
         if self.has_flat_pictures and has_ears:
             self.sound_refusal = FLAT_SOUND
-        attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._ctx, None))
+        attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(ctx, None))
         self.has_whole_pictures = self.has_flat_pictures or attends_ahead
         """Whether all rows of a picture must be computed one after another, or at once."""
-        try:
-            if self.picture_refusal and self.sound_refusal:
-                raise ConfigError(self.picture_refusal if has_eyes else self.sound_refusal)
-            if self.has_whole_pictures and has_eyes:
-                self._try_kind()
-        except PromptError as error:
-            self.close()
-            raise ModelLoadError(f"{readable(self.name)} cannot be used: {error}") from None
-        except ConfigError:
-            self.close()
-            raise
+        if self.picture_refusal and self.sound_refusal:
+            raise ConfigError(self.picture_refusal if has_eyes else self.sound_refusal)
+        if self.has_whole_pictures and has_eyes:
+            self._try_kind()
 
     def _try_kind(self) -> None:
-        """Refuse what cannot be computed of any picture, by a small one. Raises as `_rows_of`."""
+        """Refuse what cannot be computed of any picture, by a small one. Raises a ModelLoadError."""
         bitmap = self._mtmd.mtmd_bitmap_init(_N_SIDE_TRIED, _N_SIDE_TRIED, None)
-        with self._parts(bitmap, "a picture") as chunks:
-            for chunk in chunks:
-                if self._mtmd.mtmd_input_chunk_get_type(chunk) != _TEXT:
-                    self._rows_of(chunk, 0)
+        try:
+            with self._parts(bitmap, "a picture") as chunks:
+                for chunk in chunks:
+                    if self._mtmd.mtmd_input_chunk_get_type(chunk) != _TEXT:
+                        self._rows_of(chunk, 0)
+        except PromptError as error:
+            raise ModelLoadError(f"{readable(self.name)} cannot be used: {error}") from None
 
     def picture(self, medium: Medium) -> Picture:
         """Return a picture or a sound as tokens; nothing is encoded.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepResult
+from cbatch.core.plan import BROKEN_ROW, Slot, StepResult
 from cbatch.errors import RequestFailedError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.logits_processors import LogitsProcessors
+    from cbatch.core.span import Span
 
 _FloatPointer = ctypes.POINTER(ctypes.c_float)
 
@@ -25,7 +26,7 @@ class RowChanges:
     """Passes copies of rows to their slots' processors. The copies are sampled; the model's rows stay unchanged."""
 
     def __init__(
-        self, processors: LogitsProcessors, slots: Collection[Slot], chunks: Sequence[Chunk]
+        self, processors: LogitsProcessors, slots: Collection[Slot], chunks: Sequence[Span]
     ) -> None:
         """Take the slots whose rows change, and all chunks of the step."""
         self._processors, self._slots = processors, slots
@@ -62,7 +63,7 @@ class RowChanges:
         return replace(result, failures=self._failures) if self._failures else result
 
 
-def without_failed(chunks: Sequence[Chunk], result: StepResult) -> StepResult:
+def without_failed(chunks: Sequence[Span], result: StepResult) -> StepResult:
     """Return the result with broken rows in place of tokens whose processor failed."""
     if not result.failures:
         return result

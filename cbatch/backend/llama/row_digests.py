@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from cbatch.backend.llama.row_changes import RowChanges
-    from cbatch.core.plan import Binding, Chunk, Slot, StepResult
+    from cbatch.core.plan import Binding, Slot, StepResult
+    from cbatch.core.span import Span
 
 RowDigests = dict[tuple[int, int], bytes]
 """By the seed of a request and the position of the token that a row stands after."""
@@ -36,12 +37,12 @@ class DigestingStepper(NativeStepper):
 
     def run(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Span],
         n_steps: int = 1,
         slice_s: float = 0.0,
         masks: Any = None,
         await_masks: Any = None,
-        pads: Collection[Chunk] = (),
+        pads: Collection[Span] = (),
         changes: RowChanges | None = None,
         n_drafts: int = 0,
     ) -> StepResult:
@@ -51,7 +52,7 @@ class DigestingStepper(NativeStepper):
         )
         for i, chunk in enumerate(chunks):
             if result.n_steps and chunk.has_output and chunk.slot in self._seeds:
-                position = chunk.start + len(chunk.tokens) - 1
+                position = chunk.start + len(chunk.inputs) - 1
                 self._rows[self._seeds[chunk.slot], position] = self._digest(output_row(chunks, i))
         return result
 

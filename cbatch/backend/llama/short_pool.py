@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import context_cells, make_context
 from cbatch.backend.llama.memory import LlamaCells
-from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.core.span import N_TARGETS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,13 +69,13 @@ class ShortPool:
         Sequences come where the plan's first step leaves half of the pool free, and stay until one would fill it: not
         with a chunk that has no output, for nobody would see that its cells are not finite, and reach others.
         """
-        if plan.shifts or not all(c.has_output for c in plan.chunks):
+        if plan.shifts or not all(c.has_output for c in plan.spans):
             return False
         return self._n_after(plan, n_cells) <= (self.n_cells if self.is_used else self.n_cells // 2)
 
     def within(self, plan: StepPlan, n_cells: Sequence[int]) -> StepPlan:
         """Return a plan that belongs here with as many steps as there is room for, and with room for draft tokens."""
-        n_rows, n_free = len(plan.chunks), self.n_cells - self._n_after(plan, n_cells)
+        n_rows, n_free = len(plan.spans), self.n_cells - self._n_after(plan, n_cells)
         n_steps = min(plan.n_steps, 1 + n_free // n_rows)
         has_room = n_free - (n_steps - 1) * n_rows >= N_TARGETS_MAX
         n_drafts = plan.n_drafts if has_room else 0
@@ -86,7 +86,7 @@ class ShortPool:
     @staticmethod
     def _n_after(plan: StepPlan, n_cells: Sequence[int]) -> int:
         n_copied = sum(n for _, _, n in plan.copies)
-        return sum(n_cells) + n_copied + sum(len(c.tokens) for c in plan.chunks)
+        return sum(n_cells) + n_copied + sum(len(c.inputs) for c in plan.spans)
 
     def clear(self) -> None:
         """Forget all cells, and what stands in their memory."""

@@ -1,4 +1,4 @@
-"""A plan's chunks are computed, with grammar masks: in one native call, or prompts first in calls of their own."""
+"""A plan's spans are computed, with grammar masks: in one native call, or prompts first in calls of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cbatch.backend.llama.pad_rows import N_GROUP
 from cbatch.backend.llama.picture_rows import is_rows
 from cbatch.backend.llama.row_changes import RowChanges, without_failed
 from cbatch.backend.logits_processors import LogitsProcessors
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult, TokenLogprobs
+from cbatch.core.plan import Binding, Slot, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.llama.pad_rows import PadRows
     from cbatch.backend.llama.picture_rows import PictureRows
-    from cbatch.core.plan import PromptCuts
+    from cbatch.core.span import PromptCuts, Span
     from cbatch.errors import RequestFailedError
 
 _CELLS_UNKNOWN = -3
@@ -28,7 +28,7 @@ _CELLS_UNKNOWN = -3
 
 
 class StepRunner:
-    """Computes and samples the chunks of plans."""
+    """Computes and samples the spans of plans."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class StepRunner:
     def renew(self) -> None:
         """Go on with a new context: every slot is unbound."""
         self._stepper, self._ctx = self._make_stepper()
-        self.last_chunks: Sequence[Chunk] = ()
+        self.last_chunks: Sequence[Span] = ()
         """What the last call of the stepper computed, pad rows included."""
 
     def use(self, ctx: Any) -> None:
@@ -77,52 +77,52 @@ class StepRunner:
     def run(
         self,
         plan: StepPlan,
-        undo: Callable[[Sequence[Chunk]], bool],
+        undo: Callable[[Sequence[Span]], bool],
         *,
         cuts: PromptCuts,
         is_apart: bool = False,
         are_apart: bool = True,
     ) -> StepResult:
-        """Compute and sample a plan's chunks; `follow` tells what grammars make of the result.
+        """Compute and sample a plan's spans; `follow` tells what grammars make of the result.
 
         Args:
             plan: its moves are done, its slots bound.
-            undo: takes back the cells of chunks that were computed; False where that is impossible.
+            undo: takes back the cells of spans that were computed; False where that is impossible.
             cuts: where prompts are cut; where there are rules, the shape of a computation must not depend on company.
             is_apart: llama.cpp computes prompts of several lengths in several runs of the graph anyway.
             are_apart: see `NativeStepper`.
         """
         self._stepper.are_apart = are_apart
-        if self.pictures is not None and (parts := self.pictures.groups(plan.chunks)):
-            return self._run_groups(plan.chunks, parts, undo)
+        if self.pictures is not None and (parts := self.pictures.groups(plan.spans)):
+            return self._run_groups(plan.spans, parts, undo)
         is_exact = bool(cuts)
-        if (is_exact or is_apart) and any(len(c.tokens) > 1 for c in plan.chunks):
-            groups = _each_alone(plan.chunks, cuts) if is_exact else _prompts_first(plan.chunks)
+        if (is_exact or is_apart) and any(len(c.inputs) > 1 for c in plan.spans):
+            groups = _each_alone(plan.spans, cuts) if is_exact else _prompts_first(plan.spans)
             if is_exact or len(groups) > 1:
-                return self._run_groups(plan.chunks, groups, undo)
+                return self._run_groups(plan.spans, groups, undo)
         if self._cheaper_widths is not None:
             return self._cheaper_widths.run(plan, self._run_padded)
-        pads = self._pad_rows.beside(plan.chunks) if is_exact else ()
-        return self._run_padded(plan.chunks, pads, plan.n_steps, plan.slice_s, plan.n_drafts)
+        pads = self._pad_rows.beside(plan.spans) if is_exact else ()
+        return self._run_padded(plan.spans, pads, plan.n_steps, plan.slice_s, plan.n_drafts)
 
-    def follow(self, chunks: Sequence[Chunk], result: StepResult) -> StepResult:
+    def follow(self, spans: Sequence[Span], result: StepResult) -> StepResult:
         """Have grammars follow the tokens of at least one step; mark the rows whose processor failed."""
-        result = without_failed(chunks, result)
-        tokens, steps = self._matchers.follow(chunks, result.tokens)
+        result = without_failed(spans, result)
+        tokens, steps = self._matchers.follow(spans, result.tokens)
         return replace(result, tokens=tokens, grammar_steps=steps) if steps else result
 
     def _run_padded(
         self,
-        chunks: Sequence[Chunk],
-        pads: Sequence[Chunk],
+        spans: Sequence[Span],
+        pads: Sequence[Span],
         n_steps: int = 1,
         slice_s: float = 0.0,
         n_drafts: int = 0,
     ) -> StepResult:
         """Run the stepper with pad rows besides, whose cells are removed again; then there are no drafts."""
         if not pads:
-            return self._run(chunks, pads, n_steps, slice_s, n_drafts)
-        rows = sorted([*chunks, *pads], key=lambda c: c.slot)
+            return self._run(spans, pads, n_steps, slice_s, n_drafts)
+        rows = sorted([*spans, *pads], key=lambda c: c.slot)
         try:
             result = self._run(rows, pads, n_steps, slice_s)
         finally:
@@ -139,8 +139,8 @@ class StepRunner:
 
     def _run(
         self,
-        rows: Sequence[Chunk],
-        pads: Sequence[Chunk],
+        rows: Sequence[Span],
+        pads: Sequence[Span],
         n_steps: int,
         slice_s: float,
         n_drafts: int = 0,
@@ -154,8 +154,8 @@ class StepRunner:
 
     def _run_masked(
         self,
-        rows: Sequence[Chunk],
-        pads: Sequence[Chunk],
+        rows: Sequence[Span],
+        pads: Sequence[Span],
         n_steps: int,
         slice_s: float,
         changes: RowChanges | None,
@@ -182,11 +182,11 @@ class StepRunner:
 
     def _run_groups(
         self,
-        chunks: Sequence[Chunk],
-        groups: Sequence[Sequence[Chunk]],
-        undo: Callable[[Sequence[Chunk]], bool],
+        spans: Sequence[Span],
+        groups: Sequence[Sequence[Span]],
+        undo: Callable[[Sequence[Span]], bool],
     ) -> StepResult:
-        """Compute groups of chunks one after another, as one step."""
+        """Compute groups of spans one after another, as one step."""
         results: list[StepResult] = []
         for group in groups:
             result = self._run_group(group)
@@ -196,12 +196,12 @@ class StepRunner:
                     done += [c for c in group if not self.pictures.is_in_one_batch(c)]
                 return StepResult([], 0, result.code if undo(done) else _CELLS_UNKNOWN)
             results.append(result)
-        return _joined(chunks, groups, results)
+        return _joined(spans, groups, results)
 
-    def _run_group(self, group: Sequence[Chunk]) -> StepResult:
+    def _run_group(self, group: Sequence[Span]) -> StepResult:
         if self.pictures is not None and is_rows(group[0]):
             return self.pictures.run(self._ctx, group[0])
-        pads = self._pad_rows.beside(group) if len(group[0].tokens) == 1 else ()
+        pads = self._pad_rows.beside(group) if len(group[0].inputs) == 1 else ()
         return self._run_padded(group, pads)
 
     def interrupt(self) -> None:
@@ -213,38 +213,38 @@ class StepRunner:
         self._stepper.close()
 
 
-def _each_alone(chunks: Sequence[Chunk], cuts: PromptCuts) -> Sequence[Sequence[Chunk]]:
-    """Return chunks of one token together and every longer chunk alone, so that no shape depends on company.
+def _each_alone(spans: Sequence[Span], cuts: PromptCuts) -> Sequence[Sequence[Span]]:
+    """Return spans of one token together and every longer span alone, so that no shape depends on company.
 
     Prompts that end in a row are computed before the rows, all others after them: pad rows stand beside what was
     counted of a slot.
     """
-    lone: list[Chunk] = []
-    ahead: list[Chunk] = []
-    rows: list[Chunk] = []
-    after: list[Chunk] = []
-    for chunk in chunks:
-        *before, last = cuts.parts(chunk)
+    lone: list[Span] = []
+    ahead: list[Span] = []
+    rows: list[Span] = []
+    after: list[Span] = []
+    for span in spans:
+        *before, last = cuts.parts(span)
         for part in before:
-            (ahead if len(part.tokens) > 1 else lone).append(part)
-        (after if len(last.tokens) > 1 else rows).append(last)
+            (ahead if len(part.inputs) > 1 else lone).append(part)
+        (after if len(last.inputs) > 1 else rows).append(last)
     groups = [lone, *([c] for c in ahead), rows, *([c] for c in after)]
     return [group for group in groups if group]
 
 
-def _prompts_first(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
-    """Return the chunks of prompts by their lengths, and then all others with the prompts' last tokens as rows beside.
+def _prompts_first(spans: Sequence[Span]) -> Sequence[Sequence[Span]]:
+    """Return the spans of prompts by their lengths, and then all others with the prompts' last tokens as rows beside.
 
-    llama.cpp would compute a token of each chunk, then as many of each prompt as the shortest has, then of the next
+    llama.cpp would compute a token of each span, then as many of each prompt as the shortest has, then of the next
     shortest, and so on: runs of few tokens, and wherever one prompt ends a product of its row alone with the whole
-    vocabulary. Chunks with targets stay as they are; so do all where the last tokens would be a run that costs more
+    vocabulary. Spans with targets stay as they are; so do all where the last tokens would be a run that costs more
     than it saves.
     """
-    ahead: dict[int, list[Chunk]] = {}
-    rows: list[Chunk] = []
+    ahead: dict[int, list[Span]] = {}
+    rows: list[Span] = []
     has_row = False
-    for c in chunks:
-        tokens = c.tokens
+    for c in spans:
+        tokens = c.inputs
         if len(tokens) == 1 or c.targets:
             rows.append(c)
             has_row = True
@@ -252,14 +252,14 @@ def _prompts_first(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
         if c.has_output:
             c, row = c.split()
             rows.append(row)
-        ahead.setdefault(len(c.tokens), []).append(c)
+        ahead.setdefault(len(c.inputs), []).append(c)
     if rows and not has_row and len(ahead) < N_GROUP:
-        return [chunks]
+        return [spans]
     return [*ahead.values(), *([rows] if rows else [])]
 
 
 def _joined(
-    chunks: Sequence[Chunk], groups: Sequence[Sequence[Chunk]], results: Sequence[StepResult]
+    spans: Sequence[Span], groups: Sequence[Sequence[Span]], results: Sequence[StepResult]
 ) -> StepResult:
     """Return the results of groups that were computed one after another as that of one step.
 
@@ -277,12 +277,12 @@ def _joined(
         failures.update(result.failures)
     decode_s, sample_s = sum(r.decode_s for r in results), sum(r.sample_s for r in results)
     return StepResult(
-        [tokens[c.slot] for c in chunks],
+        [tokens[c.slot] for c in spans],
         1,
         decode_s=decode_s,
         sample_s=sample_s,
         first_s=decode_s + sample_s,
-        logprobs=[reports.get(c.slot, []) for c in chunks] if reports else (),
+        logprobs=[reports.get(c.slot, []) for c in spans] if reports else (),
         scores=scores,
         failures=failures,
         n_pad_rows=sum(r.n_pad_rows for r in results),

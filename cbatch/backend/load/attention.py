@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import DEFAULT_WINDOW
@@ -69,7 +69,7 @@ class AttentionFinding:
     """When, in seconds since 1970."""
     due_s: float
     """When the trial is to be repeated."""
-    rounds: Sequence[TrialRound] = ()
+    rounds: tuple[TrialRound, ...] = ()
     """Empty if the model is too slow for a trial or other programs disturbed it."""
 
     def is_due(self, now_s: float) -> bool:
@@ -245,23 +245,4 @@ def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
 
 def _noted(*depends: str) -> AttentionFinding | None:
     """Return the finding of a note; None if there is no readable one."""
-    said = notes.read(_NAME, *depends)
-    try:
-        match json.loads(said or ""):
-            case {
-                "is_off": bool(is_off),
-                "made_s": float(made_s),
-                "due_s": float(due_s),
-                "rounds": list(seen),
-            }:
-                return AttentionFinding(is_off, made_s, due_s, tuple(map(_read_round, seen)))
-    except (ValueError, TypeError, RecursionError):
-        pass
-    return None
-
-
-def _read_round(said: Any) -> TrialRound:
-    found = TrialRound(**said)
-    if not all(isinstance(n, float) and 0 < n < float("inf") for n in asdict(found).values()):
-        raise ValueError("no ratios and times")
-    return found
+    return notes.read_as(AttentionFinding, _NAME, *depends)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from msgspec import Meta
 
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.backend.llama.model_tuning import Tuning
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import DecodeError
 from cbatch.options import GREEDY
@@ -38,6 +42,8 @@ _MOST_BYTES = 2**31
 """Bytes of weights from which no processor computes steps fast enough for a trial."""
 
 _KEY = 0
+
+_Positive: TypeAlias = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +75,14 @@ class TrialShape:
 class TrialRound:
     """Times of the same steps with flash attention over those without, measured in turn."""
 
-    mixed: float
+    mixed: _Positive
     """For decoding steps of rows of many lengths, and prompts. Without flash attention each row looks at as many cells
     as the longest row has."""
-    alike: float
+    alike: _Positive
     """For decoding steps of rows that are all long."""
-    wall_s: float
+    wall_s: _Positive
     """Seconds of all steps, both ways."""
-    cpu_s: float
+    cpu_s: _Positive
     """CPU seconds of this process per computing thread: fewer if other programs took cores."""
 
 
@@ -126,7 +132,7 @@ class _Way:
             n_threads=shape.n_threads or None,
             flash_attn=said,
         )
-        self._backend = LlamaBackend(model, options, owns_model=False)
+        self._backend = LlamaBackend(model, Tuning(options), owns_model=False)
         self.n_threads = self._backend.n_threads
         slots = [Slot(i) for i in range(n_rows + 1)]
         rows, last = slots[:-1], slots[-1]
@@ -138,7 +144,7 @@ class _Way:
         self._shorten = StepPlan((), trims=tuple(zip(rows, lengths, strict=True)))
         self._alike = _decoding(rows, [n_history] * n_rows)
         self._varied = _decoding(rows, lengths)
-        self._prompt = StepPlan((Chunk(last, 0, (1,) * _N_PROMPT, has_output=True),))
+        self._prompt = StepPlan((Span(last, 0, (1,) * _N_PROMPT, has_output=True),))
         self._clear = StepPlan((), clears=(last,))
         try:
             self._backend.import_zeros(_KEY, n_history)
@@ -179,5 +185,5 @@ class _Way:
 
 
 def _decoding(slots: Sequence[Slot], lengths: Sequence[int]) -> StepPlan:
-    rows = (Chunk(slot, n, (1,), has_output=True) for slot, n in zip(slots, lengths, strict=True))
+    rows = (Span(slot, n, (1,), has_output=True) for slot, n in zip(slots, lengths, strict=True))
     return StepPlan(tuple(rows))

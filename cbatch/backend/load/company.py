@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import context_cells
+from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.survival import find_surviving
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.errors import EngineError
 from cbatch.options import GREEDY
 
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.backend.llama.llama_backend import LlamaBackend
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
 
@@ -53,46 +56,37 @@ _N_TRIALS = 2
 """Trials with other tokens that have to fail: where rounding changes the choice of an expert, one may."""
 
 
-@dataclass(frozen=True, slots=True)
-class Company:
-    """How the sequences of a model are computed."""
+def find_company(
+    model: LlamaModel, asked: EngineOptions, is_stopped: Callable[[], bool] = bool
+) -> Tuning:
+    """Return options with which llama.cpp computes several sequences rightly and does not crash: known, noted or tried.
 
-    text: str
-    """See `Engine.company`."""
-    options: EngineOptions
-    is_sound: bool = True
-    """Whether the options are the given ones, which are right."""
-
-
-def tried_options(
-    model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
-) -> tuple[EngineOptions, Company | None]:
-    """Return options that do not crash llama.cpp, and the company if it is known without another trial."""
-    if found := find_known(model, options) or _remembered(model, options):
-        return found.options, found
-    return find_surviving(model, options, is_stopped), None
-
-
-def try_company(
-    backend: LlamaBackend, asked: EngineOptions, is_stopped: Callable[[], bool] = bool
-) -> Company:
-    """Try a new backend with the options of `tried_options`; return the finding and note it."""
-    found = _compared(find_company(backend, is_stopped), asked, backend.model.architecture)
-    if parts := _parts(backend.model, asked):
+    With `exact` several slots need no trial: the proof that follows shows more.
+    """
+    if found := find_known(model, asked) or _remembered(model, asked):
+        return found
+    options = find_surviving(model, asked, is_stopped)
+    if options.exact and options.n_slots > 1:
+        found = Tuning(options, BY_EXACT)
+    else:
+        with closing(LlamaBackend(model, Tuning(options), owns_model=False)) as backend:
+            found = try_company(backend, is_stopped)
+    found = _compared(found, asked, model.architecture)
+    if parts := _parts(model, asked):
         options = found.options
-        said = [found.text, options.n_slots, options.n_ubatch, found.is_sound]
+        said = [found.company, options.n_slots, options.n_ubatch, found.is_sound]
         notes.write(json.dumps(said), _NOTE, *parts)
     return found
 
 
-def _compared(found: Company, asked: EngineOptions, architecture: str) -> Company:
+def _compared(found: Tuning, asked: EngineOptions, architecture: str) -> Tuning:
     """Return the finding, with a text that says how its options differ from those asked for."""
     options = found.options
     if not found.is_sound or (options.n_slots, options.n_ubatch) == (asked.n_slots, asked.n_ubatch):
         return found
     if options.n_slots == 1:
         why = f"llama.cpp crashes on several sequences of a {architecture} model"
-        return replace(found, text=_alone(why), is_sound=False)
+        return replace(found, company=_alone(why), is_sound=False)
     sizes = {
         "parallel": (options.n_slots, asked.n_slots),
         "n_ubatch": (options.n_ubatch, asked.n_ubatch),
@@ -101,7 +95,7 @@ def _compared(found: Company, asked: EngineOptions, architecture: str) -> Compan
     now = " and ".join(f"{name}={pair[0]}" for name, pair in changed.items())
     before = " and ".join(f"{name}={pair[1]}" for name, pair in changed.items())
     why = f"{now}, because llama.cpp crashes with {before}"
-    return replace(found, text=f"{found.text}; {why}", is_sound=False)
+    return replace(found, company=f"{found.company}; {why}", is_sound=False)
 
 
 def _parts(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
@@ -112,40 +106,31 @@ def _parts(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
     return note_parts(model.name, options, slots=options.n_slots, n_graph=n_graph)
 
 
-def _remembered(model: LlamaModel, options: EngineOptions) -> Company | None:
+def _remembered(model: LlamaModel, options: EngineOptions) -> Tuning | None:
     parts = _parts(model, options)
-    said = notes.read(_NOTE, *parts) if parts else None
-    try:
-        match json.loads(said or "null"):
-            case [str(text), int(n_slots), int(n_ubatch), bool(is_sound)] if (
-                1 <= n_slots <= options.n_slots and 1 <= n_ubatch <= options.n_ubatch
-            ):
-                # `parallel` stays None if nothing was changed
-                changed = (
-                    options if is_sound else replace(options, parallel=n_slots, n_ubatch=n_ubatch)
-                )
-                return Company(text, changed, is_sound=is_sound)
-    except (ValueError, RecursionError):
-        pass
-    return None
+    found = notes.read_as(tuple[str, int, int, bool], _NOTE, *parts) if parts else None
+    if found is None:
+        return None
+    text, n_slots, n_ubatch, is_sound = found
+    if is_sound:  # nothing was changed, so `parallel` may stay None
+        return Tuning(options, text)
+    if not (1 <= n_slots <= options.n_slots and 1 <= n_ubatch <= options.n_ubatch):
+        return None
+    return Tuning(replace(options, parallel=n_slots, n_ubatch=n_ubatch), text, is_sound=False)
 
 
-def find_known(model: LlamaModel, options: EngineOptions) -> Company | None:
+def find_known(model: LlamaModel, options: EngineOptions) -> Tuning | None:
     """Return what is known without a trial; None where a trial has to tell."""
     is_plain = not (model.has_states or llama_cpp.llama_model_n_swa(model.pointer))
     if is_plain and model.architecture in _KNOWN and not _has_experts(model):
-        return Company(
-            f"together: {model.architecture} models give the same results in a batch as alone",
-            options,
-        )
+        said = f"together: {model.architecture} models give the same results in a batch as alone"
+        return Tuning(options, said)
     return None
 
 
-def find_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -> Company:
+def try_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -> Tuning:
     """Try a new backend in some 50 small steps; every slot is empty afterwards."""
     options = backend.options
-    if options.exact and backend.n_slots > 1:
-        return Company(BY_EXACT, options)
     for seed in range(_N_TRIALS):
         problem, is_wrong_alone = _CompanyTrial(backend, is_stopped, seed).find_problem()
         if not problem:
@@ -153,12 +138,11 @@ def find_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -
     else:
         n_ubatch = 1 if is_wrong_alone else options.n_ubatch
         alone = replace(options, parallel=1, n_ubatch=n_ubatch)
-        return Company(_alone(problem), alone, is_sound=False)
+        return Tuning(alone, _alone(problem), is_sound=False)
     if backend.n_slots == 1:
-        return Company("one at a time: there is one slot", options)
-    return Company(
-        "together: a trial gave the same results in a batch as alone, within rounding", options
-    )
+        return Tuning(options, "one at a time: there is one slot")
+    said = "together: a trial gave the same results in a batch as alone, within rounding"
+    return Tuning(options, said)
 
 
 def _alone(why: str) -> str:
@@ -213,14 +197,14 @@ class _CompanyTrial:
         self._clear()
         found = []
         for position, token in enumerate(self._texts[i]):
-            found += self._run([Chunk(Slot(i), position, (token,), has_output=True)])
+            found += self._run([Span(Slot(i), position, (token,), has_output=True)])
         return found[self._n_prompts[i] - 1 :]
 
     def _whole(self, i: int) -> list[Logits]:
         """Compute a prompt alone in one chunk; return the logits after it."""
         self._clear()
         prompt = self._texts[i][: self._n_prompts[i]]
-        return self._run([Chunk(Slot(i), 0, prompt, has_output=True)])
+        return self._run([Span(Slot(i), 0, prompt, has_output=True)])
 
     def _together(self, slots: range) -> Iterator[tuple[int, int, int, list[Logits]]]:
         """Compute these slots: prompts together, some prompts beside rows, rows without the first slot, rows of all.
@@ -239,13 +223,13 @@ class _CompanyTrial:
                 start = n_done[slot]
                 n_done[slot] = start + 1 if start else self._n_prompts[i_text]
                 tokens = self._texts[i_text][start : n_done[slot]]
-                chunks.append(Chunk(Slot(slot), start, tokens, has_output=True))
+                chunks.append(Span(Slot(slot), start, tokens, has_output=True))
             for slot, logits in zip(which, self._run(chunks), strict=True):
                 found[slot].append(logits)
         for place, slot in enumerate(slots, 1):
             yield place, len(slots), slot, found[slot]
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[Logits]:
+    def _run(self, chunks: Sequence[Span]) -> list[Logits]:
         """Run one step; return the logits of each chunk."""
         if self._is_stopped():
             raise EngineError("it was stopped")

@@ -13,6 +13,8 @@ from cbatch.errors import ConfigError, ModelLoadError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cbatch.engine_options import EngineOptions
+
 # Source: ggml/include/ggml-backend.h, enum ggml_backend_dev_type.
 _GPU, _SHARED_GPU = 1, 2
 _CONNECT_S = 5.0
@@ -52,6 +54,11 @@ def free_on_devices() -> list[int]:
     gpus = [h for kind, is_server, h in kinds if kind == _GPU and not is_server]
     shared = [h for kind, _, h in kinds if kind == _SHARED_GPU]
     return [_n_free(h) for h in (*servers, *(gpus or shared))]
+
+
+def computes_on_cpu(options: EngineOptions) -> bool:
+    """Whether processors of this machine alone compute with these options."""
+    return not (options.rpc_servers or (options.n_gpu_layers != 0 and free_on_devices()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.host_limits import available_cores
@@ -25,14 +25,14 @@ from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import facts_of
-from cbatch.backend.llama.pad_rows import ANY_SHAPE
+from cbatch.backend.llama.model_tuning import NOT_TRIED
 from cbatch.backend.llama.projector import read_projector_file
-from cbatch.backend.llama.short_pool import N_CELLS, may_have_short_pool
+from cbatch.backend.llama.short_pool import N_CELLS
 from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
-from cbatch.backend.load.company import BY_EXACT, find_known, tried_options, try_company
-from cbatch.backend.load.devices import free_on_devices
-from cbatch.backend.load.exact_notes import exact_finding
+from cbatch.backend.load.company import BY_EXACT
+from cbatch.backend.load.devices import computes_on_cpu
+from cbatch.backend.load.find_tuning import find_tuning
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import probe
 from cbatch.backend.load.row_shapes import width_classes
@@ -43,7 +43,6 @@ from cbatch.backend.load.sizing import (
     trained_window,
     warn_past_training,
 )
-from cbatch.backend.load.weight_kernels import has_plain_weights
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.engine_options import BITWISE, DEFAULT_PARALLEL, MAX_THREADS
 from cbatch.errors import ConfigError, ModelLoadError
@@ -56,12 +55,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.load.attention_trial import TrialRound
-    from cbatch.backend.load.exact_notes import ExactFinding
     from cbatch.backend.load.sizing import Room
     from cbatch.engine_options import EngineOptions
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _CORES = "the cores that it may use"
 _FEWER = "fewer while other programs use them"
@@ -103,12 +103,28 @@ def n_bytes_on_cpu(model: Any, options: EngineOptions) -> int | None:
     path = shipped_model() if model is None else model
     if not isinstance(path, str | os.PathLike):
         return None
-    if options.rpc_servers or (options.n_gpu_layers != 0 and free_on_devices()):
+    if not computes_on_cpu(options):
         return None
     return sum(size for _, size, _ in model_parts(os.fsdecode(path))) or None
 
 
+def _until_struck(
+    work: Callable[Concatenate[Callable[[], bool], P], T],
+) -> Callable[P, T]:
+    """Have `work` done in a thread that ends, with a function that says whether a signal has struck, such as Ctrl-C."""
+
+    @wraps(work)
+    def do(*args: P.args, **given: P.kwargs) -> T:
+        with Postponed() as signals:
+            has_struck = partial(getattr, signals, "has_struck")
+            return run_in_fresh_thread(partial(work, has_struck, *args, **given))
+
+    return do
+
+
+@_until_struck
 def describe_model(
+    is_stopped: Callable[[], bool],
     model: str | os.PathLike[str] | None,
     options: EngineOptions,
     *,
@@ -130,22 +146,70 @@ def describe_model(
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         ConfigError: more cells than llama.cpp can count.
     """
-    return _until_struck(
-        partial(_describe, model, options, asks_probe=asks_probe, asks_company=asks_company)
-    )
+    has_weights = asks_probe or asks_company
+    opened = _opened(model, options, is_stopped, has_weights=has_weights)
+    with opened as loaded, closing(loaded), ExitStack() as stack:
+        if loaded.why_not_generative:
+            return {**_told_of_file(loaded), "n_weight_bytes": loaded.n_bytes}
+        draft = _open_draft(loaded, options, is_stopped, has_weights=has_weights)
+        beside = stack.enter_context(closing(draft)).model if draft else None
+        n_weights = loaded.n_bytes + (beside.n_bytes if beside else 0)
+        n_unloaded = 0 if has_weights else n_weights
+        room = find_room(loaded, options, draft=beside, n_unloaded=n_unloaded)
+        tuning = find_tuning(
+            loaded,
+            options,
+            settle(loaded, options, room),
+            room,
+            is_stopped,
+            tries=has_weights,
+            proves=asks_probe,
+        )
+        settled = tuning.options
+        has_proof = options.exact and asks_probe
+        exactness = tuning.exactness or None
+        if asks_probe and not has_proof:
+            exactness = probe(loaded, settled, is_stopped)
+        is_proven = has_proof and exactness == BITWISE
+        is_open = tuning.company == NOT_TRIED or (
+            tuning.company.startswith(BY_EXACT) and not is_proven
+        )
+        n_short = N_CELLS if tuning.has_short_pool else 0
+        return {
+            **_told_of_file(loaded),
+            **_told_of_memory(loaded, options, settled, room),
+            "draft": beside and beside.name,
+            "n_draft_bytes": beside and beside.n_bytes,
+            **_told_of_projector(options),
+            "n_short_cells": n_short,
+            "n_short_bytes": room.footprint and room.footprint.of(0, n_short),
+            "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
+            "flash_attn": settled.flash_attn,
+            "company": None if is_open else tuning.company,
+            "exactness": exactness,
+            "step_rows": str(tuning.shape) if is_proven else None,
+            "probe_s": tuning.probe_s,
+            "is_remembered": tuning.is_remembered if has_proof else None,
+        }
 
 
-def find_widths(model: str | os.PathLike[str] | None, options: EngineOptions) -> list[list[int]]:
+@_until_struck
+def find_widths(
+    is_stopped: Callable[[], bool], model: str | os.PathLike[str] | None, options: EngineOptions
+) -> list[list[int]]:
     """Return the numbers of rows of a step, up to `parallel`, that give the same bits, in groups.
 
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
         CBatchError: a step cannot be computed.
     """
-    return _until_struck(partial(_find_widths, model, options))
+    with _opened(model, options, is_stopped) as loaded, closing(loaded):
+        return width_classes(loaded, options, is_stopped)
 
 
+@_until_struck
 def note_attention(
+    is_stopped: Callable[[], bool],
     model: str | os.PathLike[str] | None,
     options: EngineOptions,
     seen: Sequence[TrialRound],
@@ -157,87 +221,10 @@ def note_attention(
     Raises:
         ModelLoadError, IncompatibleLlamaError: see `cbatch.load`.
     """
-    return _until_struck(partial(_note_attention, model, options, seen, is_off=is_off))
-
-
-def _note_attention(
-    model: Any,
-    options: EngineOptions,
-    seen: Sequence[TrialRound],
-    is_stopped: Callable[[], bool],
-    *,
-    is_off: bool,
-) -> bool:
     with _opened(model, options, is_stopped, has_weights=False) as loaded, closing(loaded):
         settled = settle(loaded, options, find_room(loaded, options, n_unloaded=loaded.n_bytes))
         asked = replace(settled, flash_attn=options.flash_attn)
         return keep_attention(loaded, asked, seen, is_off=is_off)
-
-
-def _find_widths(
-    model: Any, options: EngineOptions, is_stopped: Callable[[], bool]
-) -> list[list[int]]:
-    with _opened(model, options, is_stopped) as loaded, closing(loaded):
-        return width_classes(loaded, options, is_stopped)
-
-
-def _until_struck(work: Callable[[Callable[[], bool]], T]) -> T:
-    """Do `work` in a thread that ends, with a function that says whether a signal has struck, such as Ctrl-C."""
-    with Postponed() as signals:
-        return run_in_fresh_thread(partial(work, partial(getattr, signals, "has_struck")))
-
-
-def _describe(
-    model: Any,
-    options: EngineOptions,
-    is_stopped: Callable[[], bool],
-    *,
-    asks_probe: bool,
-    asks_company: bool,
-) -> dict[str, Any]:
-    has_weights = asks_probe or asks_company
-    opened = _opened(model, options, is_stopped, has_weights=has_weights)
-    with opened as loaded, closing(loaded), ExitStack() as stack:
-        if loaded.why_not_generative:
-            return {**_told_of_file(loaded), "n_weight_bytes": loaded.n_bytes}
-        draft = _open_draft(loaded, options, is_stopped, has_weights=has_weights)
-        beside = stack.enter_context(closing(draft)).model if draft else None
-        n_weights = loaded.n_bytes + (beside.n_bytes if beside else 0)
-        n_unloaded = 0 if has_weights else n_weights
-        room = find_room(loaded, options, draft=beside, n_unloaded=n_unloaded)
-        settled = settle(loaded, options, room)
-        company, asked = find_known(loaded, settled), settled
-        if has_weights:
-            settled, company = tried_options(loaded, settled, is_stopped)
-        has_proof = options.exact and settled.n_slots > 1
-        if company is None and has_weights and not has_proof:
-            with closing(LlamaBackend(loaded, settled, owns_model=False)) as backend:
-                company = try_company(backend, asked, is_stopped)
-        settled = company.options if company else settled
-        proof = exact_finding(loaded, settled, is_stopped) if asks_probe and options.exact else None
-        exactness = proof and proof.settings.exactness
-        if asks_probe and proof is None:
-            exactness = probe(loaded, settled, is_stopped)
-        said_of_company = company and company.text
-        if company is None and has_proof and exactness == BITWISE:
-            said_of_company = BY_EXACT
-        n_short = N_CELLS if _has_short_pool(loaded, options, settled, room) else 0
-        return {
-            **_told_of_file(loaded),
-            **_told_of_memory(loaded, options, settled, room),
-            "draft": beside and beside.name,
-            "n_draft_bytes": beside and beside.n_bytes,
-            **_told_of_projector(options),
-            "n_short_cells": n_short,
-            "n_short_bytes": room.footprint and room.footprint.of(0, n_short),
-            "checkpoint_mib": described_mib(loaded, options, n_unloaded=n_unloaded),
-            "flash_attn": (proof.settings.options if proof else settled).flash_attn,
-            "company": said_of_company,
-            "exactness": exactness,
-            "step_rows": str(proof.settings.shape) if proof and exactness == BITWISE else None,
-            "probe_s": proof and proof.probe_s,
-            "is_remembered": proof and proof.is_remembered,
-        }
 
 
 _OF_VECTORS = ("can_generate", "can_embed", "can_rerank", "pooling", "n_embedding", "n_embed_max")
@@ -353,27 +340,30 @@ def _load(
             )
             settled = settle(loaded, options, room, look_ahead)
             check_fits(loaded, settled, room)
-            backend, ask, proof = _make_backend(loaded, settled, is_stopped, stepper)
-            try:
-                if draft is not None:
-                    backend.draft_with(draft)
-                if options.mmproj is not None:
-                    backend.see_with(check_path("mmproj", options.mmproj))
-            except BaseException:
-                _discard(backend)
-                raise
+            tuning = find_tuning(loaded, options, settled, room, is_stopped)
+            if options.exact and tuning.exactness != BITWISE:
+                raise ConfigError(
+                    f"exact=True cannot be guaranteed for this model: {tuning.exactness}"
+                )
+            backend = _make_backend(loaded, tuning, draft, stepper)
         except BaseException:
             if draft is not None:
                 draft.close()
             raise
+        if not tuning.is_sound:
+            _log.warn("%s: %s", readable(loaded.name), tuning.company)
         warn_past_training(loaded, settled, backend.n_window)
-        if _has_short_pool(loaded, options, settled, room):
-            backend.add_short_pool()
-        backend.vary_threads(is_on_cpu=_is_on_cpu(settled))
         if _log.has_info:
             load_s = round(perf_counter() - start_s, 3)
-            _log_load(loaded, settled, room, backend, load_s, proof)
-        return backend, ask
+            _log_load(loaded, settled, room, backend, load_s)
+        if options.exact:
+            return backend, partial(str, tuning.exactness)
+        return backend, partial(_probed, loaded, tuning.options)
+
+
+@_until_struck
+def _probed(is_stopped: Callable[[], bool], loaded: LlamaModel, options: EngineOptions) -> str:
+    return probe(loaded, options, is_stopped)
 
 
 def _embed_only(
@@ -413,31 +403,12 @@ def _open_draft(
         raise
 
 
-def _is_on_cpu(settled: EngineOptions) -> bool:
-    return not (settled.rpc_servers or (settled.n_gpu_layers != 0 and free_on_devices()))
-
-
-def _has_short_pool(
-    loaded: LlamaModel, asked: EngineOptions, settled: EngineOptions, room: Room
-) -> bool:
-    """Whether short sequences are computed in a pool: on processors, where the kind of memory is left open."""
-    is_known = find_known(loaded, settled) is not None  # to be computed alike in a pool too
-    is_wanted = asked.kv == "auto" and _is_on_cpu(settled) and is_known
-    if not is_wanted or not may_have_short_pool(loaded, settled):
-        return False
-    if room.footprint is None or room.n_budget is None:
-        return True
-    n_cells = context_cells(loaded, settled) + N_CELLS
-    return room.footprint.of(sequences_of(settled), n_cells) <= room.n_budget
-
-
 def _log_load(
     loaded: LlamaModel,
     options: EngineOptions,
     room: Room,
     backend: LlamaBackend,
     load_s: float,
-    proof: ExactFinding | None,
 ) -> None:
     n_cells = context_cells(loaded, options)
     _log.tell(
@@ -457,8 +428,8 @@ def _log_load(
         batch=backend.n_batch,
         threads=backend.n_threads,
         load_s=load_s,
-        probe_s=proof and proof.probe_s,
-        probe_remembered=proof and proof.is_remembered,
+        probe_s=backend.tuning.probe_s,
+        probe_remembered=backend.tuning.is_remembered if options.exact else None,
     )
 
 
@@ -496,59 +467,26 @@ def _opened(
 
 def _make_backend(
     loaded: LlamaModel,
-    options: EngineOptions,
-    is_stopped: Callable[[], bool],
+    tuning: Tuning,
+    draft: DraftModel | None,
     stepper: Callable[..., NativeStepper] | None,
-) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
-    """Make a backend that does not crash llama.cpp; make another if that one computes several sequences wrongly."""
-    tried, found = tried_options(loaded, options, is_stopped)
-    made = _make_untried(loaded, tried, is_stopped, stepper)
-    if found is None:
-        try:
-            found = try_company(made[0], options, is_stopped)
-        except BaseException:
-            _discard(made[0])
-            raise
-        if found.options != made[0].options:
-            _discard(made[0])
-            made = _make_untried(loaded, found.options, is_stopped, stepper)
-    made[0].company = found.text
-    if not found.is_sound:
-        _log.warn("%s: %s", readable(loaded.name), found.text)
-    return made
+) -> LlamaBackend:
+    """Make the backend with its adapters, draft model and projector."""
+    options = tuning.options
+    with ExitStack() as undo:
+        adapters = Adapters(loaded, options.adapters or {})
+        undo.callback(adapters.close)
+        backend = LlamaBackend(loaded, tuning, stepper=stepper, adapters=adapters)
+        undo.pop_all()
+        undo.callback(_discard, backend)
+        if draft is not None:
+            backend.draft_with(draft)
+        if options.mmproj is not None:
+            backend.see_with(check_path("mmproj", options.mmproj))
+        undo.pop_all()
+    return backend
 
 
 def _discard(backend: LlamaBackend) -> None:
     backend.owns_model = False
     backend.close()
-
-
-def _make_untried(
-    loaded: LlamaModel,
-    options: EngineOptions,
-    is_stopped: Callable[[], bool],
-    stepper: Callable[..., NativeStepper] | None,
-) -> tuple[LlamaBackend, Callable[[], str], ExactFinding | None]:
-    ask: Callable[[], str] = partial(_until_struck, partial(probe, loaded, options))
-    shape, proof = ANY_SHAPE, None
-    if options.exact:
-        proof = exact_finding(loaded, options, is_stopped)
-        found = proof.settings
-        if found.exactness != BITWISE:
-            raise ConfigError(f"exact=True cannot be guaranteed for this model: {found.exactness}")
-        ask, options, shape = partial(str, found.exactness), found.options, found.shape
-    adapters = Adapters(loaded, options.adapters or {})
-    try:
-        is_apart = options.kv == "partitioned" and options.n_slots > 1 and not options.exact
-        made = LlamaBackend(
-            loaded,
-            options,
-            stepper=stepper,
-            adapters=adapters,
-            shape=shape,
-            may_widen=is_apart and has_plain_weights(loaded),
-        )
-        return made, ask, proof
-    except BaseException:
-        adapters.close()
-        raise

@@ -11,8 +11,9 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import platformdirs
 
 from cbatch.backend.bindings import LIBRARY, llama_cpp
@@ -22,6 +23,7 @@ from cbatch.support.folders import part_beside
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+T = TypeVar("T")
 _N_NAME = 16
 
 _HARMLESS = ("GGML_NO_BACKTRACE",)
@@ -42,6 +44,13 @@ def read(name: str, *parts: str) -> str | None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return found if isinstance(found, str) else None
+
+
+def read_as(kind: type[T], name: str, *parts: str) -> T | None:
+    """Return what was found out as a value of a type, of which the note has the JSON; else as `read`."""
+    with suppress(msgspec.MsgspecError, RecursionError):
+        return msgspec.json.decode(read(name, *parts) or "", type=kind)
+    return None
 
 
 def write(found: str, name: str, *parts: str) -> None:

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import ANY_SHAPE
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import BITWISE
 from cbatch.errors import CBatchError, EngineError
 from cbatch.options import GREEDY
@@ -96,7 +98,8 @@ def _first_finding(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool], shape: RowShape
 ) -> tuple[str, float] | None:
     """Return the first way of computing that changes the bits, and by how much; None where none does."""
-    with closing(LlamaBackend(model, options, owns_model=False, shape=shape)) as backend:
+    tuning = Tuning(options, shape=shape)
+    with closing(LlamaBackend(model, tuning, owns_model=False)) as backend:
         n_window = min(backend.n_window, _N_LONG + 16)  # llama.cpp rounds a small one up
         for way, alone, found in Probe(backend, n_window, is_stopped).ways():
             for a, b in zip(alone, found, strict=True):
@@ -187,10 +190,10 @@ class Probe:
         company = self._others[: sum(size <= n_batch - n_first for size in sizes)]
         i_ours, is_whole = len(company), n_first == len(prompt)
         chunks = [
-            Chunk(Slot(i), 0, other[:-_N_DECODED], has_output=True)
+            Span(Slot(i), 0, other[:-_N_DECODED], has_output=True)
             for i, other in enumerate(company)
         ]
-        chunks.append(Chunk(Slot(i_ours), 0, prompt[:n_first], has_output=is_whole))
+        chunks.append(Span(Slot(i_ours), 0, prompt[:n_first], has_output=is_whole))
         first = self.run(chunks, i_ours)
         if not is_whole:
             first = self.prefill(Slot(i_ours), prompt, start=n_first)
@@ -219,7 +222,7 @@ class Probe:
         n_chunk, end = n_chunk or self._backend.n_batch, start
         while end < len(prompt):
             start, end = end, end + self._n_chunk(prompt, end, n_chunk)
-            chunk = Chunk(slot, start, prompt[start:end], has_output=end == len(prompt))
+            chunk = Span(slot, start, prompt[start:end], has_output=end == len(prompt))
             logits = self.run([chunk], 0)
         return logits
 
@@ -234,13 +237,13 @@ class Probe:
         found = []
         for i_fed in range(_N_DECODED, 0, -1):
             chunks = [
-                Chunk(Slot(i), len(t) - i_fed, [t[-i_fed]], has_output=True)
+                Span(Slot(i), len(t) - i_fed, [t[-i_fed]], has_output=True)
                 for i, t in enumerate(company)
             ]
             found.append(self.run(chunks, i_ours))
         return found
 
-    def run(self, chunks: Sequence[Chunk], i_ours: int) -> Logits:
+    def run(self, chunks: Sequence[Span], i_ours: int) -> Logits:
         """Run one step; return the logits of chunk `i_ours` (empty where it has no output)."""
         if self._is_stopped():
             raise EngineError("it was stopped")

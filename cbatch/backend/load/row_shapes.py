@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import (
     ANY_SHAPE,
     CHUNK_ALIGNMENT,
@@ -29,7 +30,8 @@ from cbatch.backend.load.probe import (
     probed_options,
 )
 from cbatch.backend.load.weight_kernels import has_plain_weights, may_cut_anywhere, tiled_experts
-from cbatch.core.plan import Chunk, Slot, StepPlan
+from cbatch.core.plan import Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import BITWISE
 from cbatch.errors import CBatchError, EngineError
 
@@ -55,21 +57,9 @@ _N_TOKENS = 3  # that are tried after the texts: kernels that differ give many r
 _N_TRIES = 10  # of the widths of a shape together: each in one to three places
 
 
-@dataclass(frozen=True, slots=True)
-class ExactSettings:
-    """What the probe found for a model that is to be exact."""
-
-    exactness: str
-    """`bitwise`, or `not guaranteed: reason`."""
-    options: EngineOptions
-    """With flash attention as it has to be."""
-    shape: RowShape = ANY_SHAPE
-    """Rows of decoding steps."""
-
-
 def find_exact(
     model: LlamaModel, options: EngineOptions, is_stopped: Callable[[], bool] = bool
-) -> ExactSettings:
+) -> Tuning:
     """Return how a model is computed so that no logits depend on company, or why it cannot be.
 
     Works on contexts of its own. The rows of a step are padded as the model's kernels need it. If `flash_attn` is
@@ -84,12 +74,10 @@ def find_exact(
     return second if second.exactness == BITWISE else first
 
 
-def confirm(
-    model: LlamaModel, settings: ExactSettings, is_stopped: Callable[[], bool] = bool
-) -> str:
-    """Return `bitwise`, or why settings that another process found are not exact in this one."""
-    shape = settings.shape
-    found = _find(model, settings.options, is_stopped, [shape])
+def confirm(model: LlamaModel, tuning: Tuning, is_stopped: Callable[[], bool] = bool) -> str:
+    """Return `bitwise`, or why a tuning that another process found is not exact in this one."""
+    shape = tuning.shape
+    found = _find(model, tuning.options, is_stopped, [shape])
     if found.exactness == BITWISE and found.shape != shape:
         return f"not guaranteed: prompts cannot be cut as other processes cut them ({shape})"
     return found.exactness
@@ -101,7 +89,7 @@ def width_classes(
     """Return the numbers of rows up to `parallel` that give the same bits, in groups, that of the widest first."""
     n_probed = min(options.n_slots, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
-    with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
+    with model.in_use(), closing(LlamaBackend(model, Tuning(small), owns_model=False)) as backend:
         return _WidthTrial(backend, is_stopped).classes(n_probed)
 
 
@@ -110,27 +98,31 @@ def _find(
     options: EngineOptions,
     is_stopped: Callable[[], bool],
     possible: Sequence[RowShape] = (),
-) -> ExactSettings:
+) -> Tuning:
     """Try shapes, by default all, with as many rows as all engines that must give the same bits have together."""
     n_rows = options.n_exact_slots
     n_probed = min(n_rows, N_ROWS_MAX)
     small = probed_options(model, options, n_sequences(n_probed), _N_LONG + 16)
     possible = possible or shapes(n_rows, is_plain=has_plain_weights(model))
     if experts := tiled_experts(model, options):
-        return ExactSettings(f"not guaranteed: {experts}", options)
+        return Tuning(options, exactness=f"not guaranteed: {experts}")
     try:
-        with model.in_use(), closing(LlamaBackend(model, small, owns_model=False)) as backend:
+        with (
+            model.in_use(),
+            closing(LlamaBackend(model, Tuning(small), owns_model=False)) as backend,
+        ):
             tried = [s for s in possible if s.least <= backend.n_slots and backend.can_pad]
             found = _WidthTrial(backend, is_stopped).find(
                 tried or [ANY_SHAPE], n_probed, is_free=may_cut_anywhere(model, options)
             )
             can_trim = backend.memory.can_trim
     except CBatchError as error:
-        return ExactSettings(f"{COULD_NOT_RUN}: {error}", options)
+        return Tuning(options, exactness=f"{COULD_NOT_RUN}: {error}")
     if isinstance(found, str):
-        return ExactSettings(found, options)
+        return Tuning(options, exactness=found)
     exactness = BITWISE if can_trim else probe(model, options, is_stopped, found)
-    return ExactSettings(exactness, options, found if exactness == BITWISE else ANY_SHAPE)
+    shape = found if exactness == BITWISE else ANY_SHAPE
+    return Tuning(options, exactness=exactness, shape=shape)
 
 
 _Computed: TypeAlias = "tuple[Logits, NDArray[np.uint8] | None]"
@@ -226,7 +218,7 @@ class _WidthTrial(Probe):
         if first := self._texts[0][:-1]:
             self._whole = self.prefill(Slot(0), first), self._state()
         chunks = [
-            Chunk(Slot(slot), len(text) - 1, text[-1:], has_output=True)
+            Span(Slot(slot), len(text) - 1, text[-1:], has_output=True)
             for slot, text in enumerate(self._texts)
         ]
         self._after_text = self.run(chunks, self._last)
@@ -265,9 +257,7 @@ class _WidthTrial(Probe):
             self.clear()
             places = sorted({0, *places})
         for start, end in pairwise(places):
-            logits = self.run(
-                [Chunk(slot, start, text[start:end], has_output=end == places[-1])], 0
-            )
+            logits = self.run([Span(slot, start, text[start:end], has_output=end == places[-1])], 0)
         return logits, self._state()
 
     def _state(self) -> NDArray[np.uint8] | None:
@@ -287,7 +277,7 @@ class _WidthTrial(Probe):
                 raise EngineError("states cannot be saved")
             self._saved[slot] = data
 
-    def _take_back(self, chunks: Sequence[Chunk]) -> None:
+    def _take_back(self, chunks: Sequence[Span]) -> None:
         """Have slots hold their texts again and no more."""
         if self._backend.take_back(chunks):
             return
@@ -330,7 +320,7 @@ class _WidthTrial(Probe):
         self.clear()
         text = self._texts[self._last]
         slots = [Slot(i) for i in range(self._backend.n_slots)]
-        self.run([Chunk(slot, 0, text, has_output=True) for slot in slots], 0)
+        self.run([Span(slot, 0, text, has_output=True) for slot in slots], 0)
         if by := max(difference(self._backend.logits(slot), self._after_text) for slot in slots):
             return (
                 f"not guaranteed: logits change with the other rows of a step (by up to {by:.2g})"
@@ -340,7 +330,7 @@ class _WidthTrial(Probe):
     def _most_difference(self, slots: range, i_token: int) -> float:
         """Decode a next token of each of these slots; return by how much logits differ from those that are known."""
         chunks = [
-            Chunk(Slot(i), len(self._texts[i]), (self._next[i][i_token],), has_output=True)
+            Span(Slot(i), len(self._texts[i]), (self._next[i][i_token],), has_output=True)
             for i in slots
         ]
         self.run(chunks, 0)

@@ -24,10 +24,12 @@ from cbatch.backend.llama.context import (
 from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, SURVIVED, outcome
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
 from cbatch.options import GREEDY
@@ -127,7 +129,7 @@ def main() -> None:
         if model.why_not_generative:
             endure_texts(EmbedOnlyBackend(model, options))
             return
-        with closing(LlamaBackend(model, options)) as backend:
+        with closing(LlamaBackend(model, Tuning(options))) as backend:
             endure(backend)
     except CBatchError as error:
         raise SystemExit(str(error)) from error
@@ -151,7 +153,7 @@ def endure(backend: LlamaBackend, seconds: Callable[[], float] = perf_counter) -
         for slot in anew:
             n_cells[slot] = 0
         plan = StepPlan(
-            tuple(Chunk(Slot(i), n_cells[i], (i % n_vocab,) * n, has_output=True) for i, n in step),
+            tuple(Span(Slot(i), n_cells[i], (i % n_vocab,) * n, has_output=True) for i, n in step),
             clears=tuple(map(Slot, anew)),
             binds=tuple(Binding(Slot(slot), 0, GREEDY, ()) for slot in anew),
         )

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+from cbatch.bench.harness import compare, emit, parser
 from cbatch.bench.server_process import served
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from cbatch.bench.server_process import Server
 
 CHAT = "/v1/chat/completions"
 
@@ -122,24 +120,6 @@ async def _answered(port: int, requests: Sequence[bytes], n_clients: int, n_toke
     return len(requests) * n_tokens / (time.perf_counter() - start)
 
 
-def compare(
-    server: Server, n_few: int, n_many: int, n_tokens: int, n_rounds: int
-) -> dict[str, float]:
-    """Have few and many clients send the same requests in turn; return medians of tokens a second."""
-    requests = [stream_of(i, n_tokens) for i in range(n_many)]
-
-    def rate(n_clients: int) -> float:
-        return asyncio.run(_answered(server.port, requests, n_clients, n_tokens))
-
-    ways = (partial(rate, n_clients) for n_clients in (n_many, n_few))
-    rounds: list[tuple[float, float]] = [(m, f) for m, f in take_turns(n_rounds, *ways)]
-    return {
-        "many_tps": median((m for m, _ in rounds), 1),
-        "few_tps": median((f for _, f in rounds), 1),
-        **ratios(rounds),
-    }
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line."""
     asked = parser(__doc__, model="the one that ships inside", n_rounds=5)
@@ -148,8 +128,13 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--many", type=int, default=200, help="clients at once")
     asked.add_argument("--tokens", type=int, default=64, help="tokens of each of --many answers")
     a = asked.parse_args(words)
+    requests = [stream_of(i, a.tokens) for i in range(a.many)]
     with served(a.model, "--parallel", str(a.parallel)) as server:
-        found = compare(server, a.few, a.many, a.tokens, a.rounds)
+
+        def rate(n_clients: int) -> float:
+            return asyncio.run(_answered(server.port, requests, n_clients, a.tokens))
+
+        found = compare(a.rounds, many_tps=partial(rate, a.many), few_tps=partial(rate, a.few))
     emit(few=a.few, many=a.many, parallel=a.parallel, **found)
 
 

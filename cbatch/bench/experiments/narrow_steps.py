@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
-from cbatch.core.plan import N_STEPS_MAX, Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import N_STEPS_MAX, Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, DecodeError
 from cbatch.options import GREEDY
@@ -36,14 +37,14 @@ def _turn(backend: Backend, n_rows: int, n_prompt: int, n_output: int) -> Turn:
     slots = [Slot(i) for i in range(n_rows)]
     binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
     prompt = (FIRST_TOKEN,) * n_prompt
-    chunks = tuple(Chunk(slot, 0, prompt, has_output=True) for slot in slots)
+    chunks = tuple(Span(slot, 0, prompt, has_output=True) for slot in slots)
     clears = tuple(Slot(i) for i in range(backend.n_slots))
     backend.run(StepPlan(chunks, clears=clears, binds=binds))
     n_done = n_pads = 0
     start_s = time.perf_counter()
     while n_done < n_output:
         start = n_prompt + n_done
-        rows = tuple(Chunk(slot, start, (FIRST_TOKEN,), has_output=True) for slot in slots)
+        rows = tuple(Span(slot, start, (FIRST_TOKEN,), has_output=True) for slot in slots)
         result = backend.run(StepPlan(rows, n_steps=min(N_STEPS_MAX, n_output - n_done)))
         if result.code:
             raise DecodeError(result.code)
@@ -60,6 +61,7 @@ def _measure(
     n_rounds: tuple[int, int],
 ) -> None:
     from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.backend.load.attention import settle_attention
     from cbatch.backend.load.weight_kernels import has_plain_weights
 
@@ -67,8 +69,9 @@ def _measure(
         raise ConfigError("steps of this model are never filled: its weights have several kernels")
     options = EngineOptions(parallel=n_slots, ctx_per_seq=sum(lengths) + 1, kv="partitioned")
     options = settle_attention(model, options)
-    make = partial(LlamaBackend, model, options, owns_model=False)
-    with closing(make(may_widen=True)) as filled, closing(make()) as plain:
+    tunings = (Tuning(options, may_widen=is_filled) for is_filled in (True, False))
+    filled, plain = (LlamaBackend(model, tuning, owns_model=False) for tuning in tunings)
+    with closing(filled), closing(plain):
         for n_rows in widths:
             ways = (partial(_turn, b, n_rows, *lengths) for b in (filled, plain))
             turns = take_turns(sum(n_rounds), *ways, n_warm_up=0)

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
@@ -37,20 +37,6 @@ def tokens_per_second(
     return sum(r.usage.prompt_tokens for r in results) / (time.perf_counter() - start)
 
 
-def compare(
-    engine: Engine, prompts: Sequence[BatchPrompt], n_top: int, n_rounds: int
-) -> dict[str, float]:
-    """Compute the prompts in both ways in turn; return medians."""
-    scored = {"prompt_logprobs": n_top, "max_tokens": 0}
-    ways = (partial(tokens_per_second, engine, prompts, options) for options in (PLAIN, scored))
-    rounds = [(plain, with_scores) for plain, with_scores in take_turns(n_rounds, *ways)]
-    return {
-        "plain_tps": median((plain for plain, _ in rounds), 1),
-        "scored_tps": median((with_scores for _, with_scores in rounds), 1),
-        **ratios((with_scores, plain) for plain, with_scores in rounds),
-    }
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for each number of likeliest tokens."""
     asked = parser(__doc__, n_rounds=5)
@@ -63,7 +49,12 @@ def main(words: Sequence[str] | None = None) -> None:
     prompts = prompts_of(a.requests, a.prompt, n_vocab)
     with load(a.model, parallel=a.slots, ctx_per_seq=a.prompt + 8, share_prefixes=False) as engine:
         for n_top in a.top:
-            emit(top=n_top, requests=a.requests, **compare(engine, prompts, n_top, a.rounds))
+            scored = {"prompt_logprobs": n_top, "max_tokens": 0}
+            turn = partial(tokens_per_second, engine, prompts)
+            found = compare(
+                a.rounds, scored_tps=partial(turn, scored), plain_tps=partial(turn, PLAIN)
+            )
+            emit(top=n_top, requests=a.requests, **found)
 
 
 if __name__ == "__main__":

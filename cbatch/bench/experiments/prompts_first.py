@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.messages import BatchPrompt
@@ -55,9 +55,10 @@ def _seconds(
     model: LlamaModel, options: EngineOptions, job: PromptsJob, *, is_first: bool
 ) -> float:
     from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+    from cbatch.backend.llama.model_tuning import Tuning
 
     prompts = job.prompts(model.vocab.n_vocab, seed=1)
-    backend = LlamaBackend(model, options, owns_model=False)
+    backend = LlamaBackend(model, Tuning(options), owns_model=False)
     backend.has_prompts_apart = is_first
     with Engine(backend, options={"temperature": 0, "ignore_eos": True}) as engine:
         beginning = (prompts[0].tokens or ())[: job.n_common + 1]
@@ -80,15 +81,9 @@ def main(words: Sequence[str] | None = None) -> None:
     job = PromptsJob(a.requests, a.common, tuple(a.own), tuple(a.output))
     n_window = a.common + a.own[1] + a.output[1]
     options = EngineOptions(parallel=a.slots, ctx_per_seq=n_window, flash_attn=a.flash_attn)
-    ways = (
-        partial(seconds, a.model, options, job, is_first=is_first) for is_first in (True, False)
-    )
-    rounds = [(first, together) for first, together in take_turns(a.rounds, *ways)]
-    emit(
-        first_s=median(first for first, _ in rounds),
-        together_s=median(together for _, together in rounds),
-        **ratios((together, first) for first, together in rounds),
-    )
+    turn = partial(seconds, a.model, options, job)
+    together, first = partial(turn, is_first=False), partial(turn, is_first=True)
+    emit(**compare(a.rounds, 3, together_s=together, first_s=first))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.options import GREEDY
 
 if TYPE_CHECKING:
@@ -28,22 +30,22 @@ class LogitRows:
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
         """Make a context and decode one token in each slot."""
-        self._backend = LlamaBackend(model, options, owns_model=False)
+        self._backend = LlamaBackend(model, Tuning(options), owns_model=False)
         self._ctx: Any = self._backend.ctx
         self._slots = [Slot(i) for i in range(self._backend.n_slots)]
         self.n_vocab = self._backend.vocab.n_vocab
         binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in self._slots)
-        self._chunks = tuple(Chunk(slot, 0, (1 + slot,), has_output=True) for slot in self._slots)
+        self._chunks = tuple(Span(slot, 0, (1 + slot,), has_output=True) for slot in self._slots)
         self._backend.run(StepPlan(self._chunks, binds=binds))
         nothing = _DECODE(lambda ctx, batch: 0)
         self._resting = LlamaApi(nothing, llama_cpp.llama_get_logits_ith)
 
-    def ours_s(self, sampling: Sampling, history: Sequence[int], n_steps: int) -> float:
-        """Return the seconds that native sampling takes for a row, on one thread."""
-        return self._sample_s(self._resting, sampling, history, n_steps, n_threads=1)
+    def ours_us(self, sampling: Sampling, history: Sequence[int], n_steps: int) -> float:
+        """Return the microseconds that native sampling takes for a row, on one thread."""
+        return self._sample_us(self._resting, sampling, history, n_steps, n_threads=1)
 
-    def theirs_s(self, sampling: Sampling, history: Sequence[int], n_steps: int) -> float:
-        """Return the seconds that llama.cpp's chain takes for a row, a chain for each."""
+    def theirs_us(self, sampling: Sampling, history: Sequence[int], n_steps: int) -> float:
+        """Return the microseconds that llama.cpp's chain takes for a row, a chain for each."""
         chains = [LlamaChain(sampling, self.n_vocab) for _ in self._slots]
         for chain in chains:
             chain.accept(history)
@@ -54,14 +56,14 @@ class LogitRows:
         seconds = time.perf_counter() - start
         for chain in chains:
             chain.close()
-        return seconds / (n_steps * len(chains))
+        return 1e6 * seconds / (n_steps * len(chains))
 
-    def after_decode_s(self, sampling: Sampling, n_steps: int, n_threads: int) -> float:
-        """Return the seconds that native sampling takes for a row, on a team of threads, right after each decode."""
+    def after_decode_us(self, sampling: Sampling, n_steps: int, n_threads: int) -> float:
+        """Return the microseconds of native sampling for a row, on a team of threads, right after each decode."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), False)
-        return self._sample_s(LlamaApi.of_llama_cpp(), sampling, (), n_steps, n_threads=n_threads)
+        return self._sample_us(LlamaApi.of_llama_cpp(), sampling, (), n_steps, n_threads=n_threads)
 
-    def _sample_s(
+    def _sample_us(
         self,
         api: LlamaApi,
         sampling: Sampling,
@@ -82,7 +84,7 @@ class LogitRows:
             stepper.bind(Binding(slot, 0, sampling, (), tuple(history)))
         result = stepper.run(self._chunks, n_steps)
         stepper.close()
-        return result.sample_s / (result.n_steps * len(self._slots))
+        return 1e6 * result.sample_s / (result.n_steps * len(self._slots))
 
     def close(self) -> None:
         """Free the context."""

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import emit, in_model, median, parser, ratios, take_turns
+from cbatch.bench.harness import compare, emit, in_model, parser
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
 from cbatch.options import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from cbatch.backend.llama.model import LlamaModel
 
@@ -42,19 +42,6 @@ TEAM = {"top-k, top-p": (_FEW, 1.7), "top-p": (replace(_ALL, top_p=0.95), 1.7)}
 """What two threads are compared on, and how many times as fast as one they are meant to be."""
 
 
-def figures(
-    base: Callable[[], float], ours: Callable[[], float], *, target: float | None, n_rounds: int
-) -> dict[str, float | None]:
-    """Return medians of microseconds a row, and of each round's own ratio, of two ways to sample that take turns."""
-    rounds = [(base_s, ours_s) for base_s, ours_s in take_turns(n_rounds, base, ours)]
-    return {
-        "base_us": median((1e6 * base_s for base_s, _ in rounds), 1),
-        "ours_us": median((1e6 * ours_s for _, ours_s in rounds), 1),
-        **ratios(rounds),
-        "target": target,
-    }
-
-
 def _measure(model: LlamaModel, n_rows: int, n_steps: int, n_rounds: int) -> None:
     from cbatch.bench.experiments.sampler_bench import LogitRows  # llama_cpp is slow to import
 
@@ -64,13 +51,15 @@ def _measure(model: LlamaModel, n_rows: int, n_steps: int, n_rounds: int) -> Non
     with closing(LogitRows(model, options)) as rows:
         history = [(7 * i) % rows.n_vocab for i in range(64)]
         for name, (sampling, target) in CHAINS.items():
-            ways = (
-                partial(way, sampling, history, n_steps) for way in (rows.theirs_s, rows.ours_s)
+            theirs, ours = (
+                partial(way, sampling, history, n_steps) for way in (rows.theirs_us, rows.ours_us)
             )
-            emit(chain=name, base="llama.cpp", **figures(*ways, target=target, n_rounds=n_rounds))
+            found = compare(n_rounds, base_us=theirs, ours_us=ours)
+            emit(chain=name, base="llama.cpp", **found, target=target)
         for name, (sampling, target) in TEAM.items():
-            ways = (partial(rows.after_decode_s, sampling, n_steps, n) for n in (1, 2))
-            emit(chain=name, base="one thread", **figures(*ways, target=target, n_rounds=n_rounds))
+            one, two = (partial(rows.after_decode_us, sampling, n_steps, n) for n in (1, 2))
+            found = compare(n_rounds, base_us=one, ours_us=two)
+            emit(chain=name, base="one thread", **found, target=target)
 
 
 def main(words: Sequence[str] | None = None) -> None:

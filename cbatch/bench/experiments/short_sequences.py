@@ -11,8 +11,9 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.options import GREEDY
 
@@ -23,35 +24,36 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.model import LlamaModel
 
 
-def _step_s(backend: Backend, n_rows: int, n_history: int, n_newcomer: int) -> float:
-    """Return the seconds of a step, the first row's sequence a newcomer of some tokens; the histories stay."""
-    rows = [Chunk(Slot(i), n_history, (FIRST_TOKEN,), has_output=True) for i in range(n_rows)]
+def _step_ms(backend: Backend, n_rows: int, n_history: int, n_newcomer: int) -> float:
+    """Return the milliseconds of a step, the first row's sequence a newcomer of some tokens; the histories stay."""
+    rows = [Span(Slot(i), n_history, (FIRST_TOKEN,), has_output=True) for i in range(n_rows)]
     if n_newcomer:
         backend.run(StepPlan((), clears=(Slot(0),)))
-        rows[0] = Chunk(Slot(0), 0, (FIRST_TOKEN,) * n_newcomer, has_output=True)
+        rows[0] = Span(Slot(0), 0, (FIRST_TOKEN,) * n_newcomer, has_output=True)
     start_s = time.perf_counter()
     backend.run(StepPlan(tuple(rows)))
-    took_s = time.perf_counter() - start_s
+    took_ms = 1e3 * (time.perf_counter() - start_s)
     backend.run(StepPlan((), trims=tuple((r.slot, n_history) for r in rows[n_newcomer > 0 :])))
     if n_newcomer:
-        history = Chunk(Slot(0), 0, (FIRST_TOKEN,) * n_history, has_output=True)
+        history = Span(Slot(0), 0, (FIRST_TOKEN,) * n_history, has_output=True)
         backend.run(StepPlan((history,), clears=(Slot(0),)))
-    return took_s
+    return took_ms
 
 
 def _measure(
     model: LlamaModel, n_rows: int, histories: Sequence[int], n_newcomer: int, n_rounds: int
 ) -> None:
     from cbatch.backend.llama.llama_backend import LlamaBackend  # llama_cpp is slow to import
+    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.backend.load.attention import settle_attention
 
     slots = [Slot(i) for i in range(n_rows)]
     n_window = max(histories) + n_newcomer + 1
     apart = settle_attention(model, EngineOptions(parallel=n_rows, ctx_per_seq=n_window))
-    pooled = EngineOptions(parallel=n_rows, n_ctx=n_rows * n_window, kv="unified", flash_attn="on")
+    in_pool = EngineOptions(parallel=n_rows, n_ctx=n_rows * n_window, kv="unified", flash_attn="on")
     with (
-        closing(LlamaBackend(model, apart, owns_model=False)) as parts,
-        closing(LlamaBackend(model, pooled, owns_model=False)) as pool,
+        closing(LlamaBackend(model, Tuning(apart), owns_model=False)) as parts,
+        closing(LlamaBackend(model, Tuning(in_pool), owns_model=False)) as pool,
     ):
         for n_history in histories:
             history = (FIRST_TOKEN,) * n_history
@@ -59,18 +61,14 @@ def _measure(
                 binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
                 backend.run(StepPlan((), binds=binds, clears=tuple(slots)))
                 for slot in slots:
-                    backend.run(StepPlan((Chunk(slot, 0, history, has_output=True),)))
+                    backend.run(StepPlan((Span(slot, 0, history, has_output=True),)))
             for n in (0, n_newcomer):
-                ways = (partial(_step_s, b, n_rows, n_history, n) for b in (parts, pool))
-                rounds = take_turns(n_rounds, *ways)
-                emit(
-                    rows=n_rows,
-                    cells=n_rows * n_history,
-                    newcomer_tokens=n,
-                    apart_ms=median((1e3 * a for a, _ in rounds), 1),
-                    pool_ms=median((1e3 * b for _, b in rounds), 1),
-                    **ratios((a, b) for a, b in rounds),
-                )
+                ways = {
+                    name: partial(_step_ms, backend, n_rows, n_history, n)
+                    for name, backend in (("apart_ms", parts), ("pool_ms", pool))
+                }
+                found = compare(n_rounds, **ways)
+                emit(rows=n_rows, cells=n_rows * n_history, newcomer_tokens=n, **found)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
 
-from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+from cbatch.bench.harness import compare, emit, parser
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
@@ -70,19 +70,6 @@ def requests(n: int, n_tokens: int) -> list[BatchPrompt]:
     return [BatchPrompt(prompt=f"Tell me of number {i}.", options=options) for i in range(n)]
 
 
-def compare(
-    engine: Engine, prompts: Sequence[BatchPrompt], way: Way, n_rounds: int
-) -> dict[str, float]:
-    """Read the requests streamed and awaited in turn; return medians."""
-    ways = (partial(anyio.run, _tps, engine, prompts, way, read) for read in (streamed, awaited))
-    rounds: list[tuple[float, float]] = [(s, a) for s, a in take_turns(n_rounds, *ways)]
-    return {
-        "await_tps": median((a for _, a in rounds), 1),
-        "async_for_tps": median((s for s, _ in rounds), 1),
-        **ratios(rounds),
-    }
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Print one JSON line for one batch, and one for a task each."""
     asked = parser(__doc__, n_rounds=7)
@@ -92,7 +79,12 @@ def main(words: Sequence[str] | None = None) -> None:
     prompts = requests(a.requests, a.tokens)
     with load(a.model, parallel=a.requests, ctx_per_seq=a.tokens + 64) as engine:
         for name, way in (("one batch", one_batch), ("a task each", one_each)):
-            emit(way=name, requests=a.requests, **compare(engine, prompts, way, a.rounds))
+            ways = {
+                key: partial(anyio.run, _tps, engine, prompts, way, read)
+                for key, read in (("async_for_tps", streamed), ("await_tps", awaited))
+            }
+            found = compare(a.rounds, **ways)
+            emit(way=name, requests=a.requests, **found)
 
 
 if __name__ == "__main__":

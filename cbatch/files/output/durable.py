@@ -82,6 +82,12 @@ def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
         replace(part, path)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text whole or not at all. Raises an `OutputError` where that fails."""
+    with folders.told(path), whole(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
 def create(path: Path, mode: int = _PRIVATE) -> int:
     """Create and open a file; replace one that a killed run has left."""
     path.unlink(missing_ok=True)

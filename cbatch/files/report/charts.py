@@ -14,7 +14,7 @@ from cbatch.files.units import clock, count, duration, short, tick_step, ticks, 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from cbatch.files.report.spans import Part, Span
+    from cbatch.files.report.spans import Part, SlotSpan
     from cbatch.stats import Percentiles
 
 WIDTH = 1040.0
@@ -75,13 +75,13 @@ class SlotChart:
         """Return the place of a slot's row."""
         return self.top + self._row * slot
 
-    def stretch_of(self, part: Part | Span) -> str:
+    def stretch_of(self, part: Part | SlotSpan) -> str:
         """Return the beginning and the end of a stretch of time."""
         zero_s = self.axis.zero_s
         return f"{duration(part.start_s - zero_s)} to {duration(part.end_s - zero_s)}"
 
 
-def colors(spans: Sequence[Span]) -> list[int]:
+def colors(spans: Sequence[SlotSpan]) -> list[int]:
     """Return a color for each span: one for all spans of a request, another than that of the request before it."""
     found: list[int] = []
     n_stays = 0

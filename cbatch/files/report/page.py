@@ -62,7 +62,7 @@ def write_report(
         ConfigError: the file cannot be written.
     """
     if facts is None:
-        facts = {**machine_facts(), **version_facts()}
+        facts = machine_and_versions()
     page = report_page(recorder, title, settings, facts, now or datetime.now(timezone.utc))
     try:
         with whole(Path(path)) as part:
@@ -178,6 +178,11 @@ def machine_facts() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
     }
     return {name: value for name, value in found.items() if value}
+
+
+def machine_and_versions() -> dict[str, str]:
+    """Return the facts of this machine, then the versions."""
+    return {**machine_facts(), **version_facts()}
 
 
 def version_facts() -> dict[str, str]:

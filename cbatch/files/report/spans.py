@@ -16,7 +16,7 @@ GAP_S = 0.02  # most seconds between two runs of one span: about a run of severa
 
 
 @dataclass(eq=False, slots=True)
-class Span:
+class SlotSpan:
     """The time of one request in one slot, in prefill or in decode; seconds of the engine's clock."""
 
     slot: int
@@ -27,12 +27,12 @@ class Span:
     n_tokens: int
     """Prompt tokens computed, or output tokens sampled."""
 
-    def can_join(self, other: Span) -> bool:
+    def can_join(self, other: SlotSpan) -> bool:
         """Whether `other` continues this span."""
         same = self.id == other.id and self.is_prefill == other.is_prefill
         return same and other.start_s - self.end_s <= GAP_S
 
-    def join(self, other: Span) -> None:
+    def join(self, other: SlotSpan) -> None:
         """Extend this span by `other`."""
         self.end_s = other.end_s
         self.n_tokens += other.n_tokens
@@ -42,15 +42,15 @@ class Span:
 class Change:
     """In a slot `before` ends and `after` begins; None: the slot was, or is, free."""
 
-    before: Span | None
-    after: Span | None
+    before: SlotSpan | None
+    after: SlotSpan | None
 
 
 class SlotSpans:
     """The open span of each slot."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Span] = {}
+        self._open: dict[int, SlotSpan] = {}
 
     def take(self, record: StepRecord) -> list[Change]:
         """Add a run of steps; return the changes. An open span grows until it is the `before` of a change."""
@@ -63,7 +63,7 @@ class SlotSpans:
         """End all open spans."""
         return self._end(float("inf"))
 
-    def _add(self, part: Span) -> Change | None:
+    def _add(self, part: SlotSpan) -> Change | None:
         span = self._open.get(part.slot)
         if span is not None and span.can_join(part):
             span.join(part)
@@ -78,11 +78,11 @@ class SlotSpans:
         return [Change(span, None) for span in over]
 
 
-def parts(record: StepRecord, row: StepRow) -> Iterator[Span]:
+def parts(record: StepRecord, row: StepRow) -> Iterator[SlotSpan]:
     """Yield the spans of a row in a run of steps, whose first step may compute the end of the prompt."""
 
-    def span(start_s: float, end_s: float, n_tokens: int, *, is_prefill: bool) -> Span:
-        return Span(row.slot, row.id, is_prefill, start_s, end_s, n_tokens)
+    def span(start_s: float, end_s: float, n_tokens: int, *, is_prefill: bool) -> SlotSpan:
+        return SlotSpan(row.slot, row.id, is_prefill, start_s, end_s, n_tokens)
 
     start_s, end_s = record.start_s, record.end_s
     if not row.n_prefill:
@@ -100,7 +100,7 @@ class Part:
 
     start_s: float
     end_s: float
-    spans: list[Span]
+    spans: list[SlotSpan]
 
 
 class SpanStore:
@@ -108,13 +108,13 @@ class SpanStore:
 
     def __init__(self, n_keep: int) -> None:
         """Keep `n_keep` spans of each end."""
-        self.first: list[Span] = []
-        self.last: deque[Span] = deque()
+        self.first: list[SlotSpan] = []
+        self.last: deque[SlotSpan] = deque()
         self.n_spans = 0
         self._n_keep, self._cut_s = n_keep, math.inf
-        self._left: dict[int, Span] = {}
+        self._left: dict[int, SlotSpan] = {}
 
-    def add(self, span: Span) -> None:
+    def add(self, span: SlotSpan) -> None:
         """Add a span that begins; it may grow afterwards."""
         self.n_spans += 1
         if len(self.first) < self._n_keep:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
-    from cbatch.files.report.spans import Change, Span
+    from cbatch.files.report.spans import Change, SlotSpan
     from cbatch.runtime.step_record import StepRecord
 
 FLUSH_S = 1.0  # most seconds that a killed process loses
@@ -173,7 +173,7 @@ class TraceWriter:
         if after is not None:
             yield from self._begin(after, is_new=not stays)
 
-    def _begin(self, span: Span, *, is_new: bool) -> Iterator[_Event]:
+    def _begin(self, span: SlotSpan, *, is_new: bool) -> Iterator[_Event]:
         thread = _SLOTS + span.slot
         if thread not in self._named:
             self._named.add(thread)
@@ -183,7 +183,7 @@ class TraceWriter:
         phase = "prefill" if span.is_prefill else "decode"
         yield self._at("B", span.start_s, thread, name=phase, cat=phase)
 
-    def _end(self, span: Span) -> _Event:
+    def _end(self, span: SlotSpan) -> _Event:
         return self._at("E", span.end_s, _SLOTS + span.slot, args={"tokens": span.n_tokens})
 
     def _at(self, kind: str, time_s: float, thread: int, **fields: object) -> _Event:

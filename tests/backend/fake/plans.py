@@ -1,8 +1,9 @@
-"""Bindings and chunks of small numbers, for a fake backend."""
+"""Bindings and spans of small numbers, for a fake backend."""
 
 from __future__ import annotations
 
-from cbatch.core.plan import Binding, Chunk, Slot
+from cbatch.core.plan import Binding, Slot
+from cbatch.core.span import Span
 from cbatch.options import GREEDY
 
 
@@ -10,5 +11,5 @@ def bind(slot: int = 0, n_prompt: int = 2) -> Binding:
     return Binding(Slot(slot), n_prompt, GREEDY, ())
 
 
-def row(slot: int = 0, start: int = 0, n: int = 2, *, has_output: bool = True) -> Chunk:
-    return Chunk(Slot(slot), start, tuple(range(1, n + 1)), has_output)
+def row(slot: int = 0, start: int = 0, n: int = 2, *, has_output: bool = True) -> Span:
+    return Span(Slot(slot), start, tuple(range(1, n + 1)), has_output)

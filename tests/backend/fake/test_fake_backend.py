@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cbatch.backend.fake import END_TOKEN, FakeBackend, FakeVocab, Faults, StepCost, fake_logprobs
-from cbatch.core.plan import BROKEN_ROW, Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import BROKEN_ROW, Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.errors import ConfigError, PlanError
 from cbatch.options import GREEDY
 from tests.backend.fake.plans import bind, row
@@ -55,7 +56,7 @@ def test_stream_is_the_expected_one_and_does_not_depend_on_the_slot() -> None:
 
 def test_leaked_cell_gives_another_token() -> None:
     clean, leaky = FakeBackend(), FakeBackend()
-    leaky.run(StepPlan((Chunk(Slot(0), 0, (7,), has_output=False),), binds=(bind(),)))
+    leaky.run(StepPlan((Span(Slot(0), 0, (7,), has_output=False),), binds=(bind(),)))
     good = clean.run(StepPlan((row(),), binds=(bind(),))).tokens
     assert leaky.run(StepPlan((row(start=1),), binds=(bind(),))).tokens != good
 
@@ -79,7 +80,7 @@ def test_interrupt_without_a_run_ends_only_the_next_one_after_a_step() -> None:
     backend = FakeBackend()
     backend.interrupt()
     assert backend.run(StepPlan((row(),), n_steps=4, binds=(bind(),))).n_steps == 1
-    more = Chunk(Slot(0), 2, (5,), has_output=True)
+    more = Span(Slot(0), 2, (5,), has_output=True)
     assert backend.run(StepPlan((more,), n_steps=4)).n_steps == 4
 
 
@@ -147,10 +148,10 @@ def test_history_grows_by_what_is_computed() -> None:
     assert whole == stream_alone(backend, [1, 2], binding, 6)
     parts = FakeBackend()
     found = parts.run(StepPlan((row(),), n_steps=2, binds=(binding,))).tokens[0]
-    chunk = Chunk(Slot(0), 3, found[1:], has_output=True)
+    chunk = Span(Slot(0), 3, found[1:], has_output=True)
     assert parts.run(StepPlan((chunk,), n_steps=4)).tokens[0] == whole[2:]
     again = Binding(Slot(0), 2, GREEDY, (), (1, 2, *whole))
-    more = Chunk(Slot(0), 7, whole[-1:], has_output=True)
+    more = Span(Slot(0), 7, whole[-1:], has_output=True)
     rebound = parts.run(StepPlan((more,), binds=(again,)))
     assert backend.run(StepPlan((more,))).tokens == rebound.tokens
 

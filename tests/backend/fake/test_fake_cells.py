@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from cbatch.backend.fake import FakeBackend, Faults
-from cbatch.core.plan import Chunk, KvCapabilities, Slot, StepPlan
+from cbatch.core.plan import KvCapabilities, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.errors import PlanError
 from tests.backend.fake.plans import bind, row
 
@@ -27,7 +28,7 @@ def moving(*, unified: bool = False, faults: Faults | None = None, **can: Any) -
 
 
 def next_tokens(backend: FakeBackend, slot: int, start: int, **orders: Any) -> list[int]:
-    chunk = Chunk(Slot(slot), start, (50,), has_output=True)
+    chunk = Span(Slot(slot), start, (50,), has_output=True)
     plan = StepPlan((chunk,), n_steps=3, binds=(bind(slot, 8),), **orders)
     return backend.run(plan).tokens[0]
 
@@ -38,7 +39,7 @@ def test_shift_takes_cells_out_and_the_rest_goes_on_as_that(unified: bool) -> No
     output = next_tokens(backend, 0, 5, shifts=((Slot(0), 2, 3),))
     assert backend.cells[0][:6] == [1, 2, 6, 7, 8, 50]
     clean = FakeBackend(4, 16, 32)
-    chunk = Chunk(Slot(0), 0, (1, 2, 6, 7, 8, 50), has_output=True)
+    chunk = Span(Slot(0), 0, (1, 2, 6, 7, 8, 50), has_output=True)
     assert clean.run(StepPlan((chunk,), 3, binds=(bind(0, 8),))).tokens == [output]
 
 
@@ -93,7 +94,7 @@ def test_cut_cells_are_lost_and_nothing_is_copied_or_computed(n_bytes: int) -> N
     data = backend.export_state(1)
     assert data is not None
     backend.import_state(7, data[:n_bytes], 8)
-    chunk = Chunk(Slot(1), 8, (50,), has_output=True)
+    chunk = Span(Slot(1), 8, (50,), has_output=True)
     orders: dict[str, Any] = {"copies": ((Slot(0), Slot(2), 4),), "loads": ((Slot(1), 7, 8),)}
     result = backend.run(StepPlan((chunk,), **orders))
     assert (result.lost, result.n_steps, result.tokens) == ((7,), 0, [[]])

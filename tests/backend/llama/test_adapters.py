@@ -45,13 +45,6 @@ def quiet_llama() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    """Return the model that ships inside, loaded for exact settings."""
-    with closing(open_model(test_model, EngineOptions(exact=True))) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def files(test_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return two adapters for it, `one` and `two`."""
     folder = tmp_path_factory.mktemp("adapters")

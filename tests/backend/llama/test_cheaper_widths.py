@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import pytest
-from gguf import GGUFReader
 
 from cbatch.backend.llama import cheaper_widths
 from cbatch.backend.llama.cheaper_widths import (
@@ -21,12 +19,15 @@ from cbatch.backend.llama.cheaper_widths import (
     CheaperWidths,
 )
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import PAD_TOKEN
-from cbatch.backend.load import loader
+from cbatch.backend.load import find_tuning
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, Slot, StepPlan, StepResult
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load
+from tests.backend.damage import without_numbers
 from tests.backend.slots import FailingStepper, bind_all, chunk, held
 
 if TYPE_CHECKING:
@@ -80,14 +81,14 @@ class Machine:
 
     def compute(
         self,
-        rows: Sequence[Chunk],
-        pads: Sequence[Chunk],
+        rows: Sequence[Span],
+        pads: Sequence[Span],
         n_steps: int,
         slice_s: float,
         n_drafts: int,
     ) -> StepResult:
         assert not (n_drafts and pads)
-        assert all(p.start == 10 + p.slot and p.tokens == (PAD_TOKEN,) for p in pads)
+        assert all(p.start == 10 + p.slot and p.inputs == (PAD_TOKEN,) for p in pads)
         self.runs.append(Run(len(rows), [p.slot for p in pads], n_steps))
         code = self.codes.pop(0) if self.codes else 0
         n_done = 0 if code else min(n_steps, self.n_done_most)
@@ -175,14 +176,6 @@ def test_series_may_be_of_several_runs() -> None:
     assert tried == [*(Run(3, [], n) for n in (8, 5, 2)), *(Run(3, [3], n) for n in (8, 5, 2))]
 
 
-@pytest.mark.parametrize(("padded_s", "is_kept"), [(MOST_OF_NATURAL, True), (0.98, False)])
-def test_less_than_three_percent_is_noise(padded_s: float, is_kept: bool) -> None:
-    machine = Machine({3: 1.0, 4: padded_s})
-    found = widths(machine)
-    do(found, machine, N_RUNS, plan(0, 1, 2))
-    assert bool(do(found, machine, 1, plan(0, 1, 2))[0].pads) == is_kept
-
-
 @pytest.mark.parametrize(
     ("times", "is_kept"),
     [
@@ -191,6 +184,8 @@ def test_less_than_three_percent_is_noise(padded_s: float, is_kept: bool) -> Non
         ([9.0, 8.0, 9.0, 9.5, 9.0, 8.0], False),
         ([9.0, 8.0, 8.1, 8.0, 9.0, 8.0], False),
         ([9.0, 8.0, 18.0, 16.0, 9.0, 8.0], True),
+        ([1.0, MOST_OF_NATURAL] * 3, True),
+        ([1.0, 0.98] * 3, False),
     ],
 )
 def test_pads_stay_where_every_pair_showed_a_gain(times: list[float], is_kept: bool) -> None:
@@ -233,19 +228,14 @@ def test_failed_run_teaches_nothing() -> None:
         plan(0, 1, 3),
         plan(0, 1, 2, adapters=(("a", 1.0),)),
         StepPlan((chunk(0, 3, [7]), chunk(1, 3, [7, 8]))),
-        StepPlan((chunk(0, 3, [7]), Chunk(Slot(1), 3, (7,), has_output=False))),
+        StepPlan((chunk(0, 3, [7]), Span(Slot(1), 3, (7,), has_output=False))),
     ],
     ids=["one row", "four", "all", "apart", "a gap", "adapters", "prompt", "part of a prompt"],
 )
 def test_other_steps_are_left_as_they_are(wanted: StepPlan) -> None:
     machine = Machine(BY_FOURS)
     runs = do(widths(machine), machine, 9, wanted)
-    assert runs == [Run(len(wanted.chunks), [], wanted.n_steps)] * 9
-
-
-def test_width_beyond_one_run_of_the_graph_is_not_tried() -> None:
-    machine = Machine(BY_FOURS)
-    assert do(widths(machine, n_most=7), machine, 9, plan(*range(5))) == [Run(5, [], 64)] * 9
+    assert runs == [Run(len(wanted.spans), [], wanted.n_steps)] * 9
 
 
 # ---- which slots are padded ----
@@ -271,14 +261,6 @@ def test_pads_are_idle_slots_with_room_beside_the_rows(
     assert [r.pads for r in runs] == [[], padded]
 
 
-def test_steps_without_room_are_not_shortened() -> None:
-    machine = Machine(BY_FOURS, full={3})
-    found = widths(machine)
-    assert do(found, machine, 9, plan(0, 1, 2)) == [Run(3, [], N_STEPS_MAX)] * 9
-    machine.full.clear()
-    assert do(found, machine, 2, plan(0, 1, 2))[1].pads == [3]
-
-
 # ---- on a real llama.cpp ----
 
 PROMPT = [300 + 7 * i for i in range(20)]
@@ -299,10 +281,13 @@ def make(synth: SynthFactory) -> Iterator[MakeBackend]:
     """Return a factory of backends of 8 slots of 512 cells whose steps may be filled."""
     made: list[LlamaBackend] = []
 
-    def make_backend(path: Path | None = None, stepper: Any = None, **given: Any) -> LlamaBackend:
+    def make_backend(
+        path: Path | None = None, stepper: Any = None, *, has_short_pool: bool = False, **given: Any
+    ) -> LlamaBackend:
         options = EngineOptions(**{**SIZES, "n_threads": 1, **given})
         model = open_model(path or synth(type="q8_0"))
-        made.append(LlamaBackend(model, options, stepper=stepper, may_widen=True))
+        tuning = Tuning(options, may_widen=True, has_short_pool=has_short_pool)
+        made.append(LlamaBackend(model, tuning, stepper=stepper))
         bind_all(made[-1])
         return made[-1]
 
@@ -357,25 +342,25 @@ def test_tokens_and_bits_are_those_without_pads(make: MakeBackend) -> None:
 
 @pytest.mark.parametrize(
     ("n_idle", "n_steps", "has_room"),
-    [(0, 64, True), (190, 64, True), (200, 60, False), (256, 1, False), (500, 16, False)],
+    [
+        (0, 64, True),
+        (190, 64, True),
+        (200, 60, False),
+        (256, 4, False),
+        (500, 16, False),
+    ],
 )
+@pytest.mark.parametrize("n_row", [20, 400])
 def test_pads_stand_where_attention_sees_no_more_cells(
-    make: MakeBackend, n_idle: int, n_steps: int, has_room: bool
+    make: MakeBackend, n_row: int, n_idle: int, n_steps: int, has_room: bool
 ) -> None:
+    has_room = has_room or (n_row == 400 and n_idle + n_steps <= 512)  # the window
     backend = make()
-    fill(backend, 20, 20, 20, n_idle)
+    fill(backend, n_row, n_row, n_row, n_idle)
     for _ in range(2):
         decode(backend, 0, 1, 2, n_steps=n_steps)
     assert bool(padded(backend)) == has_room
     assert held(backend)[3] == n_idle
-
-
-def test_pads_never_leave_the_window(make: MakeBackend) -> None:
-    backend = make()
-    fill(backend, 448, 448, 448, 500)
-    for _ in range(2):
-        assert decode(backend, 0, 1, 2, n_steps=16).code == 0
-        assert padded(backend) == []
 
 
 @pytest.mark.parametrize("failure", [(-3, 0), (2, 3), None], ids=str)
@@ -400,12 +385,7 @@ def broken(synth: SynthFactory, tmp_path: Path) -> Callable[[int], Path]:
     """Return a factory of models that compute no numbers of a token."""
 
     def make_broken(token: int) -> Path:
-        path = tmp_path / "broken.gguf"
-        path.write_bytes(synth(type="f16", tied=False).read_bytes())
-        reader = GGUFReader(path, "r+")
-        next(t for t in reader.tensors if t.name == "token_embd.weight").data[token] = np.nan
-        reader.data.flush()
-        return path
+        return without_numbers(synth(type="f16", tied=False), tmp_path / "broken.gguf", token)
 
     return make_broken
 
@@ -433,20 +413,20 @@ def test_slot_whose_cells_may_be_no_numbers_has_no_pads(
 
 
 @pytest.mark.parametrize(
-    "given", [{"kv": "unified"}, {"exact": True}, {"n_ubatch": 3}], ids=["pool", "exact", "ubatch"]
+    ("name", "given"),
+    [
+        ("llama", {"kv": "unified"}),
+        ("llama", {"exact": True}),
+        ("llama", {"n_ubatch": 3}),
+        ("mamba", {}),
+        ("gemma3", {}),
+    ],
+    ids=["pool", "exact", "ubatch", "states", "windows"],
 )
-def test_other_memory_is_left_as_it_is(make: MakeBackend, given: dict[str, Any]) -> None:
-    backend = make(**given)
-    fill(backend, 20, 20, 20)
-    for _ in range(2):
-        assert decode(backend, 0, 1, 2).n_pad_rows == 0
-
-
-@pytest.mark.parametrize("name", ["mamba", "gemma3"])
-def test_memory_of_states_or_windows_is_left_as_it_is(
-    zoo: Callable[[str], Path], make: MakeBackend, name: str
+def test_other_memory_is_left_as_it_is(
+    zoo: Callable[[str], Path], make: MakeBackend, name: str, given: dict[str, Any]
 ) -> None:
-    backend = make(zoo(name))
+    backend = make(zoo(name), **given)
     for slot in range(3):
         backend.run(StepPlan((chunk(slot, 0, [7, 8, 9]),)))
     for _ in range(2):
@@ -454,8 +434,7 @@ def test_memory_of_states_or_windows_is_left_as_it_is(
 
 
 def test_cells_in_a_pool_for_short_sequences_have_no_pads(make: MakeBackend) -> None:
-    backend = make(ctx_per_seq=1024)
-    backend.add_short_pool()
+    backend = make(ctx_per_seq=1024, has_short_pool=True)
     assert backend.short_pool is not None
     fill(backend, 20, 20, 20)
     for _ in range(2):
@@ -476,7 +455,7 @@ def test_engine_answers_as_without_pads_and_counts_them(
     options = {"max_tokens": 120, "temperature": 0, "ignore_eos": True}
     found = []
     for may_widen in (False, is_plain):
-        monkeypatch.setattr(loader, "has_plain_weights", lambda _, is_on=may_widen: is_on)
+        monkeypatch.setattr(find_tuning, "has_plain_weights", lambda _, is_on=may_widen: is_on)
         with closing(load(test_model, **SIZES)) as engine:
             found.append([r.token_ids for r in engine.run(prompts, options=options).results()])
             assert bool(engine.stats().n_pad_rows) == may_widen

@@ -11,9 +11,10 @@ import pytest
 import cbatch
 from cbatch import BatchPrompt
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.load.open_model import open_model
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.bench.experiments.sampler_bench import LlamaChain
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.options import DRY_SEQUENCE_BREAKERS, GREEDY, RunOptions
 from tests.oracle.sampling import logprobs
@@ -36,13 +37,6 @@ HARD: dict[str, Any] = {
     "dry_multiplier": 0.8,
     "logit_bias": {5: -math.inf, 310: 2.0},
 }
-
-
-@pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    opened = open_model(test_model)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def by_llama_cpp(
     """Return what llama.cpp's chain chooses, token by token, after it has accepted the prompt as llama-server does."""
     sampling = options.sampling({}, 0)
     settings = EngineOptions(parallel=1, ctx_per_seq=256, n_threads=1, exact=True, n_ubatch=32)
-    backend = LlamaBackend(model, settings, owns_model=False)
+    backend = LlamaBackend(model, Tuning(settings), owns_model=False)
     chain = LlamaChain(
         sampling,
         model.vocab.n_vocab,
@@ -83,12 +77,12 @@ def by_llama_cpp(
         output: list[int] = []
         start = 0
         for i in range(0, len(prompt), 32):
-            chunk = Chunk(Slot(0), i, prompt[i : i + 32], has_output=i + 32 >= len(prompt))
+            chunk = Span(Slot(0), i, prompt[i : i + 32], has_output=i + 32 >= len(prompt))
             backend.run(StepPlan((chunk,)))
-            start = i + len(chunk.tokens)
+            start = i + len(chunk.inputs)
         while len(output) < n:
             output.append(chain.sample(backend.ctx, -1))
-            backend.run(StepPlan((Chunk(Slot(0), start, output[-1:], has_output=True),)))
+            backend.run(StepPlan((Span(Slot(0), start, output[-1:], has_output=True),)))
             start += 1
     return output
 
@@ -110,8 +104,8 @@ def test_backend_reports_logprobs_of_the_model_itself(model: LlamaModel, exact: 
         Binding(Slot(1), 2, GREEDY, ()),
         Binding(Slot(2), 2, GREEDY, (), (), 0),
     )
-    chunks = tuple(Chunk(Slot(i), 0, PROMPT[: 3 - (i > 0)], has_output=True) for i in range(3))
-    with closing(LlamaBackend(model, settings, owns_model=False)) as backend:
+    chunks = tuple(Span(Slot(i), 0, PROMPT[: 3 - (i > 0)], has_output=True) for i in range(3))
+    with closing(LlamaBackend(model, Tuning(settings), owns_model=False)) as backend:
         result = backend.run(StepPlan(chunks, binds=binds))
         rows = [backend.logits(Slot(i)) if i == 2 or not exact else None for i in range(3)]
     assert [len(found) for found in result.logprobs] == [1, 0, 1]

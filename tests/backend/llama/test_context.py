@@ -19,9 +19,10 @@ from cbatch.backend.llama.context import (
 )
 from cbatch.backend.llama.layout import CELL_TYPES
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.probe import probe
-from cbatch.core.plan import N_TARGETS_MAX
+from cbatch.core.span import N_TARGETS_MAX
 from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 
@@ -222,7 +223,7 @@ def test_keys_that_llama_would_end_the_process_over_are_refused(synth: SynthFact
 def test_refusal_comes_from_every_way_to_a_context(synth: SynthFactory) -> None:
     path = synth("test", n_embd=96, n_head=2, n_kv_head=2, type="f32")
     with closing(open_model(path)) as opened, pytest.raises(ConfigError, match="heads of 48"):
-        LlamaBackend(opened, options(cache_type_v="q4_1"), owns_model=False)
+        LlamaBackend(opened, Tuning(options(cache_type_v="q4_1")), owns_model=False)
 
 
 def test_model_that_stores_both_in_one_wants_one_type(synth: SynthFactory) -> None:
@@ -250,7 +251,7 @@ def test_context_that_cannot_be_made_names_its_numbers(
 ) -> None:
     monkeypatch.setattr(llama_cpp, "llama_init_from_model", lambda *args: None)
     with pytest.raises(ModelLoadError, match=r"context of 512 cells for 2 sequences.*ctx_per_seq"):
-        LlamaBackend(model, options(), owns_model=False)
+        LlamaBackend(model, Tuning(options()), owns_model=False)
 
 
 @pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")

@@ -25,15 +25,13 @@ from tests.backend.slots import (
     go_on,
     held,
     is_refused,
-    make_backends,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from cbatch.backend.llama.llama_backend import LlamaBackend
     from tests.backend.slots import MakeBackend
-    from tests.conftest import SynthFactory
 
 LONG = [300 + 11 * i % 700 for i in range(150)]  # more than half of a slot's 256 cells
 N_KEPT, N_OUT = 4, 7
@@ -45,12 +43,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **CELL_SETTINGS,
     "flash attention": ("partitioned", {"flash_attn": "on"}),
 }
-
-
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory."""
-    yield from make_backends(synth)
 
 
 @pytest.fixture

@@ -61,11 +61,11 @@ class Machine:
         self.n_short += self.is_short
         step_s = self.short_s if self.is_short and self.short_s is not None else self.step_s
         if self.code:
-            return StepResult([[]] * len(plan.chunks), 0, self.code, decode_s=1.0)
-        n_tokens = sum(len(c.tokens) for c in plan.chunks)
+            return StepResult([[]] * len(plan.spans), 0, self.code, decode_s=1.0)
+        n_tokens = sum(len(c.inputs) for c in plan.spans)
         n_steps, seconds, first_s = 0, 0.0, 0.0
         while n_steps < plan.n_steps and (not plan.slice_s or seconds <= plan.slice_s):
-            seconds += step_s[n_threads] * (len(plan.chunks) if n_steps else n_tokens)
+            seconds += step_s[n_threads] * (len(plan.spans) if n_steps else n_tokens)
             first_s = first_s or seconds
             n_steps += 1
         self.now += seconds
@@ -202,7 +202,7 @@ def test_waits_are_long_on_a_machine_without_other_programs() -> None:
     assert (machine.n_short, set(machine.runs)) == (0, {4})
 
 
-def test_short_waits_come_before_fewer_threads_and_end_with_the_other_program() -> None:
+def test_short_waits_come_before_fewer_threads_and_end_in_time() -> None:
     machine = Machine({**ALONE, 4: 0.040}, {4: 0.4}, short_s={4: 0.0045})
     found = waiting(machine)
     do(found, machine, 1)

@@ -9,6 +9,7 @@ import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
@@ -36,7 +37,7 @@ def make(zoo: Callable[[str], Path]) -> Iterator[Callable[..., LlamaBackend]]:
 
     def make(name: str, kv: str = "unified") -> LlamaBackend:
         options = EngineOptions.of({**SIZES, "kv": kv})
-        made.append(LlamaBackend(open_model(zoo(name)), options))
+        made.append(LlamaBackend(open_model(zoo(name)), Tuning(options)))
         bind_all(made[-1])
         return made[-1]
 
@@ -124,6 +125,6 @@ def test_states_are_overwritten_where_the_pool_has_no_cells_for_it(
 def test_pool_for_a_model_without_cells_is_refused(zoo: Callable[[str], Path]) -> None:
     options = EngineOptions.of({**SIZES, "kv": "unified"})
     with pytest.raises(ConfigError, match="keeps a state"):
-        LlamaBackend(open_model(zoo("rwkv7")), options)
+        LlamaBackend(open_model(zoo("rwkv7")), Tuning(options))
     with pytest.raises(ConfigError, match="keeps a state"):
         describe_model(zoo("rwkv7"), options, asks_probe=False)

@@ -18,6 +18,7 @@ from cbatch.backend.llama.layout import (
     read_layout,
 )
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import EngineOptions
 
@@ -110,7 +111,7 @@ def test_file_that_is_gone_has_no_lists(synth: SynthFactory) -> None:
 def test_state_of_a_recurrent_model_is_what_llama_saves(synth: SynthFactory) -> None:
     model = open_model(synth("mamba"))
     known = cost(read_layout(model))
-    with closing(LlamaBackend(model, EngineOptions(parallel=2, n_threads=1))) as backend:
+    with closing(LlamaBackend(model, Tuning(EngineOptions(parallel=2, n_threads=1)))) as backend:
         assert (known.n_cell_bytes, known.is_about) == (0, False)
         assert 0 <= backend.memory.saved_bytes - known.n_state_bytes <= 100
 
@@ -120,7 +121,7 @@ def check(model: Any, options: EngineOptions) -> None:
         read_layout(model), cache_type_k=options.cache_type_k, cache_type_v=options.cache_type_v
     )
     assert not known.is_about
-    with closing(LlamaBackend(model, options)) as backend:
+    with closing(LlamaBackend(model, Tuning(options))) as backend:
         n_saved = backend.memory.saved_bytes_per_cell
     assert 0 < n_saved - known.n_cell_bytes <= N_OF_A_CELL
 

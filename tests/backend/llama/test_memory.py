@@ -8,9 +8,10 @@ import llama_cpp
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
 from tests.backend.slots import (
@@ -24,20 +25,12 @@ from tests.backend.slots import (
     go_on,
     held,
     is_refused,
-    make_backends,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from cbatch.core.span import Span
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
-
-
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory."""
-    yield from make_backends(synth)
 
 
 # ---- what a memory can do ----
@@ -97,7 +90,7 @@ def test_described_window_is_the_backends(
     synth: SynthFactory, shape: str, kv: Literal["unified", "auto"]
 ) -> None:
     options = EngineOptions(parallel=4, kv=kv, n_ctx=1000, n_threads=1)
-    with_context = LlamaBackend(open_model(synth(shape)), options)
+    with_context = LlamaBackend(open_model(synth(shape)), Tuning(options))
     described = describe_model(synth(shape), options, asks_probe=False)
     assert described["n_window"] == with_context.n_window == (1024 if shape == "test" else 256)
     assert described["n_cells"] == with_context.memory.n_cells
@@ -308,7 +301,7 @@ def test_key_that_is_lost_before_it_is_loaded_computes_nothing(
 # ---- orders that are refused ----
 
 
-def plan(*chunks: Chunk, **orders: Any) -> StepPlan:
+def plan(*chunks: Span, **orders: Any) -> StepPlan:
     return StepPlan(chunks, **orders)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PadRows, RowShape, n_sequences, shapes
-from cbatch.core.plan import Chunk, Slot
+from cbatch.core.plan import Slot
+from cbatch.core.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,8 @@ def pad_rows(
     return PadRows(shape, cast("Any", memory), n_sequences(len(n_cells))), memory
 
 
-def row(slot: int, start: int = 0) -> Chunk:
-    return Chunk(Slot(slot), start, [7], has_output=True)
+def row(slot: int, start: int = 0) -> Span:
+    return Span(Slot(slot), start, [7], has_output=True)
 
 
 def pads_beside(shape: RowShape, n_slots: int, *slots: int) -> list[int]:
@@ -84,47 +85,24 @@ def test_shape_says_its_rows() -> None:
     assert str(RowShape(8, 4)) == "8 rows or more, in multiples of 4"
 
 
-def test_any_shape_alone_has_no_pads() -> None:
-    assert not ANY_SHAPE.has_pads
-    assert all(RowShape(*shape).has_pads for shape in ((2, 1), (1, 4), (8, 4)))
-
-
 def test_sequences_are_the_slots_and_at_most_three_more() -> None:
     found = {n: n_sequences(n) for n in (1, 2, 3, 4, 5, 8, 9, 253, 256)}
     assert found == {1: 1, 2: 4, 3: 4, 4: 4, 5: 8, 8: 8, 9: 12, 253: 256, 256: 256}
 
 
-def test_lone_slot_needs_no_shape() -> None:
-    assert shapes(1, is_plain=True) == shapes(1, is_plain=False) == [ANY_SHAPE]
-
-
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("n_slots", SLOT_COUNTS)
-def test_last_shape_that_is_tried_has_one_width_alone(n_slots: int, is_plain: bool) -> None:
-    last = shapes(n_slots, is_plain=is_plain)[-1]
-    assert {last.width(n) for n in range(1, n_slots + 1)} == {n_sequences(n_slots)}
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize("n_slots", SLOT_COUNTS)
-def test_each_shape_fits_into_the_sequences(n_slots: int, is_plain: bool) -> None:
-    for shape in shapes(n_slots, is_plain=is_plain):
-        assert all(n <= shape.width(n) <= n_sequences(n_slots) for n in range(1, n_slots + 1))
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize("n_slots", SLOT_COUNTS)
-def test_shapes_are_tried_from_the_fewest_pad_rows_on(n_slots: int, is_plain: bool) -> None:
-    tried = shapes(n_slots, is_plain=is_plain)
+def test_shapes_that_fit_are_tried_from_the_fewest_pad_rows_on(
+    n_slots: int, is_plain: bool
+) -> None:
+    tried, n_most = shapes(n_slots, is_plain=is_plain), n_sequences(n_slots)
     widths = [[shape.width(n) for n in range(1, n_slots + 1)] for shape in tried]
     assert all(a <= b for fewer, more in pairwise(widths) for a, b in zip(fewer, more, strict=True))
-
-
-def test_weights_of_several_kernels_are_never_computed_in_narrow_steps() -> None:
-    for n_slots in range(5, 34):
-        assert min(shape.least for shape in shapes(n_slots, is_plain=False)) == 8
-        assert shapes(n_slots, is_plain=True)[0] == RowShape(2, 1)
-    assert {shape.least for n in (2, 3, 4) for shape in shapes(n, is_plain=False)} == {4}
+    assert all(n <= width <= n_most for of_one in widths for n, width in enumerate(of_one, 1))
+    assert {*widths[-1]} == {n_most}, "the last one has one width alone"
+    # weights of several kernels are never computed in narrow steps
+    least = 1 if n_slots == 1 else 2 if is_plain else min(8, n_most)
+    assert min(shape.least for shape in tried) == least
 
 
 # ---- which slots are padded ----
@@ -194,7 +172,7 @@ def test_rows_and_pads_are_consecutive_and_have_the_shape(
     assert len(together) == shape.width(len(together)) == shape.width(slots[-1] - slots[0] + 1)
     for pad in found:
         assert pad.start == (n_cells[pad.slot] if pad.slot < len(n_cells) else 0)
-        assert (len(pad.tokens), pad.has_output, pad.targets) == (1, False, ())
+        assert (len(pad.inputs), pad.has_output, pad.targets) == (1, False, ())
 
 
 @given(padded_steps())

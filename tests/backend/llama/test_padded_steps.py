@@ -14,10 +14,12 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.backend.llama.model import LlamaModel
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.pad_rows import RowShape
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import N_STEPS_MAX, Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import N_STEPS_MAX, Binding, Slot, StepPlan, StepResult
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import PlanError
 from cbatch.options import GREEDY, RunOptions
@@ -44,7 +46,9 @@ def make(synth: SynthFactory) -> Iterator[MakeBackend]:
 
     def make_backend(shape: RowShape, *, stepper: Any = None) -> LlamaBackend:
         options = EngineOptions(parallel=N_SLOTS, ctx_per_seq=100, n_threads=1, exact=True)
-        made.append(LlamaBackend(open_model(synth()), options, stepper=stepper, shape=shape))
+        made.append(
+            LlamaBackend(open_model(synth()), Tuning(options, shape=shape), stepper=stepper)
+        )
         bind(made[-1])
         assert made[-1].n_window == N_WINDOW
         return made[-1]
@@ -60,12 +64,12 @@ def bind(backend: LlamaBackend, **given: Any) -> None:
     backend.run(StepPlan((), binds=binds))
 
 
-def row(backend: LlamaBackend, slot: int, *tokens: int) -> Chunk:
+def row(backend: LlamaBackend, slot: int, *tokens: int) -> Span:
     """A slot's next chunk, of token 7 where none are given."""
-    return Chunk(Slot(slot), backend.n_cells[slot], tokens or (7,), has_output=True)
+    return Span(Slot(slot), backend.n_cells[slot], tokens or (7,), has_output=True)
 
 
-def rows(backend: LlamaBackend, *slots: int) -> tuple[Chunk, ...]:
+def rows(backend: LlamaBackend, *slots: int) -> tuple[Span, ...]:
     return tuple(row(backend, slot) for slot in slots)
 
 
@@ -93,8 +97,8 @@ def padded(backend: LlamaBackend) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("slots", [(0,), (4,), (1, 3), (0, 4), (0, 1, 2, 3, 4)], ids=str)
-@pytest.mark.parametrize("n_steps", [1, 20, N_STEPS_MAX])
+@pytest.mark.parametrize("slots", [(0,), (1, 3), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("n_steps", [1, N_STEPS_MAX])
 def test_steps_leave_the_cells_that_are_counted(
     make: MakeBackend, shape: RowShape, slots: tuple[int, ...], n_steps: int
 ) -> None:
@@ -133,9 +137,9 @@ class Runs:
         class Stepper(NativeStepper):
             """Computes a step more than it says where it fails, as llama.cpp's earlier parts of a batch stay."""
 
-            def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
-                runs.widths.append(len(chunks))
-                result = super().run(chunks, *args, **given)
+            def run(self, spans: Sequence[Span], *args: Any, **given: Any) -> StepResult:
+                runs.widths.append(len(spans))
+                result = super().run(spans, *args, **given)
                 code = runs.codes.pop(0) if runs.codes else 0
                 if not code:
                     return result
@@ -147,8 +151,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("code", [2, -3])
-@pytest.mark.parametrize("n_steps", [1, 5])
+@pytest.mark.parametrize(("code", "n_steps"), [(2, 5), (-3, 1)])
 def test_failed_steps_leave_no_cells_of_pad_rows(
     make: MakeBackend, shape: RowShape, code: int, n_steps: int
 ) -> None:
@@ -197,8 +200,8 @@ def test_prompts_beside_rows_leave_the_cells_that_are_counted(
     assert held(backend) == [len(LONGER), len(TEXTS[1]) + 1, 0, len(TEXTS[3]), len(TEXTS[4]) + 1]
     alone = make(shape)
     fill(alone, 1, 4)
-    by_slot = {c.slot: alone.run(StepPlan((c,))).tokens[0] for c in plan.chunks}
-    assert result.tokens == [by_slot[c.slot] for c in plan.chunks]
+    by_slot = {c.slot: alone.run(StepPlan((c,))).tokens[0] for c in plan.spans}
+    assert result.tokens == [by_slot[c.slot] for c in plan.spans]
 
 
 @pytest.mark.parametrize("i_failing", [0, 1, 2])
@@ -362,6 +365,6 @@ def test_learned_positions_leave_room_for_pad_rows(
     model = open_model(test_model)
     with closing(model):
         settings = EngineOptions(parallel=2, ctx_per_seq=model.n_ctx_train, exact=True)
-        backend = LlamaBackend(model, settings, owns_model=False)
+        backend = LlamaBackend(model, Tuning(settings), owns_model=False)
         assert backend.n_window == model.n_ctx_train - N_STEPS_MAX
         backend.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from cbatch.bench.synthetic_projector import write_projector
 from cbatch.errors import ConfigError, ModelLoadError, PromptError
 from cbatch.pictures import picture_data, picture_part
 from tests.backend.llama.fuzz_media import PICTURES, fuzz
+from tests.backend.llama.media import chat_with
 from tests.oracle.pictures import PlainSeer
 from tests.runtime.backends import parts_of
 
@@ -43,22 +45,7 @@ def png(seed: int) -> bytes:
     return file.getvalue()
 
 
-def chat(*parts: object) -> list[dict[str, Any]]:
-    """A message of texts, and of pictures."""
-    content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image", "image": part}
-        for part in parts
-    ]
-    return [{"role": "user", "content": content}]
-
-
-@pytest.fixture(scope="module")
-def model(synth: SynthFactory) -> Path:
-    return synth(
-        "test", tied=False, metadata={"tokenizer.chat_template": "{{ messages[0].content }}"}
-    )
+chat = partial(chat_with, "image")
 
 
 @pytest.fixture(scope="module")
@@ -67,20 +54,22 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seeing(model: Path, projector: Path) -> Iterator[cbatch.Engine]:
-    with cbatch.load(model, mmproj=projector, parallel=4, ctx_per_seq=256) as engine:
+def seeing(showing_model: Path, projector: Path) -> Iterator[cbatch.Engine]:
+    with cbatch.load(showing_model, mmproj=projector, parallel=4, ctx_per_seq=256) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("kind", ["llava", "llava-tiles"])
-def test_answer_is_that_of_llama_cpps_own_helper(model: Path, tmp_path: Path, kind: str) -> None:
+def test_answer_is_that_of_llama_cpps_own_helper(
+    showing_model: Path, tmp_path: Path, kind: str
+) -> None:
     path = write_projector(tmp_path / "p.gguf", 64, kind=kind, seed=1)
     pictures = [picture(0), picture(1, 200, 70)]
-    with PlainSeer(model, path) as plain:
+    with PlainSeer(showing_model, path) as plain:
         expected = plain.answer(SHOWN, pictures, 8)
         thrice = plain.answer("Look: <__media__><__media__><__media__> Hm?", pictures[:1] * 3, 8)
     first, middle, last = SHOWN.split("<__media__>")
-    with cbatch.load(model, mmproj=path, parallel=2, ctx_per_seq=512) as engine:
+    with cbatch.load(showing_model, mmproj=path, parallel=2, ctx_per_seq=512) as engine:
         asked = chat(first, pictures[0], middle, pictures[1], last)
         [result] = engine.run([asked], options=GREEDY).results()
         [again] = engine.run([chat("Look: ", *pictures[:1] * 3, " Hm?")], options=GREEDY).results()
@@ -270,40 +259,42 @@ def test_options_that_look_at_each_token_are_refused(
         seeing.run([chat(picture(0), "Hm?")], options={**GREEDY, **options})
 
 
-def test_model_without_a_projector_takes_no_picture(model: Path) -> None:
+def test_model_without_a_projector_takes_no_picture(showing_model: Path) -> None:
     with (
-        cbatch.load(model, parallel=1, ctx_per_seq=64) as engine,
+        cbatch.load(showing_model, parallel=1, ctx_per_seq=64) as engine,
         pytest.raises(ConfigError, match="load it with mmproj"),
     ):
         engine.run([chat(picture(0), "Hm?")])
 
 
-def test_wrong_projector_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+def test_wrong_projector_is_refused_by_name(showing_model: Path, tmp_path: Path) -> None:
     wide = write_projector(tmp_path / "wide.gguf", 128)
     text = tmp_path / "text.gguf"
     text.write_text("no model")
     for path, words in (
         (wide, "wide.gguf is no projector of this model.*mismatch"),
-        (model, "has no encoder of pictures or sound"),
+        (showing_model, "has no encoder of pictures or sound"),
         (text, "text.gguf"),
         (tmp_path / "none.gguf", "none.gguf"),
     ):
         with pytest.raises((ModelLoadError, ConfigError), match=words):
-            cbatch.load(model, mmproj=path, parallel=1, ctx_per_seq=64)
+            cbatch.load(showing_model, mmproj=path, parallel=1, ctx_per_seq=64)
 
 
-def test_workers_take_pictures(model: Path, projector: Path, seeing: cbatch.Engine) -> None:
+def test_workers_take_pictures(showing_model: Path, projector: Path, seeing: cbatch.Engine) -> None:
     asked = [chat("Look:", png(i % 2), "What?") for i in range(6)]
     here = seeing.run(asked, options=GREEDY).results(return_errors=True)
-    with cbatch.load(model, mmproj=projector, parallel=4, ctx_per_seq=256, replicas=2) as engine:
+    with cbatch.load(
+        showing_model, mmproj=projector, parallel=4, ctx_per_seq=256, replicas=2
+    ) as engine:
         there = engine.run(asked, options=GREEDY).results(return_errors=True)
     assert [r.token_ids for r in there] == [r.token_ids for r in here]
 
 
 def test_other_projector_gives_other_answers(
-    model: Path, tmp_path: Path, seeing: cbatch.Engine
+    showing_model: Path, tmp_path: Path, seeing: cbatch.Engine
 ) -> None:
     other = write_projector(tmp_path / "p.gguf", 64, seed=1)
-    with cbatch.load(model, mmproj=other, parallel=4, ctx_per_seq=256) as engine:
+    with cbatch.load(showing_model, mmproj=other, parallel=4, ctx_per_seq=256) as engine:
         told, known = engine.fingerprint, seeing.fingerprint
     assert {name for name in known if told[name] != known[name]} == {"projector"}

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan, StepResult
+from cbatch.core.plan import Binding, Slot, StepPlan, StepResult
+from cbatch.core.span import Span
 from cbatch.options import GREEDY
-from tests.backend.slots import bind_all, chunk, failing, go_on, held, make_backends
+from tests.backend.slots import bind_all, chunk, failing, go_on, held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from cbatch.backend.llama.llama_backend import LlamaBackend
     from tests.backend.slots import MakeBackend
-    from tests.conftest import SynthFactory
 
 Call = list[tuple[int, int, int, bool]]
 """Slot, start, tokens and output of each chunk."""
@@ -31,16 +31,10 @@ class WatchedStepper(NativeStepper):
         super().__init__(ctx, **sizes)
         self._calls = calls
 
-    def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
+    def run(self, spans: Sequence[Span], *args: Any, **given: Any) -> StepResult:
         """Do a run."""
-        self._calls.append([(c.slot, c.start, len(c.tokens), c.has_output) for c in chunks])
-        return super().run(chunks, *args, **given)
-
-
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory."""
-    yield from make_backends(synth)
+        self._calls.append([(c.slot, c.start, len(c.inputs), c.has_output) for c in spans])
+        return super().run(spans, *args, **given)
 
 
 def watched(make: MakeBackend, kind: str, **given: Any) -> tuple[LlamaBackend, list[Call]]:
@@ -54,7 +48,7 @@ def text(slot: int, n: int) -> list[int]:
     return [300 + 7 * i + 11 * slot for i in range(n)]
 
 
-def with_row(backend: LlamaBackend) -> Chunk:
+def with_row(backend: LlamaBackend) -> Span:
     """A row of slot 0, which holds 5 cells now."""
     backend.run(StepPlan((chunk(0, 0, text(0, 5)),)))
     return chunk(0, 5, [7])
@@ -85,7 +79,7 @@ def test_chunk_that_does_not_end_its_prompt_is_computed_whole(make: MakeBackend)
     backend, calls = watched(make, "partitioned")
     row = with_row(backend)
     calls.clear()
-    result = backend.run(StepPlan((row, Chunk(Slot(1), 0, text(1, 9), has_output=False))))
+    result = backend.run(StepPlan((row, Span(Slot(1), 0, text(1, 9), has_output=False))))
     assert calls == [[(1, 0, 9, False)], [(0, 5, 1, True)]]
     assert [len(t) for t in result.tokens] == [1, 0]
 
@@ -141,7 +135,7 @@ def test_tokens_and_log_probabilities_are_those_of_each_prompt_alone(
 def test_chunks_with_targets_stay_beside_the_rows(make: MakeBackend) -> None:
     backend, calls = watched(make, "partitioned")
     row = with_row(backend)
-    scored = Chunk(Slot(1), 0, text(1, 4), has_output=True, targets=text(1, 4)[1:])
+    scored = Span(Slot(1), 0, text(1, 4), has_output=True, targets=text(1, 4)[1:])
     calls.clear()
     result = backend.run(StepPlan((row, scored, chunk(2, 0, text(2, 12)))))
     assert calls == [[(2, 0, 11, False)], [(0, 5, 1, True), (1, 0, 4, True), (2, 11, 1, True)]]

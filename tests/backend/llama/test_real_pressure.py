@@ -10,19 +10,20 @@ import pytest
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import StepResult
 from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import DecodeError, EngineClosedError, RequestCancelledError, RequestFailedError
+from cbatch.errors import DecodeError, RequestFailedError
 from tests.runtime.backends import all_results, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from cbatch.core.plan import Chunk
+    from cbatch.core.span import Span
     from cbatch.response import BatchResult
     from tests.conftest import SynthFactory
 
@@ -46,21 +47,21 @@ def alone(
 class FaultyStepper(NativeStepper):
     """Answers with a code instead of computing, where `fails` says one."""
 
-    def __init__(self, ctx: Any, *, fails: Callable[[Sequence[Chunk]], int], **sizes: Any) -> None:
+    def __init__(self, ctx: Any, *, fails: Callable[[Sequence[Span]], int], **sizes: Any) -> None:
         super().__init__(ctx, **sizes)
         self._fails = fails
 
-    def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
-        if code := self._fails(chunks):
-            return StepResult([[] for _ in chunks], 0, code)
-        return super().run(chunks, *args, **given)
+    def run(self, spans: Sequence[Span], *args: Any, **given: Any) -> StepResult:
+        if code := self._fails(spans):
+            return StepResult([[] for _ in spans], 0, code)
+        return super().run(spans, *args, **given)
 
 
-def faulty_engine(path: Path, fails: Callable[[Sequence[Chunk]], int], **settings: Any) -> Engine:
+def faulty_engine(path: Path, fails: Callable[[Sequence[Span]], int], **settings: Any) -> Engine:
     """Return an engine of four slots on a stepper that fails."""
     options = EngineOptions(parallel=4, **SMALL, **settings)
     return Engine(
-        LlamaBackend(open_model(path), options, stepper=partial(FaultyStepper, fails=fails))
+        LlamaBackend(open_model(path), Tuning(options), stepper=partial(FaultyStepper, fails=fails))
     )
 
 
@@ -137,18 +138,6 @@ def test_recurrent_model_takes_turns_and_answers_as_alone(synth: SynthFactory) -
     assert streams(response) == expected
 
 
-def test_pause_keeps_cells_and_tokens(test_model: Path) -> None:
-    expected = alone(test_model, 30, exact=True)
-    with load(test_model, parallel=8, exact=True) as engine:
-        response = engine.run(PROMPTS, options={**GREEDY, "max_tokens": 30})
-        chunks = iter(response)
-        next(chunks)
-        paused = [id for id in response.ids if engine.pause(id)]
-        assert all(engine.resume(id) for id in paused)
-        assert streams(response) == expected
-        assert engine.stats().n_recomputed_tokens == 0
-
-
 def test_paused_one_gives_way_and_comes_back(test_model: Path) -> None:
     expected = alone(test_model, 60, exact=True)
     with load(test_model, parallel=1, exact=True, threaded=False) as engine:
@@ -162,44 +151,13 @@ def test_paused_one_gives_way_and_comes_back(test_model: Path) -> None:
         assert engine.stats().n_recomputed_tokens == 0
 
 
-def test_cancel_at_the_first_token_lets_nothing_of_the_queue_run(test_model: Path) -> None:
-    with load(test_model, parallel=2) as engine:
-        response = engine.run(PROMPTS[:6], options={**GREEDY, "max_tokens": 200})
-        seen = set()
-        with closing(iter(response)) as chunks:
-            seen.add(next(chunks).id)
-            assert response.cancel() == 6
-            seen |= {chunk.id for chunk in chunks if chunk.text}
-        results = all_results(response)
-        again = engine.submit("Hi", options={**GREEDY, "max_tokens": 5}).result()
-    assert seen <= {"0", "1"}
-    assert [r.finish_reason for r in results] == ["cancelled"] * 6
-    assert [isinstance(r.error, RequestCancelledError) for r in results] == [False] * 2 + [True] * 4
-    assert again.usage.completion_tokens == 5
-
-
-def test_reader_who_sleeps_holds_up_nobody_and_gets_everything(test_model: Path) -> None:
-    with load(test_model, parallel=2) as engine:
-        sleeper = engine.submit(PROMPTS[0], options={**GREEDY, "max_tokens": 100})
-        chunks = iter(sleeper)
-        parts = [next(chunks)]
-        for prompt in PROMPTS[1:4]:
-            other = engine.submit(prompt, options={**GREEDY, "max_tokens": 100}).result()
-            assert len(other.token_ids) == 100
-        parts += chunks
-        [result] = sleeper.results()
-    assert [(result.finish_reason, result.token_ids)] == alone(test_model, 100, prompts=PROMPTS[:1])
-    assert "".join(part.text for part in parts) == result.text
-    assert sum(len(part.token_ids) for part in parts) == 100
-
-
 @pytest.mark.parametrize("code", [1, -1, 2, -2, -3])
 def test_decode_step_that_fails_once_changes_no_token(test_model: Path, code: int) -> None:
     expected = alone(test_model, 30, exact=True, flash_attn="on")
     codes: list[int] = []
 
-    def fails(chunks: Sequence[Chunk]) -> int:
-        is_decode = all(len(c.tokens) == 1 for c in chunks)
+    def fails(chunks: Sequence[Span]) -> int:
+        is_decode = all(len(c.inputs) == 1 for c in chunks)
         return codes.pop() if codes and is_decode else 0
 
     with faulty_engine(test_model, fails, exact=True, flash_attn="on") as engine:
@@ -213,8 +171,8 @@ def test_decode_step_that_fails_once_changes_no_token(test_model: Path, code: in
 def test_request_that_fails_steps_fails_alone(test_model: Path, code: int) -> None:
     is_loaded = False
 
-    def fails(chunks: Sequence[Chunk]) -> int:
-        return code if is_loaded and any(33 in c.tokens[1:] for c in chunks) else 0
+    def fails(chunks: Sequence[Span]) -> int:
+        return code if is_loaded and any(33 in c.inputs[1:] for c in chunks) else 0
 
     prompts = [cbatch.BatchPrompt(tokens=[300 + i, 301, 33 if i == 5 else 302]) for i in range(8)]
     with faulty_engine(test_model, fails) as engine:
@@ -223,19 +181,6 @@ def test_request_that_fails_steps_fails_alone(test_model: Path, code: int) -> No
     assert [r.finish_reason for r in results] == ["length"] * 5 + ["error"] + ["length"] * 2
     assert isinstance(results[5].error, RequestFailedError)
     assert isinstance(results[5].error.__cause__, DecodeError)
-
-
-def test_device_that_always_fails_stops_the_engine_and_tells_all_once(
-    test_model: Path,
-) -> None:
-    is_broken = False
-    with faulty_engine(test_model, lambda _: -3 if is_broken else 0) as engine:
-        is_broken = True
-        results = all_results(engine.run(PROMPTS * 4, options={**GREEDY, "max_tokens": 12}))
-        with pytest.raises(EngineClosedError) as caught:
-            engine.submit("Hi")
-    assert {r.finish_reason for r in results} == {"error"}
-    assert isinstance(caught.value.__cause__, DecodeError)
 
 
 def shared_prompts(n: int) -> list[cbatch.BatchPrompt]:
@@ -254,14 +199,6 @@ def test_common_beginning_is_computed_once(test_model: Path, is_exact: bool) -> 
     n_common = 128 if is_exact else 150  # whole pieces
     assert [r.usage.cached_tokens >= n_common for r in results] == [False] + [True] * 9
     assert stats.n_prompt_tokens <= 150 + sum(150 - n_common + i + 1 for i in range(10))
-
-
-def test_shared_beginnings_under_exact_change_no_token(test_model: Path) -> None:
-    def found(**settings: Any) -> list[tuple[str, tuple[int, ...]]]:
-        with load(test_model, exact=True, n_ubatch=64, **settings) as engine:
-            return streams(engine.run(shared_prompts(12), options={**GREEDY, "max_tokens": 40}))
-
-    assert found(parallel=5) == found(parallel=1, share_prefixes=False)
 
 
 def test_next_turn_of_a_chat_computes_what_is_new(test_model: Path) -> None:

@@ -69,7 +69,7 @@ def requests(draw: st.DrawFn) -> cbatch.BatchPrompt:
 
 @given(st.lists(requests(), min_size=1, max_size=9), st.integers(0, 9))
 @settings(
-    max_examples=examples(30),
+    max_examples=examples(12),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

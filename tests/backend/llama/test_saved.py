@@ -10,7 +10,8 @@ import pytest
 from cbatch.backend.llama.layout import CELL_TYPES
 from cbatch.backend.llama.memory import LlamaCells
 from cbatch.backend.llama.saved import read_format
-from cbatch.core.plan import BROKEN_ROW, Chunk, Slot, StepPlan
+from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
+from cbatch.core.span import Span
 from tests.backend.slots import (
     CELL_SETTINGS,
     KEYS_IN_BLOCKS,
@@ -23,18 +24,16 @@ from tests.backend.slots import (
     go_on,
     held,
     is_refused,
-    make_backends,
     saved,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.llama_backend import LlamaBackend
     from tests.backend.slots import MakeBackend
-    from tests.conftest import SynthFactory
 
 LONG = [300 + 11 * i % 700 for i in range(300)]  # more than a slot's 256 cells
 
@@ -43,12 +42,6 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "values across": ("partitioned", {"flash_attn": "off"}),
     "values across in a pool": ("unified", {"flash_attn": "off"}),
 }
-
-
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends by kind of memory."""
-    yield from make_backends(synth)
 
 
 def put(backend: LlamaBackend, slot: int, data: NDArray[np.uint8], n_cells: int) -> None:
@@ -62,31 +55,24 @@ def put(backend: LlamaBackend, slot: int, data: NDArray[np.uint8], n_cells: int)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("n", [1, 12, 20])
-def test_first_of_saved_cells_go_on_as_if_computed(make: MakeBackend, setting: str, n: int) -> None:
-    kind, given = SETTINGS[setting]
-    backend = make(kind, **given)
-    expected = after(backend, 2, PROMPT[:n], 5)
-    put(backend, 1, saved(backend, PROMPT), n)
-    assert go_on(backend, 1, [7], 5) == expected
-    assert held(backend) == [0, n + 5, n + 5]
-    assert backend.saved_keys == ()
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("n", [1, 12, 20])
-def test_first_of_saved_cells_are_what_a_slot_with_these_alone_gives(
-    make: MakeBackend, setting: str, n: int
+def test_first_of_saved_cells_are_those_of_a_slot_with_these_alone(
+    make: MakeBackend, setting: str
 ) -> None:
     kind, given = SETTINGS[setting]
-    backend = make(kind, **given)
-    cut = backend.validate_state(saved(backend, PROMPT), n)
-    backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-    backend.run(StepPlan((), trims=((Slot(0), n),)))
-    backend.run(StepPlan((), saves=((Slot(0), 1),)))
-    alone = backend.export_state(1)
-    assert alone is not None
-    assert np.array_equal(cut, alone)
+    for n in (1, 12, 20):
+        backend = make(kind, **given)
+        expected = after(backend, 2, PROMPT[:n], 5)
+        data = saved(backend, PROMPT)
+        put(backend, 1, data, n)
+        assert go_on(backend, 1, [7], 5) == expected
+        assert held(backend) == [0, n + 5, n + 5]
+        assert backend.saved_keys == ()
+        backend.run(StepPlan((chunk(0, 0, PROMPT),)))
+        backend.run(StepPlan((), trims=((Slot(0), n),)))
+        backend.run(StepPlan((), saves=((Slot(0), 1),)))
+        alone = backend.export_state(1)
+        assert alone is not None
+        assert np.array_equal(backend.validate_state(data, n), alone)
 
 
 def test_cells_in_the_order_of_a_pool_with_gaps_are_cut_by_their_positions(
@@ -205,22 +191,22 @@ def test_cells_of_one_backend_go_on_in_another(
 @pytest.mark.parametrize("given", [{}, {"cache_type_v": "f32"}, {"cache_type_k": "f32"}], ids=str)
 @pytest.mark.parametrize("kinds", [("partitioned", "unified"), ("unified", "partitioned")])
 @pytest.mark.parametrize(("said", "other"), [("on", "off"), ("off", "on")])
-@pytest.mark.parametrize("n", [1, 12, 20])
 def test_values_that_lie_across_are_turned(
-    make: MakeBackend, given: dict[str, Any], kinds: tuple[str, str], said: str, other: str, n: int
+    make: MakeBackend, given: dict[str, Any], kinds: tuple[str, str], said: str, other: str
 ) -> None:
     first = make(kinds[0], flash_attn=said, **given)
     second = make(kinds[1], flash_attn=other, **given)
     data = saved(first, PROMPT)
-    turned = second.validate_state(data, n)
-    cut = first.validate_state(data, n)
-    assert turned.size != cut.size, "the sizes of rows differ in length"
-    assert np.array_equal(first.validate_state(turned, n)[8:], cut[8:])
-    assert np.array_equal(second.validate_state(turned, n), turned)
+    for n in (1, 12, 20):
+        turned = second.validate_state(data, n)
+        cut = first.validate_state(data, n)
+        assert turned.size != cut.size, "the sizes of rows differ in length"
+        assert np.array_equal(first.validate_state(turned, n)[8:], cut[8:])
+        assert np.array_equal(second.validate_state(turned, n), turned)
     with pytest.raises(ValueError, match="are cut off"):
-        second.validate_state(data[:-1].copy(), n)
-    expected = after(second, 0, PROMPT[:n], 3)
-    put(second, 1, data, n)
+        second.validate_state(data[:-1].copy(), 12)
+    expected = after(second, 0, PROMPT[:12], 3)
+    put(second, 1, data, 12)
     found = go_on(second, 1, [7], 3)
     assert found == expected or not given, "in f16 flash attention rounds otherwise"
 
@@ -353,32 +339,21 @@ def test_state_with_fewer_cells_than_said_is_lost(make: MakeBackend, kind: str) 
     assert held(backend) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_bytes", [0, 1, 3, 4, 8, 12, 15, 17, 100, 255, -1, -4])
-def test_cut_cells_are_refused(make: MakeBackend, kind: str, n_bytes: int) -> None:
-    backend = make(kind)
-    why = why_refused(backend, saved(backend, PROMPT)[:n_bytes].copy())
-    assert why == "are cut off"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cells_with_something_behind_them_are_refused(make: MakeBackend, kind: str) -> None:
-    backend = make(kind)
-    data = saved(backend, PROMPT)
-    assert why_refused(backend, np.append(data, data[:40]))
-
-
 FIRST_POSITION = {"partitioned": 4, "unified": 4, "recurrent": 3}
 """Which word of a saved state it is."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [-1, 0, 2, 2**31 - 1, 2**29])
-def test_wrong_count_of_cells_is_refused(make: MakeBackend, kind: str, n: int) -> None:
+def test_more_or_fewer_bytes_and_a_wrong_count_are_refused(make: MakeBackend, kind: str) -> None:
     backend = make(kind)
-    data = saved(backend, PROMPT).copy()
-    data.view(np.int32)[FIRST_POSITION[kind] - 1] = n
-    assert why_refused(backend, data)
+    data = saved(backend, PROMPT)
+    for n_bytes in (0, 1, 3, 4, 8, 12, 15, 17, 100, 255, -1, -4):
+        assert why_refused(backend, data[:n_bytes].copy()) == "are cut off"
+    assert why_refused(backend, np.append(data, data[:40]))
+    for n in (-1, 0, 2, 2**31 - 1, 2**29):
+        wrong = data.copy()
+        wrong.view(np.int32)[FIRST_POSITION[kind] - 1] = n
+        assert why_refused(backend, wrong)
 
 
 # ---- numbers ----
@@ -392,53 +367,37 @@ def first_number(kind: str) -> int:
     return 4 * n_before
 
 
-NUMBERS: dict[str, tuple[str, int, bool]] = {
-    "f16 NaN": ("f16", 0x7E00, False),
-    "f16 NaN below 0": ("f16", 0xFFFF, False),
-    "f16 infinite": ("f16", 0x7C00, False),
-    "f16 infinite below 0": ("f16", 0xFC00, False),
-    "f16 largest": ("f16", 0x7BFF, True),
-    "f16 smallest": ("f16", 0xFBFF, True),
-    "bf16 NaN": ("bf16", 0x7FC0, False),
-    "bf16 infinite below 0": ("bf16", 0xFF80, False),
-    "bf16 largest": ("bf16", 0x7F7F, True),
-    "bf16 smallest": ("bf16", 0xFF7F, True),
-    "f32 NaN": ("f32", 0x7FC00000, False),
-    "f32 infinite": ("f32", 0x7F800000, False),
-    "f32 infinite below 0": ("f32", 0xFF800000, False),
-    "f32 largest": ("f32", 0x7F7FFFFF, True),
-    "f32 smallest": ("f32", 0xFF7FFFFF, True),
-    "q8_0 NaN": ("q8_0", 0x7E01, False),
-    "q8_0 largest": ("q8_0", 0x7BFF, True),
-    "q4_0 infinite": ("q4_0", 0x7C00, False),
-    "q4_0 smallest": ("q4_0", 0xFBFF, True),
-    "iq4_nl NaN": ("iq4_nl", 0xFFFF, False),
-    "q4_1 NaN": ("q4_1", 0x7E01, False),
-    "q5_1 infinite": ("q5_1", 0xFC00, False),
+NUMBERS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+    "f16": ((0x7E00, 0xFFFF, 0x7C00, 0xFC00), (0x7BFF, 0xFBFF)),
+    "bf16": ((0x7FC0, 0xFF80), (0x7F7F, 0xFF7F)),
+    "f32": ((0x7FC00000, 0x7F800000, 0xFF800000), (0x7F7FFFFF, 0xFF7FFFFF)),
+    "q8_0": ((0x7E01,), (0x7BFF,)),
+    "q4_0": ((0x7C00,), (0xFBFF,)),
+    "iq4_nl": ((0xFFFF,), ()),
+    "q4_1": ((0x7E01,), ()),
+    "q5_1": ((0xFC00,), ()),
 }
+"""By type: NaN and infinity, above and below 0; and the largest and the smallest number."""
 
 
-@pytest.mark.parametrize("case", NUMBERS)
-def test_number_that_is_not_finite_is_refused(make: MakeBackend, case: str) -> None:
-    type, word, is_good = NUMBERS[case]
+@pytest.mark.parametrize("type", NUMBERS)
+def test_number_that_is_not_finite_is_refused(make: MakeBackend, type: str) -> None:
     backend = make("partitioned", cache_type_k=type, shape=WIDE)
     data = saved(backend, PROMPT).copy()
-    start = first_number("partitioned")
-    n_bytes = 4 if type == "f32" else 2
-    data[start : start + n_bytes] = np.frombuffer(word.to_bytes(n_bytes, "little"), np.uint8)
-    if is_good:
-        assert np.array_equal(backend.validate_state(data, 20), data)
-    else:
+    start, n_bytes = first_number("partitioned"), 4 if type == "f32" else 2
+    for words, is_good in zip(NUMBERS[type], (False, True), strict=True):
+        for word in words:
+            number = np.frombuffer(word.to_bytes(n_bytes, "little"), np.uint8)
+            data[start : start + n_bytes] = number
+            if is_good:
+                assert np.array_equal(backend.validate_state(data, 20), data)
+            else:
+                assert "numbers" in why_refused(backend, data)
+    if type in ("q4_1", "q5_1"):  # both scales of a block are looked at
+        data = saved(backend, PROMPT).copy()
+        second = start + CELL_TYPES[type].n_bytes + 2
+        data[second : second + 2] = 0xFF
         assert "numbers" in why_refused(backend, data)
-
-
-@pytest.mark.parametrize("type", ["q4_1", "q5_1"])
-def test_both_scales_of_a_block_are_looked_at(make: MakeBackend, type: str) -> None:
-    backend = make("partitioned", cache_type_k=type, shape=WIDE)
-    data = saved(backend, PROMPT).copy()
-    start = first_number("partitioned") + CELL_TYPES[type].n_bytes
-    data[start + 2 : start + 4] = 0xFF
-    assert "numbers" in why_refused(backend, data)
 
 
 @pytest.mark.parametrize("setting", ["partitioned", "values across", "values across in a pool"])
@@ -502,7 +461,7 @@ def test_cells_that_nothing_can_be_computed_from_are_gone_with_their_slot(
     prompt = LONG[:100]
     expected = go_on(backend, 1, prompt, 5)
     put(backend, 0, with_large_values(saved(backend, PROMPT)), 20)
-    unseen = Chunk(Slot(0), 20, OTHER, has_output=False)
+    unseen = Span(Slot(0), 20, OTHER, has_output=False)
     backend.run(StepPlan((unseen,)))
     if way == "moved":
         backend.run(StepPlan((), saves=((Slot(0), 1),), clears=(Slot(0),)))

@@ -13,16 +13,18 @@ import pytest
 import cbatch
 from cbatch import BatchPrompt
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.load.open_model import open_model
-from cbatch.core.plan import N_TARGETS_MAX, Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import N_TARGETS_MAX, Span
 from cbatch.engine_options import EngineOptions
 from cbatch.options import GREEDY
 from tests.oracle.python_stepper import PythonStepper
 from tests.oracle.sampling import logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -37,22 +39,15 @@ SMALL: dict[str, Any] = {"parallel": 4, "ctx_per_seq": 256, "n_threads": 1}
 SHORT: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    opened = open_model(test_model)
-    yield opened
-    opened.close()
-
-
 def row_of(backend: LlamaBackend, i_token: int) -> NDArray[np.float32]:
     """Return the logits of a place in the last batch, as llama.cpp has them."""
     row = llama_cpp.llama_get_logits_ith(backend.ctx, i_token)
     return np.ctypeslib.as_array(row, shape=(backend.vocab.n_vocab,)).copy()
 
 
-def scored(slot: int, tokens: Sequence[int], n: int) -> Chunk:
+def scored(slot: int, tokens: Sequence[int], n: int) -> Span:
     """The first `n` tokens, each with the one that follows for its target."""
-    return Chunk(Slot(slot), 0, tokens[:n], n == len(tokens), tokens[1 : n + 1])
+    return Span(Slot(slot), 0, tokens[:n], n == len(tokens), tokens[1 : n + 1])
 
 
 def assert_alike(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
@@ -64,10 +59,12 @@ def assert_alike(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
 @pytest.mark.parametrize("stepper", [NativeStepper, PythonStepper])
 def test_scores_are_the_softmax_of_llama_cpps_logits(model: LlamaModel, stepper: Any) -> None:
     one, two = PROMPTS[1], PROMPTS[2]
-    chunks = (scored(0, one, 30), Chunk(Slot(1), 0, one[:1], True), scored(2, two, 35))
+    chunks = (scored(0, one, 30), Span(Slot(1), 0, one[:1], True), scored(2, two, 35))
     binds = tuple(Binding(Slot(i), 2, GREEDY, (), n_target_top=5 * (i == 0)) for i in range(3))
     settings = EngineOptions(**SMALL, n_batch=128)
-    with closing(LlamaBackend(model, settings, owns_model=False, stepper=stepper)) as backend:
+    with closing(
+        LlamaBackend(model, Tuning(settings), owns_model=False, stepper=stepper)
+    ) as backend:
         result = backend.run(StepPlan(chunks, binds=binds))
         # chunks with targets stay in one batch: all first tokens come first, then the remainders
         places = {0: [0, *range(3, 32)], 2: [2, *range(32, 66)]}
@@ -82,10 +79,10 @@ def test_scores_are_the_softmax_of_llama_cpps_logits(model: LlamaModel, stepper:
 def one_by_one(model: LlamaModel, prompt: Sequence[int], n_top: int = 0) -> list[TokenLogprobs]:
     """Return the scores of a prompt that is fed token by token, a run for each."""
     found = []
-    with closing(LlamaBackend(model, EngineOptions(**SMALL), owns_model=False)) as backend:
+    with closing(LlamaBackend(model, Tuning(EngineOptions(**SMALL)), owns_model=False)) as backend:
         backend.run(StepPlan((), binds=(Binding(Slot(0), 1, GREEDY, ()),)))
         for i, target in enumerate(prompt[1:]):
-            backend.run(StepPlan((Chunk(Slot(0), i, prompt[i : i + 1], has_output=True),)))
+            backend.run(StepPlan((Span(Slot(0), i, prompt[i : i + 1], has_output=True),)))
             found.append(logprobs(backend.logits(Slot(0)), target, n_top))
     return found
 
@@ -151,10 +148,10 @@ class CountingStepper(NativeStepper):
 
     n_most = 0
 
-    def run(self, chunks: Sequence[Chunk], *args: Any, **more: Any) -> StepResult:
-        n = sum(len(c.targets) for c in chunks)
+    def run(self, spans: Sequence[Span], *args: Any, **more: Any) -> StepResult:
+        n = sum(len(c.targets) for c in spans)
         CountingStepper.n_most = max(CountingStepper.n_most, n)
-        return super().run(chunks, *args, **more)
+        return super().run(spans, *args, **more)
 
 
 def test_many_long_prompts_never_ask_for_more_rows_than_there_are(

@@ -5,28 +5,27 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-from gguf import GGUFReader
 
-import cbatch
-from cbatch.backend.llama import llama_backend, short_pool
+from cbatch.backend.llama import short_pool
 from cbatch.backend.llama.adapters import Adapters
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.memory import LlamaCells
-from cbatch.backend.llama.short_pool import N_CELLS, ShortPool
+from cbatch.backend.llama.model_tuning import Tuning
+from cbatch.backend.llama.short_pool import N_CELLS
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import EngineError, ModelLoadError
+from tests.backend.damage import without_numbers
 from tests.backend.lora import write_lora
-from tests.backend.slots import PROMPT, FailingStepper, bind_all, chunk, make_backends
+from tests.backend.slots import PROMPT, FailingStepper, bind_all, chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from cbatch.core.plan import Chunk
+    from cbatch.core.span import Span
     from tests.backend.slots import MakeBackend
     from tests.conftest import SynthFactory
 
@@ -37,26 +36,15 @@ BROKEN = 5
 """A token whose embedding is no number in the model of `broken_model`."""
 
 
-@pytest.fixture
-def make(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Return a factory of backends."""
-    yield from make_backends(synth)
-
-
 @pytest.fixture(scope="module")
 def broken_model(synth: SynthFactory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model that computes no numbers of token 5, nor of what attends to it."""
     path = tmp_path_factory.mktemp("broken") / "model.gguf"
-    path.write_bytes(synth(type="f16", tied=False).read_bytes())
-    reader = GGUFReader(path, "r+")
-    embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
-    embedding.data[BROKEN] = np.nan
-    reader.data.flush()
-    return path
+    return without_numbers(synth(type="f16", tied=False), path, BROKEN)
 
 
-def with_pool(backend: LlamaBackend) -> LlamaBackend:
-    backend.add_short_pool()
+def with_pool(make: MakeBackend, **given: Any) -> LlamaBackend:
+    backend = make("partitioned", has_short_pool=True, **{**SIZES, **given})
     assert backend.short_pool is not None
     return backend
 
@@ -77,7 +65,7 @@ def check_cells(backend: LlamaBackend) -> None:
     assert not any(other.count(slot) for slot in slots)
 
 
-def rows_of(backend: LlamaBackend, chunks: Sequence[Chunk], **orders: Any) -> list[Any]:
+def rows_of(backend: LlamaBackend, chunks: Sequence[Span], **orders: Any) -> list[Any]:
     result = backend.run(StepPlan(tuple(chunks), **orders))
     assert (result.code, result.n_steps, result.lost) == (0, 1, ())
     return [backend.logits(c.slot) for c in chunks]
@@ -148,7 +136,7 @@ class Twins:
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
 def test_same_logits_wherever_sequences_are(make: MakeBackend, flash_attn: str, seed: int) -> None:
     given = {**SIZES, "flash_attn": flash_attn}
-    twins = Twins(make("partitioned", **given), with_pool(make("partitioned", **given)), seed)
+    twins = Twins(make("partitioned", **given), with_pool(make, **given), seed)
     for _ in range(80):
         twins.step()
     assert twins.places == {True, False}
@@ -157,7 +145,7 @@ def test_same_logits_wherever_sequences_are(make: MakeBackend, flash_attn: str, 
 def test_sequences_leave_a_full_pool_and_come_back_to_half_a_one(
     make: MakeBackend,
 ) -> None:
-    backend = with_pool(make("partitioned", **SIZES))
+    backend = with_pool(make)
     n_long = N_CELLS // 2
     where = []
     for slot, n in ((0, n_long), (1, n_long - 2), (2, 3)):
@@ -173,7 +161,7 @@ def test_sequences_leave_a_full_pool_and_come_back_to_half_a_one(
 
 
 def test_run_of_many_steps_ends_where_the_pool_is_full(make: MakeBackend) -> None:
-    backend = with_pool(make("partitioned", **SIZES))
+    backend = with_pool(make)
     backend.run(StepPlan((chunk(0, 0, list(range(300, 800))),)))
     backend.run(StepPlan((chunk(1, 0, list(range(300, 800))),)))
     n_left = N_CELLS - sum(backend.n_cells)
@@ -186,7 +174,7 @@ def test_run_of_many_steps_ends_where_the_pool_is_full(make: MakeBackend) -> Non
 
 
 def test_prompt_that_is_cut_is_computed_in_the_slots_own_memory(make: MakeBackend) -> None:
-    backend = with_pool(make("partitioned", **SIZES))
+    backend = with_pool(make)
     piece = chunk(0, 0, PROMPT)
     piece.has_output = False
     backend.run(StepPlan((piece,)))
@@ -196,7 +184,7 @@ def test_prompt_that_is_cut_is_computed_in_the_slots_own_memory(make: MakeBacken
 
 
 def test_context_made_anew_has_an_empty_pool(make: MakeBackend) -> None:
-    backend = with_pool(make("partitioned", **SIZES))
+    backend = with_pool(make)
     first = backend.run(StepPlan((chunk(0, 0, PROMPT),))).tokens
     backend.run(StepPlan((), is_rebuild=True))
     bind_all(backend)
@@ -211,7 +199,7 @@ def test_step_that_fails_in_the_pool_leaves_what_is_known(make: MakeBackend) -> 
     def stepper(ctx: Any, **sizes: Any) -> FailingStepper:
         return FailingStepper(ctx, failures, **sizes)
 
-    backend = with_pool(make("partitioned", stepper=stepper, **SIZES))
+    backend = with_pool(make, stepper=stepper)
     failures[:0] = [None]  # of the first bind
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
     while True:
@@ -229,10 +217,10 @@ def test_row_that_is_no_number_breaks_no_neighbour(
 ) -> None:
     neighbour = [300 + 3 * i for i in range(n_neighbour)]
     options = EngineOptions(**SIZES, n_threads=1, kv="partitioned")
+    tuning = Tuning(options, has_short_pool=True)
     found = []
     for company in ([], [BROKEN]):
-        backend = LlamaBackend(open_model(broken_model), options)
-        backend.add_short_pool()
+        backend = LlamaBackend(open_model(broken_model), tuning)
         bind_all(backend)
         backend.run(StepPlan((chunk(0, 0, PROMPT),)))
         chunks = [chunk(0, len(PROMPT), [7]), chunk(1, 0, neighbour)]
@@ -263,8 +251,8 @@ def test_row_that_is_computed_anew_has_its_adapters(broken_model: Path, tmp_path
     for used, company in (((), []), (adapters, []), (adapters, [BROKEN])):
         model = open_model(broken_model)
         options = EngineOptions(**SIZES, n_threads=1, kv="partitioned")
-        backend = LlamaBackend(model, options, adapters=Adapters(model, {"a": file}))
-        backend.add_short_pool()
+        tuning = Tuning(options, has_short_pool=True)
+        backend = LlamaBackend(model, tuning, adapters=Adapters(model, {"a": file}))
         bind_all(backend)
         backend.run(StepPlan((chunk(0, 0, PROMPT),), adapters=used))
         chunks = [chunk(0, len(PROMPT), [7]), chunk(1, 0, PROMPT[:3])]
@@ -279,8 +267,8 @@ def test_row_that_is_computed_anew_has_its_adapters(broken_model: Path, tmp_path
 
 
 def test_row_that_breaks_later_is_told_in_its_step(broken_model: Path) -> None:
-    backend = LlamaBackend(open_model(broken_model), EngineOptions(**SIZES, kv="partitioned"))
-    backend.add_short_pool()
+    tuning = Tuning(EngineOptions(**SIZES, kv="partitioned"), has_short_pool=True)
+    backend = LlamaBackend(open_model(broken_model), tuning)
     bind_all(backend)
     backend.run(StepPlan((chunk(0, 0, PROMPT), chunk(1, 0, PROMPT))))
     result = backend.run(StepPlan((chunk(0, len(PROMPT), [7]), chunk(1, len(PROMPT), [BROKEN]))))
@@ -291,7 +279,7 @@ def test_row_that_breaks_later_is_told_in_its_step(broken_model: Path) -> None:
 def test_memory_that_cannot_move_is_told(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = with_pool(make("partitioned", **SIZES))
+    backend = with_pool(make)
     monkeypatch.setattr(LlamaCells, "save", lambda *_: None)
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))  # nothing is there to move
     long = list(range(300, 810))
@@ -303,7 +291,7 @@ def test_memory_that_cannot_move_is_told(
 def test_sequences_stay_where_they_cannot_come(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = with_pool(make("partitioned", **SIZES))
+    backend = with_pool(make)
     piece = chunk(0, 0, PROMPT)
     piece.has_output = False
     backend.run(StepPlan((piece,)))
@@ -326,8 +314,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("setting", OTHERS)
 def test_other_memory_has_no_pool(make: MakeBackend, setting: str) -> None:
     kind, given = OTHERS[setting]
-    backend = make(kind, **{**SIZES, **given})
-    backend.add_short_pool()
+    backend = make(kind, has_short_pool=True, **{**SIZES, **given})
     assert backend.short_pool is None
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
 
@@ -335,29 +322,10 @@ def test_other_memory_has_no_pool(make: MakeBackend, setting: str) -> None:
 def test_context_that_cannot_be_made_costs_nothing(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = make("partitioned", **SIZES)
-
     def refuse(*_: Any) -> None:
         raise ModelLoadError("no memory")
 
     monkeypatch.setattr(short_pool, "make_context", refuse)
-    backend.add_short_pool()
+    backend = make("partitioned", has_short_pool=True, **SIZES)
     assert backend.short_pool is None
     backend.run(StepPlan((chunk(0, 0, PROMPT),)))
-
-
-@pytest.mark.parametrize(("kv", "is_wanted"), [("auto", True), ("partitioned", False)])
-def test_engine_has_a_pool_where_the_memory_is_left_open(
-    test_model: Path, monkeypatch: pytest.MonkeyPatch, kv: Any, is_wanted: bool
-) -> None:
-    made = list[ShortPool]()
-
-    class Noted(ShortPool):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            made.append(self)
-
-    monkeypatch.setattr(llama_backend, "ShortPool", Noted)
-    with cbatch.load(test_model, kv=kv, parallel=4, n_ctx=4 * N_CELLS) as engine:
-        assert engine.run(["a", "b"], options={"max_tokens": 4}).results()
-    assert bool(made) == is_wanted

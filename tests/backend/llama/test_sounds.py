@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from cbatch.backend.llama.waves import samples_of
 from cbatch.bench.synthetic_projector import SOUND_KINDS, write_projector
 from cbatch.errors import ConfigError, PromptError
 from tests.backend.llama.fuzz_media import SOUNDS, fuzz
+from tests.backend.llama.media import chat_with
 from tests.oracle.pictures import PlainSeer
 from tests.runtime.backends import PATIENCE_S, parts_of
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tests.conftest import SynthFactory
 
 pytestmark = pytest.mark.real
 
@@ -47,22 +48,7 @@ def file_of(samples: NDArray[np.float32], rate: int = RATE, kind: str = "WAV", *
     return file.getvalue()
 
 
-def chat(*parts: object) -> list[dict[str, Any]]:
-    """A message of texts, and of sounds."""
-    content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "audio", "audio": part}
-        for part in parts
-    ]
-    return [{"role": "user", "content": content}]
-
-
-@pytest.fixture(scope="module")
-def model(synth: SynthFactory) -> Path:
-    return synth(
-        "test", tied=False, metadata={"tokenizer.chat_template": "{{ messages[0].content }}"}
-    )
+chat = partial(chat_with, "audio")
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +57,21 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hearing(model: Path, projector: Path) -> Iterator[cbatch.Engine]:
-    with cbatch.load(model, mmproj=projector, parallel=4, ctx_per_seq=256) as engine:
+def hearing(showing_model: Path, projector: Path) -> Iterator[cbatch.Engine]:
+    with cbatch.load(showing_model, mmproj=projector, parallel=4, ctx_per_seq=256) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("kind", SOUND_KINDS)
-def test_answer_is_that_of_llama_cpps_own_helper(model: Path, tmp_path: Path, kind: str) -> None:
+def test_answer_is_that_of_llama_cpps_own_helper(
+    showing_model: Path, tmp_path: Path, kind: str
+) -> None:
     path = write_projector(tmp_path / "p.gguf", 64, kind=kind, seed=1)
     sounds = [tone(0), tone(1, 31.0)]  # the second has two parts
-    with PlainSeer(model, path) as plain:
+    with PlainSeer(showing_model, path) as plain:
         expected = plain.answer("Hear: <__media__> What is it? <__media__> And this?", sounds, 8)
         twice = plain.answer("Hear: <__media__><__media__> Hm?", sounds[:1] * 2, 8)
-    with cbatch.load(model, mmproj=path, parallel=2, ctx_per_seq=512) as engine:
+    with cbatch.load(showing_model, mmproj=path, parallel=2, ctx_per_seq=512) as engine:
         asked = chat("Hear: ", sounds[0], " What is it? ", sounds[1], " And this?")
         [result] = engine.run([asked], options=GREEDY).results()
         [again] = engine.run([chat("Hear: ", *sounds[:1] * 2, " Hm?")], options=GREEDY).results()
@@ -249,13 +237,13 @@ def test_fuzzed_files_neither_crash_nor_hang(hearing: cbatch.Engine) -> None:
 
 
 def test_projector_takes_only_what_it_encodes(
-    hearing: cbatch.Engine, model: Path, tmp_path: Path
+    hearing: cbatch.Engine, showing_model: Path, tmp_path: Path
 ) -> None:
     picture = [{"type": "image", "image": b"x"}, {"type": "text", "text": "Hm?"}]
     with pytest.raises(ConfigError, match="no encoder of pictures"):
         hearing.run([[{"role": "user", "content": picture}]])
     eyes = write_projector(tmp_path / "p.gguf", 64)
-    with cbatch.load(model, mmproj=eyes, parallel=1, ctx_per_seq=64) as engine:
+    with cbatch.load(showing_model, mmproj=eyes, parallel=1, ctx_per_seq=64) as engine:
         with pytest.raises(ConfigError, match="no encoder of sound"):
             engine.run([chat(tone(0), "Hm?")])
         assert (engine.model_facts.can_see, engine.model_facts.can_hear) == (True, False)
@@ -263,18 +251,18 @@ def test_projector_takes_only_what_it_encodes(
     assert (facts.can_see, facts.can_hear, facts.audio_rate) == (False, True, RATE)
 
 
-def test_model_without_a_projector_takes_no_sound(model: Path) -> None:
+def test_model_without_a_projector_takes_no_sound(showing_model: Path) -> None:
     with (
-        cbatch.load(model, parallel=1, ctx_per_seq=64) as engine,
+        cbatch.load(showing_model, parallel=1, ctx_per_seq=64) as engine,
         pytest.raises(ConfigError, match="encodes sound: load it with mmproj"),
     ):
         engine.run([chat(tone(0), "Hm?")])
 
 
 def test_closing_does_not_wait_for_an_encoding(
-    model: Path, projector: Path, monkeypatch: pytest.MonkeyPatch
+    showing_model: Path, projector: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = cbatch.load(model, mmproj=projector, parallel=1, ctx_per_seq=1024)
+    engine = cbatch.load(showing_model, mmproj=projector, parallel=1, ctx_per_seq=1024)
     encoder, begun = parts_of(engine).backend.projector, threading.Event()
     encode = encoder.encode
 
@@ -291,10 +279,12 @@ def test_closing_does_not_wait_for_an_encoding(
     assert result.error is not None
 
 
-def test_workers_take_sound(model: Path, projector: Path, hearing: cbatch.Engine) -> None:
+def test_workers_take_sound(showing_model: Path, projector: Path, hearing: cbatch.Engine) -> None:
     asked = [chat("Hear:", tone(i % 2), "What?") for i in range(4)]
     here = hearing.run(asked, options=GREEDY).results()
-    with cbatch.load(model, mmproj=projector, parallel=4, ctx_per_seq=256, replicas=2) as engine:
+    with cbatch.load(
+        showing_model, mmproj=projector, parallel=4, ctx_per_seq=256, replicas=2
+    ) as engine:
         there = engine.run(asked, options=GREEDY).results()
     assert [r.token_ids for r in there] == [r.token_ids for r in here]
     assert [r.usage.audio_tokens for r in there] == [30] * 4

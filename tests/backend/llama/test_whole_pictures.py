@@ -12,6 +12,7 @@ import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_projector import write_projector
 from cbatch.core.plan import Binding, Slot, StepPlan
@@ -220,7 +221,7 @@ def flat(pairs: Mapping[str, Pair]) -> Iterator[tuple[LlamaBackend, Failures]]:
         parallel=3, n_ctx=768, n_batch=256, n_threads=1, cache_type_k="f32", cache_type_v="f32"
     )
     stepper = partial(FailingStepper, failures=failures)
-    backend = LlamaBackend(open_model(pair.model), options, stepper=stepper)
+    backend = LlamaBackend(open_model(pair.model), Tuning(options), stepper=stepper)
     backend.see_with(str(pair.projector))
     yield backend, failures
     backend.close()

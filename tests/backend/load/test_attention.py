@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.model_tuning import Tuning
     from tests.conftest import SynthFactory
 
 DAY_S = 24 * 3600.0
@@ -466,9 +467,9 @@ def test_engine_and_bare_loop_are_alike(
 ) -> None:
     seen: list[str] = []
 
-    def make(model: LlamaModel, options: EngineOptions, **given: Any) -> LlamaBackend:
-        seen.append(options.flash_attn)
-        return LlamaBackend(model, options, **given)
+    def make(model: LlamaModel, tuning: Tuning, **given: Any) -> LlamaBackend:
+        seen.append(tuning.options.flash_attn)
+        return LlamaBackend(model, tuning, **given)
 
     monkeypatch.setattr(bare, "LlamaBackend", make)
     backend, _ = load_backend(synth("test"), EngineOptions(parallel=2, n_threads=1))

@@ -13,7 +13,8 @@ import pytest
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.load.company import Company, find_company, find_known
+from cbatch.backend.llama.model_tuning import Tuning
+from cbatch.backend.load.company import find_known, try_company
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.engine_options import BITWISE, EngineOptions
@@ -44,11 +45,11 @@ class Wrong(LlamaBackend):
     n_rows = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        n_rows = len(plan.chunks)
+        n_rows = len(plan.spans)
         if self.code and n_rows >= self.n_least:
             raise EngineError(f"llama_decode returned {self.code}")
         self.n_rows = n_rows
-        self.is_long = any(len(chunk.tokens) > 1 for chunk in plan.chunks)
+        self.is_long = any(len(chunk.inputs) > 1 for chunk in plan.spans)
         return super().run(plan)
 
     def logits(self, slot: Slot) -> NDArray[np.float32]:
@@ -61,7 +62,7 @@ class Wrong(LlamaBackend):
 
 @pytest.fixture
 def backend(test_model: Path) -> Iterator[Wrong]:
-    backend = Wrong(open_model(test_model), EngineOptions(parallel=4, ctx_per_seq=256))
+    backend = Wrong(open_model(test_model), Tuning(EngineOptions(parallel=4, ctx_per_seq=256)))
     with closing(backend):
         yield backend
 
@@ -72,30 +73,30 @@ def test_wrong_row_of_a_step_is_found_in_each_place(
     backend: Wrong, place: int, n_least: int
 ) -> None:
     backend.place, backend.n_least = place, n_least
-    found = find_company(backend)
+    found = try_company(backend)
     assert not found.is_sound
-    assert found.text.startswith("one at a time: ")
-    assert f"sequence {place + 1} of 4" in found.text
+    assert found.company.startswith("one at a time: ")
+    assert f"sequence {place + 1} of 4" in found.company
     assert (found.options.parallel, found.options.n_ubatch) == (1, 512)
 
 
 def test_prompt_that_is_wrong_alone_is_computed_token_by_token(backend: Wrong) -> None:
     backend.is_of_prompt = True
-    found = find_company(backend)
+    found = try_company(backend)
     assert not found.is_sound
     assert (found.options.parallel, found.options.n_ubatch) == (1, 1)
 
 
 def test_step_that_fails_in_company_is_no_company(backend: Wrong) -> None:
     backend.code = -3
-    found = find_company(backend)
+    found = try_company(backend)
     assert not found.is_sound
-    assert "returned -3" in found.text
+    assert "returned -3" in found.company
 
 
 def test_sound_backend_is_left_empty(backend: Wrong) -> None:
     backend.n_least = 5
-    found = find_company(backend)
+    found = try_company(backend)
     assert found.is_sound
     assert found.options is backend.options
     assert set(backend.n_cells) == {0}
@@ -103,7 +104,7 @@ def test_sound_backend_is_left_empty(backend: Wrong) -> None:
 
 def test_trial_that_is_stopped_tells_so(backend: Wrong) -> None:
     with pytest.raises(EngineError, match="stopped"):
-        find_company(backend, lambda: True)
+        try_company(backend, lambda: True)
 
 
 def answers(engine: cbatch.Engine) -> list[tuple[int, ...]]:
@@ -155,12 +156,11 @@ def test_one_slot_is_tried_too(parallel: int, zoo: Callable[[str], Path]) -> Non
 def test_adapters_and_a_borrowed_model_outlive_the_backend_that_was_tried(
     zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find_unsound(backend: LlamaBackend, *_: object) -> Company:
-        return Company(
-            "one at a time: made up", replace(backend.options, parallel=1), is_sound=False
-        )
+    def find_unsound(backend: LlamaBackend, *_: object) -> Tuning:
+        alone = replace(backend.options, parallel=1)
+        return Tuning(alone, "one at a time: made up", is_sound=False)
 
-    monkeypatch.setattr("cbatch.backend.load.loader.try_company", find_unsound)
+    monkeypatch.setattr("cbatch.backend.load.company.try_company", find_unsound)
     architecture = {"general.architecture": "stablelm"}
     llama = llama_cpp.Llama(str(zoo("stablelm")), n_ctx=256, verbose=False)
     with closing(llama):
@@ -176,7 +176,7 @@ def test_adapters_and_a_borrowed_model_outlive_the_backend_that_was_tried(
         assert llama.create_completion([5, 6, 7], max_tokens=2)
 
 
-@pytest.mark.parametrize("name", ["plamo2", "cogvlm", "arwkv7", "falcon-h1", "llama", "gemma3"])
+@pytest.mark.parametrize("name", ["cogvlm", "falcon-h1", "llama"])
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_description_is_what_an_engine_finds(
     zoo: Callable[[str], Path], name: str, parallel: int
@@ -218,11 +218,6 @@ def test_plain_transformers_are_not_tried(test_model: Path, zoo: Callable[[str],
     }
     with cbatch.load(test_model, parallel=2) as engine:
         assert engine.company.startswith("together: llama")
-
-
-def test_exact_engine_needs_no_trial(zoo: Callable[[str], Path]) -> None:
-    with cbatch.load(zoo("stablelm"), parallel=2, exact=True) as engine:
-        assert engine.company == "together: exact=True holds"
 
 
 def test_workers_tell_their_company(zoo: Callable[[str], Path]) -> None:

@@ -12,17 +12,16 @@ import llama_cpp
 import pytest
 
 import cbatch
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import RowShape
 from cbatch.backend.load import exact_notes, notes
 from cbatch.backend.load.exact_notes import exact_finding
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.probe import COULD_NOT_RUN
-from cbatch.backend.load.row_shapes import ExactSettings
 from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.support.logs import FIELDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
@@ -39,10 +38,12 @@ class Search:
     shape = SHAPE
     n_asked = 0
 
-    def __call__(self, model: object, options: EngineOptions, is_stopped: object) -> ExactSettings:
+    def __call__(self, model: object, options: EngineOptions, is_stopped: object) -> Tuning:
         self.n_asked += 1
-        return ExactSettings(
-            self.exactness, replace(options, flash_attn=self.flash_attn), self.shape
+        return Tuning(
+            replace(options, flash_attn=self.flash_attn),
+            exactness=self.exactness,
+            shape=self.shape,
         )
 
 
@@ -54,22 +55,14 @@ def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Search:
     return found
 
 
-@pytest.fixture
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    opened = open_model(test_model, OPTIONS)
-    yield opened
-    opened.close()
-
-
 @pytest.mark.parametrize("exactness", [BITWISE, "not guaranteed: so"])
 def test_finding_is_remembered(model: LlamaModel, search: Search, exactness: str) -> None:
     search.exactness = exactness
     first, second = exact_finding(model, OPTIONS), exact_finding(model, OPTIONS)
     assert search.n_asked == 1
     assert (first.is_remembered, second.is_remembered) == (False, True)
-    assert second.settings == first.settings
-    assert second.settings.options == replace(OPTIONS, flash_attn="off")
-    assert second.probe_s == first.probe_s
+    assert second == replace(first, is_remembered=True)
+    assert second.options == replace(OPTIONS, flash_attn="off")
 
 
 @pytest.mark.parametrize(
@@ -105,10 +98,10 @@ def test_finding_for_other_settings_is_not_used(
 def test_finding_serves_a_replica_and_whatever_changes_no_bits(
     model: LlamaModel, search: Search, given: dict[str, Any]
 ) -> None:
-    whole = exact_finding(model, OPTIONS).settings
+    whole = exact_finding(model, OPTIONS)
     part = exact_finding(model, replace(OPTIONS, **given))
     assert part.is_remembered
-    assert (part.settings.shape, part.settings.options.flash_attn) == (whole.shape, "off")
+    assert (part.shape, part.options.flash_attn) == (whole.shape, "off")
     assert search.n_asked == 1
 
 
@@ -116,21 +109,20 @@ def test_finding_serves_a_replica_and_whatever_changes_no_bits(
 def test_finding_is_tried_once_with_another_number_of_threads(
     model: LlamaModel, search: Search, monkeypatch: pytest.MonkeyPatch, confirmed: str
 ) -> None:
-    asked: list[ExactSettings] = []
+    asked: list[Tuning] = []
 
-    def confirm(model: object, settings: ExactSettings, is_stopped: object) -> str:
-        asked.append(settings)
+    def confirm(model: object, tuning: Tuning, is_stopped: object) -> str:
+        asked.append(tuning)
         return confirmed
 
     monkeypatch.setattr(exact_notes, "confirm", confirm)
     exact_finding(model, OPTIONS)
     for _ in range(2):
-        found = exact_finding(model, replace(OPTIONS, n_threads=2)).settings
+        found = exact_finding(model, replace(OPTIONS, n_threads=2))
         assert found.exactness.startswith(confirmed)
     assert (search.n_asked, len(asked)) == (1, 1 if confirmed == BITWISE else 2)
-    assert asked[0] == ExactSettings(
-        BITWISE, replace(OPTIONS, n_threads=2, flash_attn="off"), SHAPE
-    )
+    threads = replace(OPTIONS, n_threads=2, flash_attn="off")
+    assert (asked[0].options, asked[0].exactness, asked[0].shape) == (threads, BITWISE, SHAPE)
     if confirmed != BITWISE:
         assert "n_threads=2" in found.exactness
     assert exact_finding(model, OPTIONS).is_remembered
@@ -143,8 +135,8 @@ def test_settings_of_another_process_are_tried_for_real(
     opened = open_model(test_model, OPTIONS)
     first = exact_finding(opened, OPTIONS)
     again = exact_finding(opened, replace(OPTIONS, n_threads=2))
-    assert (again.settings.exactness, again.is_remembered) == (BITWISE, False)
-    assert again.settings.shape == first.settings.shape
+    assert (again.exactness, again.is_remembered) == (BITWISE, False)
+    assert again.shape == first.shape
     assert exact_finding(opened, replace(OPTIONS, n_threads=2)).is_remembered
     opened.close()
 
@@ -154,9 +146,9 @@ def test_one_width_that_a_replica_cannot_have_is_refused(
 ) -> None:
     whole = replace(OPTIONS, parallel=16)
     monkeypatch.setattr(Search, "shape", RowShape(16, 16, 8))
-    assert exact_finding(model, whole).settings.exactness == BITWISE
+    assert exact_finding(model, whole).exactness == BITWISE
     part = exact_finding(model, replace(OPTIONS, parallel=8, exact_slots=16))
-    assert "only steps of 16 rows" in part.settings.exactness
+    assert "only steps of 16 rows" in part.exactness
     assert search.n_asked == 1
 
 
@@ -167,7 +159,7 @@ def test_finding_serves_longer_windows_than_the_probe_has(
     for given in ({"ctx_per_seq": 2048}, {"ctx_per_seq": None, "n_ctx": 8192}):
         wanted = replace(OPTIONS, **given)
         found = exact_finding(model, wanted)
-        assert found.settings.options == replace(wanted, flash_attn="off")
+        assert found.options == replace(wanted, flash_attn="off")
     assert search.n_asked == 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import CHUNK_ALIGNMENT, RowShape
 from cbatch.backend.llama.saved import SavedFormat
 from cbatch.backend.load import probe as probe_module
@@ -30,18 +29,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.core.plan import Chunk, Slot
+    from cbatch.core.plan import Slot
+    from cbatch.core.span import Span
 
-Touch = Callable[[Sequence["Chunk"], "Slot"], bool]
-
-
-@pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    llama_log().install()
-    opened = open_model(test_model, EngineOptions(exact=True))
-    yield opened
-    opened.close()
-    llama_log().remove()
+Touch = Callable[[Sequence["Span"], "Slot"], bool]
 
 
 def options(*, exact: bool = True, parallel: int = 17, **given: Any) -> EngineOptions:
@@ -78,18 +69,18 @@ def test_pool_of_cells_is_probed_too(model: LlamaModel, given: dict[str, Any]) -
 
 
 def is_row_of(n_rows: int) -> Touch:
-    return lambda chunks, slot: len(chunks) == n_rows and all(len(c.tokens) == 1 for c in chunks)
+    return lambda chunks, slot: len(chunks) == n_rows and all(len(c.inputs) == 1 for c in chunks)
 
 
 def has_prompt_of(n_tokens: int) -> Touch:
-    return lambda chunks, slot: any(len(c.tokens) == n_tokens for c in chunks)
+    return lambda chunks, slot: any(len(c.inputs) == n_tokens for c in chunks)
 
 
-def is_merged(chunks: Sequence[Chunk], slot: Slot) -> bool:
-    return sum(len(c.tokens) > 1 for c in chunks) > 1
+def is_merged(chunks: Sequence[Span], slot: Slot) -> bool:
+    return sum(len(c.inputs) > 1 for c in chunks) > 1
 
 
-def is_long_company(chunks: Sequence[Chunk], slot: Slot) -> bool:
+def is_long_company(chunks: Sequence[Span], slot: Slot) -> bool:
     return slot > 0 and any(c.slot == slot and c.start >= 512 for c in chunks)
 
 
@@ -185,11 +176,11 @@ def test_failing_decode_is_no_answer(model: LlamaModel, monkeypatch: pytest.Monk
     class Failing(PythonStepper):
         n_runs = 0
 
-        def run(self, chunks: Sequence[Chunk], *args: Any, **given: Any) -> StepResult:
+        def run(self, spans: Sequence[Span], *args: Any, **given: Any) -> StepResult:
             self.n_runs += 1
             if self.n_runs > 4:
                 return StepResult([], 0, -3)
-            return super().run(chunks, *args, **given)
+            return super().run(spans, *args, **given)
 
     class Backend(LlamaBackend):
         def __init__(self, *args: Any, **given: Any) -> None:

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
 
 from cbatch.backend.llama import memory
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, PAD_TOKEN, RowShape, n_sequences
 from cbatch.backend.load import probe as probe_module
 from cbatch.backend.load import row_shapes
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
-from cbatch.backend.load.row_shapes import ExactSettings, find_exact
+from cbatch.backend.load.row_shapes import find_exact
 from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.loading import load
+from tests.backend.damage import without_numbers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend.llama.memory import FoundMemory
     from cbatch.backend.llama.model import LlamaModel
+    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.core.plan import Slot, StepPlan, StepResult
     from tests.conftest import SynthFactory
 
@@ -47,22 +47,10 @@ WHOLE = RowShape(20, 20, N_LAST)
 
 
 @pytest.fixture(scope="module")
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    yield from opened(test_model)
-
-
-@pytest.fixture(scope="module")
 def states(synth: SynthFactory) -> Iterator[LlamaModel]:
     """Yield a model whose memory cannot be cut."""
-    yield from opened(synth("mamba"))
-
-
-def opened(path: Path) -> Iterator[LlamaModel]:
-    llama_log().install()
-    found = open_model(path, EngineOptions(exact=True))
-    yield found
-    found.close()
-    llama_log().remove()
+    with closing(open_model(synth("mamba"))) as opened:
+        yield opened
 
 
 def options(**given: Any) -> EngineOptions:
@@ -77,7 +65,7 @@ def find(
     *,
     is_plain: bool = True,
     **given: Any,
-) -> ExactSettings:
+) -> Tuning:
     """Return what is found for a model whose logits are what `touch` says, and all contexts closed."""
     made: list[LlamaBackend] = []
 
@@ -101,11 +89,11 @@ def find(
 def width_of(backend: LlamaBackend) -> int:
     """The rows of the last step; 0 where it computed a prompt."""
     chunks = backend.last_chunks
-    return len(chunks) if all(len(c.tokens) == 1 for c in chunks) else 0
+    return len(chunks) if all(len(c.inputs) == 1 for c in chunks) else 0
 
 
 def tokens_of(backend: LlamaBackend) -> Sequence[tuple[int, ...]]:
-    return [tuple(c.tokens) for c in backend.last_chunks]
+    return [tuple(c.inputs) for c in backend.last_chunks]
 
 
 def nothing(backend: LlamaBackend, slot: Slot) -> float:
@@ -144,11 +132,11 @@ def has_long_company(backend: LlamaBackend, slot: Slot) -> float:
 
 
 def is_short_chunk(backend: LlamaBackend, slot: Slot) -> float:
-    return float(1 < len(backend.last_chunks[0].tokens) < 64)
+    return float(1 < len(backend.last_chunks[0].inputs) < 64)
 
 
 def each_chunk(backend: LlamaBackend, slot: Slot) -> float:
-    n_tokens = len(backend.last_chunks[0].tokens)
+    n_tokens = len(backend.last_chunks[0].inputs)
     return float(n_tokens if n_tokens > 1 else 0)
 
 
@@ -180,21 +168,18 @@ def test_shape_is_the_first_in_which_logits_do_not_depend_on_the_width(
     assert found.options == options()
 
 
-@pytest.mark.parametrize(
-    ("touch", "words"),
-    [
-        (is_slot_2, "with the other rows of a step"),
-        (is_first_row, "with the other rows of a step"),
-        (has_likes, "with the other rows of a step"),
-    ],
-)
+def is_nan_beside_likes(backend: LlamaBackend, slot: Slot) -> float:
+    return float("nan") if has_likes(backend, slot) else 1.0
+
+
+@pytest.mark.parametrize("touch", [is_slot_2, is_first_row, has_likes, is_nan_beside_likes])
 def test_what_no_shape_helps_is_refused(
-    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, words: str
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch
 ) -> None:
     found = find(monkeypatch, model, touch)
     assert found.exactness.startswith("not guaranteed: ")
-    assert words in found.exactness
-    assert found.shape == ANY_SHAPE
+    assert "with the other rows of a step" in found.exactness
+    assert (found.options.flash_attn, found.shape) == ("auto", ANY_SHAPE)
 
 
 @pytest.mark.parametrize("parallel", [2, 3, 5, 9, PARALLEL, 256])
@@ -215,15 +200,6 @@ def test_rows_that_differ_without_a_number_between_them_differ(
     assert find(monkeypatch, model, touch).shape == RowShape(8, 4, N_LAST)
 
 
-def test_rows_that_are_nan_in_company_of_likes_are_refused(
-    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
-) -> None:
-    def touch(backend: LlamaBackend, slot: Slot) -> float:
-        return float("nan") if has_likes(backend, slot) else 1.0
-
-    assert find(monkeypatch, model, touch).exactness != BITWISE
-
-
 @pytest.mark.parametrize("n_slots", [33, 37, 64, 256])
 def test_width_of_more_slots_than_are_tried_is_never_another_one(
     monkeypatch: pytest.MonkeyPatch, model: LlamaModel, n_slots: int
@@ -236,19 +212,12 @@ def test_width_of_more_slots_than_are_tried_is_never_another_one(
 # ---- cuts of prompts ----
 
 
+@pytest.mark.parametrize("n_ubatch", [512, 256], ids=["whole", "compared with none that was cut"])
 @pytest.mark.parametrize(("touch", "n_last"), [(nothing, 8), (is_short_chunk, 64), (each_chunk, 0)])
 def test_last_chunk_is_the_shortest_with_which_cuts_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, n_last: int
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, n_last: int, n_ubatch: int
 ) -> None:
-    found = find(monkeypatch, model, touch, flash_attn="off")
-    assert (found.exactness, found.shape.n_last) == (BITWISE, n_last)
-
-
-@pytest.mark.parametrize(("touch", "n_last"), [(nothing, 8), (is_short_chunk, 64)])
-def test_last_chunk_is_compared_with_none_that_was_cut_too(
-    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, touch: Touch, n_last: int
-) -> None:
-    found = find(monkeypatch, model, touch, flash_attn="off", n_ubatch=256)
+    found = find(monkeypatch, model, touch, flash_attn="off", n_ubatch=n_ubatch)
     assert (found.exactness, found.shape.n_last) == (BITWISE, n_last)
 
 
@@ -258,9 +227,7 @@ def test_cuts_are_fixed_in_what_is_too_small(
 ) -> None:
     found = find(monkeypatch, model, nothing, **given)
     assert (found.exactness, found.shape) == (BITWISE, RowShape(2, 1))
-    with closing(
-        LlamaBackend(model, found.options, owns_model=False, shape=found.shape)
-    ) as backend:
+    with closing(LlamaBackend(model, found, owns_model=False)) as backend:
         assert backend.cuts.is_every
 
 
@@ -271,7 +238,7 @@ def test_cells_that_differ_by_a_cut_are_found_where_logits_do_not(
 
     def export_state(backend: LlamaBackend, key: int) -> NDArray[np.uint8]:
         export(backend, key)
-        return np.array([len(backend.last_chunks[0].tokens) % 251], np.uint8)
+        return np.array([len(backend.last_chunks[0].inputs) % 251], np.uint8)
 
     monkeypatch.setattr(LlamaBackend, "export_state", export_state)
     assert find(monkeypatch, model, nothing).shape == RowShape(2, 1)
@@ -307,11 +274,12 @@ def is_by_flash_attention(backend: LlamaBackend, slot: Slot) -> float:
 
 
 def test_flash_attention_is_turned_off_where_that_is_enough(
-    monkeypatch: pytest.MonkeyPatch, model: LlamaModel
+    monkeypatch: pytest.MonkeyPatch, model: LlamaModel, states: LlamaModel
 ) -> None:
-    found = find(monkeypatch, model, is_by_flash_attention)
-    assert (found.exactness, found.options.flash_attn) == (BITWISE, "off")
-    assert found.shape == RowShape(2, 1, N_LAST_WITHOUT)
+    for tried in (model, states):
+        found = find(monkeypatch, tried, is_by_flash_attention)
+        assert (found.exactness, found.options.flash_attn) == (BITWISE, "off")
+        assert found.shape == RowShape(2, 1, N_LAST_WITHOUT)
 
 
 @pytest.mark.parametrize("given", [{"flash_attn": "on"}, {"cache_type_v": "q8_0"}], ids=str)
@@ -341,8 +309,9 @@ def test_flash_attention_that_does_no_harm_stays(
         assert (found.exactness, found.options.flash_attn) == (BITWISE, said)
 
 
-@pytest.mark.parametrize(("parallel", "exact_slots"), [(1, 2), (2, 4), (4, 8), (9, 17), (8, 17)])
-@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize(
+    ("parallel", "exact_slots", "is_plain"), [(1, 2, True), (2, 4, False), (8, 17, True)]
+)
 def test_replica_finds_what_an_engine_of_all_slots_finds(
     monkeypatch: pytest.MonkeyPatch,
     model: LlamaModel,
@@ -351,15 +320,10 @@ def test_replica_finds_what_an_engine_of_all_slots_finds(
     is_plain: bool,
 ) -> None:
     for touch in (nothing, is_narrow, is_left_over):
-        whole = find(monkeypatch, model, touch, is_plain=is_plain, parallel=exact_slots)
-        part = find(
-            monkeypatch,
-            model,
-            touch,
-            is_plain=is_plain,
-            parallel=parallel,
-            exact_slots=exact_slots,
-        )
+        said: dict[str, Any] = {"is_plain": is_plain}
+        whole = find(monkeypatch, model, touch, parallel=exact_slots, **said)
+        said["exact_slots"] = exact_slots
+        part = find(monkeypatch, model, touch, parallel=parallel, **said)
         assert part.shape == whole.shape
         assert part.shape.least <= n_sequences(parallel, exact_slots)
 
@@ -380,25 +344,6 @@ def test_memory_that_cannot_be_cut_has_a_shape_too(
 ) -> None:
     found = find(monkeypatch, states, touch)
     assert (found.exactness, found.shape) == (BITWISE, shape)
-
-
-def test_memory_that_cannot_be_cut_is_tried_without_flash_attention(
-    monkeypatch: pytest.MonkeyPatch, states: LlamaModel
-) -> None:
-    def touch(backend: LlamaBackend, slot: Slot) -> float:
-        return is_first_row(backend, slot) * (backend.options.flash_attn != "off")
-
-    found = find(monkeypatch, states, touch)
-    assert (found.exactness, found.shape) == (BITWISE, RowShape(2, 1, N_LAST_WITHOUT))
-    assert found.options.flash_attn == "off"
-
-
-def test_memory_that_cannot_be_cut_is_refused_where_company_changes_logits(
-    monkeypatch: pytest.MonkeyPatch, states: LlamaModel
-) -> None:
-    found = find(monkeypatch, states, is_first_row)
-    assert "logits change with" in found.exactness
-    assert (found.options.flash_attn, found.shape) == ("auto", ANY_SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -447,29 +392,24 @@ SMALL: Sequence[dict[str, Any]] = (
     {"ctx_per_seq": 1},
     {"ctx_per_seq": None, "n_ctx": 40},
     {"n_ubatch": 1},
-    {"n_ubatch": 16},
+    {"n_batch": 1, "n_ubatch": 1},
 )
 
 
-@pytest.mark.parametrize("parallel", [1, 2, 3, 5, 256])
+@pytest.mark.parametrize("parallel", [1, 3, 256])
 @pytest.mark.parametrize("given", SMALL, ids=str)
 def test_small_windows_and_steps_are_tried_too(
     model: LlamaModel, parallel: int, given: dict[str, Any]
 ) -> None:
     if parallel == 256 and "n_ctx" in given:
         given = {"ctx_per_seq": None, "n_ctx": 1024}
+    if "n_batch" in given:
+        given = {**given, "n_batch": parallel}
     found = find_exact(model, options(parallel=parallel, **given))
     assert found.exactness == BITWISE
     assert found.options == options(parallel=parallel, **given)
     assert found.shape.has_pads == (parallel > 1)
     assert found.shape.width(parallel) <= n_sequences(parallel)
-
-
-@pytest.mark.parametrize("parallel", [1, 2, 3, 5, 17, 256])
-def test_steps_of_one_row_a_slot_are_tried_too(model: LlamaModel, parallel: int) -> None:
-    given = options(parallel=parallel, n_batch=parallel, n_ubatch=1)
-    found = find_exact(model, given)
-    assert (found.exactness, found.options) == (BITWISE, given)
 
 
 @pytest.mark.parametrize("parallel", [1, 2, 3, 5])
@@ -496,13 +436,7 @@ def test_engine_with_steps_of_one_row_a_slot_answers(test_model: Path) -> None:
 def test_model_that_makes_pad_rows_nan_is_refused(
     synth: SynthFactory, tmp_path: Path, flash_attn: str
 ) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(synth(type="f16").read_bytes())
-    reader = GGUFReader(path, "r+")
-    embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
-    embedding.data[PAD_TOKEN] = np.nan
-    reader.data.flush()
-    found = open_model(path)
+    found = open_model(without_numbers(synth(type="f16"), tmp_path / "model.gguf", PAD_TOKEN))
     assert "token 0 of pad rows" in find_exact(found, options(flash_attn=flash_attn)).exactness
     assert find_exact(found, options(flash_attn=flash_attn, parallel=1)).exactness == BITWISE
     found.close()
@@ -519,8 +453,8 @@ def test_search_takes_few_tokens_and_steps(
     steps: list[int] = []
 
     def run(backend: LlamaBackend, plan: StepPlan) -> StepResult:
-        if plan.chunks:
-            steps.append(sum(len(c.tokens) for c in plan.chunks))
+        if plan.spans:
+            steps.append(sum(len(c.inputs) for c in plan.spans))
         return real(backend, plan)
 
     real = LlamaBackend.run

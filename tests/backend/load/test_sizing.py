@@ -17,6 +17,7 @@ import cbatch
 from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.layout import Footprint
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load import attention, sizing
 from cbatch.backend.load.loader import describe_model, load_backend
 from cbatch.backend.load.open_model import open_model
@@ -186,7 +187,7 @@ def test_llama_corrects_its_own_number_as_we_do(synth: SynthFactory) -> None:
     options = EngineOptions(parallel=1, ctx_per_seq=256, n_threads=1, **settings)
     with closing(open_model(synth("test"))) as opened:
         n_expected = trained_window(opened, options)
-        with closing(LlamaBackend(opened, options, owns_model=False)):
+        with closing(LlamaBackend(opened, Tuning(options), owns_model=False)):
             assert llama_cpp.llama_model_n_ctx_train(opened.pointer) == n_expected
 
 

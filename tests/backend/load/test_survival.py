@@ -12,6 +12,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load import survival
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.survival import endure, find_surviving, survives
@@ -20,7 +21,7 @@ from cbatch.support.processes import run_apart
 from tests.zoo import ZOO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from cbatch.backend.llama.model import LlamaModel
@@ -31,12 +32,6 @@ pytestmark = pytest.mark.real
 ABORTS, ENDS, FAILS = "import os; os.abort()", "", "raise SystemExit(1)"
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 OPTIONS = EngineOptions(parallel=3, ctx_per_seq=256)
-
-
-@pytest.fixture
-def model(test_model: Path) -> Iterator[LlamaModel]:
-    with closing(open_model(test_model)) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize(
@@ -101,11 +96,11 @@ def test_steps_have_every_number_of_rows_and_prompts_beside_rows(
 
     class Seen(LlamaBackend):
         def run(self, plan: StepPlan) -> StepResult:
-            seen.append([(chunk.slot, len(chunk.tokens)) for chunk in plan.chunks])
+            seen.append([(chunk.slot, len(chunk.inputs)) for chunk in plan.spans])
             return super().run(plan)
 
     options = EngineOptions(parallel=6, ctx_per_seq=256)
-    with closing(Seen(open_model(test_model), options)) as backend:
+    with closing(Seen(open_model(test_model), Tuning(options))) as backend:
         endure(backend)
         n_steps = len(seen)
         endure(backend, seconds=count(step=7).__next__)
@@ -121,7 +116,7 @@ def test_steps_have_every_number_of_rows_and_prompts_beside_rows(
 @pytest.mark.parametrize("given", [{"n_batch": 3}, {"n_ctx": 40, "ctx_per_seq": None}], ids=str)
 def test_small_steps_and_windows_are_tried_too(test_model: Path, given: dict[str, Any]) -> None:
     options = EngineOptions(**{"parallel": 3, "ctx_per_seq": 256, **given})
-    with closing(LlamaBackend(open_model(test_model), options)) as backend:
+    with closing(LlamaBackend(open_model(test_model), Tuning(options))) as backend:
         endure(backend)
         assert sum(backend.n_cells) > 0
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from cbatch.bench.experiments import calls
 from cbatch.bench.experiments.calls import count_calls
 
 
@@ -20,15 +17,3 @@ def test_counts_are_the_same_each_time(is_streamed: bool) -> None:
 
 def test_step_that_is_delivered_costs_more_calls() -> None:
     assert count_calls(4, 5, is_streamed=True).total > count_calls(4, 5).total
-
-
-def test_script_prints_each_file_and_the_sums(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["calls", "--rows", "4", "--steps", "5"])
-    calls.main()
-    *files, total, with_fake = capsys.readouterr().out.splitlines()
-    found = [float(line.split()[0]) for line in files]
-    assert found == sorted(found, reverse=True)
-    assert float(total.split()[0]) == pytest.approx(sum(found), abs=0.1 * len(files))
-    assert float(with_fake.split()[0]) > float(total.split()[0])

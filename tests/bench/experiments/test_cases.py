@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OF_A_MODEL = {
-    "static_batches": "--rows 1 2 --rounds 1 --requests 2 --output 8 --prompt 16",
     "staggered": "--rounds 1 --output 16 --prompt 16 --parallel 2",
     "steps": "--rows 2 --steps 8 --rounds 1",
     "streaming": "--requests 2 --tokens 8 --rounds 1",
@@ -27,19 +26,16 @@ OF_A_MODEL = {
     "prompts_first": "--requests 4 --common 64 --own 8 16 --output 2 4 --slots 2 --rounds 1",
     "short_sequences": "--rows 2 --histories 8 --newcomer 4 --rounds 1",
     "narrow_steps": "--rows 3 4 --slots 4 --prompt 4 --output 100 --rounds 1",
-    "exact_price": "--workload decode mixed --slots 2 --requests 4 --rounds 1",
     "prompt_lengths": "--prompt 8 40 --output 4 --rounds 1",
     "stall": "--decoders 2 --prompt 64 --rounds 1 --around 4",
     "samplers": "--rows 2 --steps 2 --rounds 1",
-    "constraints": "--rows 2 --tokens 8 --rounds 1 --only letters",
+    "constraints": "--rows 2 --tokens 8 --rounds 1 --only letters records",
     "prompt_scores": "--requests 2 --prompt 20 --slots 2 --rounds 1 --top 0",
     "continuations": "--tasks 2 --common 0 --slots 2 --rounds 1",
-    "equal_rows": "--rows 8 --tokens 4 --slots 2 --rounds 1",
-    "beside_loops": "--slots 2 --steps 4 --rounds 1 --seconds 0.1 --answers 9 --loops 0 --workloads=",
+    "beside_loops": "--slots 2 --steps 4 --rounds 1 --seconds 0.2 --answers 20 --loops 0 1 --workloads burst --count 2",
     "idle_engine": "--rows 2 --tokens 4 --rounds 1",
     "random_load": "--seconds 0.1 --requests 2",
     "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
-    "first_tokens": "--rounds 1 --sizes 2 --streams 1 --prompts 40",
     "speculation": "--rounds 1 --texts list,free --running 1,2 --tokens 8",
     "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
     "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
@@ -108,7 +104,7 @@ def test_case_says_in_one_line_what_it_is(name: str) -> None:
 
 
 def test_unknown_case_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown case 'speed'; known are static_batches"):
+    with pytest.raises(ConfigError, match="unknown case 'speed'; known are staggered"):
         run_case("speed", [])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING
 
 import llama_cpp
@@ -11,11 +9,12 @@ import numpy as np
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.bare import PrefixLoop, suffix_rows
-from cbatch.bench.experiments import shared_prefix
 from cbatch.bench.experiments.shared_prefix import PrefixJob, Prompts
-from cbatch.core.plan import Binding, Chunk, Slot, StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.options import Sampling
@@ -96,8 +95,10 @@ def test_loop_computes_what_each_prompt_gives_alone(
 
 
 def logits_alone(model: LlamaModel, tokens: Sequence[int]) -> NDArray[np.float32]:
-    backend = LlamaBackend(model, EngineOptions.of({**OPTIONS, "parallel": 1}), owns_model=False)
-    chunk = Chunk(Slot(0), 0, tuple(tokens), has_output=True)
+    backend = LlamaBackend(
+        model, Tuning(EngineOptions.of({**OPTIONS, "parallel": 1})), owns_model=False
+    )
+    chunk = Span(Slot(0), 0, tuple(tokens), has_output=True)
     backend.run(StepPlan((chunk,), binds=(Binding(Slot(0), len(tokens), Sampling(), ()),)))
     found = backend.logits(Slot(0))
     backend.close()
@@ -109,35 +110,3 @@ def test_loop_refuses_a_memory_that_cannot_be_cut_back(synth: SynthFactory) -> N
     with pytest.raises(ConfigError, match="copied"):
         PrefixLoop(model, EngineOptions(parallel=2, ctx_per_seq=256, n_threads=1))
     model.close()
-
-
-def run(monkeypatch: pytest.MonkeyPatch, model: Path, *given: str) -> None:
-    sizes = ("--requests", "5", "--slots", "2", "--rounds", "1")
-    monkeypatch.setattr(sys, "argv", ["shared_prefix", str(model), *sizes, *given])
-    shared_prefix.main()
-
-
-def test_script_prints_a_line_for_each_kind_of_memory(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(monkeypatch, random_model, "--common", "70", "--own", "4", "--output", "3")
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [f["kv"] for f in found] == ["partitioned", "unified"]
-    for f in found:
-        assert (f["prompt_tokens"], f["prompt_tokens_distinct"]) == (370, 90)
-        assert 90 <= f["prompt_tokens_computed"] < 370
-        assert f["loop_tps"] > 0
-        assert f["engine_tps"] > 0
-        assert f["ratio_min"] == f["engine_over_loop"] == f["ratio_max"]
-
-
-def test_script_with_sweep_prints_a_line_for_each_beginning_and_answer(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(shared_prefix, "SWEEP_COMMON", (0, 32))
-    monkeypatch.setattr(shared_prefix, "SWEEP_OUTPUT", (1, 2))
-    run(monkeypatch, random_model, "--sweep")
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(f["common"], f["output"]) for f in found] == [(0, 1), (0, 2), (32, 1), (32, 2)]
-    assert [f["common_share"] for f in found] == [0.0, 0.0, 0.5, 0.5]
-    assert all(f["unified_over_partitioned"] > 0 for f in found)

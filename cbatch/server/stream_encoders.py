@@ -1,21 +1,47 @@
-"""Answers that are streamed as blocks, one after another: text, thinking, calls."""
+"""What makes the frames of streamed answers, in every dialect."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cbatch.server.answer_events import Called, Ended, Reasoning, Text
+from cbatch.server.sse import COMMENT, frame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cbatch.response import BatchResult, ToolCall
     from cbatch.server.answer_events import Event
+    from cbatch.server.http_errors import HttpProblemError
 
 
-class BlockStream(ABC):
-    """Encodes the events of one answer."""
+class StreamEncoder(ABC):
+    """Makes the frames of one streamed answer."""
+
+    @abstractmethod
+    def frames(self, events: Sequence[Event]) -> bytes:
+        """Return the frames of events."""
+
+    def progress(self, told: Mapping[str, Any]) -> bytes:
+        """Return the frames of how far the prompt is; a dialect without a place for it tells nothing."""
+        return b""
+
+    def end(self) -> bytes:
+        """Return the last frames."""
+        return b""
+
+    def idle(self) -> bytes:
+        """Return the frames of a silence."""
+        return COMMENT
+
+    def error(self, problem: HttpProblemError) -> bytes:
+        """Return the frames of an error, behind which nothing comes: a client takes `[DONE]` for a whole answer."""
+        return frame(problem.as_openai())
+
+
+class BlockStream(StreamEncoder):
+    """Encodes an answer as blocks, one after another: text, thinking, calls."""
 
     def __init__(self) -> None:
         """Make one; the beginning is not sent."""

@@ -1,4 +1,4 @@
-"""Checkpoints: cells or states in host memory, within a budget, from which any number of sequences continue."""
+"""Cells in host memory: those of sequences that lost their slots, checkpoints, and cells to be written to disk."""
 
 from __future__ import annotations
 
@@ -7,12 +7,98 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import KvCapabilities
 
 N_CHECKPOINTS_MAX = 512
 """Most checkpoints, because each plan that changes slots copies the table of checkpoints. Our choice."""
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """Cells in host memory of a sequence that waits for a slot."""
+
+    driver: SequenceDriver
+    n_bytes: int
+    is_from_disk: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToStore:
+    """An ended sequence whose first `n_cells` cells, saved under `key`, will be written to disk.
+
+    The key and cells of a checkpoint are written too, if there is one: sequences can also start from there.
+    """
+
+    driver: SequenceDriver
+    key: int
+    n_cells: int
+    checkpoint: tuple[int, int] | None = None
+
+
+class SavedCells:
+    """Cells in host memory of sequences that lost their slots, within the budget and if the backend can save.
+
+    Other cells are lost and computed again. The key is the number of the sequence.
+    """
+
+    def __init__(self, memory: KvCapabilities, n_bytes_max: int) -> None:
+        self.n_bytes = 0
+        self.n_bytes_max = n_bytes_max
+        self._memory = memory
+        self._saved: dict[int, _Saved] = {}  # by key
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the backend can copy cells to host memory."""
+        return self._memory.can_save
+
+    @property
+    def n_counted(self) -> int:
+        """Bytes of all saved cells, summed again."""
+        return sum(saved.n_bytes for saved in self._saved.values())
+
+    @property
+    def keys(self) -> list[int]:
+        """The keys of all saved cells."""
+        return [*self._saved]
+
+    def n_bytes_of(self, n_cells: int) -> int:
+        """Return the bytes of `n_cells` saved cells of one sequence; 0 if cells cannot be saved."""
+        return self._memory.n_saved_bytes(n_cells) if self.can_save and n_cells else 0
+
+    def add(self, driver: SequenceDriver) -> None:
+        """Record that a sequence's cells were saved."""
+        driver.saved_key = driver.number
+        saved = self._saved[driver.number] = _Saved(driver, self.n_bytes_of(driver.n_computed))
+        self.n_bytes += saved.n_bytes
+
+    def add_from_disk(self, driver: SequenceDriver, n_cells: int) -> int:
+        """Return a new key for `n_cells` cells from disk, with which a waiting sequence will start."""
+        driver.saved_key, driver.n_computed = driver.number, n_cells
+        self._saved[driver.number] = _Saved(driver, 0, is_from_disk=True)
+        return driver.number
+
+    def take(self, key: int) -> bool:
+        """Record that saved cells were loaded, or could not be; return whether they came from disk."""
+        saved = self._saved.pop(key)
+        saved.driver.saved_key = None
+        self.n_bytes -= saved.n_bytes
+        return saved.is_from_disk
+
+    def give_up(self, keys: Iterable[int]) -> list[SequenceDriver]:
+        """Drop saved cells, so that their tokens are pending again; return the sequences whose cells came from disk.
+
+        Keys that a partly committed plan has loaded already are skipped.
+        """
+        from_disk = []
+        for saved in [self._saved[key] for key in keys if key in self._saved]:
+            if self.take(saved.driver.number):
+                from_disk.append(saved.driver)
+            saved.driver.n_computed = 0
+        return from_disk
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.core.books import find_ledger_imbalance
-from cbatch.core.kv import KvLedger
+from cbatch.core.books import KvLedger, find_ledger_imbalance
 from cbatch.core.plan import Slot
 from cbatch.errors import LedgerError
 from tests.core.drivers import make_driver

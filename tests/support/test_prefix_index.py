@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.core.plan import Slot
-from cbatch.core.prefix import PrefixIndex, n_common
+from cbatch.support.prefix_index import PrefixIndex, n_common
 from tests.helpers import root_of
 from tests.profiles import examples
 

@@ -1,0 +1,224 @@
+"""What a step computes of a sequence: a span of its tokens. Where prompts are cut into spans, and which are scored."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from cbatch.support.picture_tokens import n_rows_at, whole_pictures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cbatch.core.driver import SequenceDriver
+    from cbatch.core.plan import Slot, TokenLogprobs
+
+N_TARGETS_MAX = 64
+"""Most targets of all spans of one step: with a vocabulary of 256,000 their logits take 64 MB. Our choice."""
+
+
+@dataclass(slots=True)
+class Span:
+    """What a step computes of one sequence: `inputs` at positions `start`, `start + 1`, …
+
+    A decode step has one input and an output. A chunk of a prompt has no output, or one for its last input. In a scored
+    chunk, inputs have targets.
+
+    Never changed after construction. The class is not frozen, because a step makes one for each row, and construction
+    of a frozen one takes four times as long.
+    """
+
+    slot: Slot
+    start: int
+    inputs: Sequence[int]
+    """Tokens; ids beyond every vocabulary are rows of pictures and sounds."""
+    has_output: bool
+    """Whether the logits of the last input are sampled; it is the sequence's last pending token then."""
+    targets: Sequence[int] = ()
+    """Tokens to score by the logits of the first `len(targets)` inputs: the token that follows each. An input with an
+    output has no target."""
+
+    def split(self) -> tuple[Span, Span]:
+        """Split off the last input, which has the output, into a second span; only for spans without targets."""
+        end = self.start + len(self.inputs) - 1
+        before = Span(self.slot, self.start, self.inputs[:-1], has_output=False)
+        return before, Span(self.slot, end, self.inputs[-1:], has_output=self.has_output)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCuts:
+    """Where prompts are cut into chunks, so that results do not depend on other requests in the batch.
+
+    If `most` is greater than `multiple`, cuts at any multiples give identical bits, and a chunk may be as long as a
+    step has room for. Otherwise a prompt is cut at every multiple.
+    """
+
+    multiple: int = 0
+    """Chunks begin at multiples of this; 0 for anywhere."""
+    most: int = 0
+    """Most tokens of a chunk."""
+    least: int = 1
+    """Fewest tokens of a prompt's last chunk, unless it is the only one."""
+    ends_in_row: bool = False
+    """Whether the last token of a prompt is computed as a row beside decoding rows, if its next token is sampled and
+    the prompt does not end at a multiple. Cells before that token can be shared."""
+
+    @classmethod
+    def every(cls, n: int) -> PromptCuts:
+        """Return cuts at every multiple of `n`; 0 for anywhere."""
+        return cls(n, n)
+
+    def __bool__(self) -> bool:
+        """Whether there are any rules."""
+        return self.multiple > 0
+
+    def __str__(self) -> str:
+        """Return a description in words."""
+        return str(self.multiple) if self.is_every else f"any multiple of {self.multiple}"
+
+    @property
+    def is_every(self) -> bool:
+        """Whether a prompt is cut at every multiple."""
+        return self.most == self.multiple
+
+    @property
+    def n_room(self) -> int:
+        """Tokens that a step must have room for, so that every prompt can continue."""
+        return self.most if self.is_every else self.multiple + self.least - 1
+
+    @property
+    def when_scored(self) -> PromptCuts:
+        """These cuts, adapted to a scored prompt."""
+        return PromptCuts.every(min(self.multiple, N_TARGETS_MAX))
+
+    def whole(self, n: int) -> int:
+        """Return the last position up to `n` at which a chunk may begin."""
+        return n - n % self.multiple if self.multiple else n
+
+    def n_before_row(self, n_prompt: int) -> int:
+        """Return how many tokens of a prompt are computed in chunks: all, or all before its final row."""
+        return n_prompt - bool(self.ends_in_row and n_prompt % self.multiple)
+
+    def parts(self, span: Span) -> Sequence[Span]:
+        """Return the parts in which a span is computed: its prompt's final row is separate."""
+        end = span.start + len(span.inputs)
+        is_end = span.has_output and not span.targets and len(span.inputs) > 1
+        return span.split() if is_end and self.n_before_row(end) < end else (span,)
+
+    def n_chunk(self, start: int, n_prompt: int, room: int) -> int:
+        """Return the length of a prompt's chunk from `start` if `room` tokens fit; 0 if no chunk does."""
+        n_left = n_prompt - start
+        n_next = min(n_left, self.multiple - start % self.multiple)
+        if self.is_every or start % self.multiple:
+            return n_next if n_next <= room else 0
+        if n_left <= min(room, self.most):
+            return n_left
+        return max(
+            0, self.whole(min(start + room, start + self.most, n_prompt - self.least)) - start
+        )
+
+
+ANYWHERE = PromptCuts()
+
+
+@dataclass(eq=False, slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens, in order, as they are computed.
+
+    # [first, n_scored) computed, with a score for the token after each   [n_scored, end) still to score
+    """
+
+    end: int
+    """Index of the prompt's last token; no token after it needs a score."""
+    first: int = 0
+    """Index of the token before the first scored one."""
+    found: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def n_scored(self) -> int:
+        """Leading tokens of the prompt that no missing score depends on."""
+        return self.first + len(self.found)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every wanted token has its score."""
+        return self.n_scored >= self.end
+
+    def n_targets(self, start: int, n_tokens: int) -> int:
+        """Return for how many of the `n_tokens` tokens from `start` a step scores the next token: all, or none.
+
+        If prompts are cut at fixed places, the whole chunk that contains `first` is scored.
+        """
+        if self.is_complete or start + n_tokens <= self.n_scored:
+            return 0
+        return max(0, min(n_tokens, self.end - start))
+
+    def n_within(self, start: int, n_tokens: int, n_targets: int) -> int:
+        """Return how many of the `n_tokens` tokens from `start` a step takes if it can score `n_targets`.
+
+        Tokens that need no score are computed in chunks of their own, which end where scoring begins or continues.
+        """
+        if not self.is_complete and start < self.n_scored:
+            return min(n_tokens, self.n_scored - start)
+        return n_tokens if self.n_targets(start, n_tokens) <= n_targets else n_targets
+
+    def take(self, start: int, scores: Sequence[TokenLogprobs]) -> bool:
+        """Append the wanted ones of the scores of the tokens from `start + 1` on; return whether none is NaN."""
+        wanted = scores[self.n_scored - start :]
+        self.found += wanted
+        return not any(math.isnan(score.logprob) for score in wanted)
+
+
+class Pending(NamedTuple):
+    """What a step may compute of a sequence: the tokens that exist and, in its place in the plan, have no cell.
+
+    One pending token is a decode step; more are a prompt, a sequence that goes on after it lost cells, or both.
+    """
+
+    driver: SequenceDriver
+    slot: Slot
+    start: int
+
+    @property
+    def n(self) -> int:
+        """Tokens that exist minus tokens that are computed: those before the next output."""
+        return len(self.driver.tokens) - self.start
+
+    def n_whole(self, n: int) -> int:
+        """Return how many of the next `n` tokens can be computed without a part of a picture."""
+        return max(0, whole_pictures(self.driver.tokens, self.start + n) - self.start)
+
+    @property
+    def place(self) -> tuple[Slot, SequenceDriver, int]:
+        """The slot, the sequence, and where in it the step starts."""
+        return self.slot, self.driver, self.start
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the picture that is next, which are computed together; 0 if none is next."""
+        return n_rows_at(self.driver.tokens, self.start)
+
+    def n_chunk(self, cuts: PromptCuts, room: int) -> int:
+        """Return the tokens of the next chunk if prompts are cut at certain places and `room` tokens fit.
+
+        Tokens that were computed as rows (output, and the end of a prompt) are recomputed one at a time.
+        """
+        driver, start, cuts = self.driver, self.start, self.driver.own_cuts(cuts)
+        if start >= driver.n_prompt:
+            return min(1, room)
+        n_before_row = cuts.n_before_row(driver.n_prompt)
+        is_again = driver.output and start < n_before_row
+        return cuts.n_chunk(start, n_before_row if is_again else driver.n_prompt, room)
+
+
+def limit_targets(prefills: Sequence[Pending], wanted: list[int], *, has_cuts: bool) -> None:
+    """Lower `wanted` to what a step can score, in order; chunks that cannot be cut are whole or left out."""
+    n_left = N_TARGETS_MAX
+    for i, (driver, _, start) in enumerate(prefills):
+        if (scores := driver.scores) is not None:
+            if not has_cuts:
+                wanted[i] = scores.n_within(start, wanted[i], n_left)
+            elif scores.n_targets(start, wanted[i]) > n_left:
+                wanted[i] = 0
+            n_left -= scores.n_targets(start, wanted[i])
