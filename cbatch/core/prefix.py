@@ -423,7 +423,8 @@ class PrefixCache:
 
     def own_source(self, driver: SequenceDriver, slot: Slot) -> PrefixSource | None:
         """Return the cells of a sequence's new slot that it can keep; few are worth it too, the rest is lost anyway."""
-        if driver.saved_key is not None or not self._ledger.n_cells[slot]:
+        is_empty = not self._ledger.n_cells[slot]
+        if is_empty or driver.saved_key is not None or not self.can_retain(driver):
             return None
         n_alike = next((n for n, place in self._alike(driver) if place == slot), 0)
         n_cells = self._n_common_cells(driver, slot, n_alike)

@@ -116,11 +116,13 @@ class Connection:
         try:
             self.n_slots, self.n_window = self._sizes()
         except BaseException as error:
-            link.kill()
+            is_gone = isinstance(error, StopIteration)
+            if not is_gone:
+                link.kill()
             ended = link.end()
             if isinstance(error, CBatchError):
                 raise
-            cause = ended if isinstance(error, StopIteration) else words_of(error)
+            cause = ended if is_gone else words_of(error)
             raise EngineError(f"a worker ended before it was ready: {cause}") from None
         self.requests: dict[str, Asked] = {}
         """What it has in flight, by id, in order of sending; for the client to keep."""

@@ -376,6 +376,24 @@ def test_one_that_goes_on_never_takes_what_another_left_where_it_stood() -> None
     assert rig.results["a+"].token_ids == tuple(rig.alone(more, 6))
 
 
+def test_window_of_one_that_goes_on_does_not_move_shared_cells() -> None:
+    memory = replace(shared_pool(256, can_copy=True), can_shift=True)
+    rig = make_rig(2, n_batch=96, memory=memory)
+    first = make_request("a", [5] * 110, prefill_only=True, n_keep=4, n_discard=8)
+    rig.submit(first)
+    step(rig)
+    rig.cancel("a")
+    stays = make_request("stays", [*[5] * 50, 6], max_tokens=60)
+    rig.submit(stays)
+    step_until(rig, lambda: rig.ledger.n_used_slots == 1)
+    more = make_request("a+", first.prompt.tokens, max_tokens=60, n_keep=4, n_discard=8)
+    rig.submit(replace(more, continues=rig.drivers["a"].number))
+    drive(rig)
+    assert rig.results["stays"].usage.cached_tokens == 50
+    assert rig.results["a+"].usage.cached_tokens == 0
+    assert rig.results["stays"].token_ids == tuple(rig.alone(stays, 60))
+
+
 def test_sets_of_adapters_that_are_gone_leave_no_index() -> None:
     rig = make_rig(1, adapters=("a",))
     for i in range(3):

@@ -201,15 +201,18 @@ def test_stopped_worker_ends_when_its_client_does(test_model: Path) -> None:
     wait_until(lambda: not any(map(lives, pids)))
 
 
+@pytest.mark.parametrize(
+    ("does", "told"), [("exit 3", "exit code 3"), ("kill -9 $$", "ended by SIGKILL, as the system")]
+)
 def test_worker_that_dies_before_it_reads_is_told_by_its_end(
-    monkeypatch: pytest.MonkeyPatch,
+    does: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def send(*_: object) -> None:
         raise BrokenPipeError("Broken pipe")
 
     monkeypatch.setattr("cbatch.worker.process.LineSender.send", send)
-    monkeypatch.setattr("cbatch.worker.process.command_of", lambda _: ["sh", "-c", "exit 3"])
-    with pytest.raises(EngineError, match="a worker ended before it was ready: exit code 3"):
+    monkeypatch.setattr("cbatch.worker.process.command_of", lambda _: ["sh", "-c", does])
+    with pytest.raises(EngineError, match=f"a worker ended before it was ready: {told}"):
         cbatch.load(replicas=1)
 
 
