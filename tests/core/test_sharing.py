@@ -379,14 +379,15 @@ def test_one_that_goes_on_never_takes_what_another_left_where_it_stood() -> None
 def test_window_of_one_that_goes_on_does_not_move_shared_cells() -> None:
     memory = replace(shared_pool(256, can_copy=True), can_shift=True)
     rig = make_rig(2, n_batch=96, memory=memory)
-    first = make_request("a", [5] * 110, prefill_only=True, n_keep=4, n_discard=8)
+    text = [5] * 110
+    first = make_request("a", text, prefill_only=True, n_keep=4, n_discard=8)
     rig.submit(first)
     step(rig)
     rig.cancel("a")
     stays = make_request("stays", [*[5] * 50, 6], max_tokens=60)
     rig.submit(stays)
     step_until(rig, lambda: rig.ledger.n_used_slots == 1)
-    more = make_request("a+", first.prompt.tokens, max_tokens=60, n_keep=4, n_discard=8)
+    more = make_request("a+", text, max_tokens=60, n_keep=4, n_discard=8)
     rig.submit(replace(more, continues=rig.drivers["a"].number))
     drive(rig)
     assert rig.results["stays"].usage.cached_tokens == 50
