@@ -236,7 +236,7 @@ def _openmp(found: Installation) -> Iterator[Advice]:
             "slow",
             "OMP_WAIT_POLICY or GOMP_SPINCOUNT has waiting threads spin: beside any other program, steps take several "
             "times as long",
-            "unset it: cbatch sets a short time itself",
+            "unset it: cbatch has them sleep sooner while another program runs",
         )
 
 

@@ -139,7 +139,8 @@ class LlamaBackend:
         changes_bits = options.exact and depends_on_threads(
             options, self.tuning.shape, self.cuts, self.n_window
         )
-        is_fixed, waits = options.n_threads is not None or changes_bits, short_waits()
+        is_fixed = options.n_threads is not None or changes_bits
+        waits = short_waits(self.n_threads)
         if not self.tuning.may_vary_threads or self.n_threads == 1 or (is_fixed and not waits):
             return None
         return ElasticThreads(self.n_threads, waits=waits, is_fixed=is_fixed)

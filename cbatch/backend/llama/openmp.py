@@ -61,34 +61,45 @@ class ShortWaits:
             (self._wanted_by.add if is_wanted else self._wanted_by.discard)(whose)
             if self._wanted_by and self._end is None:
                 self._start(n_threads)
-            elif (
-                self._end is not None and not self._wanted_by
-            ):  # also where one that wanted it is no more
+            elif self._end is not None and not self._wanted_by:  # perhaps by one that is no more
                 self._end.set()
                 self._end = None
 
+    def n_missing(self, n_threads: int) -> int:
+        """Return how many threads are to be added to a team of `n_threads`."""
+        return max(0, self._gnu.omp_get_num_procs() - n_threads) + 1
+
     def _start(self, n_threads: int) -> None:
         is_there, end = threading.Event(), threading.Event()
-        n_missing = max(0, self._gnu.omp_get_num_procs() - n_threads) + 1
+        given = self.n_missing(n_threads), is_there, end
         try:
-            threading.Thread(
-                target=self._sleep, args=(n_missing, is_there, end), name=_NAME, daemon=True
-            ).start()
+            threading.Thread(target=self._sleep, args=given, name=_NAME, daemon=True).start()
         except RuntimeError:  # the system has no more threads
             return
         self._end = end
         is_there.wait()
 
     def _sleep(self, n_missing: int, is_there: threading.Event, end: threading.Event) -> None:
-        free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
-        self._gnu.GOMP_parallel(free, None, n_missing + 1, 0)  # free(NULL) does nothing
-        is_there.set()
+        try:
+            free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+            self._gnu.GOMP_parallel(free, None, n_missing + 1, 0)  # free(NULL) does nothing
+        finally:
+            is_there.set()
         end.wait()  # the team ends with its thread
 
 
+def short_waits(n_threads: int) -> ShortWaits | None:
+    """Return the process's one for a team of `n_threads`.
+
+    None with another runtime, where the user has said how threads wait, and where more threads would have to be added
+    than compute, as in a container with few of many cores: GNU's runtime ends the process if it cannot start one.
+    """
+    waits = _short_waits()
+    return waits if waits is not None and waits.n_missing(n_threads) <= n_threads else None
+
+
 @cache
-def short_waits() -> ShortWaits | None:
-    """Return the process's one; None with another runtime, or where the user has said how threads wait."""
+def _short_waits() -> ShortWaits | None:
     gnu = _gnu()
     return None if gnu is None or any(name in os.environ for name in POLICIES) else ShortWaits(gnu)
 

@@ -6,11 +6,12 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from cbatch.backend.llama.openmp import short_waits
+from cbatch.backend.llama.openmp import ShortWaits, short_waits
 from cbatch.loading import load
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
@@ -46,7 +47,7 @@ def test_engine_without_a_thread_leaves_no_team(test_model: Path) -> None:
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_waits_are_short_while_anybody_wants_it(*, is_gone: bool) -> None:
-    waits = short_waits()
+    waits = short_waits(os.cpu_count() or 1)
     if waits is None:
         pytest.skip("llama.cpp does not compute with GNU's OpenMP here, or a policy is set")
     n_before = n_others()
@@ -61,3 +62,30 @@ def test_waits_are_short_while_anybody_wants_it(*, is_gone: bool) -> None:
         waits.want(other, 2, is_wanted=False)
     while n_others() > n_before:  # the test's own limit ends it
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("n_procs", "n_threads", "n_missing"), [(2, 2, 1), (4, 2, 3), (2, 4, 1)])
+def test_as_many_threads_are_added_as_cores_are_left_over(
+    n_procs: int, n_threads: int, n_missing: int
+) -> None:
+    assert ShortWaits(Procs(n_procs)).n_missing(n_threads) == n_missing
+
+
+@pytest.mark.parametrize(("n_procs", "is_there"), [(2, True), (3, True), (64, False)])
+def test_few_threads_of_a_large_machine_add_none(
+    n_procs: int, *, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "cbatch.backend.llama.openmp._short_waits", lambda: ShortWaits(Procs(n_procs))
+    )
+    assert (short_waits(2) is not None) == is_there
+
+
+@dataclass(frozen=True, slots=True)
+class Procs:
+    """A runtime on a machine with so many cores."""
+
+    n: int
+
+    def omp_get_num_procs(self) -> int:
+        return self.n
