@@ -49,6 +49,11 @@ class MadeUpResponse:
         for result in reversed(self._results):
             yield result
 
+    @property
+    def n_unread(self) -> int:
+        """Results that come without waiting: none while somebody holds them."""
+        return len(self._results) if self._engine.may_go.is_set() else 0
+
     def cancel(self) -> None:
         """Cancel."""
         self.is_cancelled = True

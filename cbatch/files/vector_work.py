@@ -96,9 +96,13 @@ class _TextGroup:
     calls: list[tuple[str, VectorCall]] = field(default_factory=list)
     """With the ids of their items."""
     responses: list[Any] = field(default_factory=list)
-    parts: list[list[tuple[int, slice]]] = field(default_factory=list)
-    """Of each call: its responses, and its texts in there."""
+    parts: list[list[tuple[int, range | None]]] = field(default_factory=list)
+    """Of each call: its responses, and its texts in there; None for all."""
+    callers: list[list[int] | int] = field(default_factory=list)
+    """Of each response: the number of its call, or of each text's call."""
     start_s: float = field(default_factory=time.perf_counter)
+    n_read: int = 0
+    """The response that is read."""
 
     def begin(self, engine: Engine) -> None:
         """Give the calls to the engine, texts to embed with the same settings as one."""
@@ -106,21 +110,55 @@ class _TextGroup:
             if settings is None:
                 for call in some:
                     first, begun = len(self.responses), begun_or_failed(call, engine)
-                    self.parts.append([(first + i, slice(None)) for i in range(len(begun))])
+                    self.callers += [len(self.parts)] * len(begun)
+                    self.parts.append([(first + i, None) for i in range(len(begun))])
                     self.responses += begun
                 continue
             together: list[Any] = []
+            callers: list[int] = []
             for call in some:
-                n_before, place = len(together), len(self.responses)
+                callers += [len(self.parts)] * len(call.texts)
+                self.parts.append([(len(self.responses), range(len(together), len(callers)))])
                 together += call.texts
-                self.parts.append([(place, slice(n_before, len(together)))])
+            self.callers.append(callers)
             self.responses += begun_or_failed(EmbedCall(together, settings), engine)
 
+    @property
+    def n_unread(self) -> int:
+        """Results of texts that are there, of the response that is read."""
+        of = self.responses[self.n_read]
+        return 0 if isinstance(of, list) else int(of.n_unread)
+
     def results(self) -> Iterator[tuple[str, VectorCall, list[list[Any]]]]:
-        """Wait, and yield each item's id and call, and the results of its texts in their order."""
-        found = [in_order(response) for response in self.responses]
-        for (id, call), parts in zip(self.calls, self.parts, strict=True):
-            yield id, call, [found[i][texts] for i, texts in parts]
+        """Yield each item's id and call, and the results of its texts in their order, once all of them are there."""
+        found: list[dict[int, Any]] = [{} for _ in self.responses]
+        n_left = [
+            sum(1 if texts is None else len(texts) for _, texts in parts) for parts in self.parts
+        ]
+        for i, response in enumerate(self.responses):
+            self.n_read = i
+            callers = self.callers[i]
+            for result in response:
+                found[i][result.index] = result
+                if not isinstance(callers, int):
+                    n_left[n := callers[result.index]] -= 1
+                    if not n_left[n]:
+                        yield self._item(n, found)
+            if isinstance(callers, int):
+                n_left[callers] -= 1
+                if not n_left[callers]:
+                    yield self._item(callers, found)
+
+    def _item(
+        self, n: int, found: Sequence[Mapping[int, Any]]
+    ) -> tuple[str, VectorCall, list[list[Any]]]:
+        return (
+            *self.calls[n],
+            [
+                [found[i][j] for j in (sorted(found[i]) if texts is None else texts)]
+                for i, texts in self.parts[n]
+            ],
+        )
 
     def cancel(self) -> None:
         """End its texts."""
@@ -175,11 +213,15 @@ class VectorRun:
         self._ends_s = None if max_time_s is None else time.perf_counter() + max_time_s
         self._groups: deque[_TextGroup] = deque()
         self._has_ended = self._is_cancelled = False
-        self.n_unread = 0
+
+    @property
+    def n_unread(self) -> int:
         """Results that are there."""
+        return self._groups[0].n_unread if self._groups else 0
 
     def wind_down(self) -> None:
-        """Do nothing: no more prompts come, and groups in the engine are short."""
+        """End all texts: those of a group take long on a slow machine, and a later run computes them."""
+        self.cancel()
 
     def cancel(self) -> None:
         """End all texts. From any thread."""
@@ -188,19 +230,16 @@ class VectorRun:
             group.cancel()
 
     def as_completed(self) -> Generator[BatchResult, None, None]:
-        """Yield results, those of a group together; leaving early ends the other texts."""
+        """Yield results; leaving early ends the other texts."""
         try:
             while True:
                 self._begin_groups()
                 if not self._groups:
                     return
                 group = self._groups[0]
-                ready = [self._result(group, *found) for found in group.results()]
+                for found in group.results():
+                    yield self._result(group, *found)
                 self._groups.popleft()
-                self.n_unread = len(ready)
-                for result in ready:
-                    self.n_unread -= 1
-                    yield result
         finally:
             for group in self._groups:
                 group.cancel()

@@ -76,6 +76,11 @@ class EmbedResponse:
         """The ids of the texts that were read, in input order."""
         return self._response.ids
 
+    @property
+    def n_unread(self) -> int:
+        """Results that an iteration gives out without waiting."""
+        return self._response.n_unread
+
     def __iter__(self) -> TextReader[EmbedResult]:
         return TextReader(self._response.as_completed(), self._made)
 
@@ -154,6 +159,11 @@ class RerankResponse:
     def ids(self) -> list[str]:
         """The ids of the documents that were read, in input order."""
         return self._response.ids
+
+    @property
+    def n_unread(self) -> int:
+        """Results that an iteration gives out without waiting."""
+        return self._response.n_unread
 
     def __iter__(self) -> TextReader[RerankResult]:
         return TextReader(self._response.as_completed(), self._made)

@@ -130,7 +130,7 @@ def test_stopped_run_goes_on_where_it_ended(engine: Any, table: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         embed_file(table, out, engine=engine, column="text", on_result=ended, stop=stop)
     n_first = len(counts)
-    assert 5 <= n_first < N_ROWS
+    assert n_first == 5  # the others of the group are cancelled, not waited for
     assert not out.exists()
     summary = embed_file(table, out, engine=engine, column="text", on_result=ended)
     assert summary.n_before == n_first
