@@ -69,7 +69,7 @@ def _problem(
         said = f"each name in {told} must be {_words(of.key_type)}"
     elif steps[-1] == "...":
         said = f"each value in {told} must be {_words(of)}"
-    elif value is UNSET:
+    elif value is UNSET or (value is None and not steps[-1].isdigit()):
         said = f"{told} is missing: it must be {_words(of)}"
     else:
         is_count = value and isinstance(value, list | dict) and "of length" in words

@@ -46,7 +46,7 @@ GOOD: dict[str, Any] = {"shapes": [{"type": "circle", "radius": 1}]}
         ({"shapes": [3]}, "shapes[0] must be an object, not 3"),
         ({"shapes": [{}]}, "shapes[0].type is missing: it must be circle or square"),
         ({"shapes": [{"type": "x"}]}, "shapes[0].type must be circle or square, not 'x'"),
-        ({"shapes": [{"type": None}]}, "shapes[0].type must be circle or square, not None"),
+        ({"shapes": [{"type": None}]}, "shapes[0].type is missing: it must be circle or square"),
         (
             {"shapes": [{"type": "circle"}]},
             "shapes[0].radius is missing: it must be a whole number of at least 1",
