@@ -67,7 +67,7 @@ class ShortWaits:
 
     def n_missing(self, n_threads: int) -> int:
         """Return how many threads are to be added to a team of `n_threads`."""
-        return max(0, self._gnu.omp_get_num_procs() - n_threads) + 1
+        return max(0, int(self._gnu.omp_get_num_procs()) - n_threads) + 1
 
     def _start(self, n_threads: int) -> None:
         is_there, end = threading.Event(), threading.Event()
