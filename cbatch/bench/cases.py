@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 _EXPERIMENTS = (
     *("staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
-    *("short_sequences", "narrow_steps", "prompt_lengths"),
+    *("short_sequences", "narrow_steps", "exact_price", "prompt_lengths"),
     *(
         "stall",
         "samplers",
         "constraints",
         "prompt_scores",
         "continuations",
+        "first_tokens",
         "speculation",
         "replicas",
         "neighbours",

@@ -36,6 +36,8 @@ OF_A_MODEL = {
     "idle_engine": "--rows 2 --tokens 4 --rounds 1",
     "random_load": "--seconds 0.1 --requests 2",
     "neighbours": "--slots 2 --steps 8 --loops 0 --rounds 1 --settings 1000",
+    "exact_price": "--workload decode mixed --slots 2 --requests 4 --rounds 1",
+    "first_tokens": "--rounds 1 --sizes 2 --streams 1 --prompts 40",
     "speculation": "--rounds 1 --texts list,free --running 1,2 --tokens 8",
     "http_load": "--few 2 --many 4 --tokens 4 --rounds 1 --parallel 2",
     "http_faults": "--clients 4 --minutes 0.01 --good 1 --tokens 4 --parallel 2",
