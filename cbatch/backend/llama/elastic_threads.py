@@ -180,13 +180,20 @@ class ElasticThreads:
             return self._now
         return Setting(max(1, n_threads // 2 if is_half else n_threads - 1))
 
+    def _would_wait(self, trial: _Window) -> bool:
+        """Whether waits were long in a trial, and others had cores meanwhile: a step that was fast was so by chance."""
+        is_long = self._waits is not None and trial.setting == self._best_alone
+        return is_long and trial.waited_s > WAITED * trial.spent_s
+
     def _judge(self, trial: _Window) -> None:
         """Take over the trial's setting if its steps are faster; go on if it is too early to say."""
         share = trial.share_of(self._window)
         if trial.spent_s < (TRIAL_S if share else LONGEST_TRIAL * TRIAL_S):
             return
         is_up = trial.setting == self._best_alone or trial.setting.n_threads > self._now.n_threads
-        if share is not None and share <= MOST_OF_OTHER:
+        # beside other programs waits are short unless long ones are faster
+        most = 1 / MOST_OF_OTHER if trial.setting.is_short and not is_up else MOST_OF_OTHER
+        if share is not None and share <= most and not self._would_wait(trial):
             self._now = trial.setting
             self._n_failed_ups = self._n_failed_downs = 0
             self._up_wait_s = UP_WAIT_S if not is_up else 0.0

@@ -233,12 +233,23 @@ def test_fixed_threads_change_their_waits_alone(n_most: int) -> None:
     assert set(runs) == {n_most}
 
 
-def test_short_waits_that_bring_nothing_are_given_up() -> None:
-    machine = Machine(BESIDE_ALL, {4: 0.5}, short_s=BESIDE_ALL)
+@pytest.mark.parametrize(("factor", "is_short"), [(1.2, False), (1.0, True)])
+def test_short_waits_are_given_up_where_they_cost(factor: float, *, is_short: bool) -> None:
+    slower = {n: factor * seconds for n, seconds in BESIDE_ALL.items()}
+    machine = Machine(BESIDE_ALL, {4: 0.5}, short_s=slower)
     found = waiting(machine, is_fixed=True)
     do(found, machine, 30)
     n_before, runs = machine.n_short, do(found, machine, 20)
-    assert machine.n_short - n_before < 0.1 * len(runs)
+    assert (machine.n_short - n_before > 0.5 * len(runs)) == is_short
+
+
+def test_long_waits_that_are_fast_by_chance_are_not_taken() -> None:
+    machine = Machine({4: 0.040}, {4: 0.4}, short_s={4: 0.010})
+    found = waiting(machine, is_fixed=True)
+    do(found, machine, 2)
+    machine.step_s = {4: 0.005}  # while another program still has a core
+    n_before, runs = machine.n_short, do(found, machine, 20)
+    assert machine.n_short - n_before > 0.7 * len(runs)
 
 
 def test_engine_that_rests_leaves_long_waits_to_others() -> None:
