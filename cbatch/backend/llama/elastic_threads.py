@@ -35,6 +35,9 @@ Source: `cbatch.bench.experiments.beside_loops`.
 MOST_OF_OTHER = 0.95
 """A gain: a trial's steps take at most this much of those before it. Less is noise."""
 
+MOST_IF_WAITED = 0.75
+"""The same where others had cores meanwhile: their noise is larger."""
+
 UP_WAIT_S, DOWN_WAIT_S = 0.5, 1.0
 """Shortest seconds between two trials of what is best alone, and of what is better beside other programs."""
 
@@ -181,7 +184,7 @@ class ElasticThreads:
         return Setting(max(1, n_threads // 2 if is_half else n_threads - 1))
 
     def _would_wait(self, trial: _Window) -> bool:
-        """Whether waits were long in a trial, and others had cores meanwhile: a step that was fast was so by chance."""
+        """Whether waits were long in a trial, and others had cores meanwhile: steps may have been fast by chance."""
         is_long = self._waits is not None and trial.setting == self._best_alone
         return is_long and trial.waited_s > WAITED * trial.spent_s
 
@@ -193,7 +196,9 @@ class ElasticThreads:
         is_up = trial.setting == self._best_alone or trial.setting.n_threads > self._now.n_threads
         # beside other programs waits are short unless long ones are faster
         most = 1 / MOST_OF_OTHER if trial.setting.is_short and not is_up else MOST_OF_OTHER
-        if share is not None and share <= most and not self._would_wait(trial):
+        if self._would_wait(trial):
+            most = MOST_IF_WAITED
+        if share is not None and share <= most:
             self._now = trial.setting
             self._n_failed_ups = self._n_failed_downs = 0
             self._up_wait_s = UP_WAIT_S if not is_up else 0.0
