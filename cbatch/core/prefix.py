@@ -53,6 +53,8 @@ class PrefixMatch:
     """Length of the longest prefix in the index, reusable or not."""
     n_short: int = 0
     """How many tokens at the end of the most similar checkpoint differ from the prompt, if only a few do; else 0."""
+    alike: Sequence[tuple[int, int]] = ()
+    """Tokens in common with the prompt, and the slot or the checkpoint's key, of all that are similar."""
 
 
 class PrefixCache:
@@ -253,8 +255,8 @@ class PrefixCache:
                 n_leader_cells = self._n_stop(leader, n_leader_cells)
             is_worth = n_leader_cells >= n_least
             if is_worth and self._is_leading(leader, Slot(place), n_leader_cells):
-                return PrefixMatch(source, leader, n_leader_cells, n_known, n_short)
-        return PrefixMatch(source, n_known=n_known, n_short=n_short)
+                return PrefixMatch(source, leader, n_leader_cells, n_known, n_short, alike)
+        return PrefixMatch(source, n_known=n_known, n_short=n_short, alike=alike)
 
     def _n_short(self, alike: Sequence[tuple[int, int]]) -> int:
         """Return how many final tokens of the most similar checkpoint the prompt lacks, if only a few; else 0."""
@@ -421,12 +423,14 @@ class PrefixCache:
         is_older = self._used_at[best] < self._used_at[source.slot]
         return best if is_older or not self._ledger.n_cells[best] else source.slot
 
-    def own_source(self, driver: SequenceDriver, slot: Slot) -> PrefixSource | None:
+    def own_source(
+        self, driver: SequenceDriver, slot: Slot, alike: Sequence[tuple[int, int]]
+    ) -> PrefixSource | None:
         """Return the cells of a sequence's new slot that it can keep; few are worth it too, the rest is lost anyway."""
         is_empty = not self._ledger.n_cells[slot]
         if is_empty or driver.saved_key is not None or not self.can_retain(driver):
             return None
-        n_alike = next((n for n, place in self._alike(driver) if place == slot), 0)
+        n_alike = next((n for n, place in alike if place == slot), 0)
         n_cells = self._n_common_cells(driver, slot, n_alike)
         return (
             PrefixSource(slot, n_cells) if n_cells and n_cells >= self.copied.get(slot, 0) else None

@@ -363,7 +363,7 @@ class SlotPlan:
         cells = self._edit()
         cells.ledger.assign(slot, driver)
         if source is None or not cells.prefixes.can_reach(source, slot):
-            source = cells.prefixes.own_source(driver, slot)
+            source = cells.prefixes.own_source(driver, slot, found.alike)
         n_cells = cells.fill(driver, slot, source)
         self.placed[driver] = Place(slot, n_cells)
         if marks := cells.prefixes.marks(driver, n_cells, found):
