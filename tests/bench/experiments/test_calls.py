@@ -17,3 +17,7 @@ def test_counts_are_the_same_each_time(is_streamed: bool) -> None:
 
 def test_step_that_is_delivered_costs_more_calls() -> None:
     assert count_calls(4, 5, is_streamed=True).total > count_calls(4, 5).total
+
+
+def test_steady_step_of_32_rows_costs_at_most_240_calls() -> None:
+    assert count_calls(32, 5).total <= 240
