@@ -22,8 +22,11 @@ def test_step_that_is_delivered_costs_more_calls() -> None:
     assert count_calls(4, 5, is_streamed=True).total > count_calls(4, 5).total
 
 
+@pytest.mark.real
 def test_steady_step_of_32_rows_costs_at_most_240_calls() -> None:
-    count = "from cbatch.bench.experiments.calls import count_calls; print(count_calls(32, 5).total)"
+    count = (
+        "from cbatch.bench.experiments.calls import count_calls; print(count_calls(32, 5).total)"
+    )
     found = subprocess.run(  # apart, because each step of a test checks the books
         [sys.executable, "-c", count], capture_output=True, text=True, check=True
     )
