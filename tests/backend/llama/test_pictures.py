@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import random
+import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ from cbatch.pictures import picture_data, picture_part
 from tests.backend.llama.fuzz_media import PICTURES, fuzz
 from tests.backend.llama.media import chat_with
 from tests.oracle.pictures import PlainSeer
-from tests.runtime.backends import parts_of
+from tests.runtime.backends import connections_of, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -289,6 +292,22 @@ def test_workers_take_pictures(showing_model: Path, projector: Path, seeing: cba
     ) as engine:
         there = engine.run(asked, options=GREEDY).results(return_errors=True)
     assert [r.token_ids for r in there] == [r.token_ids for r in here]
+
+
+def test_warning_about_a_picture_is_no_reason_of_a_death(
+    showing_model: Path, projector: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        cbatch.load(showing_model, mmproj=projector, parallel=1, replicas=1) as engine,
+        caplog.at_level(logging.WARNING, "cbatch"),
+    ):
+        [result] = engine.run([chat(_huge(9500), "Hm?")]).results(return_errors=True)
+        assert "9,500 × 9,500" in str(result.error)
+        os.kill(connections_of(engine)[0].link.pid, signal.SIGKILL)
+        engine.submit("Hm?", options=GREEDY).result()
+    [death] = [m for m in caplog.messages if "died" in m]
+    assert "ended by SIGKILL" in death
+    assert "Warning" not in death
 
 
 def test_other_projector_gives_other_answers(
