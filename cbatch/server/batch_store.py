@@ -105,6 +105,7 @@ class BatchStore:
                 opened.callback(self._folder.close)
                 self._db = open_index(self._folder)
                 opened.callback(self._db.close)
+                self._folder.watch(self._folder.index)
                 self._tidy()
                 opened.pop_all()
         except sqlite3.OperationalError as error:
@@ -176,12 +177,12 @@ class BatchStore:
 
     def opened(self, file: StoredFile) -> BinaryIO:
         """Open a file's content. Raises a `HttpProblemError` if the file or the folder was removed meanwhile."""
-        try:
-            return open(self.path_of(file), "rb", opener=_regular)
-        except FileNotFoundError:
-            with disk_problems():
+        with disk_problems():
+            try:
+                return open(self.path_of(file), "rb", opener=_regular)
+            except FileNotFoundError:
                 self._folder.check()
-            raise not_there("File", file.id) from None
+        raise not_there("File", file.id)
 
     def file(self, id: str, viewer: str | None) -> StoredFile:
         """Return a file. Raises a `HttpProblemError` if the viewer has no file with this id."""

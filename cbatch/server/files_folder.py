@@ -107,6 +107,7 @@ class FilesFolder:
         # without a wait for the reader of a pipe of that name
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         self._marker = os.open(marker, flags, 0o600)
+        self._watched = {marker: os.fstat(self._marker)}
         # also without `close`, as in an app never ended
         self._closing = weakref.finalize(self, os.close, self._marker)
         with suppress(OSError):  # the file's name is enough
@@ -121,14 +122,18 @@ class FilesFolder:
         except OSError:
             pass  # not every file system has locks; that of the index is left
 
+    def watch(self, place: Path) -> None:
+        """Have `check` notice if a file is removed or replaced."""
+        self._watched[place] = place.stat()
+
     def check(self) -> None:
-        """Raise an OSError if the folder was removed or replaced since it was opened: what is written would be lost."""
-        marker = self.path / _MARKER
-        with suppress(FileNotFoundError):
-            if os.path.samestat(marker.stat(), os.fstat(self._marker)):
-                return
-        why = "removed or replaced while the server ran; restart the server"
-        raise FileNotFoundError(errno.ENOENT, why, str(marker))
+        """Raise an OSError if the folder or its index was removed or replaced: what is written would be lost."""
+        for place, status in self._watched.items():
+            with suppress(FileNotFoundError):
+                if os.path.samestat(place.stat(), status):
+                    continue
+            why = "removed or replaced while the server ran; restart the server"
+            raise FileNotFoundError(errno.ENOENT, why, str(place))
 
     def close(self) -> None:
         """Let other servers open the folder. Twice is harmless."""

@@ -578,3 +578,38 @@ def test_folder_that_is_removed_under_the_server_is_told_and_takes_nothing(
             assert warning.exc_info is None
     with kept_app(tmp_path) as app:
         assert upload(app, b"x").status_code == 200
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_index_that_is_removed_under_the_server_is_told_and_nothing_taken(
+    tmp_path: Path, is_made_again: bool
+) -> None:
+    with kept_app(tmp_path) as app:
+        file = upload(app, TWO).json()["id"]
+        (tmp_path / "kept" / INDEX).unlink()
+        if is_made_again:
+            (tmp_path / "kept" / INDEX).touch()
+        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        told = [
+            upload(app, b"x"),
+            call(app, "/v1/batches", asked),
+            call(app, BATCHES, {"requests": [messages.request("a")]}),
+        ]
+        for answer in told:
+            assert answer.status_code == 500
+            assert "folder of files cannot be used" in answer.json()["error"]["message"]
+
+
+def test_file_in_place_of_the_contents_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kept_app(tmp_path) as app:
+        file = upload(app, TWO).json()["id"]
+        shutil.rmtree(tmp_path / "kept" / "content")
+        (tmp_path / "kept" / "content").touch()
+        told = call(app, f"/v1/files/{file}/content")
+        assert told.status_code == 500
+        assert "folder of files cannot be used" in told.json()["error"]["message"]
+        assert [record.exc_info for record in caplog.records if record.levelname != "INFO"] == [
+            None
+        ]
