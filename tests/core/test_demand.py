@@ -10,7 +10,7 @@ from cbatch.backend.fake import FakeVocab
 from cbatch.core.books import KvLedger
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.plan import Slot
-from cbatch.core.preemption import N_PREEMPTED_MAX, Demand, KvDemandEstimator
+from cbatch.core.slots import N_PREEMPTED_MAX, Demand, KvDemandEstimator
 from tests.helpers import make_request, partitioned, shared_pool
 
 if TYPE_CHECKING:
