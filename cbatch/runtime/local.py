@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.backend import Backend
+    from cbatch.cache.store import CacheStore, NoStore
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
     from cbatch.embedding import TextSettings
@@ -80,55 +81,49 @@ class LocalRuntime:
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
-        self._stats = stats = EngineStats()
-        n_window, chats = backend.n_window, ChatFormat(backend.vocab)
-        self._prompts = PromptTokenizer(
-            partial(
-                tokenize,
-                backend.vocab,
-                n_window=n_window,
-                n_trained=backend.model_facts.n_ctx_train,
-            ),
-            n_window,
-            chats,
-            backend.vocab,
-        )
-        self._lanes = lanes = PromptLanes(
+        self._stats = EngineStats()
+        chats, n_trained = ChatFormat(backend.vocab), backend.model_facts.n_ctx_train
+        fit = partial(tokenize, backend.vocab, n_window=backend.n_window, n_trained=n_trained)
+        self._prompts = PromptTokenizer(fit, backend.n_window, chats, backend.vocab)
+        self._lanes = PromptLanes(
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
         )
-        ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
-        wants = SequenceWants(lanes.order, n_ahead=lanes.n_ahead, takes_long=lanes.takes_long)
-        self.batcher = MultiRequestBatcher(ledger, wants, schedule, backend.cuts)
-        self._scheduler = scheduler = ContinuousBatchScheduler(
-            self.batcher,
-            backend.n_batch,
-            stats,
-            schedule,
-            cuts=backend.cuts,
-            memory=backend.memory,
-            has_adapters=bool(backend.adapters),
-        )
-        store = open_store(cache_dir, cache_mib * 2**20)
-        clock = time.perf_counter
-        self.loop = loop = Loop(
-            backend,
-            scheduler,
-            stats,
-            clock,
-            store,
-            lanes,
-            wants,
-            is_threaded=is_threaded,
-        )
-        self.texts = Texts(backend, loop.routes, stats, is_threaded=is_threaded)
+        self.loop = loop = self._made_loop(open_store(cache_dir, cache_mib * 2**20))
+        self.texts = Texts(backend, loop.routes, self._stats, is_threaded=is_threaded)
         loop.end_texts, loop.is_inside_texts = self.texts.close, self._is_in_texts
-        self.orders = InFlight(loop, self.batcher, clock, self.texts)
+        self.orders = InFlight(loop, self.batcher, time.perf_counter, self.texts)
         self.sequences = SequenceMaker(backend, schedule, chats)
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
         self._can_generate = backend.model_facts.can_generate
         self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         if is_threaded:
             loop.start()
+
+    def _made_loop(self, store: CacheStore | NoStore) -> Loop:
+        """Return what does the steps, over a batcher and a scheduler of the backend."""
+        backend, schedule, lanes = self.backend, self._schedule, self._lanes
+        ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
+        wants = SequenceWants(lanes.order, n_ahead=lanes.n_ahead, takes_long=lanes.takes_long)
+        self.batcher = MultiRequestBatcher(ledger, wants, schedule, backend.cuts)
+        self._scheduler = ContinuousBatchScheduler(
+            self.batcher,
+            backend.n_batch,
+            self._stats,
+            schedule,
+            cuts=backend.cuts,
+            memory=backend.memory,
+            has_adapters=bool(backend.adapters),
+        )
+        return Loop(
+            backend,
+            self._scheduler,
+            self._stats,
+            time.perf_counter,
+            store,
+            lanes,
+            wants,
+            is_threaded=self.is_threaded,
+        )
 
     # ---- questions ----
 
