@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.interface import OnAdmit, OnEnd, Submission, Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.support.model_facts import ModelFacts
@@ -152,23 +152,10 @@ class LocalRuntime:
         """The ids in flight."""
         return self.orders.routes
 
-    @property
-    def on_end(self) -> Callable[[EngineClosedError | None], object] | None:
-        """Called once at the end; see `Runtime`."""
-        return self.loop.on_end
-
-    @on_end.setter
-    def on_end(self, action: Callable[[EngineClosedError | None], object] | None) -> None:
-        self.loop.on_end = action
-
-    @property
-    def on_admit(self) -> Callable[[Sequence[str]], object] | None:
-        """Called with the ids of sequences before the first step that computes something of them."""
-        return self.loop.on_admit
-
-    @on_admit.setter
-    def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
-        self.loop.on_admit = self.texts.on_admit = action
+    def listen(self, on_end: OnEnd | None, on_admit: OnAdmit | None = None) -> None:
+        """Have a listener told of the end and of admissions; see `Runtime`."""
+        self.loop.on_end = on_end
+        self.loop.on_admit = self.texts.on_admit = on_admit
 
     def _is_in_texts(self) -> bool:
         return self.texts.is_current_thread
