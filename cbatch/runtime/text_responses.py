@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse, Reader
 
-R = TypeVar("R", EmbedResult, RerankResult)
+R = TypeVar("R", bound=EmbedResult | RerankResult)
 
 
 class TextReader(Generic[R]):
