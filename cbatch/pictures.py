@@ -106,7 +106,7 @@ def _file_of(place: str, image: object) -> bytes:
     try:
         if getattr(image, "mode", "") not in _PNG_MODES:
             image = image.convert("RGB")  # type: ignore[attr-defined]
-        image.save(file, "PNG")
+        image.save(file, "PNG", compress_level=1)  # half the time for a seventh more bytes
     except Exception as error:  # such as of a file that Pillow reads only now
         raise ConfigError(f"{place} has an image that cannot be read: {words_of(error)}") from None
     return file.getvalue()

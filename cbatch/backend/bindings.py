@@ -14,6 +14,7 @@ import ctypes
 import os
 import re
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,18 @@ from cbatch.backend.named_library import (
     misfit,
     named_library,
 )
+from cbatch.backend.native_file import native_file
 from cbatch.backend.param_layout import fit_structures
 from cbatch.errors import IncompatibleLlamaError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SPIN_COUNT = "30000"
-"""Rounds of spinning before a thread sleeps: some tenths of a millisecond. Source: docs/understand/performance.md."""
+_SPIN_S = 3e-4
+"""How long a thread spins before it sleeps. Source: docs/understand/performance.md."""
+
+_ROUND_S = 1e-8
+"""Seconds of a round of spinning, where they cannot be measured."""
 
 POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables by which a user says how OpenMP's threads wait. Source: the manual of GNU libgomp."""
@@ -42,13 +47,25 @@ OLDEST = "0.3.36"
 """The oldest llama-cpp-python that has what cbatch calls; as in pyproject.toml."""
 
 
+@cache
+def spin_count() -> int:
+    """Return how many rounds a thread spins: a round takes 1 to 50 ns, by processor."""
+    try:
+        measure = ctypes.CDLL(str(native_file())).cbatch_spin_s
+    except (OSError, AttributeError):  # which is told where it is loaded for use
+        return round(_SPIN_S / _ROUND_S)
+    measure.restype = ctypes.c_double
+    round_s: float = measure()
+    return max(1, round(_SPIN_S / round_s))
+
+
 @contextmanager
 def bounded_spins() -> Iterator[None]:
     """Have an OpenMP runtime that is loaded in the block spin for a bounded time; a user's own policy stays."""
     if any(name in os.environ for name in POLICIES):
         yield
         return
-    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    os.environ["GOMP_SPINCOUNT"] = str(spin_count())
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ _ALIKE = 0.02
 _N_UNIFORM = 4
 """Steps with equal numbers of prompt tokens after which another number is tried."""
 
-_N_ANY = 2**31 - 1
+_GROWTH = 2
 
 _SAME_WIDTH = 1.5
 """A width that was never measured counts as costing the same as one that is smaller by up to this factor."""
@@ -133,6 +133,8 @@ class StepCosts:
         self._is_uniform = False
         """Whether all recent steps with rows and prompts had the same number of prompt tokens."""
         self._n_unfitted = 0
+        self._n_most = N_FIRST
+        """The most prompt tokens that a step had."""
 
     @property
     def has_decoded(self) -> bool:
@@ -165,6 +167,7 @@ class StepCosts:
             n_before: cells before each prompt token, all tokens together.
         """
         self._prompts.append(_Mixed(n_rows, n_prompt, seconds, n_before))
+        self._n_most = max(self._n_most, n_prompt)
         self._n_unfitted += 1
         if self.has_decoded and (self._n_unfitted >= _N_REFIT or len(self._prompts) < _N_REFIT):
             self._fit()
@@ -243,12 +246,15 @@ class StepCosts:
     def _n_in(self, seconds: float, cost: PromptCost, start: int) -> int:
         """Return how many prompt tokens from position `start` are computed in `seconds`, at least one.
 
+        Few and noisy steps may tell any cost, so a step has at most `_GROWTH` times the tokens that one had before.
         If all steps had the same number of tokens, the cost of one token is unknown; then the next step has fewer.
         """
         first_s = cost.token_s + cost.cell_s * start
         # the root of n · first_s + n² / 2 · cell_s = seconds
         both_s = first_s + math.sqrt(first_s * first_s + 2 * cost.cell_s * seconds)
-        n = int(min(_N_ANY, 2 * seconds / both_s)) if both_s else _N_ANY
+        n = _GROWTH * self._n_most
+        if both_s:
+            n = int(min(n, 2 * seconds / both_s))
         if self._is_uniform:
             n = min(n, int(self._prompts[-1].n_prompt / _SPREAD))
         return max(1, n)
@@ -266,9 +272,8 @@ class StepCosts:
         alone = [step for step in steps if not step.n_rows]
         slopes = _slopes(mixed) + _slopes(alone)
         self._left_s = {}
-        if slopes:
-            token_s = max(0.0, median(slopes))
-        else:
+        token_s = median(slopes) if slopes else 0.0
+        if token_s <= 0:  # unknown, or noise
             each_s = [
                 [self._beyond_s(s) / s.n_prompt for s in steps] for steps in (mixed, alone) if steps
             ]
@@ -347,7 +352,11 @@ class PromptBudget:
             return n_set, None
         are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
         if n_rows and is_watched and are_few:
-            n_most = self._n_beside(n_rows, len(prefills), n_new, start)
+            if prefills[0].driver.pictures:
+                # its pictures took longer than their rows will: large steps bring its first token hardly earlier
+                n_most = self._n_within(n_rows, SHORT_RUN_S, start)
+            else:
+                n_most = self._n_beside(n_rows, len(prefills), n_new, start)
         elif n_new and len(prefills) > 1:
             share = 1 / (1 + MOST_OVER_ROWS)
             n_known = self.costs.n_prompt_for(n_rows, share, LEAST_BURST_S, start)

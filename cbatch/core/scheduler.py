@@ -480,8 +480,8 @@ class ContinuousBatchScheduler:
             if n_computed < driver.n_prompt or n_computed < driver.n_reached:
                 stats.n_prompt_tokens += max(0, min(n_inputs, driver.n_prompt - n_computed))
                 stats.n_recomputed_tokens += max(0, min(n_inputs, driver.n_reached - n_computed))
-            if result.drafted:
-                driver.drafted = driver.drafted.and_more(result.drafted[i])
+            if result.drafted and any(drafted := result.drafted[i]):
+                driver.drafted = driver.drafted.and_more(drafted)
             logprobs = result.logprobs[i] if result.logprobs else ()
             driver.accept(n_inputs, sampled, now, guidance, logprobs, later_s=later_s)
             cells.append((span.slot, driver.n_computed - n_computed))

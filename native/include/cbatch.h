@@ -284,6 +284,10 @@ CBATCH_EXPORT int32_t cbatch_weights(const float * logits, int32_t n, double tem
 // Write the four words of Philox4x32-10 for a counter of four words and a key of two. For known-answer tests.
 CBATCH_EXPORT void cbatch_philox(const uint32_t * counter, const uint32_t * key, uint32_t * out) CBATCH_NOEXCEPT;
 
+// Return the seconds of a round in which GNU's OpenMP has a thread spin on this processor: a load and a pause. Takes a
+// fraction of a millisecond. Source: libgomp/config/linux/wait.h, do_spin.
+CBATCH_EXPORT double cbatch_spin_s(void) CBATCH_NOEXCEPT;
+
 // The node after which the computing of a graph ends. Must outlive the contexts that have it.
 typedef struct cbatch_stop {
     const char * (*get_name)(const void * tensor);  // ggml_get_name

@@ -18,6 +18,7 @@ SEES = {
         "bindings",
         "host_limits",
         "logits_processors",
+        "native_file",
         "plan_check",
         "protocol",
         "threads",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import llama_cpp
 import pytest
 
+from cbatch.backend import native_file
 from cbatch.backend.llama import library
 from cbatch.errors import IncompatibleLlamaError
 
@@ -56,7 +57,7 @@ def test_checkout_without_a_built_library_says_to_leave_it(
     (tmp_path / "native").mkdir()
     (tmp_path / "native" / "CMakeLists.txt").touch()
     monkeypatch.delenv("CBATCH_LIBRARY", raising=False)
-    monkeypatch.setattr(library, "_PACKAGE", tmp_path / "cbatch")
+    monkeypatch.setattr(native_file, "_PACKAGE", tmp_path / "cbatch")
     with pytest.raises(IncompatibleLlamaError, match=r"is the source checkout.*PYTHONSAFEPATH=1"):
         library.load_library()
 
@@ -65,7 +66,7 @@ def test_installed_package_without_a_library_says_how_to_reinstall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CBATCH_LIBRARY", raising=False)
-    monkeypatch.setattr(library, "_PACKAGE", tmp_path / "cbatch")
+    monkeypatch.setattr(native_file, "_PACKAGE", tmp_path / "cbatch")
     with pytest.raises(IncompatibleLlamaError, match=r"missing.*pip install .*--no-deps.* \.$"):
         library.load_library()
 

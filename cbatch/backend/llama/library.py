@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.openmp import gomp_parallel
 from cbatch.backend.llama.structs import NativeApi, NativeStop
+from cbatch.backend.native_file import native_file
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
 
 ABI_VERSION = 14
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
-_FILE_NAME = {"darwin": "libcbatch.dylib", "win32": "libcbatch.dll"}.get(
-    sys.platform, "libcbatch.so"
-)
 _REINSTALL = "reinstall it, in a clone: pip install --force-reinstall --no-deps --no-cache-dir ."
 _VECTORS = b"result_embd_pooled"
 """The name of the vectors in a graph. Source: llama.cpp's src/llama-graph.cpp, build_pooling."""
-_PACKAGE = Path(__file__).parents[2]
 _BATCH_FIELDS = ("n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits")
 
 _int, _pointer = ctypes.c_int32, ctypes.c_void_p
@@ -70,11 +64,11 @@ def load_library() -> Any:
     Raises:
         IncompatibleLlamaError: the file is missing, does not load, or is of another cbatch.
     """
-    chosen = os.environ.get("CBATCH_LIBRARY")
-    path = Path(chosen) if chosen else _PACKAGE / _FILE_NAME
-    if not (chosen or path.exists()) and (_PACKAGE.parent / "native" / "CMakeLists.txt").exists():
+    path = native_file()
+    folder = path.parent
+    if not path.exists() and (folder.parent / "native" / "CMakeLists.txt").exists():
         raise IncompatibleLlamaError(
-            f"{_PACKAGE} is the source checkout of cbatch, not the installed package: run Python from another folder, "
+            f"{folder} is the source checkout of cbatch, not the installed package: run Python from another folder, "
             "with your script there, or set PYTHONSAFEPATH=1 (Python 3.11 and later)"
         )
     try:
