@@ -17,6 +17,7 @@ from cbatch.runtime.prompt_fit import output_cap, set_prompt
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
+from cbatch.sounds import is_sound
 from cbatch.support.garbage import drop_frames
 from cbatch.support.picture_tokens import PictureTokens
 from cbatch.support.prefix_index import n_common
@@ -44,11 +45,17 @@ Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 
 _Found: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError]"
 
+_ToEncode: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError | None]"
+"""A sequence, and its prompt once that is tokenized."""
+
 _Begun: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, str, Sequence[int]]"
 """A prompt with its options, its text and its tokens."""
 
 _N_LONG = 2**15
 """Characters or tokens above which a prompt is long. Tokenizing it takes some milliseconds."""
+
+_N_LONG_SOUND = 2**21
+"""Characters of a sound's base64 above which it is long: already its rows are counted by decoding it. Our choice."""
 
 _N_VALUE = 16
 """Characters that a value counts for that is no text."""
@@ -223,7 +230,7 @@ class PromptLanes:
         self._short = _Lane("cbatch-prompts", self._find)
         self._long = _Lane("cbatch-long-prompts", self._find)
         self._encoder = _Lane("cbatch-encoder", self._encode, is_nice=True)
-        self._slow_encoder = _Lane("cbatch-slow-encoder", self._encode, is_nice=True)
+        self._slow = _Lane("cbatch-slow-encoder", self._encode, is_nice=True)
 
     def begin(self, post: PostPrompts, take: Callable[[SequenceDriver], object]) -> None:
         """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
@@ -235,7 +242,12 @@ class PromptLanes:
             self._prompts.tokenize(driver)
         elif not driver.is_tokenized and driver not in self._ordered:
             self._ordered.add(driver)
-            (self._long if self.takes_long(driver) else self._short).put(driver)
+            if not self.takes_long(driver):
+                self._short.put(driver)
+            elif _has_long_sound(driver.request.prompt):
+                self._slow.put((driver, None))
+            else:
+                self._long.put(driver)
 
     def takes_long(self, driver: SequenceDriver) -> bool:
         """Whether a prompt takes long to become tokens, so that others should pass it."""
@@ -256,7 +268,7 @@ class PromptLanes:
 
     @property
     def _lanes(self) -> Sequence[_Lane[Any]]:
-        return self._short, self._long, self._encoder, self._slow_encoder
+        return self._short, self._long, self._encoder, self._slow
 
     def close(self) -> None:
         """Finish the prompts under way, but not what is being encoded, and begin no others."""
@@ -276,18 +288,18 @@ class PromptLanes:
             if is_encoded(prompt):
                 found.append((driver, self._prompts.encoded(prompt)))
             else:
-                lane = self._slow_encoder if is_slow(prompt) else self._encoder
-                lane.put((driver, prompt))
+                (self._slow if is_slow(prompt) else self._encoder).put((driver, prompt))
         self._tell(found)
 
-    def _encode(self, waiting: Callable[[], _Found | None]) -> None:
-        """Encode what the next prompt shows, and have its tokens taken."""
+    def _encode(self, waiting: Callable[[], _ToEncode | None]) -> None:
+        """Encode what the next prompt shows, tokenized or not yet, and have its tokens taken."""
         if (found := waiting()) is None:
             return
         driver, prompt = found
         if driver.finish_reason is not None:
             self._ordered.discard(driver)
         else:
+            prompt = prompt or self._prompts.find(driver.request)
             self._tell([(driver, self._prompts.encoded(prompt))])
 
     def _tell(self, found: Sequence[_Found]) -> None:
@@ -353,6 +365,16 @@ def _is_long(request: Request) -> bool:
     if prompt.messages is not None:
         return _is_large([*prompt.messages, options.template_variables])
     return len(prompt.prompt or prompt.tokens or ()) > _N_LONG
+
+
+def _has_long_sound(prompt: BatchPrompt) -> bool:
+    """Whether a prompt has a sound that takes long to decode."""
+    return any(
+        is_sound(part) and len(part["input_audio"]["data"]) > _N_LONG_SOUND
+        for message in (prompt.messages or ())
+        if isinstance(message["content"], tuple)
+        for part in message["content"]
+    )
 
 
 def _is_large(value: object) -> bool:

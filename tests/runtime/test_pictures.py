@@ -239,6 +239,37 @@ def test_picture_that_is_decoded_slowly_holds_up_no_other_picture() -> None:
         assert [each.results()[0].error for each in slow] == [None] * 2
 
 
+class SlowEars(SlowEyes):
+    """Counts the rows of long sounds only once it is let go."""
+
+    def picture_tokens(self, *asked: Any) -> PictureTokens:
+        if "input_audio" in str(asked[0]):
+            self.is_held.set()
+            assert self.go.wait(PATIENCE_S)
+        return super().picture_tokens(*asked)
+
+
+def test_long_sound_that_is_counted_holds_up_neither_text_nor_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.runtime.prompts._N_LONG_SOUND", 100)
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = SlowEars(backend.vocab.n_vocab)
+    vocab.sound_refusal = ""
+    content = [{"type": "audio", "audio": bytes(100)}, {"type": "text", "text": "Hm?"}]
+    with Engine(backend) as engine:
+        heard = engine.run([[{"role": "user", "content": content}]], options=SAME)
+        try:
+            assert vocab.is_held.wait(PATIENCE_S)
+            others = [shown(b"known"), "a" * 40_000]
+            picture, text = engine.run(others, options=SAME).results(return_errors=True)
+        finally:
+            vocab.go.set()
+        assert picture.error is None
+        assert isinstance(text.error, PromptTooLongError)
+        assert heard.results()[0].error is None
+
+
 def test_cancelled_request_is_not_encoded_when_its_turn_comes() -> None:
     backend = FakeBackend(2, 400)
     backend.vocab = vocab = SlowEyes(backend.vocab.n_vocab)
