@@ -261,7 +261,7 @@ def test_long_sound_that_is_counted_holds_up_neither_text_nor_picture(
         heard = engine.run([[{"role": "user", "content": content}]], options=SAME)
         try:
             assert vocab.is_held.wait(PATIENCE_S)
-            others = [shown(b"known"), "a" * 40_000]
+            others: list[Any] = [shown(b"known"), "a" * 40_000]
             picture, text = engine.run(others, options=SAME).results(return_errors=True)
         finally:
             vocab.go.set()
