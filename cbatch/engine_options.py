@@ -242,6 +242,7 @@ class EngineOptions(ScheduleOptions):
             `cbatch.pictures` and `cbatch.sounds`.
         cache_dir: the folder for cells that requests save; default: the user's own.
         cache_mib: the most that the folder may hold.
+        cache_media: keep the rows of encoded pictures and sounds in that folder, too.
         library: llama.cpp's library, or a folder that has it, in place of the one that `LLAMA_CPP_LIB_PATH` names or
             llama-cpp-python has. A process has one: the first load decides.
 
@@ -286,6 +287,7 @@ class EngineOptions(ScheduleOptions):
     mmproj: str | os.PathLike[str] | None = checked(check_path)
     cache_dir: str | os.PathLike[str] | None = checked(check_path)
     cache_mib: int = checked(check_int, 1, MAX_INT, default=10_240)
+    cache_media: bool = checked(check_flag, default=False)
     library: str | os.PathLike[str] | None = checked(check_path)
 
     __repr__ = given_only

@@ -20,6 +20,7 @@ from cbatch.errors import ConfigError, EngineClosedError, GrammarError, Unsuppor
 from cbatch.media import shown_messages
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight, Route
+from cbatch.runtime.kept_rows import KeptRows
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
@@ -73,14 +74,16 @@ class LocalRuntime:
         is_threaded: bool = True,
         cache_dir: Path | None = None,
         cache_mib: int = 10_240,
+        cache_media: bool = False,
     ) -> None:
-        """Take over `backend`, which `close` frees; the other arguments are those of `Engine`."""
+        """Take over `backend`, which `close` frees; the other arguments are those of `Engine` and `EngineOptions`."""
         from cbatch.cache.store import open_store  # numpy is slow to import
         from cbatch.runtime.text_room import Texts
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
         self._stats = stats = EngineStats()
+        store = open_store(cache_dir, cache_mib * 2**20)
         n_window, chats = backend.n_window, ChatFormat(backend.vocab)
         self._prompts = PromptTokenizer(
             partial(
@@ -92,6 +95,7 @@ class LocalRuntime:
             n_window,
             chats,
             backend.vocab,
+            KeptRows(store, backend.vocab) if cache_media else None,
         )
         self._lanes = lanes = PromptLanes(
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
@@ -108,7 +112,6 @@ class LocalRuntime:
             memory=backend.memory,
             has_adapters=bool(backend.adapters),
         )
-        store = open_store(cache_dir, cache_mib * 2**20)
         clock = time.perf_counter
         self.loop = loop = Loop(
             backend,

@@ -245,6 +245,7 @@ MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "n_ubatch": (("--n-ubatch", 64), 64),
     "draft": (("--draft", "d.gguf"), "d.gguf"),
     "cache_mib": (("--cache-mib", 5), 5),
+    "cache_media": (("--cache-media",), True),
     "use_mmap": (("--no-mmap",), False),
     "use_mlock": (("--mlock",), True),
     "offload_kqv": (("--no-offload-kqv",), False),
