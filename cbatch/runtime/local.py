@@ -20,6 +20,7 @@ from cbatch.errors import ConfigError, EngineClosedError, GrammarError, Unsuppor
 from cbatch.media import shown_messages
 from cbatch.runtime.ids import check_own, own_id
 from cbatch.runtime.in_flight import InFlight, Route
+from cbatch.runtime.kept_rows import KeptRows
 from cbatch.runtime.loop import Loop
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
@@ -74,21 +75,24 @@ class LocalRuntime:
         is_threaded: bool = True,
         cache_dir: Path | None = None,
         cache_mib: int = 10_240,
+        cache_media: bool = False,
     ) -> None:
-        """Take over `backend`, which `close` frees; the other arguments are those of `Engine`."""
+        """Take over `backend`, which `close` frees; the other arguments are those of `Engine` and `EngineOptions`."""
         from cbatch.cache.store import open_store  # numpy is slow to import
         from cbatch.runtime.text_room import Texts
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
         self._stats = EngineStats()
+        store = open_store(cache_dir, cache_mib * 2**20)
         chats, n_trained = ChatFormat(backend.vocab), backend.model_facts.n_ctx_train
         fit = partial(tokenize, backend.vocab, n_window=backend.n_window, n_trained=n_trained)
-        self._prompts = PromptTokenizer(fit, backend.n_window, chats, backend.vocab)
+        kept_rows = KeptRows(store, backend.vocab) if cache_media else None
+        self._prompts = PromptTokenizer(fit, backend.n_window, chats, backend.vocab, kept_rows)
         self._lanes = PromptLanes(
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
         )
-        self.loop = loop = self._made_loop(open_store(cache_dir, cache_mib * 2**20))
+        self.loop = loop = self._made_loop(store)
         self.texts = Texts(backend, loop.routes, self._stats, is_threaded=is_threaded)
         loop.end_texts, loop.is_inside_texts = self.texts.close, self._is_in_texts
         self.orders = InFlight(loop, self.batcher, time.perf_counter, self.texts)
