@@ -991,6 +991,7 @@ def open_local(
         is_threaded=is_threaded,
         cache_dir=folder,
         cache_mib=options.cache_mib,
+        cache_media=options.cache_media,
     )
 
 

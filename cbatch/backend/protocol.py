@@ -77,6 +77,10 @@ class Vocab(Protocol):
             RequestFailedError: the template refuses the chat, a file is refused, or the model takes none.
         """
 
+    @property
+    def media_fingerprint(self) -> Mapping[str, str]:
+        """What rows of pictures and sounds depend on, by readable names."""
+
     def encode(self, tokens: PictureTokens) -> None:
         """Encode what a chat shows, as far as it is not known; takes seconds. Not in the owner thread.
 

@@ -26,7 +26,7 @@ OF_FILES = (
     "force",
 )
 _OF_RESUMED = ("errors", "retry_errors", "shuffle", "strict", "window")
-_DEVICES = names_in(DEVICES, without=("cache_mib",))
+_DEVICES = names_in(DEVICES, without=("cache_mib", "cache_media"))
 
 COLUMN = option(help="Column with the text.", default="text or prompt", metavar="NAME")
 TRUNCATE = option(

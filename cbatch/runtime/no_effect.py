@@ -121,6 +121,11 @@ _OF_A_LOAD: tuple[tuple[tuple[str, ...], Callable[[Loaded], bool], str], ...] = 
     ),
     (("checkpoint_mib",), lambda m: not m.options.share_prefixes, "with share_prefixes=False"),
     (
+        ("cache_media",),
+        lambda m: m.options.mmproj is None,
+        "without mmproj, which encodes pictures and sounds",
+    ),
+    (
         ("n_gpu_layers", "main_gpu", "split_mode", "tensor_split"),
         lambda m: not m.has_devices,
         "here: there is no GPU, or llama-cpp-python was built without support for it",

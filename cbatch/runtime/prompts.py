@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from cbatch.errors import CBatchError, PromptTooLongError, RequestFailedError, words_of
 from cbatch.media import shown_messages
@@ -17,6 +17,8 @@ from cbatch.runtime.prompt_fit import output_cap, set_prompt
 from cbatch.runtime.scoring import n_joined
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
+from cbatch.sounds import is_sound
+from cbatch.support.garbage import drop_frames
 from cbatch.support.picture_tokens import PictureTokens
 from cbatch.support.prefix_index import n_common
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
     from cbatch.options import Grammar, RunOptions
+    from cbatch.runtime.kept_rows import KeptRows
 
     class PostPrompts(Protocol):
         """Has a command done by the owner thread between two runs."""
@@ -42,11 +45,17 @@ Tokenize: TypeAlias = "Callable[[BatchPrompt, RunOptions], Sequence[int]]"
 
 _Found: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError]"
 
+_ToEncode: TypeAlias = "tuple[SequenceDriver, FoundPrompt | CBatchError | None]"
+"""A sequence, and its prompt once that is tokenized."""
+
 _Begun: TypeAlias = "tuple[BatchPrompt | None, RunOptions | None, str, Sequence[int]]"
 """A prompt with its options, its text and its tokens."""
 
 _N_LONG = 2**15
 """Characters or tokens above which a prompt is long. Tokenizing it takes some milliseconds."""
+
+_N_LONG_SOUND = 2**21
+"""Characters of a sound's base64 above which it is long: already its rows are counted by decoding it. Our choice."""
 
 _N_VALUE = 16
 """Characters that a value counts for that is no text."""
@@ -80,10 +89,14 @@ class PromptTokenizer:
         n_window: int,
         chats: ChatFormat | None = None,
         vocab: Vocab | None = None,
+        kept: KeptRows | None = None,
     ) -> None:
-        """Make one; `chats` is for requests whose grammar is open, `vocab` encodes pictures and sounds."""
+        """Make one; `chats` is for requests whose grammar is open, `vocab` encodes pictures and sounds.
+
+        Where rows are `kept` in files, they are read in place of encoding.
+        """
         self._tokenize, self._n_window, self._chats = tokenize, n_window, chats
-        self._vocab = vocab
+        self._vocab, self._kept = vocab, kept
         self._begun: _Begun = None, None, "", ()
         """The last prompt that had an ending, as text and tokens: the next one may have another ending of it."""
 
@@ -98,7 +111,10 @@ class PromptTokenizer:
             return found
         try:
             if self._vocab is not None:
+                new = self._kept.read(found.tokens.pictures) if self._kept else ()
                 self._vocab.encode(found.tokens)
+                if self._kept and new:
+                    self._kept.write(new)
         except Exception as error:
             return _failure(error)
         return found
@@ -181,8 +197,14 @@ def is_encoded(found: FoundPrompt | CBatchError) -> bool:
     return isinstance(found, CBatchError) or getattr(found.tokens, "is_encoded", True)
 
 
+def is_slow(found: FoundPrompt | CBatchError) -> bool:
+    """Whether something of a prompt is to be encoded that takes long to decode."""
+    return not isinstance(found, CBatchError) and getattr(found.tokens, "is_slow", False)
+
+
 def _failure(error: Exception) -> CBatchError:
     if isinstance(error, CBatchError):
+        drop_frames(error)  # they hold the file's bytes, and what was decoded of it
         return error
     failure = RequestFailedError(f"the prompt could not be prepared: {words_of(error)}")
     failure.__cause__ = error
@@ -192,7 +214,8 @@ def _failure(error: Exception) -> CBatchError:
 class PromptLanes:
     """Tokenizes the prompts of sequences in order: short prompts in one thread, long ones in another.
 
-    What these show is encoded in a third one, so that a prompt whose pictures are known waits for no other.
+    What these show is encoded in a third one, so that a prompt whose pictures are known waits for no other; and what
+    takes long to decode in a fourth.
 
     Without threads, the caller of `order` tokenizes at once.
     """
@@ -207,6 +230,7 @@ class PromptLanes:
         self._short = _Lane("cbatch-prompts", self._find)
         self._long = _Lane("cbatch-long-prompts", self._find)
         self._encoder = _Lane("cbatch-encoder", self._encode, is_nice=True)
+        self._slow = _Lane("cbatch-slow-encoder", self._encode, is_nice=True)
 
     def begin(self, post: PostPrompts, take: Callable[[SequenceDriver], object]) -> None:
         """Have `take` called through `post`, in the owner thread, for each tokenized or refused prompt's sequence."""
@@ -218,7 +242,12 @@ class PromptLanes:
             self._prompts.tokenize(driver)
         elif not driver.is_tokenized and driver not in self._ordered:
             self._ordered.add(driver)
-            (self._long if self.takes_long(driver) else self._short).put(driver)
+            if not self.takes_long(driver):
+                self._short.put(driver)
+            elif _has_long_sound(driver.request.prompt):
+                self._slow.put((driver, None))
+            else:
+                self._long.put(driver)
 
     def takes_long(self, driver: SequenceDriver) -> bool:
         """Whether a prompt takes long to become tokens, so that others should pass it."""
@@ -235,14 +264,17 @@ class PromptLanes:
     @property
     def is_current_thread(self) -> bool:
         """Whether the caller's thread tokenizes prompts."""
-        return any(lane.is_current for lane in (self._short, self._long, self._encoder))
+        return any(lane.is_current for lane in self._lanes)
+
+    @property
+    def _lanes(self) -> Sequence[_Lane[Any]]:
+        return self._short, self._long, self._encoder, self._slow
 
     def close(self) -> None:
         """Finish the prompts under way, but not what is being encoded, and begin no others."""
         self._prompts.stop_encoding()
-        self._short.close()
-        self._long.close()
-        self._encoder.close()
+        for lane in self._lanes:
+            lane.close()
 
     def _find(self, drivers: Callable[[], SequenceDriver | None]) -> None:
         """Tokenize the prompts of `drivers` for a few milliseconds, and have the tokens taken."""
@@ -256,17 +288,18 @@ class PromptLanes:
             if is_encoded(prompt):
                 found.append((driver, self._prompts.encoded(prompt)))
             else:
-                self._encoder.put((driver, prompt))
+                (self._slow if is_slow(prompt) else self._encoder).put((driver, prompt))
         self._tell(found)
 
-    def _encode(self, waiting: Callable[[], _Found | None]) -> None:
-        """Encode what the next prompt shows, and have its tokens taken."""
+    def _encode(self, waiting: Callable[[], _ToEncode | None]) -> None:
+        """Encode what the next prompt shows, tokenized or not yet, and have its tokens taken."""
         if (found := waiting()) is None:
             return
         driver, prompt = found
         if driver.finish_reason is not None:
             self._ordered.discard(driver)
         else:
+            prompt = prompt or self._prompts.find(driver.request)
             self._tell([(driver, self._prompts.encoded(prompt))])
 
     def _tell(self, found: Sequence[_Found]) -> None:
@@ -332,6 +365,16 @@ def _is_long(request: Request) -> bool:
     if prompt.messages is not None:
         return _is_large([*prompt.messages, options.template_variables])
     return len(prompt.prompt or prompt.tokens or ()) > _N_LONG
+
+
+def _has_long_sound(prompt: BatchPrompt) -> bool:
+    """Whether a prompt has a sound that takes long to decode."""
+    return any(
+        is_sound(part) and len(part["input_audio"]["data"]) > _N_LONG_SOUND
+        for message in (prompt.messages or ())
+        if isinstance(message["content"], tuple)
+        for part in message["content"]
+    )
 
 
 def _is_large(value: object) -> bool:

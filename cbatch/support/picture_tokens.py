@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 FIRST_PICTURE = 2**32
 """The least id that is no token of a vocabulary."""
 
@@ -20,6 +23,24 @@ class PromptMedium(Protocol):
     @property
     def is_encoded(self) -> bool:
         """Whether its rows are there."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether decoding it takes long."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others, in any process."""
+
+    def state(self) -> NDArray[np.uint8]:
+        """Return its rows, once they are there: (n_bytes,) uint8."""
+
+    def restore(self, data: NDArray[np.uint8]) -> None:
+        """Take rows, as `state` returned them, in place of encoding.
+
+        Raises:
+            ValueError: they do not fit, or are not finite; the text ends a sentence about the rows.
+        """
 
 
 class PictureTokens(list[int]):
@@ -36,6 +57,11 @@ class PictureTokens(list[int]):
     def is_encoded(self) -> bool:
         """Whether all rows are there."""
         return all(picture.is_encoded for picture in self.pictures)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether something is to be encoded that takes long to decode."""
+        return any(p.is_slow and not p.is_encoded for p in self.pictures)
 
     @property
     def n_rows(self) -> int:

@@ -245,6 +245,7 @@ MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "n_ubatch": (("--n-ubatch", 64), 64),
     "draft": (("--draft", "d.gguf"), "d.gguf"),
     "cache_mib": (("--cache-mib", 5), 5),
+    "cache_media": (("--cache-media",), True),
     "use_mmap": (("--no-mmap",), False),
     "use_mlock": (("--mlock",), True),
     "offload_kqv": (("--no-offload-kqv",), False),
@@ -285,8 +286,8 @@ def test_flag_reaches_the_engine(
         (("--admission", "never"), "admission must be one of reserve, optimistic"),
         (("--itl-ms", 5, "--prefill-budget", 5), "not both"),
         (
-            ("--speculate", "8"),
-            "speculate must be one of off, ngram, job, draft, auto or 1 … 7, not 8",
+            ("--speculate", "16"),
+            "speculate must be one of off, ngram, job, draft, auto or 1 … 15, not 16",
         ),
         (("--speculate", "draft"), "speculate='draft' needs a draft model"),
         (("--speculate", "2", "--exact"), "exact=True cannot be guaranteed with speculate=2"),

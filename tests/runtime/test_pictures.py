@@ -172,7 +172,7 @@ def test_ids_of_pictures_are_no_tokens_and_tell_their_place() -> None:
 
 
 class SlowEyes(FakeVocab):
-    """Encodes pictures only once it is let go; knows that of `KNOWN`."""
+    """Encodes pictures only once it is let go; knows that of `KNOWN`, and decodes that of `HUGE` slowly."""
 
     def __init__(self, n_vocab: int) -> None:
         super().__init__(n_vocab)
@@ -181,8 +181,8 @@ class SlowEyes(FakeVocab):
 
     def picture_tokens(self, *asked: Any) -> PictureTokens:
         found = super().picture_tokens(*asked)
-        is_known = KNOWN in str(asked[0])
-        return PictureTokens(found, [FakePicture(is_encoded=is_known)])
+        said = str(asked[0])
+        return PictureTokens(found, [FakePicture(KNOWN in said, is_slow=HUGE in said)])
 
     def encode(self, tokens: PictureTokens) -> None:
         if not tokens.is_encoded:
@@ -190,7 +190,15 @@ class SlowEyes(FakeVocab):
             assert self.go.wait(PATIENCE_S)
 
 
-KNOWN = base64.b64encode(b"known").decode()
+class OneSlowEye(SlowEyes):
+    """Encodes those pictures at once that are decoded fast."""
+
+    def encode(self, tokens: PictureTokens) -> None:
+        if tokens.is_slow:
+            super().encode(tokens)
+
+
+KNOWN, HUGE = (base64.b64encode(data).decode() for data in (b"known", b"huge!!"))
 
 
 def shown(data: bytes) -> list[dict[str, Any]]:
@@ -215,6 +223,51 @@ def test_picture_that_is_encoded_holds_up_no_other_request(other: Any, *, fits: 
         assert isinstance(result.error, PromptTooLongError) is not fits
         assert (result.error is None) is fits
         assert seen.results()[0].error is None
+
+
+def test_picture_that_is_decoded_slowly_holds_up_no_other_picture() -> None:
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = OneSlowEye(backend.vocab.n_vocab)
+    with Engine(backend) as engine:
+        slow = [engine.run([shown(b"huge!!")], options=SAME) for _ in range(2)]
+        try:
+            assert vocab.is_held.wait(PATIENCE_S)
+            [result] = engine.run([shown(b"new")], options=SAME).results()
+        finally:
+            vocab.go.set()
+        assert result.error is None
+        assert [each.results()[0].error for each in slow] == [None] * 2
+
+
+class SlowEars(SlowEyes):
+    """Counts the rows of long sounds only once it is let go."""
+
+    def picture_tokens(self, *asked: Any) -> PictureTokens:
+        if "input_audio" in str(asked[0]):
+            self.is_held.set()
+            assert self.go.wait(PATIENCE_S)
+        return super().picture_tokens(*asked)
+
+
+def test_long_sound_that_is_counted_holds_up_neither_text_nor_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.runtime.prompts._N_LONG_SOUND", 100)
+    backend = FakeBackend(2, 400)
+    backend.vocab = vocab = SlowEars(backend.vocab.n_vocab)
+    vocab.sound_refusal = ""
+    content = [{"type": "audio", "audio": bytes(100)}, {"type": "text", "text": "Hm?"}]
+    with Engine(backend) as engine:
+        heard = engine.run([[{"role": "user", "content": content}]], options=SAME)
+        try:
+            assert vocab.is_held.wait(PATIENCE_S)
+            others: list[Any] = [shown(b"known"), "a" * 40_000]
+            picture, text = engine.run(others, options=SAME).results(return_errors=True)
+        finally:
+            vocab.go.set()
+        assert picture.error is None
+        assert isinstance(text.error, PromptTooLongError)
+        assert heard.results()[0].error is None
 
 
 def test_cancelled_request_is_not_encoded_when_its_turn_comes() -> None:

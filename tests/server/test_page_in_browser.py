@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
+import wave
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -158,10 +161,10 @@ def test_dropped_pictures_go_with_the_question(browser: Browser) -> None:
         tab.until("!document.querySelector('#attach').hidden")
         for n, size in enumerate([(40, 30), (5000, 100)], 1):
             tab.js(DROP % size)
-            tab.until(f"document.querySelectorAll('#pictures img').length === {n}")
+            tab.until(f"document.querySelectorAll('#media img').length === {n}")
         ask(tab, "What?")
         wait_for_answers(tab, 1)
-        assert tab.js("document.querySelector('#pictures').hidden")
+        assert tab.js("document.querySelector('#media').hidden")
         assert tab.js("document.querySelectorAll('.seen img').length") == 2
         *shown, text = script.asked[0]["messages"][0]["content"]
         assert text == {"type": "text", "text": "What?"}
@@ -169,19 +172,58 @@ def test_dropped_pictures_go_with_the_question(browser: Browser) -> None:
         assert urls[0].startswith("data:image/png;base64,")
         assert urls[1].startswith("data:image/jpeg;base64,")  # it was made smaller
         tab.js(DROP % (20, 20))
-        tab.until("document.querySelectorAll('#pictures img').length === 1")
-        tab.click("#pictures .icon")
+        tab.until("document.querySelectorAll('#media img').length === 1")
+        tab.click("#media .icon")
         ask(tab, "And now?")
         wait_for_answers(tab, 2)
         assert script.asked[1]["messages"][0]["content"] == [*shown, text]
         assert script.asked[1]["messages"][-1]["content"] == "And now?"
 
 
-def test_page_of_a_model_that_sees_nothing_takes_no_picture(browser: Browser) -> None:
+DROP_SOUND = """
+{
+  const data = Uint8Array.from(atob("%s"), (c) => c.charCodeAt(0));
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([data], "a.wav", { type: "audio/wav" }));
+  document.querySelector("#chat").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true }));
+}; 1
+"""
+
+
+def silence() -> str:
+    """A file of half a second, in base64."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(8000)
+        sound.writeframes(bytes(8000))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_dropped_sound_can_be_heard_and_goes_with_the_question(browser: Browser) -> None:
+    backend, data = FakeBackend(2, 512), silence()
+    backend.vocab.sound_refusal = ""
+    with scripted(browser, says("one"), engine=Engine(backend)) as (script, tab):
+        tab.until_text("#attach", "Add sound")
+        tab.js(DROP % (20, 20))  # which this model does not take
+        tab.js(DROP_SOUND % data)
+        tab.until("document.querySelector('#media audio').duration === 0.5")
+        ask(tab, "What?")
+        wait_for_answers(tab, 1)
+        assert tab.js("document.querySelectorAll('.seen audio').length") == 1
+        assert script.asked[0]["messages"][0]["content"] == [
+            {"type": "input_audio", "input_audio": {"data": data}},
+            {"type": "text", "text": "What?"},
+        ]
+
+
+def test_page_of_a_model_that_sees_and_hears_nothing_takes_no_file(browser: Browser) -> None:
     with scripted(browser) as (_, tab):
         tab.js(DROP % (20, 20))
+        tab.js(DROP_SOUND % silence())
         assert tab.js("document.querySelector('#attach').hidden")
-        assert tab.js("document.querySelectorAll('#pictures img').length") == 0
+        assert tab.js("document.querySelectorAll('#media > *').length") == 0
 
 
 def test_settings_and_chat_outlive_a_reload(browser: Browser) -> None:

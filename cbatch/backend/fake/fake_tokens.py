@@ -9,6 +9,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cbatch.core.plan import GrammarStep, TokenLogprobs
 from cbatch.errors import GrammarError, PlanError
 from cbatch.media import marked_messages, medium_of
@@ -18,6 +20,8 @@ from cbatch.support.picture_tokens import PictureTokens, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from cbatch.core.plan import Binding
     from cbatch.options import AdapterSet, Grammar
@@ -31,6 +35,18 @@ class FakePicture:
     """A picture or a sound whose rows are its bytes."""
 
     is_encoded: bool = True
+    is_slow: bool = False
+    key: str = "picture"
+
+    def state(self) -> NDArray[np.uint8]:
+        """Return its rows: one."""
+        return np.frombuffer(self.key.encode(), np.uint8)
+
+    def restore(self, data: NDArray[np.uint8]) -> None:
+        """Take its rows."""
+        if bytes(data) != self.key.encode():
+            raise ValueError("are of another picture")
+        self.is_encoded = True
 
 
 class FakeVocab:
@@ -69,6 +85,11 @@ class FakeVocab:
                 check_length(len(tokens))
         pictures = [FakePicture() for _ in media]
         return PictureTokens(tokens, pictures, sum(len(m.data) for m in media if m.is_sound))
+
+    @property
+    def media_fingerprint(self) -> Mapping[str, str]:
+        """See `Vocab`."""
+        return {"projector": "fake"}
 
     def encode(self, tokens: PictureTokens) -> None:
         """Do nothing: rows are their ids."""

@@ -23,8 +23,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _PHOTO_WITH_OTHERS = "MPO"
 """What Pillow calls a JPEG with more pictures behind the photograph, as cameras write them."""
 
-_PNG_MARKS = b"eXIf", b"exif", b"xmp"
-"""Bytes of which one is in each PNG file that says how the camera was held."""
+_PNG_TEXTS, _PNG_MARKS = (b"tEXt", b"zTXt", b"iTXt"), (b"exif", b"xmp")
+"""Chunks of PNG files, and bytes of which one is in each such chunk that says how the camera was held."""
 
 _ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5
 """The tag of a file that says how the camera was held, and the least value for one held on its side. Source: Exif."""
@@ -39,9 +39,22 @@ def size_of(data: bytes) -> tuple[int, int]:
     with _opened(data) as image:
         width, height = image.size
         # Pillow decodes a whole PNG to find what may stand behind its pixels
-        may_be_turned = image.format != "PNG" or any(mark in data for mark in _PNG_MARKS)
+        may_be_turned = image.format != "PNG" or _is_said_in_png(data)
         orientation = image.getexif().get(_ORIENTATION, 1) if may_be_turned else 1
         return (height, width) if orientation >= _FIRST_ON_ITS_SIDE else (width, height)
+
+
+def _is_said_in_png(data: bytes) -> bool:
+    """Whether a PNG file may say how the camera was held, before its pixels or behind them. Source: W3C, PNG, 11.3."""
+    at = 8
+    while at + 8 <= len(data):
+        n, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        if kind == b"eXIf":
+            return True
+        if kind in _PNG_TEXTS and any(mark in data[at + 8 : at + 8 + n] for mark in _PNG_MARKS):
+            return True
+        at += n + 12
+    return False
 
 
 def pixels_of(data: bytes) -> NDArray[np.uint8]:

@@ -9,12 +9,13 @@ import threading
 import weakref
 from collections import OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cbatch.backend.bindings import llama_cpp, mtmd_bindings
+from cbatch.backend.bindings import build_name, llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import pillow, pixels_of, size_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.llama.library import library
@@ -41,7 +42,7 @@ from cbatch.support.picture_tokens import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -54,11 +55,16 @@ _N_BYTES_KEPT = 2**28
 _N_NUMBERS_KEPT = 2**16
 """Pictures and sounds whose numbers are known, so that their cells are found again. Our choice."""
 
+_N_NUMBER_BYTES = 4
+
 # Source: tools/mtmd/mtmd.h, enum mtmd_input_chunk_type
 _TEXT = 0
 
 _ORDER = (0, 2, 1, 3)
 """Of the numbers t, x, y, z in a batch. Source: tools/mtmd/mtmd-helper-common.h, set_position_mrope_2d."""
+
+_N_PIXELS_QUICK, _N_SECONDS_QUICK = 2**24, 120
+"""Largest picture and longest sound that are decoded among others: larger ones take long. Our choice."""
 
 _N_SIDE_TRIED = 64
 """Pixels of each side of a picture that tells the kind of a projector. Our choice."""
@@ -111,11 +117,44 @@ class Picture:
     """What holds the rows in memory."""
     medium: Medium
     """What is to be encoded."""
+    n_embd: int
+    """Numbers of a row."""
+    is_slow: bool = False
+    """Whether decoding it takes long."""
+    encoding: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held while it is decoded and encoded."""
 
     @property
     def is_encoded(self) -> bool:
         """Whether its rows are there."""
         return all(rows.values is not None for rows in self.rows)
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others, in any process."""
+        return f"{'sound' if self.medium.is_sound else 'picture'} {self.digest.hex()}"
+
+    def state(self) -> NDArray[np.uint8]:
+        """Return the rows; see `PromptMedium`."""
+        found = [rows.values for rows in self.rows if rows.values is not None]
+        return np.concatenate(found).ravel().view(np.uint8)
+
+    def restore(self, data: NDArray[np.uint8]) -> None:
+        """Take rows in place of encoding; see `PromptMedium`."""
+        n_rows = [rows.n for rows in self.rows]
+        if data.size != sum(n_rows) * self.n_embd * _N_NUMBER_BYTES:
+            raise ValueError(f"have {data.size:,} bytes, which are not {sum(n_rows):,} rows")
+        values = data.view(np.float32).reshape(-1, self.n_embd)
+        if not np.isfinite(values).all():
+            raise ValueError("are not finite numbers")
+        with self.encoding:
+            self.take(np.split(values, np.cumsum(n_rows)[:-1]))
+
+    def take(self, found: Sequence[NDArray[np.float32]]) -> None:
+        """Take the rows of each part; nothing is to be encoded then. Holding `encoding`."""
+        for rows, values in zip(self.rows, found, strict=True):
+            rows.values = values
+        self.medium = replace(self.medium, data=b"")
 
     @property
     def n_bytes(self) -> int:
@@ -161,8 +200,18 @@ def _bindings() -> Any:
     return mtmd
 
 
+class _Bitmap(NamedTuple):
+    """A picture or a sound as libmtmd has it."""
+
+    pointer: Any
+    """`mtmd_bitmap *`, to be freed."""
+    size: str
+    """In words, for errors."""
+    is_slow: bool
+
+
 class Projector:
-    """Encodes pictures and sounds. From any thread; one at a time."""
+    """Encodes pictures and sounds. From any thread: several are decoded at once, and one is encoded."""
 
     def __init__(
         self,
@@ -191,8 +240,8 @@ class Projector:
         self._n_embd = int(llama_cpp.llama_model_n_embd_inp(model.pointer))
         self._lock, self._n_uses = threading.Condition(), 0
         """Guards all that is known; and how many calls of libmtmd are under way, for which `close` waits."""
-        self._encoding = threading.Lock()
-        """Held while something is encoded."""
+        self._encoding, self._next = threading.Lock(), threading.Lock()
+        """Held while libmtmd encodes, for its result is in the context; and by the one that waits for that."""
         self._is_stopped = False
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()
         self._n_kept_bytes = 0
@@ -253,11 +302,28 @@ class Projector:
         if self.has_whole_pictures and has_eyes:
             self._try_kind()
 
+    @cached_property
+    def fingerprint(self) -> Mapping[str, str]:
+        """What rows depend on, by readable names: other versions may make other pixels and samples of a file."""
+        decoders = []
+        if not self.picture_refusal:
+            decoders.append(f"pillow {pillow().__version__}")
+        if not self.sound_refusal:
+            soundfile, soxr = sound_libraries()
+            decoders.append(
+                f"libsndfile {soundfile.__libsndfile_version__}, soxr {soxr.__version__}"
+            )
+        return {
+            "projector": self.digest,
+            "llama-cpp-python": build_name(),
+            "decoders": ", ".join(decoders),
+        }
+
     def _try_kind(self) -> None:
         """Refuse what cannot be computed of any picture, by a small one. Raises a ModelLoadError."""
         bitmap = self._mtmd.mtmd_bitmap_init(_N_SIDE_TRIED, _N_SIDE_TRIED, None)
         try:
-            with self._parts(bitmap, "a picture") as chunks:
+            with self._parts(_Bitmap(bitmap, "a picture", is_slow=False)) as chunks:
                 for chunk in chunks:
                     if self._mtmd.mtmd_input_chunk_get_type(chunk) != _TEXT:
                         self._rows_of(chunk, 0)
@@ -282,7 +348,7 @@ class Projector:
         return found
 
     def encode(self, pictures: Sequence[Picture]) -> None:
-        """Make the rows of those pictures and sounds that have none yet, one at a time.
+        """Make the rows of those pictures and sounds that have none yet. From any thread.
 
         Raises:
             PromptError: a file cannot be decoded.
@@ -290,7 +356,7 @@ class Projector:
         """
         for picture in pictures:
             if not picture.is_encoded:
-                with self._encoding:
+                with picture.encoding:
                     if not picture.is_encoded:
                         self._encode(picture)
             with self._lock:
@@ -332,7 +398,8 @@ class Projector:
         """Return a picture or a sound with its tokens, not encoded."""
         tokens: list[int] = []
         parts: list[_Rows] = []
-        with self._chunks(medium, is_counted=True) as chunks:
+        bitmap = self._bitmap(medium, is_counted=True)
+        with self._parts(bitmap) as chunks:
             for chunk in chunks:
                 if self._mtmd.mtmd_input_chunk_get_type(chunk) == _TEXT:
                     n_text = ctypes.c_size_t()
@@ -342,7 +409,7 @@ class Projector:
                 rows = self._rows_of(chunk, self._number(digest, len(parts)))
                 parts.append(rows)
                 tokens += ids_of(rows.number, rows.n)
-        return Picture(digest, tokens, parts, medium)
+        return Picture(digest, tokens, parts, medium, self._n_embd, bitmap.is_slow)
 
     def _n_rows(self, chunk: Any) -> int:
         n_rows = int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
@@ -377,62 +444,55 @@ class Projector:
         return _Rows(number, n_rows, offsets, n_positions, attends_ahead=attends_ahead)
 
     @contextmanager
-    def _chunks(self, medium: Medium, *, is_counted: bool = False) -> Iterator[list[Any]]:
-        """Have what libmtmd makes of a picture or a sound, for the block; only to count rows with `is_counted`.
-
-        Raises:
-            PromptError: the file is refused.
-        """
-        bitmap, size = self._bitmap(medium, is_counted=is_counted)
-        with self._parts(bitmap, size) as chunks:
-            yield chunks
-
-    @contextmanager
-    def _parts(self, bitmap: Any, size: str) -> Iterator[list[Any]]:
-        """Have the parts that libmtmd makes of a bitmap for the block, and free it; `size` names it in errors."""
+    def _parts(self, bitmap: _Bitmap) -> Iterator[list[Any]]:
+        """Have the parts that libmtmd makes of a bitmap for the block, and free it. Raises a PromptError."""
         mtmd = self._mtmd
         chunks = mtmd.mtmd_input_chunks_init()
         try:
-            part = mtmd.mtmd_input_part(None, bitmap)
+            part = mtmd.mtmd_input_part(None, bitmap.pointer)
             parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
             with self._in_use() as ctx:
                 code = mtmd.mtmd_tokenize_from_parts(ctx, chunks, parts, 1, False)
             if code != 0:
-                raise PromptError(f"llama.cpp cannot prepare {size} (code {code})")
+                raise PromptError(f"llama.cpp cannot prepare {bitmap.size} (code {code})")
             n_chunks = mtmd.mtmd_input_chunks_size(chunks)
             yield [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
-            mtmd.mtmd_bitmap_free(bitmap)
+            mtmd.mtmd_bitmap_free(bitmap.pointer)
 
-    def _bitmap(self, medium: Medium, *, is_counted: bool) -> tuple[Any, str]:
-        """Return a bitmap of libmtmd, to be freed, and its size in words; one to count rows has no pixels."""
+    def _bitmap(self, medium: Medium, *, is_counted: bool) -> _Bitmap:
+        """Return a picture or a sound for libmtmd; a picture whose rows are only counted has no pixels.
+
+        Raises:
+            PromptError: the file is refused.
+        """
         if medium.is_sound:
             samples = samples_of(medium.data, self.audio_rate, are_samples=medium.are_samples)
             first = samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             bitmap = self._mtmd.mtmd_bitmap_init_from_audio(len(samples), first)
-            return bitmap, f"a sound of {len(samples) / self.audio_rate:,.1f} s"
+            seconds = len(samples) / self.audio_rate
+            return _Bitmap(bitmap, f"a sound of {seconds:,.1f} s", seconds > _N_SECONDS_QUICK)
         pixels = None if is_counted else np.ascontiguousarray(pixels_of(medium.data))
         width, height = size_of(medium.data) if pixels is None else pixels.shape[1::-1]
         byte = ctypes.POINTER(ctypes.c_uint8)
         at = None if pixels is None else pixels.ctypes.data_as(byte)
         bitmap = self._mtmd.mtmd_bitmap_init(width, height, at)
-        return bitmap, f"a picture of {width:,} × {height:,} pixels"
+        size = f"a picture of {width:,} × {height:,} pixels"
+        return _Bitmap(bitmap, size, width * height > _N_PIXELS_QUICK)
 
     def _encode(self, picture: Picture) -> None:
-        with self._chunks(picture.medium) as chunks:
+        with self._parts(self._bitmap(picture.medium, is_counted=False)) as chunks:
             media = [c for c in chunks if self._mtmd.mtmd_input_chunk_get_type(c) != _TEXT]
             if [self._n_rows(chunk) for chunk in media] != [rows.n for rows in picture.rows]:
                 raise RequestFailedError("llama.cpp counts other rows of a picture than it encodes")
             found = [self._encode_chunk(chunk) for chunk in media]
-        for rows, values in zip(picture.rows, found, strict=True):
-            rows.values = values
-        picture.medium = replace(picture.medium, data=b"")
+        picture.take(found)
         self.n_encoded += 1
 
     def _encode_chunk(self, chunk: Any) -> NDArray[np.float32]:
         mtmd = self._mtmd
-        with self._in_use() as ctx:
+        with self._in_turn(), self._in_use() as ctx:
             code = mtmd.mtmd_encode_chunk(ctx, chunk)
             end_team()
             if self._is_stopped:
@@ -443,6 +503,16 @@ class Projector:
                 )
             at = ctypes.cast(mtmd.mtmd_get_output_embd(ctx), ctypes.POINTER(ctypes.c_float))
             return np.ctypeslib.as_array(at, shape=(self._n_rows(chunk), self._n_embd)).copy()
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Have the encoder for the block. One who waits for it is next: the parts of a long sound let others in."""
+        with self._next:
+            self._encoding.acquire()
+        try:
+            yield
+        finally:
+            self._encoding.release()
 
     def _number(self, digest: bytes, i_part: int) -> int:
         """Return the number of a part of a picture or sound: the one that it had, where that is known."""

@@ -305,6 +305,11 @@ class LlamaVocab:
             raise PromptError("the prompt ends with a picture or a sound: text must follow it")
         return PictureTokens(tokens, pictures, sum(p.n_sound_rows for p in pictures))
 
+    @property
+    def media_fingerprint(self) -> Mapping[str, str]:
+        """What rows of pictures and sounds depend on; see `cbatch.backend.Vocab`."""
+        return self.projector.fingerprint if self.projector else {}
+
     def encode(self, tokens: PictureTokens) -> None:
         """Encode what a chat shows, as far as it is not known; see `cbatch.backend.Vocab`."""
         if self.projector is not None:

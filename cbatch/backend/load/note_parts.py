@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SIZES = ("parallel", "exact_slots", "n_ctx", "ctx_per_seq", "memory_mib", "n_threads")
-_NO_MATTER = ("cache_dir", "cache_mib", "use_mmap", "use_mlock", "chat_template", "library")
+_NO_MATTER = (
+    "cache_dir",
+    "cache_mib",
+    "cache_media",
+    "use_mmap",
+    "use_mlock",
+    "chat_template",
+    "library",
+)
 _LEFT_OUT = {f.name for f in fields(ScheduleOptions)}.union(_SIZES, _NO_MATTER)
 
 

@@ -3,10 +3,10 @@
 import * as api from "./api.js";
 import { announce, byId, copyButton, el, iconButton, rate, setText, span, whole } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
-import * as pictures from "./pictures.js";
+import * as media from "./media.js";
 import * as settings from "./settings.js";
 
-/** Turns: {role: "user", text, pictures}, {role: "assistant", answers, chosen, stats}, {role: "tool", results: [{id, name, text}]}. */
+/** Turns: {role: "user", text, media}, {role: "assistant", answers, chosen, stats}, {role: "tool", results: [{id, name, text}]}. */
 let turns = [];
 let running = null; // an AbortController while answers come
 let hooks = { onchange() {}, onproblem() {}, model: () => null };
@@ -33,8 +33,8 @@ const isOpen = (answer) => answer.state === "waiting" || answer.state === "runni
 
 // ---- kept over a reload ----
 
-/** Return the turns without pictures, for which browsers have no room. */
-export const saved = () => turns.map(({ pictures: urls, ...turn }) => (urls?.length ? { ...turn, nLost: urls.length } : turn));
+/** Return the turns without pictures and sounds, for which browsers have no room. */
+export const saved = () => turns.map(({ media: urls, ...turn }) => (urls?.length ? { ...turn, nLost: urls.length } : turn));
 
 export function restore(given) {
   turns = Array.isArray(given) ? given.filter(isTurn) : [];
@@ -53,7 +53,7 @@ function isTurn(turn) {
 
 /** Ask a new question; false where the settings are wrong. */
 export function send(text, urls = []) {
-  return ask([...turns, { role: "user", text, ...(urls.length ? { pictures: urls } : {}) }]);
+  return ask([...turns, { role: "user", text, ...(urls.length ? { media: urls } : {}) }]);
 }
 
 export function stop() {
@@ -148,7 +148,7 @@ function messagesOf(history) {
   return messages;
 }
 
-const said = ({ text, pictures: urls }) => (urls?.length ? [...pictures.partsOf(urls), { type: "text", text }] : text);
+const said = ({ text, media: urls }) => (urls?.length ? [...media.partsOf(urls), { type: "text", text }] : text);
 
 function joined(first, second) {
   if (typeof first === "string" && typeof second === "string") return `${first}\n\n${second}`;
@@ -288,9 +288,9 @@ class UserView {
       copyButton("Copy message", () => turn.text),
       iconButton("edit", "Edit message", () => edit(this.node, turn.text, "Ask again", (text) => this.change(text), () => this.showAll())),
     );
-    const { pictures: urls = [], nLost = 0 } = turn;
-    const seen = urls.length > 0 && el("div", { class: "seen" }, ...urls.map(pictures.shown));
-    const lost = nLost > 0 && el("p", { class: "quiet" }, `${whole(nLost)} picture${nLost === 1 ? " was" : "s were"} not kept over the reload`);
+    const { media: urls = [], nLost = 0 } = turn;
+    const seen = urls.length > 0 && el("div", { class: "seen" }, ...urls.map(media.shown));
+    const lost = nLost > 0 && el("p", { class: "quiet" }, `${whole(nLost)} attachment${nLost === 1 ? " was" : "s were"} not kept over the reload`);
     this.node.replaceChildren(el("div", { class: "said" }, seen, lost, turn.text), tools);
   }
 

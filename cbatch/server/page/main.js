@@ -5,7 +5,7 @@ import * as chat from "./chat.js";
 import { announce, byId, el, setText, whole } from "./dom.js";
 import * as kept from "./kept.js";
 import * as live from "./live.js";
-import * as pictures from "./pictures.js";
+import * as media from "./media.js";
 import * as settings from "./settings.js";
 
 const BUSY_S = 1;
@@ -156,7 +156,7 @@ async function meet(signal) {
   question.placeholder = question.disabled ? `This model does not answer: it is for ${can.join(" and ")}` : "Ask the model";
   showModel();
   settings.showDefaults(params, found.chat_template);
-  pictures.allow(Boolean(found.modalities?.vision));
+  media.allow(found.modalities);
   byId("key-open").hidden = !api.key();
   showRoom();
 }
@@ -219,9 +219,9 @@ function submit(event) {
   const area = byId("question");
   const text = area.value.trim();
   if (!text || chat.isRunning()) return;
-  const urls = pictures.take();
+  const urls = media.take();
   if (!chat.send(text, urls)) {
-    pictures.giveBack(urls);
+    media.giveBack(urls);
     return;
   }
   area.value = "";
@@ -320,7 +320,7 @@ function refuse(error) {
   settings.showProblem(error);
 }
 
-pictures.setUp();
+media.setUp();
 settings.setUp(() => {
   showChangedSettings();
   save();

@@ -7,7 +7,11 @@ import logging
 import os
 import random
 import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +20,11 @@ from PIL import Image
 
 import cbatch
 from cbatch.backend.llama.bitmaps import pixels_of, size_of
+from cbatch.backend.llama.projector import Projector
 from cbatch.bench.synthetic_projector import write_projector
 from cbatch.errors import ConfigError, ModelLoadError, PromptError
+from cbatch.media import Medium
+from cbatch.messages import BatchPrompt
 from cbatch.pictures import picture_data, picture_part
 from tests.backend.llama.fuzz_media import PICTURES, fuzz
 from tests.backend.llama.media import chat_with
@@ -45,6 +52,12 @@ def picture(seed: int, width: int = 90, height: int = 60) -> NDArray[np.uint8]:
 def png(seed: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(picture(seed)).save(file, "PNG")
+    return file.getvalue()
+
+
+def photo(seed: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(picture(seed, 1500, 1000)).save(file, "JPEG")
     return file.getvalue()
 
 
@@ -178,6 +191,18 @@ def test_bad_picture_fails_its_own_request(seeing: cbatch.Engine, data: bytes, w
         raise bad.error
 
 
+@pytest.mark.parametrize("data", [photo(5000)[:-9000], b"no picture"])
+def test_error_of_a_picture_keeps_nothing_of_it_in_memory(
+    seeing: cbatch.Engine, data: bytes
+) -> None:
+    [bad] = seeing.run([chat(data, "Hm?")], options=GREEDY).results(return_errors=True)
+    error: BaseException | None = bad.error
+    assert isinstance(error, PromptError)
+    while error is not None:
+        assert error.__traceback__ is None
+        error = error.__cause__ or error.__context__
+
+
 @pytest.mark.parametrize("data", ["%%%", "é"])
 def test_data_that_is_no_base64_fails_its_own_request(seeing: cbatch.Engine, data: str) -> None:
     content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
@@ -220,6 +245,17 @@ def test_size_is_that_of_the_pixels(kind: str, orientation: int) -> None:
     Image.fromarray(picture(1)).save(file, kind, exif=exif)
     data = file.getvalue()
     assert size_of(data) == pixels_of(data).shape[1::-1]
+
+
+@pytest.mark.parametrize("mark", [b"eXIf", b"exif", b"xmp"])
+def test_size_of_a_png_is_told_without_decoding_it(
+    mark: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = png(1)
+    at = data.index(b"IDAT") + 4
+    spoiled = data[:at] + mark + data[at + len(mark) :]  # what it would be in pixels by chance
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("decoded"))
+    assert size_of(spoiled) == (90, 60)
 
 
 def test_data_url_has_words_in_any_case() -> None:
@@ -308,6 +344,45 @@ def test_warning_about_a_picture_is_no_reason_of_a_death(
     [death] = [m for m in caplog.messages if "died" in m]
     assert "ended by SIGKILL" in death
     assert "Warning" not in death
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_workers_killed_amid_pictures_cost_no_answer(
+    showing_model: Path, projector: Path, seeing: cbatch.Engine
+) -> None:
+    asked = [chat("Look:", photo(i % 20), f"What {i}?") for i in range(24)]
+    alone = seeing.run(asked, options=GREEDY).results()
+    with cbatch.load(
+        showing_model, mmproj=projector, parallel=2, ctx_per_seq=256, replicas=2
+    ) as engine:
+        items = [BatchPrompt(chat, id=str(i)) for i, chat in enumerate(asked)]
+        done = engine.run(items, options=GREEDY, ask_again=True).as_completed()
+        found = [next(done)]
+        for i, worker in enumerate(connections_of(engine)):
+            found += islice(done, 4 * i)
+            os.kill(worker.link.pid, signal.SIGKILL)
+        found += done
+    found.sort(key=lambda result: int(result.id))
+    assert [r.id for r in found] == [str(i) for i in range(24)]
+    assert [r.token_ids for r in found] == [r.token_ids for r in alone]
+
+
+def test_pictures_encoded_in_many_threads_are_encoded_once_each(
+    seeing: cbatch.Engine, projector: Path
+) -> None:
+    backend, media = parts_of(seeing).backend, [Medium(photo(3000 + i)) for i in range(4)]
+    n_encoded, found = backend.projector.n_encoded, [*map(backend.projector.picture, media)]
+    with ThreadPoolExecutor(3) as threads:
+        [*threads.map(backend.projector.encode, [found, found[::-1], found[2:]])]
+    assert backend.projector.n_encoded == n_encoded + 4
+    with closing(Projector(backend.model, str(projector), 1, n_ubatch=512)) as alone:
+        for medium, known in zip(media, found, strict=True):
+            expected = alone.picture(medium)
+            alone.encode([expected])
+            for rows, others in zip(known.rows, expected.rows, strict=True):
+                assert rows.values is not None
+                assert others.values is not None
+                assert np.abs(rows.values - others.values).max() < 1e-5
 
 
 def test_other_projector_gives_other_answers(
