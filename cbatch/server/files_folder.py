@@ -98,7 +98,9 @@ class FilesFolder:
                 "cbatch serve: give a new or empty folder; if cbatch serve made this one, run: touch "
                 + shlex.quote(str(marker))
             )
-        self._marker = os.open(marker, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # without a wait for the reader of a pipe of that name
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._marker = os.open(marker, flags, 0o600)
         # also without `close`, as in an app never ended
         self._closing = weakref.finalize(self, os.close, self._marker)
         with suppress(OSError):  # the file's name is enough

@@ -117,6 +117,12 @@ def test_folder_of_others_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     assert before.items() <= tree(folder).items()
 
 
+def test_marker_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MARKER)
+    with pytest.raises(ConfigError, match="CBATCH_FILES: No such device"):
+        BatchStore(tmp_path, 1)
+
+
 def test_folder_with_another_database_is_refused(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / INDEX)) as db, db:
         db.execute("CREATE TABLE files (id TEXT)")
