@@ -57,7 +57,7 @@ Speculate: TypeAlias = Literal["off", "ngram", "job", "draft", "auto"]
 SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
 
-MAX_DRAFTS = 7
+MAX_DRAFTS = 15
 """Most draft tokens after a row's own token. Our choice: a step of more than eight rows is seldom as short."""
 
 MAX_RPC_SERVERS = 16
@@ -103,7 +103,7 @@ class ScheduleOptions:
             take and how many were kept. Answers differ by no more than the rounding that other requests in the batch
             cause too. With `exact`, and where memory cannot be cut, there are none. "ngram": from the prompt and the
             answer alone. "job": also from other answers of the same call. "draft": from the `draft` model alone. A
-            number from 1 to 7: so many from any source wherever there are as many, whatever they cost. "off": one
+            number from 1 to 15: so many from any source wherever there are as many, whatever they cost. "off": one
             token a step.
         swap_mib: host memory for the cells of preempted sequences; cells that do not fit are computed again.
         share_prefixes: compute a common prefix of prompts once and share its cells.

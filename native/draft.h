@@ -10,10 +10,10 @@ constexpr int32_t n_between_plain = 64;
 constexpr int32_t n_plain = 2;
 
 // Most drafts behind one row.
-constexpr int32_t n_drafts_each = 7;
+constexpr int32_t n_drafts_each = 15;
 
 // Numbers of drafts behind each row that are weighed against each other. Each width has to be tried.
-constexpr int32_t some_each[] = {1, 2, 3, 5, n_drafts_each};
+constexpr int32_t some_each[] = {1, 2, 3, 5, 7, 11, n_drafts_each};
 
 // Drafts are made where they bring this much more: less is noise.
 constexpr double least_gain = 1.1;

@@ -286,8 +286,8 @@ def test_flag_reaches_the_engine(
         (("--admission", "never"), "admission must be one of reserve, optimistic"),
         (("--itl-ms", 5, "--prefill-budget", 5), "not both"),
         (
-            ("--speculate", "8"),
-            "speculate must be one of off, ngram, job, draft, auto or 1 … 7, not 8",
+            ("--speculate", "16"),
+            "speculate must be one of off, ngram, job, draft, auto or 1 … 15, not 16",
         ),
         (("--speculate", "draft"), "speculate='draft' needs a draft model"),
         (("--speculate", "2", "--exact"), "exact=True cannot be guaranteed with speculate=2"),
