@@ -279,9 +279,8 @@ def _cancel(rest: str, prefix: _Prefix) -> LineCancel:
 
 
 def _restore(name: str, rest: str) -> Generate:
-    number, *more = rest.split(None, 1)
-    form = f"{name} <snapshot> <prompt_file> <n>"
-    path, n = _path_and_numbers(more[0] if more else "", 1, form)
+    number, more = (*rest.split(None, 1), "", "")[:2]
+    path, n = _path_and_numbers(more, 1, f"{name} <snapshot> <prompt_file> <n>")
     n_tokens = _number("the number of tokens", n, 1, MAX_INT)
     return Generate(path, n_tokens, _number("the snapshot", number, 0, MAX_SNAPSHOT))
 

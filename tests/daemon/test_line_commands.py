@@ -101,6 +101,8 @@ def test_empty_line_says_nothing(text: str) -> None:
         ("p.bin ٣".encode(), None, "the number of tokens must be a whole number"),
         (b"REQ 9 SNAPSHOT", 9, "the number of SNAPSHOT needs a number, 0 … 63"),
         (b"SNAPSHOT 64", None, "the number of SNAPSHOT must be 0 … 63"),
+        (b"RESTORE", None, "usage: RESTORE <snapshot> <prompt_file> <n>"),
+        (b"REQ 1 RESTORE", 1, "usage: RESTORE <snapshot> <prompt_file> <n>"),
         (b"RESTORE 0", None, "usage: RESTORE <snapshot> <prompt_file> <n>"),
         (b"RESTORE 0 p.bin", None, "usage: RESTORE <snapshot> <prompt_file> <n>"),
         (b"RESTORE x p.bin 8", None, "the snapshot must be a whole number"),
