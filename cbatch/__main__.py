@@ -19,12 +19,23 @@ def main() -> None:
     A signal for which the command has no handler of its own, while it is imported or later, ends the process at once:
     with one line and with 128 plus the signal's number.
     """
+    _settle_inherited()
     for number in [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _leave)
     from cbatch.cli import app
 
     app(prog_name="cbatch")
+
+
+def _settle_inherited() -> None:
+    """Put right what the parent process may have left: closed standard streams, and SIGCHLD ignored."""
+    # in place of a closed stream: files and sockets would get its number, and with it what is said on stderr
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    # where it is ignored the system tells nobody how a process ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -23,12 +23,11 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.books import KvLedger, find_ledger_imbalance
 from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import Binding, KvCapabilities, OwnProcessor, Slot
-from cbatch.core.preemption import N_PREEMPTED_MAX
 from cbatch.core.queue import AdmissionQueue
 from cbatch.core.request import Request
 from cbatch.core.saved_cells import ToStore
 from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
-from cbatch.core.slots import N_LOOK, SlotPlan
+from cbatch.core.slots import N_LOOK, N_PREEMPTED_MAX, SlotPlan
 from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import CacheError, GrammarError

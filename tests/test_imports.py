@@ -16,7 +16,7 @@ ROOT = Path(cbatch.__file__).parent
 
 FACE = {
     "errors", "options", "embedding", "engine_options", "media", "messages", "pictures", "sounds", "tools", "response",
-    "progress", "stats",
+    "option_checks", "progress", "stats",
 }  # fmt: skip
 """Values that callers see: these modules see each other, and their helpers."""
 

@@ -26,13 +26,21 @@ T = TypeVar("T")
 
 def once(make: Callable[[], T]) -> Callable[[], T]:
     """Return a function that calls `make` once and always returns its result; other threads wait meanwhile."""
-    making, kept = threading.Lock(), functools.cache(make)
+    making, made = threading.Lock(), list[T]()
 
     @functools.wraps(make)
     def get() -> T:
-        with making:
-            return kept()
+        if not made:
+            with making:
+                if not made:
+                    made.append(make())
+        return made[0]
 
+    def renew() -> None:
+        nonlocal making
+        making = threading.Lock()
+
+    os.register_at_fork(after_in_child=renew)
     return get
 
 

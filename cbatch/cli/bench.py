@@ -4,7 +4,7 @@ import json
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -216,22 +216,38 @@ def bench(
         named = _sides(sides, beside, of_texts=True)
         _measure_vectors(texts_plan, named, model, given.engine_settings(), beside, files, tell)
         return
+    from cbatch.bench.comparison import ComparisonPlan  # slow to import
+
     loads = _loads(at_once, rate)
     kinds = _workloads(workload, prompt_tokens, output_tokens, common_tokens)
     settings = {"parallel": DEFAULT_PARALLEL, **given.engine_settings()}
+    is_exact = settings.get("exact", False)
+    plan = ComparisonPlan(kinds, loads, rounds, seed, count, None, warm, is_exact, stream)
     named = _sides(sides, beside)
-    from cbatch.bench.comparison import ComparisonPlan  # slow to import
+    _measure_answers(plan, named, (model, requests), settings, beside, files, tell)
+
+
+def _measure_answers(
+    plan: "ComparisonPlan",
+    names: Sequence[str],
+    of: tuple[Path | None, Path | None],
+    settings: dict[str, Any],
+    beside: "Beside",
+    files: Mapping[str, Path | None],
+    say_round: Callable[[str], object],
+) -> None:
+    """Measure a model with the plan's requests or those of a file; show, write and exit as `_measure_vectors`."""
     from cbatch.bench.model_text import model_text
 
+    model, requests = of
     with model_text(None if model is None else str(model)) as text:
-        kinds, chains = _of_file(requests, kinds, text)
+        kinds, chains = _of_file(requests, [*plan.workloads], text)
         settings["ctx_per_seq"] = _window(kinds, settings.get("ctx_per_seq"), text.n_ctx_train)
-        is_exact = settings.get("exact", False)
-        plan = ComparisonPlan(kinds, loads, rounds, seed, count, chains, warm, is_exact, stream)
-        comparison = _comparison(plan, text, settings, named, beside)
-        comparison.say = tell
+        plan = replace(plan, workloads=kinds, file=chains)
+        comparison = _comparison(plan, text, settings, names, beside)
+        comparison.say = say_round
         is_broken_off = _run(comparison)
-    facts = {"model": text.path, "seed": seed, "rounds": rounds, **settings}
+    facts = {"model": text.path, "seed": plan.seed, "rounds": plan.n_rounds, **settings}
     _end(comparison, facts, files, is_broken_off=is_broken_off)
 
 

@@ -10,11 +10,10 @@ from cbatch.core.books import KvLedger, find_imbalance
 from cbatch.core.cell_ops import SlotCells
 from cbatch.core.driver import BY_AGE, Event, Status, Wait
 from cbatch.core.plan import Slot
-from cbatch.core.preemption import KvDemandEstimator
 from cbatch.core.prefix import PrefixCache
 from cbatch.core.queue import BY_PROMPT, AdmissionQueue, Deadlines
 from cbatch.core.saved_cells import SavedCells, ToStore
-from cbatch.core.slots import SlotPlan
+from cbatch.core.slots import KvDemandEstimator, SlotPlan
 from cbatch.core.span import ANYWHERE
 
 if TYPE_CHECKING:

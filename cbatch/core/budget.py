@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import combinations
+from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from cbatch.core.span import Pending
     from cbatch.engine_options import ScheduleOptions
@@ -265,12 +267,12 @@ class StepCosts:
         Source: H. Theil, P. K. Sen. Up to 29 % of the steps may be slow for other reasons.
         """
         self._n_unfitted = 0
-        if of_cells := _slopes_by_cells([*self._prompts]):
+        if of_cells := _slopes(self._prompts, _CELLS):
             self._cell_s = max(0.0, median(of_cells))
         steps = [s._replace(seconds=s.seconds - self._cell_s * s.n_before) for s in self._prompts]
         mixed = [step for step in steps if step.n_rows]
         alone = [step for step in steps if not step.n_rows]
-        slopes = _slopes(mixed) + _slopes(alone)
+        slopes = _slopes(mixed, _TOKENS) + _slopes(alone, _TOKENS)
         self._left_s = {}
         token_s = median(slopes) if slopes else 0.0
         if token_s <= 0:  # unknown, or noise
@@ -304,27 +306,26 @@ class _Mixed(NamedTuple):
     n_before: float
 
 
-def _slopes_by_cells(steps: Sequence[_Mixed]) -> list[float]:
-    """Return the seconds of one more cell for each pair of steps that differ in the cells before their tokens alone."""
+_TOKENS, _CELLS = attrgetter("n_prompt"), attrgetter("n_before")
+"""What the seconds of a step with prompts grow with."""
+
+
+def _slopes(steps: Collection[_Mixed], amount: Callable[[_Mixed], float]) -> list[float]:
+    """Return the seconds of one more token or cell, for each pair of steps of equal width that differ enough in it.
+
+    Steps tell the cost of a cell if their tokens hardly differ.
+    """
     return [
-        (one.seconds - other.seconds) / (one.n_before - other.n_before)
-        for i, one in enumerate(steps)
-        for other in steps[:i]
+        (one.seconds - other.seconds) / (amount(one) - amount(other))
+        for one, other in combinations(steps, 2)
         if one.n_rows == other.n_rows
-        and abs(one.n_prompt - other.n_prompt) <= _ALIKE * one.n_prompt
-        and max(one.n_before, other.n_before) > _SPREAD * min(one.n_before, other.n_before)
+        and (amount is _TOKENS or abs(one.n_prompt - other.n_prompt) <= _ALIKE * one.n_prompt)
+        and _differ(amount(one), amount(other))
     ]
 
 
-def _slopes(steps: Sequence[_Mixed]) -> list[float]:
-    """Return the seconds of one more token for each pair of steps of equal width with different enough token counts."""
-    return [
-        (one.seconds - other.seconds) / (one.n_prompt - other.n_prompt)
-        for i, one in enumerate(steps)
-        for other in steps[:i]
-        if one.n_rows == other.n_rows
-        and max(one.n_prompt, other.n_prompt) >= _SPREAD * min(one.n_prompt, other.n_prompt)
-    ]
+def _differ(one: float, other: float) -> bool:
+    return one != other and max(one, other) >= _SPREAD * min(one, other)
 
 
 class PromptBudget:

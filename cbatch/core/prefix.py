@@ -352,10 +352,6 @@ class PrefixCache:
         is_coming = self._ledger.n_cells[slot] < n_cells or is_loading
         return is_coming and driver.status is not Status.PAUSED
 
-    def can_begin_with(self, n_cells: int, n_saved: int) -> bool:
-        """Whether a sequence can start with the first `n_cells` (0 allowed) of `n_saved` saved cells."""
-        return n_cells in (0, n_saved) or (self._can_trim and n_cells < n_saved)
-
     def n_usable(
         self, driver: SequenceDriver, tokens: Sequence[int], n_given: int, n_checkpoint: int = 0
     ) -> int:

@@ -78,7 +78,7 @@ class _Session:
         self._lines = Lines(self._machine, output, is_tagged=is_tagged)
 
     def serve(self, lines: Iterable[bytes]) -> SessionEnd:
-        self._runtime.on_end = self._tell_end
+        self._runtime.listen(self._tell_end)
         try:
             self._check_engine()
             threading.Thread(
@@ -90,7 +90,7 @@ class _Session:
         finally:
             self._is_over = True
             self._room.release()
-            self._runtime.on_end = None
+            self._runtime.listen(None)
             self._lines.leave()
             self._machine.settle()  # the next client may use the same ids
             self._frames.close()

@@ -5,7 +5,6 @@ The public names of this room are here, each imported when it is first used: `sq
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -66,12 +65,6 @@ _MODULES = {
     "vector_files": ("embed_file", "rerank_file"),
 }
 
-_FORMER_MODULES = ("check", "estimate", "recorder", "run", "sort", "source", "status", "trace")
-"""Modules that had these names once: scripts that import from `cbatch.files.run` go on working."""
-
-for _name in _FORMER_MODULES:
-    sys.modules.setdefault(f"{__name__}.{_name}", sys.modules[__name__])
-
 
 if not TYPE_CHECKING:  # so that types are checked by the imports above
 
@@ -80,6 +73,4 @@ if not TYPE_CHECKING:  # so that types are checked by the imports above
         for module, names in _MODULES.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{module}"), name)
-        if name in _FORMER_MODULES:
-            return sys.modules[__name__]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,9 +13,10 @@ from cbatch.files.file_formats import WRITTEN_LAST, check_name, output_format
 from cbatch.files.file_run import run_file
 from cbatch.files.input.item_stream import ItemStream
 from cbatch.files.outcome import RunSummary
+from cbatch.files.output.durable import whole
 from cbatch.files.output.encoders import ScoreColumns
 from cbatch.files.output.target import encoder
-from cbatch.files.places import check_apart, check_new, file_of, is_dash, opened
+from cbatch.files.places import check_apart, check_new, file_of, is_dash, stdout
 from cbatch.files.settings import engine_for, split_settings
 from cbatch.files.vector_work import in_order, result_of
 from cbatch.files.work import RunTally
@@ -25,6 +26,7 @@ from cbatch.support.checks import (
     check_int,
     check_text,
 )
+from cbatch.support.folders import told
 from cbatch.support.hub import local_model
 
 if TYPE_CHECKING:
@@ -155,9 +157,18 @@ def rerank_file(  # noqa: PLR0913  # how rows are scored, and what is written
         scored = [*zip(good, in_order(response), strict=True)]
         tally = RunTally(n_items=len(items), n_done=len(items))
         records = [*_records(encode, scored, items, tally)]
-        file = stack.enter_context(opened(place, force=True))
-        file.write(encode.header() + b"".join(records[:n_most]))
+        _write(place, encode.header() + b"".join(records[:n_most]), force=asked.force)
     return RunSummary("done", **asdict(tally), elapsed_s=time.perf_counter() - start_s)
+
+
+def _write(place: Path, data: bytes, *, force: bool) -> None:
+    """Write an output whole or not at all; refuse a file that has come since the run began."""
+    if is_dash(place):
+        stdout().write(data)
+        return
+    check_new(place, force=force)
+    with told(place), whole(place) as part:
+        part.write_bytes(data)
 
 
 def _records(

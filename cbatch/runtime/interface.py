@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.step_record import StepRecord
 
+    OnEnd: TypeAlias = Callable[[EngineClosedError | None], object]
+    OnAdmit: TypeAlias = Callable[[Sequence[str]], object]
+
 Id: TypeAlias = Annotated[str, Meta(min_length=1, pattern="^[^\\0]*$")]
 """The id of a request, as other processes give it: one with a NUL is that of one choice's sequence."""
 
@@ -240,10 +243,15 @@ class Questions(Protocol):
 class Runtime(Questions, Protocol):
     """Computes requests. Every method from any thread."""
 
-    on_end: Callable[[EngineClosedError | None], object] | None
-    """Called once at the end, before the requests in flight end; with the error that has ended the runtime, if any."""
-    on_admit: Callable[[Sequence[str]], object] | None
-    """Called with the ids of sequences before the first step that computes something of them. It must be quick."""
+    def listen(self, on_end: OnEnd | None, on_admit: OnAdmit | None = None) -> None:
+        """Have a listener told of the end and of admissions, in place of an earlier one; None for nobody.
+
+        Args:
+            on_end: called once at the end, before the requests in flight end; with the error that has ended the
+                runtime, if any.
+            on_admit: called with the ids of sequences before the first step that computes something of them. It must
+                be quick.
+        """
 
     @property
     def n_slots(self) -> int:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.backend import Backend
+    from cbatch.cache.store import CacheStore, NoStore
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
     from cbatch.embedding import TextSettings
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Submission, Target
+    from cbatch.runtime.interface import OnAdmit, OnEnd, Submission, Target
     from cbatch.runtime.mailbox import Parcel
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.support.model_facts import ModelFacts
@@ -82,56 +83,51 @@ class LocalRuntime:
 
         self.backend, self.is_threaded = backend, is_threaded
         self._schedule, self._exactness = schedule, exactness
-        self._stats = stats = EngineStats()
+        self._stats = EngineStats()
         store = open_store(cache_dir, cache_mib * 2**20)
-        n_window, chats = backend.n_window, ChatFormat(backend.vocab)
-        self._prompts = PromptTokenizer(
-            partial(
-                tokenize,
-                backend.vocab,
-                n_window=n_window,
-                n_trained=backend.model_facts.n_ctx_train,
-            ),
-            n_window,
-            chats,
-            backend.vocab,
-            KeptRows(store, backend.vocab) if cache_media else None,
-        )
-        self._lanes = lanes = PromptLanes(
+        chats, n_trained = ChatFormat(backend.vocab), backend.model_facts.n_ctx_train
+        fit = partial(tokenize, backend.vocab, n_window=backend.n_window, n_trained=n_trained)
+        kept_rows = KeptRows(store, backend.vocab) if cache_media else None
+        self._prompts = PromptTokenizer(fit, backend.n_window, chats, backend.vocab, kept_rows)
+        self._lanes = PromptLanes(
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
         )
-        ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
-        wants = SequenceWants(lanes.order, n_ahead=lanes.n_ahead, takes_long=lanes.takes_long)
-        self.batcher = MultiRequestBatcher(ledger, wants, schedule, backend.cuts)
-        self._scheduler = scheduler = ContinuousBatchScheduler(
-            self.batcher,
-            backend.n_batch,
-            stats,
-            schedule,
-            cuts=backend.cuts,
-            memory=backend.memory,
-            has_adapters=bool(backend.adapters),
-        )
-        clock = time.perf_counter
-        self.loop = loop = Loop(
-            backend,
-            scheduler,
-            stats,
-            clock,
-            store,
-            lanes,
-            wants,
-            is_threaded=is_threaded,
-        )
-        self.texts = Texts(backend, loop.routes, stats, is_threaded=is_threaded)
+        self.loop = loop = self._made_loop(store)
+        self.texts = Texts(backend, loop.routes, self._stats, is_threaded=is_threaded)
         loop.end_texts, loop.is_inside_texts = self.texts.close, self._is_in_texts
-        self.orders = InFlight(loop, self.batcher, clock, self.texts)
+        self.orders = InFlight(loop, self.batcher, time.perf_counter, self.texts)
         self.sequences = SequenceMaker(backend, schedule, chats)
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
         self._can_generate = backend.model_facts.can_generate
         self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         if is_threaded:
             loop.start()
+
+    def _made_loop(self, store: CacheStore | NoStore) -> Loop:
+        """Return what does the steps, over a batcher and a scheduler of the backend."""
+        backend, schedule, lanes = self.backend, self._schedule, self._lanes
+        ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
+        wants = SequenceWants(lanes.order, n_ahead=lanes.n_ahead, takes_long=lanes.takes_long)
+        self.batcher = MultiRequestBatcher(ledger, wants, schedule, backend.cuts)
+        self._scheduler = ContinuousBatchScheduler(
+            self.batcher,
+            backend.n_batch,
+            self._stats,
+            schedule,
+            cuts=backend.cuts,
+            memory=backend.memory,
+            has_adapters=bool(backend.adapters),
+        )
+        return Loop(
+            backend,
+            self._scheduler,
+            self._stats,
+            time.perf_counter,
+            store,
+            lanes,
+            wants,
+            is_threaded=self.is_threaded,
+        )
 
     # ---- questions ----
 
@@ -160,23 +156,10 @@ class LocalRuntime:
         """The ids in flight."""
         return self.orders.routes
 
-    @property
-    def on_end(self) -> Callable[[EngineClosedError | None], object] | None:
-        """Called once at the end; see `Runtime`."""
-        return self.loop.on_end
-
-    @on_end.setter
-    def on_end(self, action: Callable[[EngineClosedError | None], object] | None) -> None:
-        self.loop.on_end = action
-
-    @property
-    def on_admit(self) -> Callable[[Sequence[str]], object] | None:
-        """Called with the ids of sequences before the first step that computes something of them."""
-        return self.loop.on_admit
-
-    @on_admit.setter
-    def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
-        self.loop.on_admit = self.texts.on_admit = action
+    def listen(self, on_end: OnEnd | None, on_admit: OnAdmit | None = None) -> None:
+        """Have a listener told of the end and of admissions; see `Runtime`."""
+        self.loop.on_end = on_end
+        self.loop.on_admit = self.texts.on_admit = on_admit
 
     def _is_in_texts(self) -> bool:
         return self.texts.is_current_thread

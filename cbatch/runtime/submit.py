@@ -109,7 +109,7 @@ class Submitter:
         self._n_feeds = count()
         # weak, for a feed lives as long as its thread or its batch; a dict, for the order
         self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
-        runtime.on_end = self._end_with_runtime
+        runtime.listen(self._end_with_runtime)
 
     def queue(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse, Reader
 
-R = TypeVar("R", EmbedResult, RerankResult)
+R = TypeVar("R", bound=EmbedResult | RerankResult)
 
 
 class TextReader(Generic[R]):
@@ -54,22 +55,22 @@ class TextReader(Generic[R]):
         self._results.close()
 
 
-class EmbedResponse:
-    """Embeddings in the making. Iterate for results as they end, call `results()` or `array()`, or `await` it.
+class TextResponse(ABC, Generic[R]):
+    """Results in the making. Iterate for them as they end, call `results()`, or `await` it.
 
     One reader at a time. Leaving an iteration early cancels the rest, and so does dropping this object and its readers.
     """
 
-    def __init__(self, response: BatchResponse, *, is_by_token: bool) -> None:
-        """Make one of a batch of texts; `is_by_token`: each result has a vector for each token."""
-        self._response, self._is_by_token = response, is_by_token
+    def __init__(self, response: BatchResponse) -> None:
+        """Make one of a batch of texts."""
+        self._response = response
 
     def __del__(self) -> None:
         if hasattr(self, "_response"):  # else Ctrl-C struck as it was made
             self._response.leave()
 
     def __repr__(self) -> str:
-        return f"<EmbedResponse: {self._response!r}>"
+        return f"<{type(self).__name__}: {self._response!r}>"
 
     @property
     def ids(self) -> list[str]:
@@ -81,36 +82,74 @@ class EmbedResponse:
         """Results that an iteration gives out without waiting."""
         return self._response.n_unread
 
-    def __iter__(self) -> TextReader[EmbedResult]:
+    def __iter__(self) -> TextReader[R]:
         return TextReader(self._response.as_completed(), self._made)
 
-    def __aiter__(self) -> TextReader[EmbedResult]:
+    def __aiter__(self) -> TextReader[R]:
         return TextReader(self._response.as_completed(), self._made)
 
-    def __await__(self) -> Generator[Any, None, list[EmbedResult]]:
+    def __await__(self) -> Generator[Any, None, list[R]]:
         """Wait in an event loop, as `results()` does. A task that is cancelled here cancels the texts."""
         return self.gather().__await__()
 
-    async def gather(self, *, return_errors: bool = False) -> list[EmbedResult]:
+    async def gather(self, *, return_errors: bool = False) -> list[R]:
         """Do as `results` in an event loop."""
         returns_errors = check_flag("return_errors", return_errors)
-        with _made_anew(self._made):
+        with self._made_anew():
             found = await self._response.gather(return_errors=True)
-        return _all([*map(self._made, found)], returns_errors=returns_errors)
+        return self._told(self._all(found, returns_errors=returns_errors))
 
-    def results(self, *, return_errors: bool = False) -> list[EmbedResult]:
+    def results(self, *, return_errors: bool = False) -> list[R]:
         """Wait for all texts and return the results in input order.
 
         Args:
             return_errors: return failed texts in place instead of raising.
 
         Raises:
-            BatchError: a text failed, or reading the texts did; all results are attached.
+            BatchError: a text failed, or reading the texts did; all results are attached, in input order.
         """
-        returns_errors = check_flag("return_errors", return_errors)
-        with _made_anew(self._made):
+        return self._told(self._in_order(returns_errors=check_flag("return_errors", return_errors)))
+
+    def cancel(self) -> int:
+        """Cancel the texts that have not ended, and read no more; return how many."""
+        return self._response.cancel()
+
+    def _in_order(self, *, returns_errors: bool) -> list[R]:
+        with self._made_anew():
             found = self._response.results(return_errors=True)
-        return _all([*map(self._made, found)], returns_errors=returns_errors)
+        return self._all(found, returns_errors=returns_errors)
+
+    def _all(self, found: Sequence[BatchResult], *, returns_errors: bool) -> list[R]:
+        results = [*map(self._made, found)]
+        if not returns_errors and any(result.error is not None for result in results):
+            raise BatchError(results)
+        return results
+
+    @contextmanager
+    def _made_anew(self) -> Iterator[None]:
+        """Make the results anew that an error has: reading the texts raised it."""
+        try:
+            yield
+        except BatchError as failed:
+            made = [self._made(result) for result in failed.results]
+            raise BatchError(made, failed.__cause__) from failed.__cause__
+
+    @abstractmethod
+    def _made(self, result: BatchResult) -> R:
+        """Return the result of a text."""
+
+    def _told(self, results: list[R]) -> list[R]:
+        """Return results in the order in which they are told."""
+        return results
+
+
+class EmbedResponse(TextResponse[EmbedResult]):
+    """Embeddings in the making, which `array()` returns together. See `TextResponse`."""
+
+    def __init__(self, response: BatchResponse, *, is_by_token: bool) -> None:
+        """Make one of a batch of texts; `is_by_token`: each result has a vector for each token."""
+        super().__init__(response)
+        self._is_by_token = is_by_token
 
     def array(self) -> NDArray[np.float32]:
         """Wait for all texts and return (n, dimension) float32, in input order. Raises as `results`.
@@ -125,18 +164,14 @@ class EmbedResponse:
         vectors = [result.embedding for result in self.results() if result.embedding is not None]
         return np.stack(vectors) if vectors else np.empty((0, 0), np.float32)
 
-    def cancel(self) -> int:
-        """Cancel the texts that have not ended, and read no more; return how many."""
-        return self._response.cancel()
-
     def _made(self, result: BatchResult) -> EmbedResult:
         return embed_result(result, is_by_token=self._is_by_token)
 
 
-class RerankResponse:
-    """Scores of documents in the making. Iterate for results as they end, call `results()` or `scores()`, or `await`.
+class RerankResponse(TextResponse[RerankResult]):
+    """Scores of documents in the making. See `TextResponse`, but `results()` has the best first, errors last.
 
-    One reader at a time. Leaving an iteration early cancels the rest, and so does dropping this object and its readers.
+    Only the `top_n` best, where that was given; `scores()` has all in input order.
     """
 
     def __init__(
@@ -146,53 +181,8 @@ class RerankResponse:
         top_n: int | None = None,
     ) -> None:
         """Make one of a batch of documents; `score` reads a document's score of a result without an error."""
-        self._response, self._score, self._top_n = response, score, top_n
-
-    def __del__(self) -> None:
-        if hasattr(self, "_response"):  # else Ctrl-C struck as it was made
-            self._response.leave()
-
-    def __repr__(self) -> str:
-        return f"<RerankResponse: {self._response!r}>"
-
-    @property
-    def ids(self) -> list[str]:
-        """The ids of the documents that were read, in input order."""
-        return self._response.ids
-
-    @property
-    def n_unread(self) -> int:
-        """Results that an iteration gives out without waiting."""
-        return self._response.n_unread
-
-    def __iter__(self) -> TextReader[RerankResult]:
-        return TextReader(self._response.as_completed(), self._made)
-
-    def __aiter__(self) -> TextReader[RerankResult]:
-        return TextReader(self._response.as_completed(), self._made)
-
-    def __await__(self) -> Generator[Any, None, list[RerankResult]]:
-        """Wait in an event loop, as `results()` does. A task that is cancelled here cancels the documents."""
-        return self.gather().__await__()
-
-    async def gather(self, *, return_errors: bool = False) -> list[RerankResult]:
-        """Do as `results` in an event loop."""
-        returns_errors = check_flag("return_errors", return_errors)
-        with _made_anew(self._made):
-            found = await self._response.gather(return_errors=True)
-        return self._best(_all([*map(self._made, found)], returns_errors=returns_errors))
-
-    def results(self, *, return_errors: bool = False) -> list[RerankResult]:
-        """Wait for all documents and return the results, the best first; only the `top_n` best where that was given.
-
-        Args:
-            return_errors: return failed documents, behind all others, instead of raising.
-
-        Raises:
-            BatchError: a document failed, or reading the documents did; all results are attached, in input order.
-        """
-        returns_errors = check_flag("return_errors", return_errors)
-        return self._best(self._in_order(returns_errors=returns_errors))
+        super().__init__(response)
+        self._score, self._top_n = score, top_n
 
     def scores(self) -> NDArray[np.float32]:
         """Wait for all documents and return (n,) float32 in input order. Raises as `results`."""
@@ -200,16 +190,7 @@ class RerankResponse:
 
         return np.array([r.score for r in self._in_order(returns_errors=False)], np.float32)
 
-    def cancel(self) -> int:
-        """Cancel the documents that have not ended, and read no more; return how many."""
-        return self._response.cancel()
-
-    def _in_order(self, *, returns_errors: bool) -> list[RerankResult]:
-        with _made_anew(self._made):
-            found = self._response.results(return_errors=True)
-        return _all([*map(self._made, found)], returns_errors=returns_errors)
-
-    def _best(self, results: Sequence[RerankResult]) -> list[RerankResult]:
+    def _told(self, results: list[RerankResult]) -> list[RerankResult]:
         ordered = sorted(results, key=lambda r: math.inf if r.error else -r.score)
         return ordered[: self._top_n]
 
@@ -221,22 +202,3 @@ class RerankResponse:
             except CBatchError as wrong:
                 error = wrong
         return RerankResult(result.id, result.i_item, score, n, error)
-
-
-@contextmanager
-def _made_anew(made: Callable[[BatchResult], R]) -> Iterator[None]:
-    """Make the results anew that an error has: reading the texts raised it."""
-    try:
-        yield
-    except BatchError as failed:
-        raise _with_results(failed, made) from failed.__cause__
-
-
-def _with_results(failed: BatchError, made: Callable[[BatchResult], R]) -> BatchError:
-    return BatchError([made(result) for result in failed.results], failed.__cause__)
-
-
-def _all(results: list[R], *, returns_errors: bool) -> list[R]:
-    if not returns_errors and any(result.error is not None for result in results):
-        raise BatchError(results)
-    return results

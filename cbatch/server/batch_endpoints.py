@@ -187,16 +187,24 @@ class BatchBody(Struct):
     output_expires_after: Expiry | None = None
 
 
-async def create_batch(desk: Desk, exchange: Exchange) -> None:
-    """Begin a batch."""
-    batches = batches_of(desk)
+async def new_batch_body(
+    kind: type[Struct], desk: Desk, exchange: Exchange
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the body that asks for a batch, and its names that are ignored. Raises a `HttpProblemError`."""
+    batches_of(desk)
     if desk.is_draining:
         raise draining()
     body = await body_of(desk, exchange)
-    ignored = unknown_in(body, BatchBody)
+    ignored = unknown_in(body, kind)
     if ignored and desk.settings.strict_fields:
-        raise unknown_field(ignored[0], BatchBody.__struct_fields__)
-    said = read_body(BatchBody, body)
+        raise unknown_field(ignored[0], kind.__struct_fields__)
+    return body, ignored
+
+
+async def create_batch(desk: Desk, exchange: Exchange) -> None:
+    """Begin a batch."""
+    body, ignored = await new_batch_body(BatchBody, desk, exchange)
+    batches, said = batches_of(desk), read_body(BatchBody, body)
     endpoint, window_s = _endpoint(said.endpoint), _window(said.completion_window)
     file = await desk.in_thread(batches.store.file, said.input_file_id, exchange.owner)
     if file.purpose != BATCH:

@@ -51,12 +51,9 @@ _SCHEMA = """
     CREATE INDEX IF NOT EXISTS unfinished ON batches (is_ended) WHERE NOT is_ended;
 """
 _COLUMNS = {
-    "files": ("place", "id", "name", "purpose", "bytes", "created_at", "expires_at"),
-    "batches": ("place", "id", "is_ended", "fields"),
+    "files": ("place", "id", "name", "purpose", "bytes", "created_at", "expires_at", "owner"),
+    "batches": ("place", "id", "is_ended", "fields", "owner"),
 }
-
-_OWNER = "owner"
-"""A column that indexes of an older version lack."""
 
 _SHOWN = """
     PRAGMA temp_store = MEMORY;
@@ -214,7 +211,7 @@ def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[st
     """
     db.executescript(_SHOWN)
     bad: dict[str, list[str]] = {}
-    for table, (place, id, *row) in _rows(db):
+    for table, (place, id, *row, _) in _rows(db):
         try:
             if table == "batches":
                 batch_of((id, *row))
@@ -238,17 +235,6 @@ def _rows(db: sqlite3.Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 # ---- the file of the index ----
-
-
-def is_index(path: Path) -> bool:
-    """Whether a file is an index, of this version or another. Does not change it."""
-    try:
-        with closing(_read_only(path)) as db:
-            return all(set(_COLUMNS[table]) <= _form(db)[table].keys() for table in _COLUMNS)
-    except _DAMAGE as error:
-        if _is_damage(error):
-            return False
-        raise
 
 
 def open_index(folder: FilesFolder) -> sqlite3.Connection:
@@ -312,9 +298,6 @@ def _opened(path: Path) -> sqlite3.Connection:
         db.execute("BEGIN EXCLUSIVE")
         db.execute("COMMIT")
         db.executescript(_SCHEMA)
-        for table in _COLUMNS:
-            if _OWNER not in _form(db)[table]:
-                db.execute(f"ALTER TABLE {table} ADD COLUMN {_OWNER} TEXT NOT NULL DEFAULT ''")
         [[found]] = db.execute("PRAGMA integrity_check(1)")
         if found != "ok":
             raise sqlite3.DatabaseError(found.strip().replace("\n", " "))
@@ -357,11 +340,9 @@ def _salvaged(path: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         return  # SQLite would remove its log
     with suppress(*_DAMAGE), closing(_read_only(path)) as db:
         for table, columns in _COLUMNS.items():
-            seen = set[Any]()
+            names, seen = ", ".join(columns), set[Any]()
             for order in ("ASC", "DESC"):
                 with suppress(*_DAMAGE):
-                    there = _form(db)[table]
-                    names = ", ".join(name for name in (*columns, _OWNER) if name in there)
                     for row in db.execute(f"SELECT {names} FROM {table} ORDER BY place {order}"):
                         if row[0] in seen:
                             break

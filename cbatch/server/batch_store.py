@@ -31,7 +31,6 @@ from cbatch.server.batch_index import (
     StoredFile,
     batch_of,
     hide_bad_rows,
-    is_index,
     open_index,
     storable_now,
 )
@@ -100,7 +99,7 @@ class BatchStore:
         """Told to calls that come after the folder was closed; None while it is open."""
         self._n_arriving, self._counting = 0, threading.Lock()
         try:
-            self._folder = FilesFolder(folder, is_index)
+            self._folder = FilesFolder(folder)
             with ExitStack() as opened:
                 opened.callback(self._folder.close)
                 self._db = open_index(self._folder)

@@ -23,7 +23,7 @@ from cbatch.support.folders import sync_folder
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
 _log = Log("cbatch.server")
@@ -61,12 +61,8 @@ def is_full(error: BaseException | None) -> bool:
 class FilesFolder:
     """One folder, open in one server at a time."""
 
-    def __init__(self, path: Path, is_index: Callable[[Path], bool]) -> None:
-        """Open the folder, or make it.
-
-        Args:
-            path: private to the user where it is new; so are all folders below it.
-            is_index: tells whether a file is an index. An index of an earlier version has no marker file beside it.
+    def __init__(self, path: Path) -> None:
+        """Open the folder, or make it: private to the user, as all folders below it.
 
         Raises:
             ConfigError: another server has it open, or cbatch did not make it.
@@ -81,7 +77,7 @@ class FilesFolder:
         self._reserve = path / ".cbatch-reserve"
         self._has_reserve, self._reserving = self._reserve.is_file(), threading.Lock()
         path.mkdir(_PRIVATE, parents=True, exist_ok=True)
-        self._claim(is_index)
+        self._claim()
         try:
             self._lock()
             for place in (self.content, self.work):
@@ -93,18 +89,18 @@ class FilesFolder:
             self.close()
             raise
 
-    def _claim(self, is_index: Callable[[Path], bool]) -> None:
-        """Mark an empty folder, or one of an earlier version; refuse others without a marker."""
+    def _claim(self) -> None:
+        """Mark an empty folder; refuse others without a marker."""
         marker = self.path / _MARKER
-        if not marker.exists():
-            is_ours = self.index.is_file() and is_index(self.index)
-            if not is_ours and not _NOBODYS.issuperset(os.listdir(self.path)):
-                raise ConfigError(
-                    f"files_dir={self.path}: the folder is not empty and lacks the file {_MARKER}, which marks "
-                    "folders of cbatch serve: give a new or empty folder; if cbatch serve made this one, run: touch "
-                    + shlex.quote(str(marker))
-                )
-        self._marker = os.open(marker, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not marker.exists() and not _NOBODYS.issuperset(os.listdir(self.path)):
+            raise ConfigError(
+                f"files_dir={self.path}: the folder is not empty and lacks the file {_MARKER}, which marks folders of "
+                "cbatch serve: give a new or empty folder; if cbatch serve made this one, run: touch "
+                + shlex.quote(str(marker))
+            )
+        # without a wait for the reader of a pipe of that name
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._marker = os.open(marker, flags, 0o600)
         # also without `close`, as in an app never ended
         self._closing = weakref.finalize(self, os.close, self._marker)
         with suppress(OSError):  # the file's name is enough

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from msgspec import Meta, Struct
 
-from cbatch.server.batch_endpoints import Query, batches_of, id_in, tell_batch
+from cbatch.server.batch_endpoints import (
+    Query,
+    batches_of,
+    id_in,
+    new_batch_body,
+    tell_batch,
+)
 from cbatch.server.batch_index import MESSAGES
 from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.batches import Batches
@@ -20,14 +26,12 @@ from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
     bad_request,
-    draining,
     told,
     too_large,
-    unknown_field,
 )
 from cbatch.server.request_fields import ignored_header
-from cbatch.server.small_endpoints import body_of, rfc3339
-from cbatch.server.typed_bodies import read_body, unknown_in
+from cbatch.server.small_endpoints import rfc3339
+from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,15 +74,9 @@ class MessageBatchBody(Struct):
 
 async def create_batch(desk: Desk, exchange: Exchange) -> None:
     """Begin a batch of messages."""
-    batches = batches_of(desk)
-    if desk.is_draining:
-        raise draining()
-    body = await body_of(desk, exchange)
-    ignored = unknown_in(body, MessageBatchBody)
-    if ignored and desk.settings.strict_fields:
-        raise unknown_field(ignored[0], MessageBatchBody.__struct_fields__)
+    body, ignored = await new_batch_body(MessageBatchBody, desk, exchange)
     limit = desk.settings.body_limit
-    batch = await desk.in_thread(_created, batches, body, limit, exchange.owner)
+    batch = await desk.in_thread(_created, batches_of(desk), body, limit, exchange.owner)
     await exchange.respond_json(_as_json(batch), headers=ignored_header(ignored))
 
 

@@ -21,7 +21,8 @@ from cbatch.errors import (
     UnsupportedOptionError,
     UnsupportedTaskError,
 )
-from cbatch.options import MAX_BIASES, MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
+from cbatch.option_checks import MAX_BIASES
+from cbatch.options import MAX_LAST_N, MAX_SEED, NO_OPTIONS, RunOptions
 from cbatch.server.http_errors import (
     bad_request,
     problem_of,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +21,13 @@ class _Blocks:
         self._lock = threading.RLock()  # reentrant: a handler of a signal may begin a block, too
         self._n = 0
         self._was_enabled = False
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        """Forget, in the child of a fork, the blocks of threads that are not there."""
+        if self._n and self._was_enabled:
+            gc.enable()
+        self._lock, self._n = threading.RLock(), 0
 
     def begin(self) -> None:
         if not self._n and gc.isenabled():

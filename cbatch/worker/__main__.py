@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ def main() -> None:
     """Serve the engine of this process to its client, until stdin ends or the client asks for the end."""
     _tell_system()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the client
+    # nobody reads Python's warnings, and the client would take them for the reason of a death
+    warnings.simplefilter("ignore")
     from cbatch.worker.service import load_and_serve  # takes long: a client may go meanwhile
 
     source, sink = os.dup(0), os.dup(1)

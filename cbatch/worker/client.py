@@ -39,7 +39,14 @@ if TYPE_CHECKING:
     from cbatch.response import BatchResult
     from cbatch.runtime.crossings import Crossing
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import BatchTarget, Outage, Submission, Target
+    from cbatch.runtime.interface import (
+        BatchTarget,
+        OnAdmit,
+        OnEnd,
+        Outage,
+        Submission,
+        Target,
+    )
     from cbatch.runtime.row_comparison import RowComparison
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
@@ -86,23 +93,9 @@ class Workers(Questions):
         """Requests that run at once, in all workers together."""
         return self.pool.n_slots
 
-    @property
-    def on_end(self) -> Callable[[EngineClosedError | None], object] | None:
-        """Called once at the end; see `Runtime`."""
-        return self.pool.on_end
-
-    @on_end.setter
-    def on_end(self, action: Callable[[EngineClosedError | None], object] | None) -> None:
-        self.pool.on_end = action
-
-    @property
-    def on_admit(self) -> Callable[[Sequence[str]], object] | None:
-        """Called with the ids of requests before the first step that computes something of them."""
-        return self.pool.on_admit
-
-    @on_admit.setter
-    def on_admit(self, action: Callable[[Sequence[str]], object] | None) -> None:
-        self.pool.on_admit = action
+    def listen(self, on_end: OnEnd | None, on_admit: OnAdmit | None = None) -> None:
+        """Have a listener told of the end and of admissions; see `Runtime`."""
+        self.pool.on_end, self.pool.on_admit = on_end, on_admit
 
     @property
     def ready(self) -> list[Connection]:

@@ -143,8 +143,7 @@ class Host:
         self._closing: list[object] = []
         """The number of `close`, once it was asked for."""
         self._changed = Sleepers()
-        runtime.on_end = self._end
-        runtime.on_admit = self._admit
+        runtime.listen(self._end, self._admit)
 
     # ---- one client's time ----
 
@@ -193,7 +192,7 @@ class Host:
             with suppress(EngineClosedError):
                 self._runtime.cancel_all()
             self._changed.wait_for(lambda: self._is_idle, _LOOK_S)
-        self._runtime.on_end = self._runtime.on_admit = None
+        self._runtime.listen(None)
         for number in self._closing:
             self._tell(number, None)
         return self.wait()

@@ -27,6 +27,9 @@ Our choice; the last value holds for all higher numbers.
 N_STOPPED_MAX = 10
 """Looks in a row, one a second, at which a worker is stopped before it is killed. Our choice."""
 
+_NOT_TOLD = "the system does not say how"
+"""Why a worker died if the program ignores SIGCHLD, so that the system forgets it. Source: man 2 wait, notes."""
+
 
 class Owner(Protocol):
     """Who a place tells of its workers, in the place's own thread."""
@@ -171,7 +174,7 @@ class Replica:
         self.thread.connection = None
         with self._linking:
             self.connection = self._link = None
-        connection.lose("; ".join(filter(None, (connection.cause, ended))))
+        connection.lose("; ".join(filter(None, (connection.cause, ended))) or _NOT_TOLD)
 
 
 def back_off_s(n_deaths: int) -> float:

@@ -396,36 +396,6 @@ def test_every_flipped_byte_is_an_error(store: CacheStore) -> None:
         assert store.verify(only(store))
 
 
-Damage = st.one_of(
-    st.tuples(st.just("flip"), st.integers(0, 10**6), st.integers(1, 255)),
-    st.tuples(st.just("cut"), st.integers(0, 10**6), st.just(0)),
-    st.tuples(st.just("append"), st.binary(min_size=1, max_size=99), st.just(0)),
-    st.tuples(st.just("replace"), st.binary(max_size=400), st.just(0)),
-)
-
-
-def damaged(data: bytes, how: str, what: Any, mask: int) -> bytes:
-    if how == "flip":
-        i = what % len(data)
-        return data[:i] + bytes([data[i] ^ mask]) + data[i + 1 :]
-    if how == "cut":
-        return data[: what % len(data)]
-    return data + what if how == "append" else bytes(what)
-
-
-@settings(max_examples=examples(200))
-@given(Damage, st.integers(0, 300))
-def test_any_damage_is_a_cache_error(
-    tmp_path_factory: pytest.TempPathFactory, damage: tuple[str, Any, int], n_bytes: int
-) -> None:
-    store = make_store(tmp_path_factory.mktemp("cells"))
-    store.write("a", cells(n_bytes), F16)
-    path = only(store).path
-    path.write_bytes(damaged(path.read_bytes(), *damage))
-    assert fails(store)
-    assert store.verify(only(store))
-
-
 def test_token_bytes_are_checked_before_the_cells(store: CacheStore) -> None:
     store.write("a", cells(40, n_tokens=3), F16)
     path = only(store).path
@@ -559,22 +529,6 @@ def test_file_of_one_key_under_the_name_of_another_is_an_error(
     (folder / file_name("a", F16)).rename(folder / file_name("b", F16))
     assert "another key" in fails(store, "b")
     assert "no cells are saved" in fails(store, "a")
-
-
-def test_lengths_beyond_the_file_allocate_nothing(
-    store: CacheStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(folder, forged({**GOOD, "n_data": 2**40}, tokens=TOKEN, n_data=3))
-    asked: list[int] = []
-    empty = np.empty
-
-    def note(n: int, dtype: Any) -> Any:
-        asked.append(n)
-        return empty(n, dtype)
-
-    monkeypatch.setattr(np, "empty", note)
-    fails(store)
-    assert max(asked) < 1000
 
 
 def test_file_beyond_the_memory_is_an_error(

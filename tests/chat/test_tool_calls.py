@@ -438,22 +438,6 @@ def test_variable_that_the_template_does_not_use_is_a_warning(engine: Engine) ->
     assert "'enable_thinkin'" in warning
 
 
-def test_bytes_left_over_come_out_at_every_end() -> None:
-    said = [*b"abc", *"😀".encode()[:3], *[b"x"[0]] * 500]
-    for options in ({"max_tokens": 6}, {"max_tokens": 5}, {"max_tokens": 4}):
-        with closing(engine_on(Speaker(said))) as engine:
-            response = ask(engine, **options)
-            text, _ = streamed(response)
-            assert text == response.result().text == "abc\ufffd"
-
-
-def test_character_that_the_window_cuts_comes_out_as_broken() -> None:
-    said = [*"ab😀😀😀".encode()]
-    with closing(engine_on(Speaker(said, n_window=16))) as engine:
-        result = engine.run(["12345678"]).result()
-    assert (result.text, result.finish_reason) == ("ab😀\ufffd", "window")
-
-
 @thread_only(Reason.BY_HAND)
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_character_that_a_cancel_cuts_comes_out_as_broken(is_streamed: bool) -> None:
@@ -484,17 +468,6 @@ def test_emoji_over_tokens_with_a_stop_string_of_them(include_stop: bool) -> Non
     )
     assert all("\ufffd" not in c.text for c in chunks)
     assert result.finish_reason == "stop"
-
-
-def test_tail_of_a_stop_string_comes_out_at_timeout_and_cap() -> None:
-    said = [*b"one ST", *[0x4F] * 400]
-    with closing(engine_on(Speaker(said))) as engine:
-        capped = engine.run(["x"], options={"stop": "STOOP", "max_tokens": 7}).result()
-        assert capped.text == "one STO"
-        late = engine.run(["x"], options={"stop": "STOP", "timeout_s": 0.0}).results(
-            return_errors=True
-        )
-    assert late[0].finish_reason == "timeout"
 
 
 @pytest.mark.real

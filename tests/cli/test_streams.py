@@ -93,6 +93,34 @@ def test_file_behind_stdin_is_never_written_to(
     assert done.stderr == f"cbatch: {source}: is the input: give another file for the results\n"
 
 
+_SEEN_BY_A_COMMAND = """
+import os, signal, sys
+from cbatch import __main__, cli
+
+def app(prog_name):
+    seen = [os.readlink(f"/proc/self/fd/{i}") for i in range(3)], signal.getsignal(signal.SIGCHLD)
+    with open(sys.argv[1], "w") as file:
+        print(seen == (["/dev/null"] * 3, signal.SIG_DFL), sys.stdin, sys.stdout, sys.stderr, file=file)
+
+cli.app = app
+__main__.main()
+"""
+
+
+@linux
+@pytest.mark.real
+def test_files_of_a_command_never_take_the_place_of_closed_streams(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    command = ["sh", "-c", 'exec "$0" -c "$1" "$2" <&- >&- 2>&-', sys.executable]
+    subprocess.run(
+        [*command, _SEEN_BY_A_COMMAND, str(seen)],
+        cwd=CLI,
+        check=True,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),  # as some parents do
+    )
+    assert seen.read_text() == "True None None None\n"
+
+
 def test_closed_streams_are_errors_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(sys, "stdout", None)

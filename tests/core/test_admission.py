@@ -91,21 +91,14 @@ def test_long_prompt_is_served_while_short_ones_keep_coming() -> None:
 # ---- a shared pool ----
 
 
-@pytest.mark.parametrize(("admission", "n_running"), [("reserve", 2), ("optimistic", 3)])
+@pytest.mark.parametrize(("admission", "n_running"), [("reserve", 2), ("optimistic", 3), (None, 3)])
 def test_pool_admits_by_the_worst_case_or_by_what_can_be_expected(
-    admission: str, n_running: int
+    admission: str | None, n_running: int
 ) -> None:
     rig = shared(32, admission=admission)  # each: 4 + 8 in the worst case, 4 + 6 expected
     rig.submit(*make_sequences(4, max_tokens=8))
     one_step(rig)
     assert len(rig.running()) == n_running
-
-
-def test_optimistic_is_what_is_done_when_nothing_is_said() -> None:
-    rig = shared(32, admission=None)
-    rig.submit(*make_sequences(4, max_tokens=8))
-    one_step(rig)
-    assert rig.running() == ["0", "1", "2"]  # 4 + 0.7 × 8 each
 
 
 def test_without_a_cap_a_slots_share_of_the_pool_is_expected() -> None:

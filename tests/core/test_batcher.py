@@ -8,19 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.core.driver import SequenceDriver
-from cbatch.errors import (
-    ConfigError,
-    PromptTooLongError,
-    RequestCancelledError,
-    RequestFailedError,
-)
+from cbatch.errors import ConfigError, PromptTooLongError, RequestFailedError
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.plan import StepPlan
     from cbatch.messages import BatchPrompt
 
 
@@ -34,24 +27,6 @@ def snapshot(rig: Rig) -> object:
         [*rig.ledger.n_cells],
         cells,
     )
-
-
-def test_two_slots_serve_six_requests_with_admission_midway() -> None:
-    rig = make_scheduler(n_slots=2)
-    caps = (3, 9, 4, 6, 2, 5)
-    rig.submit(*(make_request(str(i), (i, i, i), max_tokens=cap) for i, cap in enumerate(caps)))
-    n_midway = 0
-
-    def count(rig: Rig, plan: StepPlan) -> None:
-        nonlocal n_midway
-        bound = {b.slot for b in plan.binds}
-        if {c.slot for c in plan.spans} - bound:
-            n_midway += len(bound)
-
-    drive(rig, after=count)
-    assert [rig.results[str(i)].usage.completion_tokens for i in range(6)] == [*caps]
-    assert n_midway >= 4
-    assert rig.stats.n_active_max == 2
 
 
 def test_admission_takes_the_lowest_free_slot_in_order_of_submission() -> None:
@@ -92,15 +67,6 @@ def test_long_prompt_is_not_passed_by_a_short_one_behind_it() -> None:
     )
     drive(rig)
     assert [*rig.results] == ["long", "short"]
-
-
-def test_requests_that_come_as_the_last_one_ends_are_served() -> None:
-    rig = make_scheduler(n_slots=2)
-    for wave in range(3):
-        rig.submit(*(make_request(f"{wave}{i}", (wave, i), max_tokens=3) for i in range(3)))
-        drive(rig)
-    assert len(rig.results) == 9
-    assert all(r.finish_reason == "length" for r in rig.results.values())
 
 
 @pytest.mark.parametrize("n_prompt", [64, 65, 1000])
@@ -158,63 +124,6 @@ def test_long_queue_is_tokenized_only_when_its_turn_comes() -> None:
     assert seen == ["a"]
 
 
-def test_cancel_in_slots_keeps_partial_text_and_in_the_queue_is_an_error() -> None:
-    rig = make_scheduler(n_slots=2)
-    rig.submit(*make_sequences(6))
-    rig.backend.interrupt()
-    step(rig)
-    assert [rig.cancel(str(i)) for i in range(6)] == [True] * 6
-    drive(rig)
-    results = [rig.results[str(i)] for i in range(6)]
-    assert [r.finish_reason for r in results] == ["cancelled"] * 6
-    assert [len(r.token_ids) for r in results] == [1, 1, 0, 0, 0, 0]
-    assert [type(r.error) for r in results[:2]] == [type(None)] * 2
-    assert [type(r.error) for r in results[2:]] == [RequestCancelledError] * 4
-    for id in "2345":
-        [only] = rig.chunks[id]
-        assert (only.text, only.token_ids) == ("", ())
-
-
-def test_cancel_in_the_queue_answers_at_once_and_never_runs() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(*make_sequences(3, max_tokens=4))
-    rig.backend.interrupt()
-    step(rig)
-    rig.cancel("1")
-    assert [d.request.id for d in rig.batcher.take_ended()] == ["1"]
-    assert rig.batcher.occupancy().n_waiting == 1
-    del rig.drivers["1"]
-    plans = drive(rig)
-    assert sum(len(p.binds) for p in plans) == 1
-    assert [*rig.results] == ["0", "2"]
-
-
-def test_cancel_of_what_is_not_in_flight_is_false_and_harmless() -> None:
-    rig = make_scheduler(n_slots=1)
-    assert rig.cancel("0") is False
-    rig.submit(*make_sequences(1, max_tokens=2))
-    drive(rig)
-    before = snapshot(rig)
-    assert rig.cancel("0") is False
-    assert snapshot(rig) == before
-    rig.submit(make_request("next", max_tokens=2))
-    drive(rig)
-    assert rig.results["next"].finish_reason == "length"
-
-
-def test_late_cancel_does_not_hit_the_next_one_in_the_slot() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(*make_sequences(2, max_tokens=3))
-    while "0" not in rig.results:
-        step(rig)
-    rig.backend.interrupt()
-    step(rig)
-    assert rig.running() == ["1"]
-    assert rig.cancel("0") is False
-    drive(rig)
-    assert rig.results["1"].finish_reason == "length"
-
-
 def test_cancelled_slot_is_emptied_and_lent_in_one_plan() -> None:
     rig = make_scheduler(n_slots=1)
     rig.submit(*make_sequences(2, max_tokens=9))
@@ -249,22 +158,3 @@ def test_last_slot_is_emptied_by_a_plan_without_rows() -> None:
     assert plans[-1].clears == (0,)
     assert plans[-1].spans == ()
     assert rig.backend.cells == [[], []]
-
-
-def test_ended_sequences_are_given_out_once() -> None:
-    rig = make_scheduler(n_slots=1)
-    driver = SequenceDriver.of(make_request(), rig.backend.vocab.piece, 0.0)
-    rig.batcher.submit([driver])
-    rig.cancel("a")
-    assert rig.batcher.take_ended() == [driver]
-    assert rig.batcher.take_ended() == []
-
-
-def test_id_can_be_used_again_after_its_end() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(make_request("a", max_tokens=2))
-    drive(rig)
-    first = rig.results.pop("a")
-    rig.submit(make_request("a", max_tokens=2))
-    drive(rig)
-    assert rig.results["a"].token_ids == first.token_ids

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from cbatch.backend.fake import FakeVocab
-from cbatch.core.bisection import FaultBisection
 from cbatch.core.driver import Event, SequenceDriver
 from cbatch.core.plan import Slot
+from cbatch.core.scheduler import FaultBisection
 from tests.helpers import make_request
 from tests.profiles import some
 

@@ -9,8 +9,7 @@ import pytest
 from cbatch.core.books import KvLedger
 from cbatch.core.driver import MovingWindow, Status
 from cbatch.core.plan import KvCapabilities, Slot
-from cbatch.core.preemption import N_PREEMPTED_MAX, choose_victim
-from cbatch.core.slots import N_WORTH_MOVE, choose_mover
+from cbatch.core.slots import N_PREEMPTED_MAX, N_WORTH_MOVE, choose_mover, choose_victim
 from tests.core.drivers import make_running
 from tests.helpers import at_end_only, partitioned, recurrent, shared_pool
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cbatch.core.driver import Wait
-from cbatch.errors import DeadlineError, GrammarError, RequestCancelledError
+from cbatch.errors import GrammarError, RequestCancelledError
 from cbatch.options import Grammar
 from cbatch.runtime.wants import _N_GRAMMARS_MAX, to_compile
 from tests.helpers import Rig, drive, make_request, make_scheduler, make_sequences, step, take_wants
@@ -110,13 +110,6 @@ def test_cancel_while_compiling_ends_it_at_once(regex: str) -> None:
     rig.drivers.pop("0")
     drive(rig)
     assert [*rig.results] == ["1"]
-
-
-def test_time_that_is_over_while_compiling_ends_it() -> None:
-    rig = rig_with("1", None, timeout_s=1)
-    rig.wants.take()  # which nobody compiles
-    drive(rig)
-    assert isinstance(rig.results["0"].error, DeadlineError)
 
 
 @pytest.mark.parametrize("regex", ["1", "x"])

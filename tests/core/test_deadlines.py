@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 
-from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.queue import Deadlines
 from cbatch.errors import DeadlineError
@@ -21,9 +20,6 @@ from tests.helpers import (
     step,
     with_deadline,
 )
-
-if TYPE_CHECKING:
-    from cbatch.core.plan import Binding
 
 
 def timed(number: int, timeout_s: float | None) -> SequenceDriver:
@@ -61,16 +57,6 @@ def test_due_ones_come_in_order_of_their_deadlines_and_no_other() -> None:
     assert due == [1, 0]
     assert deadlines.pop_due(5.0) is None
     assert deadlines.next_s() == 9.0
-
-
-def test_who_has_none_is_not_kept() -> None:
-    deadlines = Deadlines()
-    deadlines.add(timed(0, None))
-    assert (n_entries(deadlines), deadlines.next_s(), deadlines.pop_due(math.inf)) == (
-        0,
-        None,
-        None,
-    )
 
 
 def test_who_ended_before_is_not_given_out() -> None:
@@ -121,37 +107,6 @@ def test_long_run_of_requests_with_deadlines_keeps_the_heap_short() -> None:
 # ---- how it ends ----
 
 
-def test_deadline_in_the_queue_is_an_error_and_never_runs() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(make_request("first", max_tokens=9), make_request("late", timeout_s=2.0))
-    for _ in range(3):
-        one_step(rig)
-    error = rig.results["late"].error
-    assert isinstance(error, DeadlineError)
-    assert error.waited_s == 2.0
-    assert ends(rig) == {"late": ("timeout", 0)}
-    assert rig.drivers["late"].n_computed == 0
-
-
-def test_deadline_in_a_slot_keeps_the_partial_text_and_frees_the_slot() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(make_request("a", max_tokens=9, timeout_s=3.0), make_request("b", max_tokens=2))
-    for _ in range(4):
-        one_step(rig)
-    assert ends(rig) == {"a": ("timeout", 3)}
-    assert rig.results["a"].error is None
-    assert rig.results["a"].token_ids == tuple(rig.alone(make_request(), 3))
-    assert rig.running() == ["b"]
-
-
-def test_deadline_of_nothing_ends_before_anything_is_computed() -> None:
-    rig = make_scheduler()
-    rig.submit(make_request(timeout_s=0.0))
-    drive(rig)
-    assert ends(rig) == {"a": ("timeout", 0)}
-    assert rig.stats.n_steps == 0
-
-
 def test_deadline_of_a_paused_one_in_its_slot_ends_it() -> None:
     rig = make_scheduler()
     rig.submit(make_request("a", timeout_s=2.0), make_request("b", max_tokens=5))
@@ -169,14 +124,6 @@ def test_deadline_of_a_paused_one_without_a_slot_is_an_error() -> None:
     drive(rig, before=lambda rig: rig.backend.interrupt())
     assert ends(rig) == {"b": ("timeout", 0), "a": ("length", 5)}
     assert isinstance(rig.results["b"].error, DeadlineError)
-
-
-def test_deadline_of_a_held_one_is_an_error() -> None:
-    rig = make_scheduler()
-    rig.submit(make_request("a", regex="1", timeout_s=2.0), make_request("b", max_tokens=5))
-    rig.wants.take()  # which nobody compiles
-    drive(rig, before=lambda rig: rig.backend.interrupt())
-    assert ends(rig) == {"a": ("timeout", 0), "b": ("length", 5)}
 
 
 def test_deadline_of_a_parked_one_keeps_its_text_and_forgets_its_cells() -> None:
@@ -203,26 +150,3 @@ def test_many_deadlines_at_once_end_in_one_plan_and_spare_the_others() -> None:
     assert [len(rig.results[id].token_ids) for id in ("0", "1")] == [1, 0]
     drive(rig)
     assert ends(rig)["keeps"] == ("length", 4)
-
-
-# ---- text that is held back ----
-
-
-@pytest.mark.parametrize("timeout_s", [3, 4, 5, 8])
-def test_tail_held_back_for_a_stop_string_comes_out_at_the_timeout(
-    timeout_s: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = b"one two three"
-
-    def speak(_: FakeBackend, state: int, history: object, binding: Binding, *more: object) -> int:
-        return said[len(rig.drivers["a"].output)]
-
-    monkeypatch.setattr(FakeBackend, "next_token", speak)
-    rig = make_scheduler(1)
-    timed = make_request(max_tokens=20, stop="ne two three, and never on", timeout_s=timeout_s)
-    rig.submit(with_deadline(timed, 0.0))
-    while not rig.results:
-        one_step(rig)
-    result = rig.results["a"]
-    assert (result.finish_reason, result.text) == ("timeout", said[:timeout_s].decode())
-    assert [c.text for c in rig.chunks["a"] if c.text] == ["o", result.text[1:]]

@@ -9,9 +9,8 @@ import pytest
 from cbatch.backend.fake import FakeVocab
 from cbatch.core.books import KvLedger
 from cbatch.core.driver import SequenceDriver
-from cbatch.core.plan import Slot
-from cbatch.core.preemption import N_PREEMPTED_MAX, Demand, KvDemandEstimator
-from tests.helpers import make_request, partitioned, shared_pool
+from cbatch.core.slots import N_PREEMPTED_MAX, Demand, KvDemandEstimator
+from tests.helpers import make_request, shared_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,16 +91,6 @@ def test_one_whose_window_is_over_wants_the_window(
     assert fits_beside(demand(n_pool, is_optimistic=is_optimistic), over, []) is fits
 
 
-def test_what_is_left_in_a_slot_that_nobody_has_is_room() -> None:
-    some = demand(30)
-    slot = Slot(0)
-    some.ledger.assign(slot, sequence(6, 4))
-    some.ledger.add(slot, 20)
-    assert not fits_beside(some, sequence(7, 4), [])
-    some.ledger.free(slot)
-    assert fits_beside(some, sequence(7, 4), [])
-
-
 def test_optimistic_counts_the_worst_case_after_too_many_preemptions() -> None:
     some = demand(30, is_optimistic=True)
     often = sequence(4, 20)
@@ -110,11 +99,6 @@ def test_optimistic_counts_the_worst_case_after_too_many_preemptions() -> None:
     assert not fits_beside(some, sequence(4, 10), [often])
     assert not fits_beside(some, often, [sequence(4, 10)])
     assert fits_beside(some, often, [])
-
-
-def test_slots_with_cells_of_their_own_always_fit() -> None:
-    some = Pool(KvLedger(2, 64, partitioned(128)), is_optimistic=False)
-    assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 
 def test_pool_of_every_slots_window_is_not_shared() -> None:

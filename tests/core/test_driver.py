@@ -13,10 +13,9 @@ import pytest
 from cbatch.backend.fake import END_TOKEN, FakeVocab
 from cbatch.core.driver import TRANSITIONS, Event, SequenceDriver, Status
 from cbatch.core.plan import BROKEN_ROW, EMPTY_ROW, Slot, TokenLogprobs
-from cbatch.core.span import N_TARGETS_MAX, PromptCuts, Span
+from cbatch.core.span import N_TARGETS_MAX, PromptCuts
 from cbatch.errors import (
     PromptTooLongError,
-    RequestCancelledError,
     RequestFailedError,
     SequenceStateError,
 )
@@ -87,11 +86,6 @@ def test_transitions_name_every_status_and_event() -> None:
     assert all(status is not Status.FINISHED for status, _ in TRANSITIONS)
 
 
-def test_prompt_and_cap_that_fill_the_window_are_admitted() -> None:
-    driver = make_running(n_prompt=10, max_tokens=6)
-    assert (driver.n_prompt, driver.n_cap, driver.n_tokens) == (10, 6, 10)
-
-
 @pytest.mark.parametrize(
     ("n_prompt", "cap"), [(10, 7), (16, 1), (16, None), (17, None), (1, 2**31 - 1)]
 )
@@ -109,60 +103,6 @@ def test_prompt_and_cap_past_the_window_raise_and_change_nothing(
     assert ("lower max_tokens" in str(error)) == ("strict_max_tokens" in str(error))
     assert ("lower max_tokens" in str(error)) == (error.n_output > 1)
     assert snapshot(driver) == before
-
-
-def test_prompt_without_a_token_raises_and_changes_nothing() -> None:
-    driver = make_driver()
-    before = snapshot(driver)
-    with pytest.raises(RequestFailedError, match="empty"):
-        set_prompt(driver, [], N_WINDOW)
-    assert snapshot(driver) == before
-
-
-def test_no_cap_means_the_rest_of_the_window() -> None:
-    assert make_running(n_prompt=10).n_cap == 6
-
-
-def test_chunk_with_the_last_pending_token_alone_has_an_output() -> None:
-    driver = make_running(n_prompt=3)
-    slot = Slot(0)
-    assert driver.span(slot, driver.n_computed, 2) == Span(slot, 0, [0, 1], has_output=False)
-    assert driver.span(slot, driver.n_computed, 3) == Span(slot, 0, [0, 1, 2], has_output=True)
-    driver.accept(2, [], 2.0)
-    assert driver.span(slot, driver.n_computed, 1) == Span(slot, 2, (2,), has_output=True)
-    assert driver.n_tokens == driver.n_computed + 1
-
-
-def test_accept_of_several_steps_leaves_one_token_pending() -> None:
-    driver = make_running(n_prompt=3)
-    driver.accept(3, [A, B, C], 2.0)
-    assert (driver.n_tokens, driver.n_computed) == (6, 5)
-    assert (driver.n_output, driver.n_left) == (3, 10)
-
-
-def test_tokens_whose_cells_are_lost_are_pending_and_kept() -> None:
-    driver = make_running(n_prompt=3)
-    driver.accept(3, [A, B], 2.0)
-    driver.n_computed = 0
-    assert (driver.n_computed, driver.n_tokens, driver.n_output) == (0, 5, 2)
-    assert driver.span(Slot(0), driver.n_computed, 5).inputs == [0, 1, 2, A, B]
-
-
-def test_cap_ends_with_length() -> None:
-    driver = make_running(max_tokens=2)
-    driver.accept(2, [A], 2.0)
-    assert driver.finish_reason is None
-    driver.accept(1, [B], 3.0)
-    result = result_of(driver)
-    assert (result.finish_reason, result.text, result.token_ids) == ("length", "ab", (A, B))
-
-
-def test_full_window_ends_with_window() -> None:
-    driver = make_running(n_prompt=14)
-    driver.accept(14, [A, B], 2.0)
-    result = result_of(driver)
-    assert (result.finish_reason, result.text) == ("window", "ab")
-    assert driver.n_tokens == N_WINDOW
 
 
 @pytest.mark.parametrize(("ignore_eos", "n_left_out"), [(False, 1), (True, 0)])
@@ -197,14 +137,6 @@ def test_include_stop_keeps_the_stop_token() -> None:
     assert (result_of(driver).text, result_of(driver).token_ids) == ("ab", (A, B))
 
 
-def test_tokens_sampled_past_a_stop_string_are_dropped() -> None:
-    driver = make_running(stop="bc")
-    driver.accept(2, [A, B, C, D, D], 2.0)
-    result = result_of(driver)
-    assert (result.finish_reason, result.text, result.token_ids) == ("stop", "a", (A, B, C))
-    assert result.usage.completion_tokens == 3
-
-
 @pytest.mark.parametrize("sampled", [[A, B, D, END_TOKEN], [A, B, D, BROKEN_ROW]])
 def test_what_comes_after_a_stop_string_in_one_run_does_not_matter(sampled: list[int]) -> None:
     driver = make_running(stop="b", ignore_eos=False)
@@ -212,21 +144,6 @@ def test_what_comes_after_a_stop_string_in_one_run_does_not_matter(sampled: list
     result = result_of(driver)
     assert (result.finish_reason, result.error, result.text) == ("stop", None, "a")
     assert result.token_ids == (A, B)
-
-
-@pytest.mark.parametrize("stop", ["", [], ["", ""]])
-def test_empty_stop_is_ignored(stop: str | list[str]) -> None:
-    driver = make_running(stop=stop, max_tokens=2)
-    driver.accept(2, [A, B], 2.0)
-    assert (result_of(driver).text, result_of(driver).finish_reason) == ("ab", "length")
-
-
-def test_broken_row_ends_with_an_error_and_keeps_the_text_before() -> None:
-    driver = make_running()
-    driver.accept(2, [A, BROKEN_ROW], 2.0)
-    result = result_of(driver)
-    assert (result.finish_reason, result.text, result.token_ids) == ("error", "a", (A,))
-    assert isinstance(result.error, RequestFailedError)
 
 
 @pytest.mark.parametrize(
@@ -299,22 +216,6 @@ def test_tail_held_back_for_a_stop_string_is_flushed_on_every_ending(ending: str
     if ending in ("stop", "error"):
         driver.accept(1, [D if ending == "stop" else BROKEN_ROW], 3.0)
     assert (driver.finish_reason, result_of(driver).text) == (ending, "abc")
-
-
-def test_cancel_in_a_slot_keeps_the_text_without_an_error() -> None:
-    driver = make_running()
-    driver.accept(2, [A], 2.0)
-    driver.cancel(3.0)
-    result = result_of(driver)
-    assert (result.finish_reason, result.text, result.error) == ("cancelled", "a", None)
-
-
-def test_cancel_in_the_queue_is_an_error() -> None:
-    driver = make_driver()
-    driver.cancel(3.0)
-    result = result_of(driver)
-    assert (result.finish_reason, result.text, result.token_ids) == ("cancelled", "", ())
-    assert isinstance(result.error, RequestCancelledError)
 
 
 # ---- what is scored, and in which pieces ----

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cbatch.core.driver import Status
-from cbatch.core.preemption import N_PREEMPTED_MAX
-from cbatch.core.slots import N_OVERTAKEN_MAX
+from cbatch.core.slots import N_OVERTAKEN_MAX, N_PREEMPTED_MAX
 from cbatch.core.span import PromptCuts
 from tests.helpers import (
     Rig,

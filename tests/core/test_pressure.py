@@ -1,4 +1,4 @@
-"""The engine when there is too much to do: a full queue, time that runs out, pauses, failures, and options at odds."""
+"""The engine when there is too much to do: a full queue, time that runs out, pauses and failures."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ import pytest
 from cbatch.backend.fake import FakeBackend, Faults
 from cbatch.core.scheduler import N_FAILURES_MAX
 from cbatch.engine import Engine
-from cbatch.engine_options import EngineOptions, ScheduleOptions
+from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import (
     ConfigError,
     DeadlineError,
     DecodeError,
     DuplicateIdError,
     EngineClosedError,
-    PromptTooLongError,
     QueueFullError,
     RequestCancelledError,
 )
@@ -751,18 +750,6 @@ def test_pool_that_is_full_preempts_and_nobody_notices() -> None:
         assert streams(engine.run(items)) == expected
 
 
-@thread_only(Reason.BY_HAND)
-def test_tokens_that_never_fit_never_wait(by_hand: MakeEngine) -> None:
-    engine = by_hand()
-    engine.run(prompts("a"))
-    engine.step()
-    response = engine.run([BatchPrompt(tokens=[1] * 64, id="bad")])
-    engine.step()
-    [result] = response.results(timeout=0, return_errors=True)
-    assert isinstance(result.error, PromptTooLongError)
-    assert ids_in_flight(engine) == ["a"]
-
-
 # ---- figures ----
 
 
@@ -860,92 +847,7 @@ def test_queued_cancel_is_answered_before_the_running_one_ends() -> None:
         assert "a" in ids_in_flight(engine)
 
 
-# ---- options at odds ----
-
-
-@thread_only(Reason.BY_HAND)
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"quantum": 8}, ("quantum=8", "round_robin")),
-        ({"quantum": 8, "policy": "priority"}, ("quantum=8", "round_robin", "priority")),
-        ({"ageing_s": 2.0}, ("ageing_s=2.0", "priority")),
-        ({"ageing_s": 2.0, "policy": "shortest"}, ("ageing_s=2.0", "priority", "shortest")),
-        ({"when_full": "wait"}, ("when_full='wait'", "max_queue")),
-        ({"when_full": "reject"}, ("when_full='reject'", "max_queue")),
-        ({"itl_ms": 50, "prefill_budget": 64}, ("itl_ms=50", "prefill_budget=64")),
-        ({"prefill_chunk": 513, "n_batch": 512}, ("prefill_chunk=513", "n_batch=512")),
-        ({"prefill_budget": 513, "n_batch": 512}, ("prefill_budget=513", "n_batch=512")),
-        ({"n_batch": 7, "parallel": 8}, ("n_batch=7", "parallel=8")),
-        ({"exact": True, "admission": "optimistic"}, ("exact=True", "admission='optimistic'")),
-        (
-            {"exact": True, "admission": "optimistic", "kv": "unified"},
-            ("exact=True", "kv='unified'"),
-        ),
-        ({"admission": "optimistic"}, ("admission='optimistic'", "kv='unified'", "auto")),
-        (
-            {"admission": "optimistic", "kv": "partitioned"},
-            ("admission='optimistic'", "kv='unified'", "partitioned"),
-        ),
-        ({"exact": True, "prefill_chunk": 64}, ("exact=True", "prefill_chunk=64")),
-    ],
-)
-def test_options_at_odds_are_refused_and_both_are_named(
-    settings: dict[str, Any], named: tuple[str, ...]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EngineOptions.of(settings)
-    for name in named:
-        assert name in str(caught.value)
-
-
-@thread_only(Reason.BY_HAND)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"quantum": 8, "policy": "round_robin"},
-        {"ageing_s": 2.0, "policy": "priority"},
-        {"when_full": "reject", "max_queue": 0},
-        {"itl_ms": 50, "prefill_chunk": 64},
-        {"prefill_chunk": 512, "prefill_budget": 512, "n_batch": 512},
-        {"n_batch": 8, "parallel": 8},
-        {"exact": True, "admission": "reserve"},
-        {"admission": "optimistic", "kv": "unified"},
-    ],
-)
-def test_options_that_agree_are_taken(settings: dict[str, Any]) -> None:
-    options = EngineOptions.of(settings)
-    assert {name: getattr(options, name) for name in settings} == settings
-
-
-@thread_only(Reason.BY_HAND)
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("policy", "lifo"), ("policy", None), ("quantum", 0), ("quantum", 1.5), ("ageing_s", 0), ("ageing_s", -1),
-        ("admission", "hope"), ("max_queue", -1), ("max_queue", 2.5), ("when_full", "drop"), ("prefill_budget", 0),
-        ("prefill_chunk", 0), ("prefill_chunk", True), ("itl_ms", 0), ("itl_ms", float("nan")), ("swap_mib", -1),
-        ("swap_mib", None), ("checkpoint_mib", -1), ("checkpoint_mib", 0.5),
-    ],
-)  # fmt: skip
-def test_wrong_value_is_refused_by_its_name(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=name):
-        EngineOptions.of({name: value})
-    with pytest.raises(ConfigError, match=name):
-        ScheduleOptions(**{name: value})  # type: ignore[arg-type]
-
-
-@thread_only(Reason.BY_HAND)
-@pytest.mark.parametrize(
-    ("name", "value"), [("priority", 101), ("priority", 1.0), ("timeout_s", -1), ("timeout_s", "1")]
-)
-def test_wrong_option_of_a_request_is_refused_and_nothing_is_queued(
-    by_hand: MakeEngine, name: str, value: object
-) -> None:
-    engine = by_hand()
-    with pytest.raises(ConfigError, match=name):
-        engine.run(["a", "b"], options={name: value})
-    assert population(engine) == (0, 0, [])
+# ---- at the edges ----
 
 
 def test_priority_without_its_policy_is_an_error_that_says_so() -> None:

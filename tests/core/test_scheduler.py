@@ -8,7 +8,7 @@ import pytest
 
 from cbatch.backend.fake import StepCost
 from cbatch.core.plan import N_STEPS_MAX, KvCapabilities, StepResult
-from cbatch.errors import DecodeError, PlanError, PromptTooLongError, RequestFailedError
+from cbatch.errors import PlanError
 from tests.helpers import (
     Rig,
     drive,
@@ -38,25 +38,6 @@ def sizes(plan: StepPlan) -> dict[int, int]:
 def must(plan: T | None) -> T:
     assert plan is not None
     return plan
-
-
-def test_idle_scheduler_has_no_plan() -> None:
-    rig = make_scheduler()
-    assert step(rig) is None
-    rig.submit(make_request(max_tokens=1))
-    assert step(rig) is not None
-    drive(rig)
-    assert step(rig) is None
-
-
-def test_cap_of_one_takes_one_token_and_no_decode_step() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(*make_sequences(2, max_tokens=1))
-    first, second = must(step(rig)), must(step(rig))
-    assert [sizes(first), sizes(second)] == [{0: 4}, {0: 4}]
-    assert [len(p.binds) for p in (first, second)] == [1, 1]
-    assert [rig.results[id].usage.completion_tokens for id in "01"] == [1, 1]
-    assert rig.stats.n_steps == 2
 
 
 def test_stop_on_the_first_token_frees_the_slot_at_once() -> None:
@@ -137,29 +118,6 @@ def test_short_prompt_passes_a_long_one_that_came_first() -> None:
     rig.submit(make_request("long", range(40)), make_request("short", (1, 2, 3), max_tokens=1))
     assert sizes(must(step(rig))) == {0: 5, 1: 3}
     assert [*rig.results] == ["short"]
-
-
-@pytest.mark.parametrize(("n_prompt", "is_refused"), [(56, False), (57, True)])
-def test_prompt_and_cap_fill_the_window_and_no_more(n_prompt: int, is_refused: bool) -> None:
-    rig = make_scheduler(n_window=64)
-    rig.submit(
-        make_request("strict", [1] * n_prompt, max_tokens=8, strict_max_tokens=True),
-        make_request("free", [1] * n_prompt, max_tokens=8),
-    )
-    drive(rig)
-    result, free = rig.results["strict"], rig.results["free"]
-    assert isinstance(result.error, PromptTooLongError) == is_refused
-    assert result.usage.completion_tokens == (0 if is_refused else 8)
-    assert free.usage.completion_tokens == (7 if is_refused else 8)
-
-
-def test_no_cap_fills_exactly_the_window() -> None:
-    rig = make_scheduler(n_window=64)
-    rig.submit(make_request(prompt=[1] * 10))
-    drive(rig)
-    result = rig.results["a"]
-    assert (result.finish_reason, result.usage.completion_tokens) == ("window", 54)
-    assert result.token_ids == tuple(rig.alone(make_request(prompt=[1] * 10), 54))
 
 
 def test_plan_repeats_until_the_first_row_reaches_its_cap() -> None:
@@ -272,22 +230,6 @@ def test_passing_failure_leaves_no_trace_in_any_stream(code: int, n: int, at: in
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_guilty_item_fails_alone_with_its_code(code: int) -> None:
-    rig = make_scheduler(
-        n_slots=3, code=lambda chunks: code if any(c.slot == 1 for c in chunks) else 0
-    )
-    requests = make_sequences(3, max_tokens=5)
-    rig.submit(*requests)
-    drive(rig)
-    error = rig.results["1"].error
-    assert isinstance(error, RequestFailedError)
-    assert isinstance(error.__cause__, DecodeError)
-    assert error.__cause__.code == code
-    for i in (0, 2):
-        assert rig.results[str(i)].token_ids == tuple(rig.alone(requests[i], 5))
-
-
-@pytest.mark.parametrize("code", CODES)
 def test_culprit_deep_in_its_prompt_is_found_and_nobody_restarts_forever(code: int) -> None:
     def fail(chunks: Sequence[Span]) -> int:
         return code if any(99 in c.inputs for c in chunks) else 0
@@ -341,26 +283,6 @@ def test_suspect_cancelled_before_its_turn_does_not_hold_up_the_others() -> None
     rig.cancel("0")
     drive(rig)
     assert rig.results["1"].finish_reason == "length"
-
-
-def test_broken_row_fails_alone() -> None:
-    rig = make_scheduler(n_slots=3, broken=lambda chunk: chunk.slot == 1 and chunk.start >= 5)
-    requests = make_sequences(3, max_tokens=6)
-    rig.submit(*requests)
-    drive(rig)
-    assert [rig.results[id].finish_reason for id in "012"] == ["length", "error", "length"]
-    assert rig.results["1"].token_ids == tuple(rig.alone(requests[1], 2))
-    for i in (0, 2):
-        assert rig.results[str(i)].token_ids == tuple(rig.alone(requests[i], 6))
-
-
-def test_slot_of_a_failed_request_serves_the_next_one() -> None:
-    rig = make_scheduler(n_slots=1, broken=lambda chunk: 9 in chunk.inputs)
-    good = make_request("good", (1, 2), max_tokens=3)
-    rig.submit(make_request("bad", (9,)), good)
-    drive(rig)
-    assert rig.results["bad"].finish_reason == "error"
-    assert rig.results["good"].token_ids == tuple(rig.alone(good, 3))
 
 
 def test_stop_string_in_the_middle_of_a_run_drops_what_came_after() -> None:

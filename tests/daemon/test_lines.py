@@ -302,17 +302,6 @@ def test_request_is_admitted_during_a_drain(daemon: Daemon) -> None:
     assert daemon.out.said("SCHED_DRAIN: idle")
 
 
-def test_streams_by_hand_and_by_drain_are_equal(tmp_path: Path) -> None:
-    found = []
-    for line, n in (("SCHED_STEP", 12), ("SCHED_DRAIN", 1), ("SCHED_BATCH_TARGET_STEP", 12)):
-        daemon = Daemon(tmp_path)
-        for id in (5, 6):
-            daemon.start(id, 9, 2)
-        daemon.say(*[line] * n)
-        found.append([daemon.out.tokens_of(id) for id in (5, 6)])
-        assert found[-1] == [daemon.expected(id, 9) for id in (5, 6)]
-
-
 # ---- cancel and continue ----
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import CBatchError, ConfigError, RequestError, UnsupportedOptionError
 from cbatch.options import GREEDY, MAX_SEED, DryBreakers, Grammar, RunOptions, Sampling
 
@@ -332,6 +332,22 @@ def test_wrong_engine_value_is_refused_by_its_name(name: str, value: object) -> 
         EngineOptions.of({name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "lifo"), ("policy", None), ("quantum", 0), ("quantum", 1.5), ("ageing_s", 0), ("ageing_s", -1),
+        ("admission", "hope"), ("max_queue", -1), ("max_queue", 2.5), ("when_full", "drop"), ("prefill_budget", 0),
+        ("prefill_chunk", 0), ("prefill_chunk", True), ("itl_ms", 0), ("itl_ms", float("nan")), ("swap_mib", -1),
+        ("swap_mib", None), ("checkpoint_mib", -1), ("checkpoint_mib", 0.5),
+    ],
+)  # fmt: skip
+def test_wrong_value_of_the_schedule_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineOptions.of({name: value})
+    with pytest.raises(ConfigError, match=name):
+        ScheduleOptions(**{name: value})  # type: ignore[arg-type]
+
+
 def test_long_value_is_cut_in_its_error() -> None:
     with pytest.raises(ConfigError, match="…") as caught:
         EngineOptions.of({"kv": "x" * 100_000})
@@ -360,6 +376,23 @@ def test_path_of_bytes_that_are_no_text_is_a_path() -> None:
         ({"n_batch": 15}, "n_batch=15 is less than parallel=16"),
         ({"n_ctx": 31}, "each of 16 slots"),
         ({"n_batch": 7, "parallel": 8}, "n_batch=7 is less than parallel=8"),
+        ({"quantum": 8}, "quantum=8.*round_robin"),
+        ({"quantum": 8, "policy": "priority"}, "quantum=8.*round_robin.*priority"),
+        ({"ageing_s": 2.0}, "ageing_s=2.0.*priority"),
+        ({"ageing_s": 2.0, "policy": "shortest"}, "ageing_s=2.0.*priority.*shortest"),
+        ({"when_full": "wait"}, "when_full='wait'.*max_queue"),
+        ({"when_full": "reject"}, "when_full='reject'.*max_queue"),
+        ({"itl_ms": 50, "prefill_budget": 64}, "itl_ms=50.*prefill_budget=64"),
+        ({"prefill_chunk": 513, "n_batch": 512}, "prefill_chunk=513.*n_batch=512"),
+        ({"prefill_budget": 513, "n_batch": 512}, "prefill_budget=513.*n_batch=512"),
+        ({"exact": True, "admission": "optimistic"}, "exact=True.*admission='optimistic'"),
+        ({"exact": True, "admission": "optimistic", "kv": "unified"}, "exact=True.*kv='unified'"),
+        ({"admission": "optimistic"}, "admission='optimistic'.*kv='unified'.*auto"),
+        (
+            {"admission": "optimistic", "kv": "partitioned"},
+            "admission='optimistic'.*kv='unified'.*partitioned",
+        ),
+        ({"exact": True, "prefill_chunk": 64}, "exact=True.*prefill_chunk=64"),
     ],
 )
 def test_engine_values_at_odds_are_refused(settings: dict[str, Any], named: str) -> None:
@@ -382,6 +415,14 @@ def test_engine_values_at_odds_are_refused(settings: dict[str, Any], named: str)
         {"adapters": {"red": "red.gguf", "blue": Path("blue.gguf")}, "cache_dir": Path("cache")},
         {"adapters": {}},
         {"parallel": None},
+        {"quantum": 8, "policy": "round_robin"},
+        {"ageing_s": 2.0, "policy": "priority"},
+        {"when_full": "reject", "max_queue": 0},
+        {"itl_ms": 50, "prefill_chunk": 64},
+        {"prefill_chunk": 512, "prefill_budget": 512, "n_batch": 512},
+        {"n_batch": 8, "parallel": 8},
+        {"exact": True, "admission": "reserve"},
+        {"admission": "optimistic", "kv": "unified"},
     ],
     ids=str,
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import resource
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, OutputError
 from cbatch.files import Stopper, embed_file, rerank_file, run_file, stream_file
 from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
 
@@ -281,3 +282,45 @@ def test_best_rows_are_written_as_a_table(engine: Any, tmp_path: Path) -> None:
     assert engine.asked == [(3, {"raw_scores": True})]
     with pytest.raises(ConfigError, match="exists already"):
         rerank_file(source, out, "abc", engine=engine)
+
+
+def test_rerank_onto_a_full_disk_leaves_the_output_as_it_was(
+    engine: Any, tmp_path: Path, table: Path
+) -> None:
+    out = tmp_path / "out.csv"
+    out.write_text("mine\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, before[1]))
+    try:
+        with pytest.raises(OutputError) as error:
+            rerank_file(table, out, "abc", engine=engine, force=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.path == out
+    assert out.read_text() == "mine\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "out.csv"]
+
+
+def test_rerank_keeps_a_file_that_came_meanwhile(
+    engine: Any, tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.csv"
+    rerank = engine.rerank
+
+    def beside_another(*args: Any, **settings: Any) -> Any:
+        out.write_text("mine\n")
+        return rerank(*args, **settings)
+
+    monkeypatch.setattr(engine, "rerank", beside_another)
+    with pytest.raises(ConfigError, match="exists already"):
+        rerank_file(table, out, "abc", engine=engine)
+    assert out.read_text() == "mine\n"
+
+
+def test_rerank_onto_a_full_device_is_an_output_error(
+    engine: Any, tmp_path: Path, table: Path
+) -> None:
+    full = tmp_path / "full.csv"
+    full.symlink_to("/dev/full")
+    with pytest.raises(OutputError, match="full"):
+        rerank_file(table, full, "abc", engine=engine)

@@ -100,7 +100,7 @@ def called_in(engine: Engine, backend: PokedBackend, do: Callable[[str], object]
         gc.collect()
 
     backend.poke = poke
-    parts_of(engine).on_admit = lambda _: do("admission")
+    parts_of(engine).loop.on_admit = lambda _: do("admission")
     engine.record_steps(lambda _: do("recorder"))
     with (
         logged("cbatch.llama", lambda _: do("llama's log")),

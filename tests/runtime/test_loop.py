@@ -15,7 +15,6 @@ from cbatch.backend.fake import FakeConstraint, FakeGrammars, Faults
 from cbatch.core.driver import SequenceDriver
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError, RequestCancelledError
-from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import Rig, make_request, make_scheduler
@@ -111,13 +110,6 @@ def test_idle_loop_plans_once_for_each_command(gated: Make) -> None:
     assert made.n_plans - n_before <= n_commands + 1
 
 
-def test_idle_loop_wakes_for_a_request(gated: Make) -> None:
-    made, _ = gated(hold_at=None)
-    for id in "abc":
-        [result] = made.submit(id, max_tokens=2).wait(PATIENCE_S)
-        assert result.finish_reason == "length"
-
-
 def test_backend_rests_once_nothing_comes_for_a_while(gated: Make) -> None:
     made, backend = gated(hold_at=None)
     rested: list[threading.Thread] = []
@@ -145,18 +137,6 @@ def test_command_waits_for_the_run_and_comes_before_the_next(gated: Make) -> Non
     assert backend.n_runs > 3
 
 
-def test_command_is_done_by_the_owner(gated: Make) -> None:
-    made, _ = gated(hold_at=None)
-    assert made.loop.call(threading.current_thread) is owner(made)
-
-
-def test_error_of_a_command_is_its_callers(gated: Make) -> None:
-    made, _ = gated(hold_at=None)
-    with pytest.raises(ZeroDivisionError):
-        made.loop.call(lambda: 1 // 0)
-    assert made.loop.call(int) == 0
-
-
 def test_submission_does_not_wait_for_the_run_and_asks_it_to_end(gated: Make) -> None:
     made, backend = gated()
     first = made.submit("a", max_tokens=9)
@@ -168,36 +148,6 @@ def test_submission_does_not_wait_for_the_run_and_asks_it_to_end(gated: Make) ->
     backend.release()
     assert [len(box.wait(PATIENCE_S)) for box in (first, second)] == [1, 1]
     assert any(len(plan.spans) == 2 for plan in backend.plans)
-
-
-def test_cancelled_waiting_request_answers_while_the_others_run(gated: Make) -> None:
-    made, backend = gated(hold_at=2)
-    box = made.submit("a", "b", "c")
-    backend.wait_until_held()
-    backend.release_when_asked()
-    assert made.in_flight.cancel(["c"]) == 1
-    results = BatchResponse(box).as_completed()
-    first = next(results)
-    assert first.id == "c"  # the others, long as they are, come later
-    assert isinstance(first.error, RequestCancelledError)
-
-
-def test_cancel_counts_what_was_in_flight(gated: Make) -> None:
-    made, backend = gated(hold_at=2)
-    made.submit("a", "b", "c")
-    backend.wait_until_held()
-    backend.release_when_asked()
-    assert made.in_flight.cancel(["a", "c", "x"]) == 2
-
-
-def test_routes_are_the_ids_in_flight(gated: Make) -> None:
-    made, backend = gated()
-    box = made.submit("a", "b", "c", max_tokens=2)
-    assert list(made.loop.routes) == ["a", "b", "c"]
-    backend.release()
-    box.wait(PATIENCE_S)
-    made.loop.call(int)
-    assert not made.loop.routes
 
 
 def test_unread_batch_is_delivered_once_an_item(
@@ -265,20 +215,6 @@ def test_submissions_that_come_as_the_loop_ends_are_answered(
     assert not made.loop.routes
 
 
-def test_failure_ends_every_request_and_those_that_come_later() -> None:
-    backend = FailingBackend(2, 64, 16, error=MemoryError("no more"), fail_at=1)
-    made = make_loop(backend)
-    box = made.submit("a", "b", "c")
-    for result in box.wait(PATIENCE_S):
-        assert isinstance(result.error, EngineClosedError)
-        assert result.error.__cause__ is backend.error
-    owner(made).join(PATIENCE_S)
-    with pytest.raises(EngineClosedError) as caught:
-        made.submit("d")
-    assert caught.value.__cause__ is backend.error
-    made.loop.close()
-
-
 def test_failing_owner_does_what_waits_for_it() -> None:
     backend = GatedBackend(2, 64, 16, hold_at=1, faults=Faults(broken=lambda _: bool(1 // 0)))
     backend.hold_at = 0
@@ -320,16 +256,6 @@ def test_interrupted_run_is_done_anew_with_its_clears_and_binds() -> None:
     [again] = backend.plans
     assert (again.clears, [b.slot for b in again.binds]) == ((0, 1), [0])
     assert [(c.slot, c.start) for c in again.spans] == [(0, 0)]
-    made.loop.close()
-
-
-def test_any_other_exception_of_a_step_ends_the_engine() -> None:
-    backend = FailingBackend(2, 64, 16, error=ValueError("it broke"))
-    made = make_loop(backend, is_threaded=False)
-    box = made.submit("a")
-    with pytest.raises(EngineClosedError, match="it broke"):
-        made.loop.pump()
-    assert isinstance(box.wait(0)[0].error, EngineClosedError)
     made.loop.close()
 
 

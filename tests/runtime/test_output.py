@@ -14,7 +14,7 @@ from cbatch.errors import SequenceStateError
 from cbatch.response import TokenLogprob
 from cbatch.runtime.output import result_of, take_chunk
 from cbatch.runtime.prompt_fit import set_prompt
-from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_driver, make_running
+from tests.core.drivers import HALF, N_WINDOW, A, B, C, D, make_running
 from tests.helpers import make_request
 
 if TYPE_CHECKING:
@@ -94,28 +94,9 @@ def test_chunk_without_log_probabilities_says_none() -> None:
     assert chunk.logprobs is None
 
 
-def test_nothing_new_gives_no_chunk() -> None:
-    driver = make_running()
-    assert take_chunk(driver) is None
-    driver.accept(2, [A], 2.0)
-    assert take_chunk(driver) is not None
-    assert take_chunk(driver) is None
-
-
 def test_result_before_the_end_raises() -> None:
     with pytest.raises(SequenceStateError, match="not finished"):
         result_of(make_running())
-
-
-def test_result_reports_the_seed_and_the_counts() -> None:
-    driver = make_driver(seed=7, max_tokens=1)
-    set_prompt(driver, [1, 2, 3], N_WINDOW)
-    driver.admit(Slot(0), 1.0)
-    driver.accept(3, [A], 2.0)
-    result = result_of(driver)
-    assert result.seed == 7
-    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 1)
-    assert (result.timings.queue_s, result.timings.ttft_s) == (1.0, 2.0)
 
 
 # ---- what ended it ----

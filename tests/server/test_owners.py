@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,25 +33,6 @@ KEYS: dict[str, Any] = {"api_keys": ["key-of-ada", "key-of-bob"]}
 ADA, BOB = ({"x-api-key": key} for key in KEYS["api_keys"])
 SAVED = {"prompt": "x" * 40, "max_tokens": 2, "cache_key": "k", "save_cache": True}
 REQUIRED = {"prompt": "x" * 40 + "y", "max_tokens": 2, "cache_key": "k", "cache_required": True}
-
-
-OLD = """
-    ALTER TABLE files RENAME TO new_files;
-    CREATE TABLE files (
-        place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, name TEXT NOT NULL, purpose TEXT NOT NULL,
-        bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
-    );
-    INSERT INTO files SELECT place, id, name, purpose, bytes, created_at, expires_at FROM new_files;
-    DROP TABLE new_files;
-    ALTER TABLE batches RENAME TO new_batches;
-    CREATE TABLE batches (
-        place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, is_ended INTEGER NOT NULL,
-        fields TEXT NOT NULL
-    );
-    INSERT INTO batches SELECT place, id, is_ended, fields FROM new_batches;
-    DROP TABLE new_batches;
-"""
-"""What makes an index one of before there were owners."""
 
 
 def uploaded(app: Starlette, headers: dict[str, str]) -> str:
@@ -126,18 +104,10 @@ def test_next_server_knows_the_owner_and_no_key_is_on_disk(
     assert b"key-of-ada" not in kept
 
 
-def test_files_without_owners_are_those_of_a_server_without_keys(
-    tmp_path: Path,
-) -> None:
+def test_files_made_without_a_key_are_those_of_a_server_without_keys(tmp_path: Path) -> None:
     with kept_app(tmp_path) as app:
         file = uploaded(app, {})
         batch = begun(app, file, {}).json()["id"]
-    with closing(sqlite3.connect(tmp_path / "kept" / "index.sqlite3")) as db:
-        db.executescript(OLD)
-        [[fields]] = db.execute("SELECT fields FROM batches")
-        old = {name: value for name, value in json.loads(fields).items() if name != "kept_owner"}
-        db.execute("UPDATE batches SET fields = ?", (json.dumps(old),))
-        db.commit()
     with kept_app(tmp_path, **KEYS) as app:
         assert ids(app, "/v1/files", ADA) == ids(app, "/v1/batches", ADA) == []
     with kept_app(tmp_path) as app:

@@ -244,3 +244,16 @@ def test_ps_shows_what_a_worker_is(test_model: Path) -> None:
         assert about.joinpath("comm").read_text() == "cbatch worker\n"
         words = about.joinpath("cmdline").read_bytes().split(b"\0")
         assert words[2].startswith(b'"cbatch worker"; import sys; ')
+
+
+def test_death_in_a_program_that_ignores_sigchld_has_a_reason(
+    test_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with load(test_model) as engine, caplog.at_level(logging.WARNING, "cbatch"):
+            os.kill(pids_of(engine)[0], signal.SIGKILL)
+            assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert any("died: the system does not say how; restarting" in m for m in caplog.messages)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Embedder, Vocab
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.draft_model import DraftModel
+    from cbatch.backend.llama.memory import FoundMemory
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.core.plan import Binding, Slot
@@ -175,24 +176,11 @@ class LlamaBackend:
 
     def _set_up(self) -> None:
         """Find out what the context's memory can do, and make what works on the context."""
-        model, options = self.model, self.options
+        options = self.options
         is_on_device = llama_cpp.llama_supports_gpu_offload() and options.n_gpu_layers != 0
         self._is_on_device = bool(is_on_device)
-        found = find_memory(self.ctx, model, options)
-        self.memory = found.capabilities
-        self.n_window = slot_window(
-            options, self.memory.n_cells, model.n_ctx_train, is_pool=self.memory.kind == "unified"
-        )
-        if options.exact and model.has_learned_positions:
-            # pad rows stand after a slot's cells, and llama.cpp ends the process at positions that were not learned
-            self.n_window = max(1, min(self.n_window, model.n_ctx_train - N_STEPS_MAX))
-        # with windows, cells are loaded into the places that they had only where their layout is known
-        can_save = self.memory.can_save and not (found.has_window and found.format is None)
-        self.can_pad = found.can_cut or can_save
-        """Whether pad rows leave what slots hold as it is."""
-        if options.exact:  # without what is for pad rows
-            n_cells = self.n_slots * self.n_window
-            self.memory = replace(self.memory, n_cells=n_cells, can_save=can_save)
+        found = find_memory(self.ctx, self.model, options)
+        self._settle_memory(found)
         self.n_batch = int(llama_cpp.llama_n_batch(self.ctx))
         # exact: a chunk is one run of the graph, with room for one row of every other slot
         n_alone = min(options.n_ubatch, max(1, self.n_batch - options.n_exact_slots + 1))
@@ -211,22 +199,40 @@ class LlamaBackend:
         )
         self._matchers = GrammarMatchers(self.n_slots, self.n_threads)
         self._elastic = self._make_elastic()
-        pad_rows = PadRows(self.tuning.shape, self._cells, sequences_of(options))
-        can_widen = self.tuning.may_widen and self.memory.kind == "partitioned" and found.can_cut
-        if options.exact or is_on_device or found.has_window or not found.is_pad_finite:
-            can_widen = False
-        n_most = int(llama_cpp.llama_n_ubatch(self.ctx))
         self._runner = StepRunner(
             self._make_stepper,
             self._matchers,
-            pad_rows,
+            PadRows(self.tuning.shape, self._cells, sequences_of(options)),
             is_on_device=is_on_device,
-            cheaper_widths=(
-                CheaperWidths(self._cells, n_slots=self.n_slots, n_most=n_most)
-                if can_widen
-                else None
-            ),
+            cheaper_widths=self._make_cheaper_widths(found),
         )
+
+    def _settle_memory(self, found: FoundMemory) -> None:
+        """Take over what was found out about the context's memory, and set the window of a slot."""
+        model, options = self.model, self.options
+        self.memory = found.capabilities
+        self.n_window = slot_window(
+            options, self.memory.n_cells, model.n_ctx_train, is_pool=self.memory.kind == "unified"
+        )
+        if options.exact and model.has_learned_positions:
+            # pad rows stand after a slot's cells, and llama.cpp ends the process at positions that were not learned
+            self.n_window = max(1, min(self.n_window, model.n_ctx_train - N_STEPS_MAX))
+        # with windows, cells are loaded into the places that they had only where their layout is known
+        can_save = self.memory.can_save and not (found.has_window and found.format is None)
+        self.can_pad = found.can_cut or can_save
+        """Whether pad rows leave what slots hold as it is."""
+        if options.exact:  # without what is for pad rows
+            n_cells = self.n_slots * self.n_window
+            self.memory = replace(self.memory, n_cells=n_cells, can_save=can_save)
+
+    def _make_cheaper_widths(self, found: FoundMemory) -> CheaperWidths | None:
+        """Return what tries steps with pad rows; None where these are not known to be harmless."""
+        is_apart = self.memory.kind == "partitioned" and not found.has_window
+        is_harmless = is_apart and found.can_cut and found.is_pad_finite
+        if not (self.tuning.may_widen and is_harmless) or self.options.exact or self._is_on_device:
+            return None
+        n_most = int(llama_cpp.llama_n_ubatch(self.ctx))
+        return CheaperWidths(self._cells, n_slots=self.n_slots, n_most=n_most)
 
     def _make_stepper(self) -> tuple[NativeStepper, Any]:
         stepper = self._stepper_class(

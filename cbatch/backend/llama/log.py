@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class LlamaLog:
         """Address of the ring, the user data of `cbatch_log_callback`."""
         if self.ring is None:
             raise MemoryError("no memory for llama.cpp's log")
+        os.register_at_fork(after_in_child=self._renew)
         self._buffer, self._n_dropped = ctypes.create_string_buffer(n_bytes), ctypes.c_int64()
         self._sizes = len(self._buffer), ctypes.byref(self._n_dropped)
         self._lock = (
@@ -50,6 +52,13 @@ class LlamaLog:
         self.recent: list[str] = []
         """The last warnings and errors that were drained, the oldest first."""
         self._log = Log("cbatch.llama")
+
+    def _renew(self) -> None:
+        """Take new locks in the child of a fork: threads that are not there may have the old ones for ever."""
+        self._lock = threading.RLock()
+        self.ring = self._lib.cbatch_log_init(len(self._buffer)) or self.ring
+        if self._n_users:
+            llama_cpp.llama_log_set(self.callback, ctypes.c_void_p(self.ring))
 
     @property
     def callback(self) -> Any:

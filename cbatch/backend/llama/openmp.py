@@ -47,6 +47,11 @@ class ShortWaits:
     def __init__(self, gnu: Any) -> None:
         """Take a handle of GNU's runtime."""
         self._gnu = gnu
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        """Begin without a thread, as also the child of a fork does."""
         self._lock = threading.Lock()
         self._wanted_by: weakref.WeakSet[object] = weakref.WeakSet()
         self._end: threading.Event | None = None

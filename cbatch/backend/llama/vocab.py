@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import secrets
 import threading
@@ -41,7 +42,10 @@ _N_DEEP_BYTES = 1024
 letters overflows 8 MiB, one of 100,000 does not overflow 128 MiB."""
 _STACK_BYTES = 2**23
 _stacks = threading.RLock()
-"""Held while the size of the next thread's stack is set."""
+"""Held while the size of the next thread's stack is set, and over a fork, so that no child waits for it."""
+os.register_at_fork(
+    before=_stacks.acquire, after_in_parent=_stacks.release, after_in_child=_stacks.release
+)
 
 _N_BREAKERS_KEPT = 64
 """Most sets of strings whose sequences are kept."""

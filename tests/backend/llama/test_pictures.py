@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import random
 import signal
@@ -366,6 +367,22 @@ def test_pictures_encoded_in_many_threads_are_encoded_once_each(
                 assert rows.values is not None
                 assert others.values is not None
                 assert np.abs(rows.values - others.values).max() < 1e-5
+
+
+def test_warning_about_a_picture_is_no_reason_of_a_death(
+    showing_model: Path, projector: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        cbatch.load(showing_model, mmproj=projector, parallel=1, replicas=1) as engine,
+        caplog.at_level(logging.WARNING, "cbatch"),
+    ):
+        [result] = engine.run([chat(_huge(9500), "Hm?")]).results(return_errors=True)
+        assert "9,500 × 9,500" in str(result.error)
+        os.kill(connections_of(engine)[0].link.pid, signal.SIGKILL)
+        engine.submit("Hm?", options=GREEDY).result()
+    [death] = [m for m in caplog.messages if "died" in m]
+    assert "ended by SIGKILL" in death
+    assert "Warning" not in death
 
 
 def test_other_projector_gives_other_answers(
