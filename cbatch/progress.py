@@ -101,6 +101,7 @@ class WorkDone(Protocol):
     n_cached_tokens: int
     n_steps: int
     n_active_steps: int
+    n_text_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,18 @@ class BatchSnapshot:
     n_running: int
     n_active_max: int
     n_prompt_tokens: int
+    """Those of texts to embed, too."""
     n_output_tokens: int
     n_steps: int
     n_active_steps: int
     elapsed_s: float
     n_cached_tokens: int = 0
     n_waiting: int = 0
+
+    @property
+    def has_texts_alone(self) -> bool:
+        """Whether texts were embedded and nothing was generated: there are no slots and no output."""
+        return self.n_prompt_tokens > 0 and not self.n_steps
 
     @property
     def prompt_tps(self) -> float:
@@ -297,7 +304,10 @@ class Progress:
             n_slots=self._n_slots,
             n_running=last.n_running,
             n_active_max=last.n_active_max,
-            n_prompt_tokens=last.n_prompt_tokens - first.n_prompt_tokens,
+            n_prompt_tokens=last.n_prompt_tokens
+            + last.n_text_tokens
+            - first.n_prompt_tokens
+            - first.n_text_tokens,
             n_output_tokens=last.n_output_tokens - first.n_output_tokens,
             n_steps=last.n_steps - first.n_steps,
             n_active_steps=last.n_active_steps - first.n_active_steps,
@@ -351,8 +361,9 @@ def fitted_line(s: BatchSnapshot, room: int) -> str:
 
 def closing_line(s: BatchSnapshot) -> str:
     """Return a batch's summary in one line."""
+    out = f"out {s.n_output_tokens:,} tokens, {s.output_tps:,.0f}/s · "
     return (
-        f"{_items(s.counts)} · out {s.n_output_tokens:,} tokens, {s.output_tps:,.0f}/s · "
+        f"{_items(s.counts)} · {'' if s.has_texts_alone else out}"
         f"in {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f}/s · {s.elapsed_s:.2f} s"
     )
 
@@ -360,11 +371,14 @@ def closing_line(s: BatchSnapshot) -> str:
 def summary_lines(s: BatchSnapshot) -> str:
     """Return a batch's summary in lines: items, tokens, slots, time."""
     counts = s.counts
+    generated = [
+        f"out     {s.n_output_tokens:,} tokens, {s.output_tps:,.0f} tokens/s",
+        f"slots   {s.n_active_max} of {s.n_slots} at most, {s.mean_slots:.1f} on average",
+    ]
     lines = [
         f"items   {counts.n_done} of {_total(counts)}, {counts.n_failed} failed{_cancelled(counts)}",
         f"in      {s.n_prompt_tokens:,} tokens, {s.prompt_tps:,.0f} tokens/s{_cached(s)}",
-        f"out     {s.n_output_tokens:,} tokens, {s.output_tps:,.0f} tokens/s",
-        f"slots   {s.n_active_max} of {s.n_slots} at most, {s.mean_slots:.1f} on average",
+        *([] if s.has_texts_alone else generated),
         f"time    {s.elapsed_s:.2f} s",
         *([f"ended   {ENDINGS[counts.ending]}"] if counts.ending not in (None, "done") else []),
     ]
@@ -395,11 +409,12 @@ def _cached(s: BatchSnapshot) -> str:
 
 def _parts(s: BatchSnapshot) -> dict[str, str]:
     """Return the parts of a line by name, in order."""
+    is_generating = not s.has_texts_alone
     parts = {
         "items": _items(s.counts),
-        "out": f"out {s.output_tps:,.0f}/s",
+        "out": f"out {s.output_tps:,.0f}/s" if is_generating else "",
         "in": f"in {s.prompt_tps:,.0f}/s",
-        "slots": f"slots {s.n_running}/{s.n_slots}",
+        "slots": f"slots {s.n_running}/{s.n_slots}" if is_generating else "",
         "queue": f"queue {s.n_waiting}" if s.n_waiting else "",
         "cached": f"cached {s.cached_share:.0%}" if s.n_cached_tokens else "",
         "left": f"{_left(s.left_s)} left",

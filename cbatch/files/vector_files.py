@@ -71,7 +71,8 @@ def embed_file(
     """Embed the text of each row of a table, or of each line, and write the rows with their embeddings.
 
     A stopped run is continued as `run_file` continues one. Parquet and Arrow get a column of fixed-size lists of
-    float32; JSON lines and CSV a list; `.npy` an array of a row for each item, NaN where it has no embedding.
+    float32, or of lists and nulls where a text has an error; JSON lines and CSV a list; `.npy` an array of a row for
+    each item, NaN where it has no embedding.
 
     Args:
         source: as for `run_file`.

@@ -116,6 +116,17 @@ def test_summary_has_items_rates_slots_and_time() -> None:
     )
 
 
+def test_texts_that_are_embedded_have_no_output_and_no_slots() -> None:
+    embedded = replace(snapshot(), n_output_tokens=0, n_steps=0, n_active_steps=0)
+    assert summary_lines(embedded).splitlines() == [
+        "items   10 of 40, 2 failed",
+        "in      4,000 tokens, 200 tokens/s",
+        "time    20.00 s",
+    ]
+    assert closing_line(embedded) == "10/40, 2 failed · in 4,000 tokens, 200/s · 20.00 s"
+    assert progress_line(embedded) == "10/40, 2 failed · in 200/s · 1:00 left"
+
+
 def test_cancelled_items_are_neither_done_nor_failed() -> None:
     left = replace(snapshot(), counts=Counts(40, 10, 2, n_cancelled=30))
     assert left.counts.is_over

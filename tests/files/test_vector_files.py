@@ -72,6 +72,13 @@ def test_parquet_in_keeps_its_types(engine: Any, tmp_path: Path) -> None:
     assert found.schema.field("i").type == pyarrow.int16()
     assert found["embedding"].to_pylist()[1] is None
     assert found["embedding"].to_pylist()[2] == vector_of("c").tolist()
+    # older versions of pyarrow read no null among fixed-size lists
+    assert pyarrow.types.is_list(found.schema.field("embedding").type)
+    (tmp_path / "lines.txt").write_text("one\ntwo\n")
+    embed_file(tmp_path / "lines.txt", out, engine=engine, force=True)
+    whole = pyarrow.parquet.read_table(out)["embedding"]
+    assert pyarrow.types.is_fixed_size_list(whole.type)
+    assert whole.to_pylist() == [vector_of("one").tolist(), vector_of("two").tolist()]
 
 
 def test_array_has_a_row_for_each_item_and_nan_without(engine: Any, table: Path) -> None:

@@ -8,8 +8,8 @@ import json
 import os
 from contextlib import ExitStack, closing
 from hashlib import blake2b
-from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from cbatch.chat.vector_calls import as_base64
 from cbatch.errors import ConfigError
@@ -103,7 +103,7 @@ class ColumnarEncoder(RowEncoder):
         kept = f"No answer is lost: they are in {records}"
         try:
             with closing(_read(records)) as found, whole(target, mode=mode_of(records)) as part:
-                self._write(part, found, n_items, self._n_numbers(records))
+                self._write(part, found, n_items, self._embeddings(records))
         except ConfigError as error:
             raise ConfigError(
                 f"{', '.join(self._paths)}: was changed while the run read it: {error}. {kept}: run the same command "
@@ -114,30 +114,32 @@ class ColumnarEncoder(RowEncoder):
                 f"{target}: cannot be written as {self._format}: {error}. {kept}"
             ) from error
 
-    def _n_numbers(self, records: Path) -> int:
-        """Return how many numbers an embedding has; 0 where no row has one."""
+    def _embeddings(self, records: Path) -> _Embeddings:
         if Vector not in self.layout.types.values():
-            return 0
-        return _n_numbers(records, 0 if self._input else len(self.layout.own))
+            return _Embeddings(0, has_all=False)
+        return _embeddings(records, 0 if self._input else len(self.layout.own))
 
-    def _write(self, part: Path, records: Iterator[_Record], n_items: int, n_numbers: int) -> None:
-        pyarrow, schema = import_pyarrow(), self._schema(n_numbers)
+    def _write(
+        self, part: Path, records: Iterator[_Record], n_items: int, embeddings: _Embeddings
+    ) -> None:
+        pyarrow, schema = import_pyarrow(), self._schema(embeddings)
         rows = self._kept_rows(records, n_items) if self._input else self._text_rows(records)
         with part.open("wb") as file:
             with self._writer(file, schema) as writer:
                 for columns in rows:
-                    if n_numbers:
+                    if embeddings.n_numbers:
                         i = len(columns) - len(self.layout.added)
-                        columns[i] = _lists(columns[i], n_numbers)
+                        columns[i] = _lists(columns[i], embeddings)
                     writer.write_batch(pyarrow.record_batch(columns, schema=schema))
             file.flush()
             os.fsync(file.fileno())
 
-    def _schema(self, n_numbers: int) -> Any:
+    def _schema(self, embeddings: _Embeddings) -> Any:
         """Return the columns of the output: those of the input with their types, and the added ones."""
         pyarrow = import_pyarrow()
         types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
-        types[Vector] = pyarrow.list_(pyarrow.float32(), n_numbers or -1)
+        n_each = embeddings.n_numbers if embeddings.has_all else -1
+        types[Vector] = pyarrow.list_(pyarrow.float32(), n_each)
         layout = self.layout
         added = [
             pyarrow.field(name, types[type])
@@ -202,7 +204,7 @@ class NpyEncoder(RowEncoder):
         """Write the array; see `ColumnarEncoder.finish`."""
         import numpy as np
 
-        n_numbers = _n_numbers(records, 0)
+        n_numbers = _embeddings(records, 0).n_numbers
         row = np.empty(n_numbers, "<f4")
         head = np.lib.format.header_data_from_array_1_0(row) | {"shape": (n_items, n_numbers)}
         with ExitStack() as stack:
@@ -227,23 +229,42 @@ def _packed(values: tuple[Any, ...]) -> tuple[object, ...]:
     return tuple(as_base64(value) if hasattr(value, "astype") else value for value in values)
 
 
-def _n_numbers(records: Path, place: int) -> int:
-    """Return how many numbers an embedding of a file of records has, at a place of the values."""
+class _Embeddings(NamedTuple):
+    """The embeddings of an output."""
+
+    n_numbers: int
+    """Numbers of each; 0 where no row has one."""
+    has_all: bool
+    """Whether each row has one. Lists of one size need that: before version 26 pyarrow reads no Parquet file that has
+    a null among them."""
+
+
+def _embeddings(records: Path, place: int) -> _Embeddings:
+    """Return what the embeddings of a file of records are like, at a place of the values."""
+    n_chars, has_all = 0, True
     with closing(_read(records)) as found:
-        packed = (values[place] for _, values in found)
-        return len(base64.b64decode(next(filter(None, packed), ""))) // 4
+        for _, values in found:
+            n_own = len(values[place] or "")
+            n_chars, has_all = max(n_chars, n_own), has_all and n_own > 0
+    return _Embeddings(n_chars * 3 // 16, has_all)  # base64 of four bytes a number
 
 
-def _lists(column: Sequence[str | None], n_numbers: int) -> Any:
-    """Return packed embeddings as a column of lists of one size."""
-    pyarrow = import_pyarrow()
-    nothing = bytes(4 * n_numbers)
-    data = b"".join(nothing if p is None else base64.b64decode(p) for p in column)
+def _lists(column: Sequence[str | None], embeddings: _Embeddings) -> Any:
+    """Return packed embeddings as a column of lists."""
+    pyarrow, n_numbers = import_pyarrow(), embeddings.n_numbers
+    data = b"".join(base64.b64decode(packed) for packed in column if packed is not None)
     numbers = pyarrow.Array.from_buffers(
-        pyarrow.float32(), len(column) * n_numbers, [None, pyarrow.py_buffer(data)]
+        pyarrow.float32(), len(data) // 4, [None, pyarrow.py_buffer(data)]
     )
-    mask = pyarrow.array([packed is None for packed in column])
-    return pyarrow.FixedSizeListArray.from_arrays(numbers, n_numbers, mask=mask)
+    if embeddings.has_all:
+        return pyarrow.FixedSizeListArray.from_arrays(numbers, n_numbers)
+    ends = accumulate((n_numbers * (packed is not None) for packed in column), initial=0)
+    starts = [
+        start if packed is not None else None for packed, start in zip(column, ends, strict=False)
+    ]
+    return pyarrow.ListArray.from_arrays(
+        pyarrow.array([*starts, len(numbers)], pyarrow.int32()), numbers
+    )
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
