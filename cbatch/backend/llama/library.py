@@ -47,6 +47,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_stop_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
 }
 
+_QUICK = {
+    *("cbatch_log_drain", "cbatch_stepper_bind", "cbatch_stepper_use"),
+    *("cbatch_stepper_interrupt", "cbatch_stepper_set_threads"),
+}
+"""Functions of some microseconds, which keep Python's lock: to get it back from a busy thread takes up to 5 ms."""
+
 _LLAMA_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_decode": (_int, [_pointer, llama_cpp.llama_batch]),
     "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_pointer, _int]),
@@ -83,9 +89,11 @@ def load_library() -> Any:
             f"cbatch's native library {path} has interface version {version}, "
             f"cbatch {_version('cbatch')} needs {ABI_VERSION}; {_REINSTALL}"
         )
+    quick = ctypes.PyDLL(str(path))
     for name, (restype, argtypes) in _SIGNATURES.items():
-        function = getattr(lib, name)
+        function = getattr(quick if name in _QUICK else lib, name)
         function.restype, function.argtypes = restype, argtypes
+        setattr(lib, name, function)
     return lib
 
 

@@ -21,6 +21,7 @@ from cbatch.errors import ModelLoadError
 from cbatch.media import Medium
 from cbatch.options import GREEDY as GREEDILY
 from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens, n_rows_at, place_of
+from tests.backend.llama.media import WITH_RIVALS, clear_tokens
 from tests.backend.llama.test_pictures import GREEDY, chat, picture, png
 from tests.backend.slots import FailingStepper, Failures, chunk, go_on, is_refused
 from tests.oracle.pictures import PlainSeer
@@ -136,29 +137,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def n_clear(result: cbatch.BatchResult) -> int:
-    """How many tokens come before one that is hardly likelier than another: in a pool attention rounds otherwise."""
-    gaps = [step.top[0].logprob - step.top[1].logprob for step in result.logprobs or ()]
-    return next((i for i, gap in enumerate(gaps) if gap < 0.02), len(gaps))
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 @each_kind
 def test_company_changes_no_answer(pairs: Mapping[str, Pair], kind: str, name: str) -> None:
     asked, is_small = chats(3), name == "small pool"
-    greedy = {**GREEDY, "max_tokens": 60 if is_small else 8, "logprobs": True, "top_logprobs": 2}
+    greedy = {**GREEDY, "max_tokens": 60 if is_small else 8, **WITH_RIVALS}
     with pairs[kind].load(parallel=1) as engine:
         alone = [engine.run([each], options=greedy).results()[0] for each in asked] * 2
     with pairs[kind].load(**SETTINGS[name]) as engine:
         together = engine.run(asked * 2, options=greedy).results(return_errors=True)
         stats = engine.stats()
     assert [r.error for r in together if r.error] == []
-    clear = [n_clear(result) for result in alone]
-    assert sum(clear) > sum(len(r.token_ids) for r in alone) / 2
-    found, expected = (
-        [r.token_ids[:n] for r, n in zip(results, clear, strict=True)]
-        for results in (together, alone)
-    )
+    found, expected = clear_tokens(together, alone)
     assert found == expected
     assert [r.usage.image_tokens for r in together] == [r.usage.image_tokens for r in alone]
     assert [r.usage.prompt_tokens for r in together] == [r.usage.prompt_tokens for r in alone]
