@@ -60,13 +60,14 @@ def engine_of(
     is_whole: bool = False,
     n_batch: int = 64,
     faults: Faults | None = None,
+    threaded: bool = True,
     **schedule: Any,
 ) -> Engine:
     memory = memory or KvCapabilities("partitioned", n_slots * 400)
     memory = replace(memory, has_whole_pictures=is_whole)
     backend = FakeBackend(n_slots, 400, n_batch, memory=memory, faults=faults or Faults())
     backend.vocab.picture_refusal = ""
-    return Engine(backend, schedule=ScheduleOptions(**schedule))
+    return Engine(backend, schedule=ScheduleOptions(**schedule), threaded=threaded)
 
 
 def failing(draw: random.Random) -> Faults:
@@ -134,7 +135,7 @@ def test_picture_larger_than_a_batch_is_alone_in_its_step() -> None:
     picture = {"type": "image", "image": bytes(39)}
     seen = {"role": "user", "content": [picture, {"type": "text", "text": "Hm?"}]}
     asked: list[Any] = ["abc" * 20, [seen], "def"]
-    with engine_of(3, is_whole=True, n_batch=16) as engine:
+    with engine_of(3, is_whole=True, n_batch=16, threaded=False) as engine:  # all begin at once
         results = engine.run(asked, options=SAME).results()
         steps = parts_of_steps(parts_of(engine).backend)
     assert [r.error for r in results] == [None] * 3
