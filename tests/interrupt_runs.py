@@ -103,8 +103,7 @@ def loading(dice: random.Random, model: Path) -> None:
             engine.close()
     gc.collect()  # frames of a load that was broken off may hold it
     n_left = _n_resident() - before
-    # malloc keeps some of what was given back, by chance as much as two loads
-    assert n_left < _N_LOADS // 2 * model.stat().st_size, f"{n_left} bytes stay behind"
+    assert n_left < 2 * model.stat().st_size, f"{n_left} bytes stay behind"
 
 
 def _n_resident() -> int:

@@ -506,7 +506,7 @@ class Projector:
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Have the encoder for the block. One who waits for it is next: the parts of a long sound let others in."""
+        """Have the encoder for the block. A waiting thread is next: the parts of a long sound let others in."""
         with self._next:
             self._encoding.acquire()
         try:

@@ -204,7 +204,7 @@ class NpyEncoder(RowEncoder):
         """Write the array; see `ColumnarEncoder.finish`."""
         import numpy as np
 
-        n_numbers = _embeddings(records, 0).n_numbers
+        n_numbers = _n_numbers(records, 0)
         row = np.empty(n_numbers, "<f4")
         head = np.lib.format.header_data_from_array_1_0(row) | {"shape": (n_items, n_numbers)}
         with ExitStack() as stack:
@@ -241,12 +241,16 @@ class _Embeddings(NamedTuple):
 
 def _embeddings(records: Path, place: int) -> _Embeddings:
     """Return what the embeddings of a file of records are like, at a place of the values."""
-    n_chars, has_all = 0, True
     with closing(_read(records)) as found:
-        for _, values in found:
-            n_own = len(values[place] or "")
-            n_chars, has_all = max(n_chars, n_own), has_all and n_own > 0
-    return _Embeddings(n_chars * 3 // 16, has_all)  # base64 of four bytes a number
+        has_all = all(values[place] is not None for _, values in found)
+    return _Embeddings(_n_numbers(records, place), has_all)
+
+
+def _n_numbers(records: Path, place: int) -> int:
+    """Return how many numbers an embedding of a file of records has, at a place of the values."""
+    with closing(_read(records)) as found:
+        packed = (values[place] for _, values in found)
+        return len(base64.b64decode(next(filter(None, packed), ""))) // 4
 
 
 def _lists(column: Sequence[str | None], embeddings: _Embeddings) -> Any:

@@ -26,10 +26,10 @@ def chat_with(kind: str, *parts: object) -> list[dict[str, Any]]:
 
 
 def clear_tokens(
-    found: Sequence[BatchResult], alone: Sequence[BatchResult]
+    found: Sequence[BatchResult], alone: Sequence[BatchResult], near: float = _NEAR
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the tokens of both up to where, in the answer alone, another token is hardly less likely."""
-    clear = [_n_clear(result) for result in alone]
+    clear = [_n_clear(result, near) for result in alone]
     assert sum(clear) >= len(alone)
     first, second = (
         [tuple(result.token_ids[:n]) for result, n in zip(results, clear, strict=True)]
@@ -38,6 +38,6 @@ def clear_tokens(
     return first, second
 
 
-def _n_clear(result: BatchResult) -> int:
+def _n_clear(result: BatchResult, near: float) -> int:
     gaps = [step.top[0].logprob - step.top[1].logprob for step in result.logprobs or ()]
-    return next((i for i, gap in enumerate(gaps) if gap < _NEAR), len(gaps))
+    return next((i for i, gap in enumerate(gaps) if gap < near), len(gaps))
