@@ -55,6 +55,7 @@ Policy: TypeAlias = Literal["fcfs", "priority", "shortest", "round_robin"]
 Ttft: TypeAlias = Literal["auto", "first", "any"]
 Speculate: TypeAlias = Literal["off", "ngram", "job", "draft", "auto"]
 SplitMode: TypeAlias = Literal["none", "layer", "row", "tensor"]
+Repack: TypeAlias = Literal["auto", "llama", "off"]
 RopeScaling: TypeAlias = Literal["none", "linear", "yarn", "longrope"]
 
 MAX_DRAFTS = 15
@@ -233,7 +234,10 @@ class EngineOptions(ScheduleOptions):
             `tensor_split` and `rpc_servers` it says which devices hold the layers and their cells.
         rope_scaling: with `rope_freq_base`, `rope_freq_scale`, `yarn_ext_factor`, `yarn_attn_factor`, `yarn_beta_fast`,
             `yarn_beta_slow` and `yarn_orig_ctx`: positions, where the model's own do not do.
-        use_mmap: map the model's file into memory.
+        repack: how weights lie in memory. "auto": as cbatch's own products for this processor want them, if there are
+            some and the weights fit three times into its memory; else "llama": as llama.cpp repacks them; "off": as in
+            the file, mapped, so that several processes share them.
+        use_mmap: map the model's file into memory, where its weights stay as they are in the file.
         use_mlock: keep the model in memory.
         chat_template: "chatml" or a Jinja template, instead of the model's own.
         adapters: LoRA files by the names that requests give.
@@ -279,6 +283,7 @@ class EngineOptions(ScheduleOptions):
     yarn_beta_fast: float | None = checked(check_float, 0.0, 1e6)
     yarn_beta_slow: float | None = checked(check_float, 0.0, 1e6)
     yarn_orig_ctx: int | None = checked(check_int, 1, MAX_INT)
+    repack: Repack = checked(check_choice, *get_args(Repack), default="auto")
     use_mmap: bool = checked(check_flag, default=True)
     use_mlock: bool = checked(check_flag, default=False)
     chat_template: str | None = checked(check_string)

@@ -70,6 +70,20 @@ def host_most() -> int | None:
     )
 
 
+def host_total() -> int | None:
+    """Return the bytes of the machine, or of the smallest control group around this process; None: unknown."""
+    known = [*_group_sizes()]
+    if (kib := _counts(_PROC / "meminfo").get("MemTotal:")) is not None:
+        known.append(kib * 1024)
+    return min(known, default=None)
+
+
+def _group_sizes() -> Iterator[int]:
+    for group in control_groups():
+        with suppress(OSError, ValueError):  # "max" is no number and no limit
+            yield int((group / "memory.max").read_text())
+
+
 def _n_free() -> int | None:
     """Return the bytes that the machine and its control groups leave; None where the system does not tell."""
     known = [*_limits()] if (n_free := _machine_free()) is None else [n_free, *_limits()]

@@ -83,10 +83,16 @@ def _why_not_loaded(path: Path) -> str:
     return ""
 
 
-def wrong_answer(llama: Any, device: Any) -> str | None:
-    """Return how the answer of the model that ships differs from what it is; None: it does not."""
+def wrong_answer(llama: Any, device: Any, *, repacks: bool = False) -> str | None:
+    """Return how the answer of the model that ships differs from what it is; None: it does not.
+
+    Args:
+        llama: the bindings.
+        device: the device that computes; None for the CPU.
+        repacks: weights may lie in memory in another way than in the file; the AMX trap has a trial of its own.
+    """
     params = llama.llama_model_default_params()
-    params.use_extra_bufts = False  # the AMX trap has a trial of its own
+    params.use_extra_bufts = repacks
     params.n_gpu_layers = 0 if device is None else -1
     chosen = (ctypes.c_void_p * 2)(device, None)
     if device is not None:

@@ -353,6 +353,11 @@ OPTIONS = (
     _device("n_ubatch", "Most tokens in one run of llama.cpp's graph."),
     _device("cache_mib", "Most MiB in --cache-dir."),
     _device("cache_media", "Keep encoded pictures and sounds in --cache-dir."),
+    _device(
+        "repack",
+        "Weights in memory: auto (as is fastest on this processor), llama (as llama.cpp repacks them), "
+        "off (as in the file, shared by processes).",
+    ),
     _device("no_mmap", "Read the model instead of mapping it.", setting="use_mmap", read=not_),
     _device("mlock", "Keep the weights in memory.", setting="use_mlock"),
     _device("no_offload_kqv", "Keep the KV cache off the GPU.", setting="offload_kqv", read=not_),

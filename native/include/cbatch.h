@@ -288,6 +288,15 @@ CBATCH_EXPORT void cbatch_philox(const uint32_t * counter, const uint32_t * key,
 // fraction of a millisecond. Source: libgomp/config/linux/wait.h, do_spin.
 CBATCH_EXPORT double cbatch_spin_s(void) CBATCH_NOEXCEPT;
 
+// Put the buffer type of packed weights into the list of ggml's CPU backend, once a process.
+//   library: a handle of libllama as of dlopen; ggml is found among what it needs.
+// Returns CBATCH_OK, CBATCH_BAD_SIZES (this processor or build has no products of packed weights) or CBATCH_BAD_API (ggml's
+// types are not those of native/ggml_abi.h).
+CBATCH_EXPORT int32_t cbatch_packed_open(void * library) CBATCH_NOEXCEPT;
+
+// Have models that this thread loads from now on keep their weights packed (is_loading not 0), or not, as at first.
+CBATCH_EXPORT void cbatch_packed_want(int32_t is_loading) CBATCH_NOEXCEPT;
+
 // The node after which the computing of a graph ends. Must outlive the contexts that have it.
 typedef struct cbatch_stop {
     const char * (*get_name)(const void * tensor);  // ggml_get_name

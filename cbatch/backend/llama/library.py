@@ -44,6 +44,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_graph_stop_free": (None, [_pointer]),
     "cbatch_graph_stop_set": (None, [_pointer]),
     "cbatch_graph_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
+    "cbatch_packed_open": (_int, [_pointer]),
+    "cbatch_packed_want": (None, [_int]),
     "cbatch_stop_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
 }
 

@@ -563,6 +563,8 @@ class LlamaBackend:
         said = {"pieces": str(self.cuts), "rope factors": self._rope_factors}
         if self.cuts.multiple == 1:  # else only chunks of prompts are reused, which are no rows
             said["rows"] = str(self.tuning.shape)
+        if self.model.kernels:
+            said["kernels"] = self.model.kernels
         if self._adapters is not None:
             digests = [f"{self._adapters.digest(name)} × {scale}" for name, scale in adapters]
             said["adapters"] = ", ".join(digests)

@@ -110,6 +110,8 @@ class LlamaModel:
         """
         self.placement = placement or Placement()
         self.has_weights = has_weights
+        self.kernels = ""
+        """Which products of cbatch's own compute it; empty for llama.cpp's. Rounding depends on them."""
         self._pointer: Any = pointer
         self._owner = owner
         self._end = ""

@@ -330,10 +330,10 @@ def _load(
     if not isinstance(look_ahead, LookAhead | None):
         raise ConfigError(f"look_ahead must be a LookAhead, not {type(look_ahead).__name__}")
     start_s = perf_counter()
-    with _opened(model, options, is_stopped) as loaded:
+    with _opened(model, options, is_stopped, n_sharing=n_sharing) as loaded:
         if loaded.why_not_generative:
             return _embed_only(loaded, options)
-        draft = _open_draft(loaded, options, is_stopped)
+        draft = _open_draft(loaded, options, is_stopped, n_sharing=n_sharing)
         try:
             room = find_room(
                 loaded, options, draft=draft.model if draft else None, n_sharing=n_sharing
@@ -386,12 +386,15 @@ def _open_draft(
     is_stopped: Callable[[], bool],
     *,
     has_weights: bool = True,
+    n_sharing: int = 1,
 ) -> DraftModel | None:
     """Return the model that drafts for `target`; None where there is none."""
     if options.draft is None:
         return None
     own = replace(options, chat_template=None)
-    model = open_model(options.draft, own, has_weights=has_weights, is_stopped=is_stopped)
+    model = open_model(
+        options.draft, own, has_weights=has_weights, n_sharing=n_sharing, is_stopped=is_stopped
+    )
     try:
         if model.why_not_generative:
             raise ModelLoadError(
@@ -446,7 +449,12 @@ def _checked(model: object) -> object:
 
 @contextmanager
 def _opened(
-    model: Any, options: EngineOptions, is_stopped: Callable[[], bool], *, has_weights: bool = True
+    model: Any,
+    options: EngineOptions,
+    is_stopped: Callable[[], bool],
+    *,
+    has_weights: bool = True,
+    n_sharing: int = 1,
 ) -> Iterator[LlamaModel]:
     """Open a model while llama.cpp's log is captured; close it where the block fails."""
     handshake()
@@ -454,7 +462,11 @@ def _opened(
     log.install()
     try:
         loaded = open_model(
-            _checked(model), options, has_weights=has_weights, is_stopped=is_stopped
+            _checked(model),
+            options,
+            has_weights=has_weights,
+            n_sharing=n_sharing,
+            is_stopped=is_stopped,
         )
         try:
             yield loaded

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
+from cbatch.backend.load.packed import kernels
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 
 if TYPE_CHECKING:
@@ -39,5 +40,7 @@ def note_parts(name: str, options: EngineOptions, **sizes: object) -> Sequence[s
         digest = file_digest(parts)
     except OSError:
         return ()
+    if found := kernels(name, options):
+        sizes["kernels"] = found
     said = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _LEFT_OUT}
     return digest, *(f"{name}={value!r}" for name, value in {**said, **sizes}.items())

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.load.devices import add_servers, free_on_devices
 from cbatch.backend.load.gguf_check import check_file, is_proven
 from cbatch.backend.load.load_trial import check_load
+from cbatch.backend.load.packed import KERNELS, packing, why_not_packed
 from cbatch.backend.threads import once
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
@@ -52,6 +54,7 @@ def open_model(
     has_weights: bool = True,
     may_repack: bool = True,
     is_trial: bool = False,
+    n_sharing: int = 1,
     is_stopped: Callable[[], bool] = bool,
 ) -> LlamaModel:
     """Load a GGUF file, or borrow the model of a `llama_cpp.Llama`.
@@ -62,6 +65,7 @@ def open_model(
         has_weights: read the weights; nothing can be computed without.
         may_repack: let llama.cpp repack weights for this processor, which doubles their memory.
         is_trial: this is the separate process that tries the file; start no other one.
+        n_sharing: processes that load this model.
         is_stopped: called for each tensor; once it is true, loading ends.
 
     Raises:
@@ -79,18 +83,23 @@ def open_model(
     params = llama_cpp.llama_model_default_params()
     params.no_alloc = not has_weights
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+    kernels = ""
     if has_weights:
-        params.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
-        if not may_repack:
+        if not may_repack or options.repack == "off":
             params.use_extra_bufts = False
         elif not has_sound_amx(shipped_model()):
             _log.warn("%s", AMX_ADVICE)
             params.use_extra_bufts = False
+        elif not why_not_packed(str(path), options, n_sharing):
+            kernels = KERNELS
+        # few weights stay as they are in the file where they are packed: nothing to map
+        params.load_mode = _LOAD_MODES[options.use_mmap and not kernels, options.use_mlock]
     place(params, options)
     params.progress_callback = llama_cpp.llama_progress_callback(
         lambda share, data: not is_stopped()
     )
-    pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    with packing() if kernels else nullcontext():
+        pointer = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not pointer:
         raise ModelLoadError(f"{path}: {'loading was cancelled' if is_stopped() else _refusal()}")
     placement = Placement(
@@ -99,7 +108,9 @@ def open_model(
         main_gpu=options.main_gpu,
         tensor_split=options.tensor_split,
     )
-    return _checked(pointer, str(path), placement, template, has_weights=has_weights)
+    model = _checked(pointer, str(path), placement, template, has_weights=has_weights)
+    model.kernels = kernels
+    return model
 
 
 def place(params: Any, options: EngineOptions) -> None:

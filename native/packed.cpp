@@ -1,0 +1,355 @@
+// A buffer of ggml's CPU backend that holds weights packed, and multiplies them in ggml's own threads.
+//
+// ggml's CPU backend has a list of extra buffer types, as its own repacked weights have one: for each operation it asks
+// them whether they compute it. Ours is put in front. llama.cpp asks a type for each weight whether it takes it while a
+// model is loaded; ours says yes only in a thread that is loading for cbatch, and to weights of plain products alone.
+#include "packed.h"
+
+#include "cbatch.h"
+#include "ggml_abi.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#if defined(CBATCH_PACKED)
+#include <dlfcn.h>
+#endif
+
+namespace {
+
+using namespace ggml_abi;
+
+struct init_params {
+    size_t n_bytes;
+    void * memory;
+    bool has_no_data;
+};
+
+// Functions of the library that is loaded. Source: ggml/include/ggml.h, ggml-backend.h, ggml-cpu.h; src/ggml-cpu.
+struct functions {
+    size_t (*overhead)();
+    void * (*init)(init_params params);
+    void (*free)(void * context);
+    tensor * (*new_2d)(void * context, int32_t type, int64_t n0, int64_t n1);
+    tensor * (*mul_mat)(void * context, tensor * a, tensor * b);
+    const char * (*op_name)(int32_t op);
+    const char * (*type_name)(int32_t type);
+    size_t (*row_size)(int32_t type, int64_t n);
+    tensor * (*set_name)(tensor * t, const char * name);
+    buffer_type * (*cpu_type)();
+    buffer * (*allocate)(buffer_type * type, size_t n_bytes);
+    void (*free_buffer)(buffer * b);
+    void * (*base_of)(buffer * b);
+    size_t (*alignment_of)(buffer_type * type);
+    const char * (*name_of)(buffer_type * type);
+    void * (*device_of)(buffer_type * type);
+    void * (*registry)();
+    void * (*device_at)(void * registry, size_t i);
+    std::vector<buffer_type *> & (*extra_types)();
+    void (*barrier)(void * threads);
+    void (*set_chunk)(void * threads, int value);
+    int (*next_chunk)(void * threads, int n);
+};
+
+functions ggml;
+int32_t op_mul_mat;
+buffer_type packed_type;
+thread_local bool is_wanted = false;
+
+// Names of weights that a graph uses in nothing but a product, in all of llama.cpp's architectures.
+const char * const names[] = {
+    "attn_q.weight", "attn_k.weight",   "attn_v.weight", "attn_qkv.weight",  "attn_output.weight",
+    "ffn_up.weight", "ffn_gate.weight", "ffn_down.weight",
+};
+
+bool is_known(const char * name) {
+    if (std::strcmp(name, "output.weight") == 0 || std::strcmp(name, "token_embd.weight") == 0) {
+        return true;
+    }
+    const char * end = std::strncmp(name, "blk.", 4) == 0 ? std::strchr(name + 4, '.') : nullptr;
+    return end != nullptr && std::any_of(std::begin(names), std::end(names),
+                                         [&](const char * known) { return std::strcmp(end + 1, known) == 0; });
+}
+
+bool can_pack(const tensor & w) {
+    const packed_kind * kind = find_packed_kind(w.type);
+    return kind != nullptr && w.ne[1] >= n_packed_rows && w.ne[1] % n_packed_rows == 0 && w.ne[0] % kind->n_step == 0 &&
+           w.ne[2] == 1 && w.ne[3] == 1 && w.view_src == nullptr && w.ne[0] <= INT32_MAX / 64 && w.ne[1] <= INT32_MAX / 64;
+}
+
+bool is_packed(const tensor & op) {
+    return op.op == op_mul_mat && op.src[0]->buffer != nullptr && op.src[0]->buffer->type == &packed_type;
+}
+
+int64_t n_rows_of(const tensor & t) {
+    return t.ne[1] * t.ne[2] * t.ne[3];
+}
+
+// Row i of a tensor whose rows are whole, as floats.
+float * row_of(const tensor & t, int64_t i) {
+    const int64_t i1 = i % t.ne[1], i2 = i / t.ne[1] % t.ne[2], i3 = i / t.ne[1] / t.ne[2];
+    return reinterpret_cast<float *>(static_cast<char *>(t.data) + i1 * static_cast<int64_t>(t.nb[1]) +
+                                     i2 * static_cast<int64_t>(t.nb[2]) + i3 * static_cast<int64_t>(t.nb[3]));
+}
+
+constexpr size_t n_align = 64;
+
+// Bytes of the inputs as 8-bit numbers, and where the parts lie.
+size_t place(quantised & rows, char * work, int64_t n_rows, int64_t n_in) {
+    const size_t n_values = static_cast<size_t>(n_rows) * n_in, n_blocks = n_values / n_quant;
+    size_t at = 0;
+    const auto take = [&](size_t n_bytes) {
+        char * place = work + at;
+        at += (n_bytes + n_align - 1) / n_align * n_align;
+        return place;
+    };
+    rows.values = reinterpret_cast<int8_t *>(take(n_values));
+    rows.scales = reinterpret_cast<float *>(take(n_blocks * sizeof(float)));
+    rows.scaled_sums = reinterpret_cast<float *>(take(n_blocks * sizeof(float)));
+    rows.starts = reinterpret_cast<int32_t *>(take(n_blocks * 2 * sizeof(int32_t)));
+    return at;
+}
+
+quantised from_row(const quantised & rows, int64_t i, int64_t n_in) {
+    const int64_t i_block = i * (n_in / n_quant);
+    return {rows.values + i * n_in, rows.scales + i_block, rows.scaled_sums + i_block, rows.starts + i_block * 2};
+}
+
+// Inputs that a core keeps near while it goes through groups of weights.
+constexpr int64_t n_near_bytes = 512 * 1024;
+
+class product final : public tensor_traits {
+public:
+    bool work_size(int, const tensor * op, size_t & n_bytes) override {
+        quantised rows{};
+        const tensor & w = *op->src[0];
+        n_bytes = find_packed_kind(w.type)->is_quantised ? place(rows, nullptr, n_rows_of(*op->src[1]), w.ne[0]) + n_align : 0;
+        return true;
+    }
+
+    bool compute_forward(compute_params * params, tensor * op) override {
+        const tensor & w = *op->src[0];
+        const tensor & inputs = *op->src[1];
+        const packed_kind & kind = *find_packed_kind(w.type);
+        const auto n_in = static_cast<int32_t>(w.ne[0]);
+        const int64_t n_rows = n_rows_of(inputs), n_blocks = n_in / n_quant;
+        const int64_t i_thread = params->i_thread, n_threads = params->n_threads;
+
+        if (i_thread == 0) {
+            ggml.set_chunk(params->threads, static_cast<int>(n_threads));
+        }
+        quantised rows{};
+        if (kind.is_quantised) {
+            const auto work = reinterpret_cast<uintptr_t>(params->work);
+            place(rows, reinterpret_cast<char *>((work + n_align - 1) / n_align * n_align), n_rows, n_in);
+            const int64_t end = n_rows * n_blocks * (i_thread + 1) / n_threads;
+            for (int64_t at = n_rows * n_blocks * i_thread / n_threads; at < end;) {
+                const int64_t i = at / n_blocks, begin = at % n_blocks, until = std::min(n_blocks, begin + end - at);
+                kind.quantise(row_of(inputs, i), static_cast<int32_t>(begin), static_cast<int32_t>(until),
+                              from_row(rows, i, n_in));
+                at += until - begin;
+            }
+        }
+        ggml.barrier(params->threads);
+
+        const int64_t n_groups = w.ne[1] / n_packed_rows;
+        const int64_t n_per_chunk = std::max<int64_t>(1, n_groups / (n_threads * 8));
+        const int64_t n_value = kind.is_quantised ? 1 : sizeof(float);
+        const int64_t n_slab = std::max<int64_t>(2, n_near_bytes / n_value / n_in / n_most_rows) * n_most_rows;
+        const int64_t n_chunks_per_slab = (n_groups + n_per_chunk - 1) / n_per_chunk;
+        const int64_t n_chunks = n_chunks_per_slab * ((n_rows + n_slab - 1) / n_slab);
+        for (int64_t chunk = i_thread; chunk < n_chunks; chunk = ggml.next_chunk(params->threads, 1)) {
+            const int64_t first = chunk / n_chunks_per_slab * n_slab, last = std::min(n_rows, first + n_slab);
+            const int64_t begin = chunk % n_chunks_per_slab * n_per_chunk, end = std::min(n_groups, begin + n_per_chunk);
+            for (int64_t i_group = begin; i_group < end; i_group++) {
+                multiply(kind, w, i_group, inputs, rows, first, last, *op);
+            }
+        }
+        return true;
+    }
+
+private:
+    static void multiply(const packed_kind & kind, const tensor & w, int64_t i_group, const tensor & inputs,
+                         const quantised & rows, int64_t first, int64_t last, const tensor & to) {
+        const auto n_in = static_cast<int32_t>(w.ne[0]);
+        const uint8_t * group = static_cast<const uint8_t *>(w.data) + kind.n_group_bytes(n_in) * i_group;
+        for (int64_t i = first; i < last;) {
+            const int64_t n_left = last - i;
+            // the last rows in two halves: few rows together would cost as much as many
+            const int64_t n = n_left <= n_most_rows       ? n_left
+                              : n_left < 2 * n_most_rows ? (n_left + 1) / 2
+                                                         : n_most_rows;
+            float * out[n_most_rows];
+            const float * in[n_most_rows];
+            for (int64_t r = 0; r < n; r++) {
+                out[r] = row_of(to, i + r) + n_packed_rows * i_group;
+                in[r] = row_of(inputs, i + r);
+            }
+            kind.multiply(group, n_in, from_row(rows, i, n_in), in, static_cast<int32_t>(n), out);
+            i += n;
+        }
+    }
+};
+
+product the_product;
+
+class packed_buffer final : public extra_buffer_type {
+public:
+    bool supports_op(void *, const tensor * op) override {
+        if (!is_packed(*op) || op->src[1]->type != f32 || !can_pack(*op->src[0])) {
+            return false;
+        }
+        // of a model that is being loaded, the buffer is a stand-in without bytes
+        return op->src[0]->buffer->n_bytes > 0 || (is_wanted && is_known(op->src[0]->name));
+    }
+    tensor_traits * get_tensor_traits(const tensor * op) override { return is_packed(*op) ? &the_product : nullptr; }
+};
+
+packed_buffer the_buffer;
+
+const char * name_of(buffer_type *) {
+    return "CBATCH_PACKED";
+}
+
+size_t n_packed_bytes(buffer_type *, const tensor * t) {
+    const packed_kind * kind = find_packed_kind(t->type);
+    return kind->n_group_bytes(static_cast<int32_t>(t->ne[0])) * static_cast<size_t>(t->ne[1] / n_packed_rows);
+}
+
+size_t alignment(buffer_type *) {
+    return n_align;
+}
+
+void set_tensor(buffer *, tensor * t, const void * data, size_t offset, size_t n_bytes) {
+    const packed_kind & kind = *find_packed_kind(t->type);
+    const auto n_in = static_cast<int32_t>(t->ne[0]);
+    const size_t stride = ggml.row_size(t->type, n_in), n_group = kind.n_group_bytes(n_in);
+    const int64_t begin = static_cast<int64_t>(offset / stride), end = static_cast<int64_t>((offset + n_bytes) / stride);
+    for (int64_t row = begin; row + n_packed_rows <= end; row += n_packed_rows) {
+        kind.pack(static_cast<const uint8_t *>(data) + (row - begin) * stride, stride, n_in,
+                  static_cast<uint8_t *>(t->data) + n_group * (row / n_packed_rows));
+    }
+}
+
+buffer * allocate(buffer_type *, size_t n_bytes) {
+    buffer * b = ggml.allocate(ggml.cpu_type(), n_bytes);
+    if (b != nullptr) {
+        b->type = &packed_type;
+        b->functions.set_tensor = set_tensor;
+        b->functions.get_tensor = nullptr;
+        b->functions.copy_tensor = nullptr;
+    }
+    return b;
+}
+
+#if defined(CBATCH_PACKED)
+
+template <class function>
+bool find(void * library, const char * name, function & to) {
+    to = reinterpret_cast<function>(dlsym(library, name));
+    return to != nullptr;
+}
+
+bool find_functions(void * library) {
+    return find(library, "ggml_tensor_overhead", ggml.overhead) && find(library, "ggml_init", ggml.init) &&
+           find(library, "ggml_free", ggml.free) && find(library, "ggml_new_tensor_2d", ggml.new_2d) &&
+           find(library, "ggml_mul_mat", ggml.mul_mat) && find(library, "ggml_op_name", ggml.op_name) &&
+           find(library, "ggml_type_name", ggml.type_name) && find(library, "ggml_row_size", ggml.row_size) &&
+           find(library, "ggml_set_name", ggml.set_name) && find(library, "ggml_backend_cpu_buffer_type", ggml.cpu_type) &&
+           find(library, "ggml_backend_buft_alloc_buffer", ggml.allocate) &&
+           find(library, "ggml_backend_buffer_free", ggml.free_buffer) &&
+           find(library, "ggml_backend_buffer_get_base", ggml.base_of) &&
+           find(library, "ggml_backend_buft_get_alignment", ggml.alignment_of) &&
+           find(library, "ggml_backend_buft_name", ggml.name_of) &&
+           find(library, "ggml_backend_buft_get_device", ggml.device_of) &&
+           find(library, "ggml_backend_reg_dev_get", ggml.device_at) && find(library, "ggml_backend_cpu_reg", ggml.registry) &&
+           find(library, "_Z39ggml_backend_cpu_get_extra_buffer_typesv", ggml.extra_types) &&
+           find(library, "ggml_barrier", ggml.barrier) && find(library, "ggml_threadpool_chunk_set", ggml.set_chunk) &&
+           find(library, "ggml_threadpool_chunk_add", ggml.next_chunk);
+}
+
+bool has_known_types() {
+    const struct {
+        int32_t type;
+        const char * name;
+    } known[] = {{f32, "f32"}, {f16, "f16"}, {q4_0, "q4_0"}, {q8_0, "q8_0"}, {q4_K, "q4_K"}, {q5_K, "q5_K"}, {q6_K, "q6_K"}};
+    return std::all_of(std::begin(known), std::end(known),
+                       [](const auto & k) { return std::strcmp(ggml.type_name(k.type), k.name) == 0; });
+}
+
+bool has_known_tensors() {
+    void * context = ggml.init({ggml.overhead() * 8, nullptr, true});
+    if (context == nullptr) {
+        return false;
+    }
+    tensor & a = *ggml.new_2d(context, f32, 64, 48);
+    tensor & b = *ggml.new_2d(context, f32, 64, 5);
+    ggml.set_name(&a, "weights");
+    tensor & c = *ggml.mul_mat(context, &a, &b);
+    op_mul_mat = c.op;
+    const bool fits = a.type == f32 && a.buffer == nullptr && a.ne[0] == 64 && a.ne[1] == 48 && a.ne[2] == 1 && a.ne[3] == 1 &&
+                      a.nb[0] == 4 && a.nb[1] == 256 && a.data == nullptr && a.view_src == nullptr &&
+                      std::strcmp(a.name, "weights") == 0 && c.src[0] == &a && c.src[1] == &b && c.src[2] == nullptr &&
+                      c.ne[0] == 48 && c.ne[1] == 5 && std::strcmp(ggml.op_name(c.op), "MUL_MAT") == 0 &&
+                      ggml.overhead() - sizeof(tensor) <= 64;
+    ggml.free(context);
+    return fits;
+}
+
+bool has_known_buffers() {
+    buffer_type * type = ggml.cpu_type();
+    if (type->functions.get_name(type) != ggml.name_of(type) || type->functions.get_alignment(type) != ggml.alignment_of(type) ||
+        type->functions.is_host == nullptr || !type->functions.is_host(type) || type->device != ggml.device_of(type)) {
+        return false;
+    }
+    buffer * b = ggml.allocate(type, 96);
+    if (b == nullptr) {
+        return false;
+    }
+    const bool fits = b->type == type && b->n_bytes == 96 && b->usage == 0 && b->functions.init_tensor == nullptr &&
+                      b->functions.set_tensor != nullptr && b->functions.get_tensor != nullptr &&
+                      b->functions.reset == nullptr && b->functions.get_base(b) == ggml.base_of(b);
+    ggml.free_buffer(b);
+    return fits;
+}
+
+#endif
+
+}  // namespace
+
+int32_t cbatch_packed_open(void * library) noexcept {
+#if defined(CBATCH_PACKED)
+    static int32_t opened = [&] {
+        if (!packed_suits_processor()) {
+            return CBATCH_BAD_SIZES;
+        }
+        if (!find_functions(library) || !has_known_types() || !has_known_tensors() || !has_known_buffers()) {
+            return CBATCH_BAD_API;
+        }
+        packed_type.functions = {name_of, allocate, alignment, nullptr, n_packed_bytes, nullptr};
+        packed_type.device = ggml.device_at(ggml.registry(), 0);
+        packed_type.context = static_cast<extra_buffer_type *>(&the_buffer);
+        std::vector<buffer_type *> & types = ggml.extra_types();
+        types.insert(types.begin(), &packed_type);
+        return CBATCH_OK;
+    }();
+    return opened;
+#else
+    (void) library;
+    return CBATCH_BAD_SIZES;
+#endif
+}
+
+void cbatch_packed_want(int32_t is_loading) noexcept {
+    is_wanted = is_loading != 0;
+}
+
+bool packed_suits_processor() noexcept {
+#if defined(CBATCH_PACKED)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+#else
+    return false;
+#endif
+}
