@@ -5,6 +5,7 @@
 // model is loaded; ours says yes only in a thread that is loading for cbatch, and to weights of plain products alone.
 #include "packed.h"
 
+#include "attention.h"
 #include "cbatch.h"
 #include "ggml_abi.h"
 
@@ -32,7 +33,10 @@ struct functions {
     void * (*init)(init_params params);
     void (*free)(void * context);
     tensor * (*new_2d)(void * context, int32_t type, int64_t n0, int64_t n1);
+    tensor * (*new_4d)(void * context, int32_t type, int64_t n0, int64_t n1, int64_t n2, int64_t n3);
     tensor * (*mul_mat)(void * context, tensor * a, tensor * b);
+    tensor * (*attention)(void * context, tensor * queries, tensor * keys, tensor * values, tensor * mask, float scale,
+                          float max_bias, float cap);
     const char * (*op_name)(int32_t op);
     const char * (*type_name)(int32_t type);
     size_t (*row_size)(int32_t type, int64_t n);
@@ -53,7 +57,7 @@ struct functions {
 };
 
 functions ggml;
-int32_t op_mul_mat;
+int32_t op_mul_mat, op_attention;
 buffer_type packed_type;
 thread_local bool is_wanted = false;
 
@@ -194,6 +198,92 @@ private:
 
 product the_product;
 
+// Whether something is computed from a product of packed weights, by its first inputs.
+bool is_of_packed(const tensor * t) {
+    constexpr int32_t n_most_steps = 12;  // a view, its positions, a norm, a bias
+    for (int32_t i = 0; t != nullptr && i < n_most_steps; i++, t = t->src[0]) {
+        if (t->op == op_mul_mat) {
+            return is_packed(*t);
+        }
+    }
+    return false;
+}
+
+class attention final : public tensor_traits {
+public:
+    // Whether it is attention of a packed model, in a form that `attend` has. The rest stays ggml's own.
+    static bool suits(const tensor & op) {
+        const tensor & q = *op.src[0];
+        const tensor & k = *op.src[1];
+        const tensor & v = *op.src[2];
+        const tensor * mask = op.src[3];
+        float more[3];  // scale, bias, cap
+        std::memcpy(more, op.op_params, sizeof more);
+        return more[1] == 0.0F && more[2] == 0.0F && op.src[4] == nullptr && q.type == f32 && k.type == f16 && v.type == f16 &&
+               (mask == nullptr || (mask->type == f16 && mask->nb[0] == 2)) && q.ne[1] < n_ggml_tile &&
+               k.ne[0] % n_attention_step == 0 && v.ne[0] % n_attention_step == 0 && v.ne[0] <= n_most_attention_value &&
+               k.ne[1] % n_attention_step == 0 && k.ne[2] == v.ne[2] && k.ne[3] == v.ne[3] && q.ne[2] % k.ne[2] == 0 &&
+               q.ne[3] % k.ne[3] == 0 && q.nb[0] == 4 && k.nb[0] == 2 && v.nb[0] == 2 && is_of_packed(&q);
+    }
+
+    bool work_size(int, const tensor *, size_t &) override { return false; }
+
+    bool compute_forward(compute_params * params, tensor * op) override {
+        const tensor & q = *op->src[0];
+        const int64_t n_heads_kv = op->src[1]->ne[2], n_tokens = q.ne[1];
+        const int64_t n_units = q.ne[3] * n_tokens * n_heads_kv, n_threads = params->n_threads;
+        if (n_units < n_threads && op->src[1]->ne[1] >= n_divided) {
+            return false;  // ggml divides the cells of few rows among the threads
+        }
+        if (params->i_thread == 0) {
+            ggml.set_chunk(params->threads, static_cast<int>(n_threads));
+        }
+        ggml.barrier(params->threads);
+        for (int64_t i = params->i_thread; i < n_units; i = ggml.next_chunk(params->threads, 1)) {
+            attend_unit(*op, i / n_heads_kv / n_tokens, i / n_heads_kv % n_tokens, i % n_heads_kv);
+        }
+        return true;
+    }
+
+private:
+    static constexpr int64_t n_ggml_tile = 64;  // tokens from which ggml has another kernel
+    static constexpr int64_t n_divided = 512;   // cells
+
+    // Compute the query heads that read one head of keys, of one token.
+    static void attend_unit(const tensor & op, int64_t i_stream, int64_t i_token, int64_t i_kv) {
+        const tensor & q = *op.src[0];
+        const tensor & k = *op.src[1];
+        const tensor & v = *op.src[2];
+        const tensor * mask = op.src[3];
+        const int64_t n_per_kv = q.ne[2] / k.ne[2], i_cells = i_stream / (q.ne[3] / k.ne[3]);
+        const auto at = [](const tensor & t, int64_t i1, int64_t i2, int64_t i3) {
+            return static_cast<uint8_t *>(t.data) + static_cast<size_t>(i1) * t.nb[1] + static_cast<size_t>(i2) * t.nb[2] +
+                   static_cast<size_t>(i3) * t.nb[3];
+        };
+        attention_row row{};
+        row.keys = at(k, 0, i_kv, i_cells);
+        row.values = at(v, 0, i_kv, i_cells);
+        row.key_stride = k.nb[1];
+        row.value_stride = v.nb[1];
+        row.n_cells = static_cast<int32_t>(k.ne[1]);
+        row.n_key = static_cast<int32_t>(k.ne[0]);
+        row.n_value = static_cast<int32_t>(v.ne[0]);
+        std::memcpy(&row.scale, op.op_params, sizeof row.scale);
+        for (int64_t i = 0; i < n_per_kv; i += row.n_heads) {
+            row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_per_kv - i));
+            const int64_t first = i_kv * n_per_kv + i;
+            row.mask = mask == nullptr ? nullptr : at(*mask, i_token, first % mask->ne[2], i_stream % mask->ne[3]);
+            for (int32_t h = 0; h < row.n_heads; h++) {
+                row.queries[h] = reinterpret_cast<const float *>(at(q, i_token, first + h, i_stream));
+                row.out[h] = reinterpret_cast<float *>(at(op, first + h, i_token, i_stream));
+            }
+            attend(row);
+        }
+    }
+};
+
+attention the_attention;
+
 class packed_buffer final : public extra_buffer_type {
 public:
     bool supports_op(void *, const tensor * op) override {
@@ -203,7 +293,12 @@ public:
         // of a model that is being loaded, the buffer is a stand-in without bytes
         return op->src[0]->buffer->n_bytes > 0 || (is_wanted && is_known(op->src[0]->name));
     }
-    tensor_traits * get_tensor_traits(const tensor * op) override { return is_packed(*op) ? &the_product : nullptr; }
+    tensor_traits * get_tensor_traits(const tensor * op) override {
+        if (is_packed(*op)) {
+            return &the_product;
+        }
+        return op->op == op_attention && attention::suits(*op) ? &the_attention : nullptr;
+    }
 };
 
 packed_buffer the_buffer;
@@ -254,7 +349,8 @@ bool find(void * library, const char * name, function & to) {
 bool find_functions(void * library) {
     return find(library, "ggml_tensor_overhead", ggml.overhead) && find(library, "ggml_init", ggml.init) &&
            find(library, "ggml_free", ggml.free) && find(library, "ggml_new_tensor_2d", ggml.new_2d) &&
-           find(library, "ggml_mul_mat", ggml.mul_mat) && find(library, "ggml_op_name", ggml.op_name) &&
+           find(library, "ggml_new_tensor_4d", ggml.new_4d) && find(library, "ggml_mul_mat", ggml.mul_mat) &&
+           find(library, "ggml_flash_attn_ext", ggml.attention) && find(library, "ggml_op_name", ggml.op_name) &&
            find(library, "ggml_type_name", ggml.type_name) && find(library, "ggml_row_size", ggml.row_size) &&
            find(library, "ggml_set_name", ggml.set_name) && find(library, "ggml_backend_cpu_buffer_type", ggml.cpu_type) &&
            find(library, "ggml_backend_buft_alloc_buffer", ggml.allocate) &&
@@ -279,7 +375,7 @@ bool has_known_types() {
 }
 
 bool has_known_tensors() {
-    void * context = ggml.init({ggml.overhead() * 8, nullptr, true});
+    void * context = ggml.init({ggml.overhead() * 16, nullptr, true});
     if (context == nullptr) {
         return false;
     }
@@ -288,10 +384,20 @@ bool has_known_tensors() {
     ggml.set_name(&a, "weights");
     tensor & c = *ggml.mul_mat(context, &a, &b);
     op_mul_mat = c.op;
+    tensor & queries = *ggml.new_4d(context, f32, 64, 3, 4, 2);
+    tensor & cells = *ggml.new_4d(context, f16, 64, 32, 2, 2);
+    tensor & mask = *ggml.new_4d(context, f16, 32, 64, 1, 2);
+    tensor & attended = *ggml.attention(context, &queries, &cells, &cells, &mask, 0.25F, 0.0F, 0.0F);
+    op_attention = attended.op;
+    float scale;
+    std::memcpy(&scale, attended.op_params, sizeof scale);
     const bool fits = a.type == f32 && a.buffer == nullptr && a.ne[0] == 64 && a.ne[1] == 48 && a.ne[2] == 1 && a.ne[3] == 1 &&
                       a.nb[0] == 4 && a.nb[1] == 256 && a.data == nullptr && a.view_src == nullptr &&
                       std::strcmp(a.name, "weights") == 0 && c.src[0] == &a && c.src[1] == &b && c.src[2] == nullptr &&
                       c.ne[0] == 48 && c.ne[1] == 5 && std::strcmp(ggml.op_name(c.op), "MUL_MAT") == 0 &&
+                      std::strcmp(ggml.op_name(attended.op), "FLASH_ATTN_EXT") == 0 && scale == 0.25F &&
+                      attended.src[0] == &queries && attended.src[2] == &cells && attended.src[3] == &mask &&
+                      attended.ne[1] == 4 && attended.ne[2] == 3 && attended.ne[3] == 2 &&
                       ggml.overhead() - sizeof(tensor) <= 64;
     ggml.free(context);
     return fits;

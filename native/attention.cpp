@@ -1,0 +1,212 @@
+// Attention, for processors with AVX-512: 64 cells at a time, whose scores are exponentiated 16 at once.
+#include "attention.h"
+
+#include <immintrin.h>
+
+// No templates of the standard library: see packed_kernels.cpp.
+namespace {
+
+using floats = __m512;
+
+constexpr int32_t n_lanes = 16;
+constexpr int32_t n_block = 64;  // cells
+constexpr uint16_t hidden = 0xFC00;  // −∞
+constexpr float lowest = -__builtin_inff();
+
+floats load_halves(const uint8_t * p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+}
+
+// e^x for x ≤ 0, within 2 units in the last place; 0 for −∞.
+floats exponential(floats x) {
+    const floats clamped = _mm512_max_ps(_mm512_set1_ps(-104.0F), x);  // NaN stays: the second operand counts then
+    const floats n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(0x1.715476p+0F)), 0);
+    floats r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e4p-1F), clamped);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.7f7d1cp-20F), r);
+    floats p = _mm512_set1_ps(0x1.6c16c2p-10F);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.111112p-7F));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.555556p-5F));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0x1.555556p-3F));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5F));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0F));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0F));
+    return _mm512_scalef_ps(p, n);
+}
+
+floats add_pairs(floats a, floats b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+
+floats add_fours(floats a, floats b) {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+
+floats add_parts(floats a, floats b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+// The sums of 16 registers' lanes, in one register.
+floats sums_of(const float (*rows)[n_lanes]) {
+    floats fours[4];
+    for (int32_t i = 0; i < 4; i++) {
+        const float(*r)[n_lanes] = rows + i * 4;
+        fours[i] = add_fours(add_pairs(_mm512_load_ps(r[0]), _mm512_load_ps(r[1])),
+                             add_pairs(_mm512_load_ps(r[2]), _mm512_load_ps(r[3])));
+    }
+    return add_parts(add_parts(fours[0], fours[1]), add_parts(fours[2], fours[3]));
+}
+
+// Which of 16 cells are not hidden.
+uint32_t shown_cells(const uint8_t * mask) {
+    if (mask == nullptr) {
+        return 0xFFFF;
+    }
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(mask));
+    return _mm256_cmpneq_epi16_mask(halves, _mm256_set1_epi16(static_cast<int16_t>(hidden)));
+}
+
+template <int32_t n_heads, int32_t n_vectors>
+void add_values(const attention_row & row, int32_t first, uint64_t shown, const float (*weights)[n_block], int32_t at,
+                float (*total)[n_most_attention_value]) {
+    floats sums[n_heads][n_vectors];
+    for (int32_t h = 0; h < n_heads; h++) {
+        for (int32_t v = 0; v < n_vectors; v++) {
+            sums[h][v] = _mm512_load_ps(total[h] + at + v * n_lanes);
+        }
+    }
+    for (uint64_t left = shown; left != 0; left &= left - 1) {
+        const int32_t c = __builtin_ctzll(left);
+        const uint8_t * from = row.values + static_cast<size_t>(first + c) * row.value_stride + at * 2;
+        floats values[n_vectors];
+        for (int32_t v = 0; v < n_vectors; v++) {
+            values[v] = load_halves(from + v * n_lanes * 2);
+        }
+#pragma GCC unroll 6
+        for (int32_t h = 0; h < n_heads; h++) {
+            const floats weight = _mm512_set1_ps(weights[h][c]);
+            for (int32_t v = 0; v < n_vectors; v++) {
+                sums[h][v] = _mm512_fmadd_ps(weight, values[v], sums[h][v]);
+            }
+        }
+    }
+    for (int32_t h = 0; h < n_heads; h++) {
+        for (int32_t v = 0; v < n_vectors; v++) {
+            _mm512_store_ps(total[h] + at + v * n_lanes, sums[h][v]);
+        }
+    }
+}
+
+// Scores of 16 cells for each head, −∞ for those that are hidden.
+template <int32_t n_heads>
+void score(const attention_row & row, int32_t first, uint32_t shown, float (*dots)[n_lanes][n_lanes], floats * scores) {
+    for (uint32_t left = shown; left != 0; left &= left - 1) {
+        const int32_t c = __builtin_ctz(left);
+        const uint8_t * key = row.keys + static_cast<size_t>(first + c) * row.key_stride;
+        floats sums[n_heads];
+        for (int32_t h = 0; h < n_heads; h++) {
+            sums[h] = _mm512_setzero_ps();
+        }
+        for (int32_t i = 0; i < row.n_key; i += n_lanes) {
+            const floats k = load_halves(key + i * 2);
+#pragma GCC unroll 6
+            for (int32_t h = 0; h < n_heads; h++) {
+                sums[h] = _mm512_fmadd_ps(k, _mm512_loadu_ps(row.queries[h] + i), sums[h]);
+            }
+        }
+        for (int32_t h = 0; h < n_heads; h++) {
+            _mm512_store_ps(dots[h][c], sums[h]);
+        }
+    }
+    const floats added = row.mask == nullptr ? _mm512_setzero_ps() : load_halves(row.mask + first * 2);
+    for (int32_t h = 0; h < n_heads; h++) {
+        const floats s = _mm512_fmadd_ps(sums_of(dots[h]), _mm512_set1_ps(row.scale), added);
+        scores[h] = _mm512_mask_blend_ps(static_cast<__mmask16>(shown), _mm512_set1_ps(lowest), s);
+    }
+}
+
+template <int32_t n_heads>
+void attend_heads(const attention_row & row) {
+    alignas(64) float dots[n_heads][n_lanes][n_lanes] = {};
+    alignas(64) float weights[n_heads][n_block];
+    alignas(64) float total[n_heads][n_most_attention_value];
+    float most[n_heads], sum[n_heads];
+    for (int32_t h = 0; h < n_heads; h++) {
+        most[h] = lowest;
+        sum[h] = 0.0F;
+        for (int32_t i = 0; i < row.n_value; i++) {
+            total[h][i] = 0.0F;
+        }
+    }
+    for (int32_t first = 0; first < row.n_cells; first += n_block) {
+        const int32_t n_parts = (row.n_cells - first < n_block ? row.n_cells - first : n_block) / n_lanes;
+        uint64_t shown = 0;
+        for (int32_t i = 0; i < n_parts; i++) {
+            const int32_t cell = first + i * n_lanes;
+            shown |= static_cast<uint64_t>(shown_cells(row.mask == nullptr ? nullptr : row.mask + cell * 2)) << i * n_lanes;
+        }
+        if (shown == 0) {
+            continue;
+        }
+        floats scores[n_block / n_lanes][n_heads];
+        for (int32_t i = 0; i < n_block / n_lanes; i++) {
+            const auto part = static_cast<uint32_t>(shown >> i * n_lanes & 0xFFFF);
+            if (part != 0) {
+                score<n_heads>(row, first + i * n_lanes, part, dots, scores[i]);
+                continue;
+            }
+            for (int32_t h = 0; h < n_heads; h++) {
+                scores[i][h] = _mm512_set1_ps(lowest);
+            }
+        }
+        for (int32_t h = 0; h < n_heads; h++) {
+            const floats larger = _mm512_max_ps(_mm512_max_ps(scores[0][h], scores[1][h]),
+                                                _mm512_max_ps(scores[2][h], scores[3][h]));
+            const float found = _mm512_reduce_max_ps(larger);
+            if (found > most[h]) {
+                const floats shrink = exponential(_mm512_set1_ps(most[h] - found));
+                const float factor = _mm512_cvtss_f32(shrink);
+                for (int32_t i = 0; i < row.n_value; i += n_lanes) {
+                    _mm512_store_ps(total[h] + i, _mm512_mul_ps(_mm512_load_ps(total[h] + i), shrink));
+                }
+                sum[h] *= factor;
+                most[h] = found;
+            }
+            const floats base = _mm512_set1_ps(most[h]);
+            floats sums = _mm512_setzero_ps();
+            for (int32_t i = 0; i < n_block / n_lanes; i++) {
+                const auto part = static_cast<__mmask16>(shown >> i * n_lanes & 0xFFFF);
+                const floats weight = _mm512_maskz_mov_ps(part, exponential(_mm512_sub_ps(scores[i][h], base)));
+                _mm512_store_ps(weights[h] + i * n_lanes, weight);
+                sums = _mm512_add_ps(sums, weight);
+            }
+            sum[h] += _mm512_reduce_add_ps(sums);
+        }
+        int32_t at = 0;
+        for (; at + 4 * n_lanes <= row.n_value; at += 4 * n_lanes) {
+            add_values<n_heads, 4>(row, first, shown, weights, at, total);
+        }
+        for (; at < row.n_value; at += n_lanes) {
+            add_values<n_heads, 1>(row, first, shown, weights, at, total);
+        }
+    }
+    for (int32_t h = 0; h < n_heads; h++) {
+        const floats inverse = _mm512_set1_ps(sum[h] == 0.0F ? 0.0F : 1.0F / sum[h]);
+        for (int32_t i = 0; i < row.n_value; i += n_lanes) {
+            _mm512_storeu_ps(row.out[h] + i, _mm512_mul_ps(_mm512_load_ps(total[h] + i), inverse));
+        }
+    }
+}
+
+}  // namespace
+
+void attend(const attention_row & row) noexcept {
+    switch (row.n_heads) {
+        case 1: attend_heads<1>(row); break;
+        case 2: attend_heads<2>(row); break;
+        case 3: attend_heads<3>(row); break;
+        case 4: attend_heads<4>(row); break;
+        case 5: attend_heads<5>(row); break;
+        default: attend_heads<6>(row); break;
+    }
+}
