@@ -103,7 +103,7 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["can_generate"]:
         yield from _rows_of_slots(found)
     else:
-        yield "weights", _size(found["n_weight_bytes"])
+        yield "weights", _weights(found)
 
 
 def _rows_of_file(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -126,13 +126,19 @@ def _rows_of_file(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
+def _weights(found: Mapping[str, Any]) -> str:
+    why_not = found["why_not_packed"]
+    packed = f"not packed: {why_not}" if why_not else "packed for this processor"
+    return f"{_size(found['n_weight_bytes'])}, {packed}"
+
+
 def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     n_window, n_cells = found["n_window"], found["n_cells"]
     yield "slots", f"{found['parallel']}" + _by(found["parallel_why"])
     window = f"{n_window:,} tokens per slot, for prompt and answer; {n_cells:,} in all"
     yield "window", window + _by(found["n_window_why"])
     yield "threads", f"{found['n_threads']}" + _by(found["n_threads_why"])
-    yield "weights", _size(found["n_weight_bytes"])
+    yield "weights", _weights(found)
     yield "KV cache", _cells(found)
     if found["n_short_cells"]:
         size = f"{found['n_short_cells']:,} tokens, {_size(found['n_short_bytes'])}"

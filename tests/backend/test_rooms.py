@@ -23,7 +23,7 @@ SEES = {
         "protocol",
         "threads",
     },
-    "load": {"load", "llama", "bindings", "host_limits", "protocol", "threads"},
+    "load": {"load", "llama", "bindings", "host_limits", "library_trial", "protocol", "threads"},
 }
 """What the modules of each room import of the backend, beside its front door."""
 

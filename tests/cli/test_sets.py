@@ -246,6 +246,7 @@ MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "draft": (("--draft", "d.gguf"), "d.gguf"),
     "cache_mib": (("--cache-mib", 5), 5),
     "cache_media": (("--cache-media",), True),
+    "repack": (("--repack", "llama"), "llama"),
     "use_mmap": (("--no-mmap",), False),
     "use_mlock": (("--mlock",), True),
     "offload_kqv": (("--no-offload-kqv",), False),

@@ -275,6 +275,7 @@ def test_breakers_are_looked_for_only_where_dry_is_on() -> None:
         ("kv", "paged"),
         ("flash_attn", True),
         ("exact", 1),
+        ("repack", "always"),
         ("use_mmap", None),
         ("memory_mib", 0),
         ("cache_type_k", "q2_k"),

@@ -34,6 +34,7 @@ from cbatch.backend.load.company import BY_EXACT
 from cbatch.backend.load.devices import computes_on_cpu
 from cbatch.backend.load.find_tuning import find_tuning
 from cbatch.backend.load.open_model import open_model, shipped_model
+from cbatch.backend.load.packed import why_not_packed
 from cbatch.backend.load.probe import probe
 from cbatch.backend.load.row_shapes import width_classes
 from cbatch.backend.load.sizing import (
@@ -150,7 +151,7 @@ def describe_model(
     opened = _opened(model, options, is_stopped, has_weights=has_weights)
     with opened as loaded, closing(loaded), ExitStack() as stack:
         if loaded.why_not_generative:
-            return {**_told_of_file(loaded), "n_weight_bytes": loaded.n_bytes}
+            return {**_told_of_file(loaded, options), "n_weight_bytes": loaded.n_bytes}
         draft = _open_draft(loaded, options, is_stopped, has_weights=has_weights)
         beside = stack.enter_context(closing(draft)).model if draft else None
         n_weights = loaded.n_bytes + (beside.n_bytes if beside else 0)
@@ -176,7 +177,7 @@ def describe_model(
         )
         n_short = N_CELLS if tuning.has_short_pool else 0
         return {
-            **_told_of_file(loaded),
+            **_told_of_file(loaded, options),
             **_told_of_memory(loaded, options, settled, room),
             "draft": beside and beside.name,
             "n_draft_bytes": beside and beside.n_bytes,
@@ -230,7 +231,7 @@ def note_attention(
 _OF_VECTORS = ("can_generate", "can_embed", "can_rerank", "pooling", "n_embedding", "n_embed_max")
 
 
-def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
+def _told_of_file(loaded: LlamaModel, options: EngineOptions) -> dict[str, Any]:
     """Return what the file itself says of the model."""
     return {
         "path": loaded.name,
@@ -238,6 +239,7 @@ def _told_of_file(loaded: LlamaModel) -> dict[str, Any]:
         "architecture": loaded.architecture,
         "file_type": loaded.file_type,
         "n_bytes": sum(size for _, size, _ in model_parts(loaded.name)),
+        "why_not_packed": why_not_packed(loaded.name, options),
         "n_params": loaded.n_params,
         "n_ctx_train": loaded.n_ctx_train,
         "has_chat_template": "tokenizer.chat_template" in loaded.metadata,
