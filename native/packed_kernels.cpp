@@ -257,7 +257,8 @@ void quantise(const float * values, int32_t begin, int32_t end, const quantised 
         const floats v0 = _mm512_loadu_ps(values + b * 32), v1 = _mm512_loadu_ps(values + b * 32 + n_lanes);
         const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(v0), _mm512_abs_ps(v1)));
         // rounded as ggml's Q8_0 is, which keeps scales in 16 bits
-        const float scale = _cvtsh_ss(_cvtss_sh(most / 127.0F, 0));
+        const bool has_nan = _mm512_cmp_ps_mask(v0, v1, _CMP_UNORD_Q) != 0;
+        const float scale = has_nan ? __builtin_nanf("") : _cvtsh_ss(_cvtss_sh(most / 127.0F, 0));
         const floats inverse = _mm512_set1_ps(most != 0.0F ? 127.0F / most : 0.0F);
         const ints i0 = _mm512_cvtps_epi32(_mm512_mul_ps(v0, inverse)), i1 = _mm512_cvtps_epi32(_mm512_mul_ps(v1, inverse));
         _mm_storeu_si128(reinterpret_cast<__m128i *>(out.values + b * 32), _mm512_cvtsepi32_epi8(i0));
