@@ -78,7 +78,7 @@ bool is_known(const char * name) {
 
 bool can_pack(const tensor & w) {
     const packed_kind * kind = find_packed_kind(w.type);
-    return kind != nullptr && w.ne[1] >= n_packed_rows && w.ne[1] % n_packed_rows == 0 && w.ne[0] % kind->n_step == 0 &&
+    return kind != nullptr && w.ne[1] > 0 && w.ne[1] % kind->n_group_rows == 0 && w.ne[0] % kind->n_step == 0 &&
            w.ne[2] == 1 && w.ne[3] == 1 && w.view_src == nullptr && w.ne[0] <= INT32_MAX / 64 && w.ne[1] <= INT32_MAX / 64;
 }
 
@@ -157,7 +157,7 @@ public:
         }
         ggml.barrier(params->threads);
 
-        const int64_t n_groups = w.ne[1] / n_packed_rows;
+        const int64_t n_groups = w.ne[1] / kind.n_group_rows;
         const int64_t n_per_chunk = std::max<int64_t>(1, n_groups / (n_threads * 8));
         const int64_t n_value = kind.is_quantised ? 1 : sizeof(float);
         const int64_t n_slab = std::max<int64_t>(2, n_near_bytes / n_value / n_in / n_most_rows) * n_most_rows;
@@ -187,7 +187,7 @@ private:
             float * out[n_most_rows];
             const float * in[n_most_rows];
             for (int64_t r = 0; r < n; r++) {
-                out[r] = row_of(to, i + r) + n_packed_rows * i_group;
+                out[r] = row_of(to, i + r) + kind.n_group_rows * i_group;
                 in[r] = row_of(inputs, i + r);
             }
             kind.multiply(group, n_in, from_row(rows, i, n_in), in, static_cast<int32_t>(n), out);
@@ -220,7 +220,7 @@ public:
         float more[3];  // scale, bias, cap
         std::memcpy(more, op.op_params, sizeof more);
         return more[1] == 0.0F && more[2] == 0.0F && op.src[4] == nullptr && q.type == f32 && k.type == f16 && v.type == f16 &&
-               (mask == nullptr || (mask->type == f16 && mask->nb[0] == 2)) && q.ne[1] < n_ggml_tile &&
+               (mask == nullptr || (mask->type == f16 && mask->nb[0] == 2)) &&
                k.ne[0] % n_attention_step == 0 && v.ne[0] % n_attention_step == 0 && v.ne[0] <= n_most_attention_value &&
                k.ne[1] % n_attention_step == 0 && k.ne[2] == v.ne[2] && k.ne[3] == v.ne[3] && q.ne[2] % k.ne[2] == 0 &&
                q.ne[3] % k.ne[3] == 0 && q.nb[0] == 4 && k.nb[0] == 2 && v.nb[0] == 2 && is_of_packed(&q);
@@ -235,6 +235,9 @@ public:
         if (n_units < n_threads && op->src[1]->ne[1] >= n_divided) {
             return false;  // ggml divides the cells of few rows among the threads
         }
+        if (n_tokens >= n_ggml_tile && !hides_most(op->src[3])) {
+            return false;  // ggml has another kernel for many rows that see the same cells
+        }
         if (params->i_thread == 0) {
             ggml.set_chunk(params->threads, static_cast<int>(n_threads));
         }
@@ -248,6 +251,23 @@ public:
 private:
     static constexpr int64_t n_ggml_tile = 64;  // tokens from which ggml has another kernel
     static constexpr int64_t n_divided = 512;   // cells
+
+    // Whether rows see few of the cells, as where many texts are computed together: some rows tell.
+    static bool hides_most(const tensor * mask) {
+        constexpr int64_t n_asked = 8, n_share = 3;
+        constexpr uint16_t hidden = 0xFC00;  // −∞
+        if (mask == nullptr) {
+            return false;
+        }
+        int64_t n_shown = 0;
+        const int64_t n_rows = mask->ne[1], n_cells = mask->ne[0], n = std::min(n_asked, n_rows);
+        for (int64_t i = 0; i < n; i++) {
+            const auto * row = reinterpret_cast<const uint16_t *>(static_cast<const char *>(mask->data) +
+                                                                  static_cast<size_t>((2 * i + 1) * n_rows / (2 * n)) * mask->nb[1]);
+            n_shown += n_cells - std::count(row, row + n_cells, hidden);
+        }
+        return n_shown * n_share < n * n_cells;
+    }
 
     // Compute the query heads that read one head of keys, of one token.
     static void attend_unit(const tensor & op, int64_t i_stream, int64_t i_token, int64_t i_kv) {
@@ -309,7 +329,7 @@ const char * name_of(buffer_type *) {
 
 size_t n_packed_bytes(buffer_type *, const tensor * t) {
     const packed_kind * kind = find_packed_kind(t->type);
-    return kind->n_group_bytes(static_cast<int32_t>(t->ne[0])) * static_cast<size_t>(t->ne[1] / n_packed_rows);
+    return kind->n_group_bytes(static_cast<int32_t>(t->ne[0])) * static_cast<size_t>(t->ne[1] / kind->n_group_rows);
 }
 
 size_t alignment(buffer_type *) {
@@ -321,9 +341,9 @@ void set_tensor(buffer *, tensor * t, const void * data, size_t offset, size_t n
     const auto n_in = static_cast<int32_t>(t->ne[0]);
     const size_t stride = ggml.row_size(t->type, n_in), n_group = kind.n_group_bytes(n_in);
     const int64_t begin = static_cast<int64_t>(offset / stride), end = static_cast<int64_t>((offset + n_bytes) / stride);
-    for (int64_t row = begin; row + n_packed_rows <= end; row += n_packed_rows) {
+    for (int64_t row = begin; row + kind.n_group_rows <= end; row += kind.n_group_rows) {
         kind.pack(static_cast<const uint8_t *>(data) + (row - begin) * stride, stride, n_in,
-                  static_cast<uint8_t *>(t->data) + n_group * (row / n_packed_rows));
+                  static_cast<uint8_t *>(t->data) + n_group * (row / kind.n_group_rows));
     }
 }
 

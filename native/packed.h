@@ -1,11 +1,10 @@
-// Weights packed for this processor's dot products: 16 rows side by side.
+// Weights packed for this processor's dot products: 16 or 32 rows side by side.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-constexpr int32_t n_packed_rows = 16;  // of a group: a register holds an int32 or a float of each
-constexpr int32_t n_quant = 32;        // values of a row of inputs that share a scale
+constexpr int32_t n_quant = 32;  // values of a row of inputs that share a scale
 
 // Rows of inputs as 8-bit numbers. Per row and block of 32 values: the scale, its sum times the scale, and what makes up
 // for weights that are stored with an offset, once or per 16 values.
@@ -18,16 +17,17 @@ struct quantised {
 
 // How a type of weights is packed and multiplied. One output is computed alike whatever is computed beside it.
 struct packed_kind {
-    int32_t type;    // ggml's number
-    int32_t n_step;  // rows of weights have a multiple of so many values
+    int32_t type;         // ggml's number
+    int32_t n_step;       // rows of weights have a multiple of so many values
+    int32_t n_group_rows;  // rows of weights that are packed together
     bool is_quantised;
-    // Bytes of a group of 16 rows of n_in values.
+    // Bytes of a group of rows of n_in values.
     size_t (*n_group_bytes)(int32_t n_in);
-    // Pack 16 rows, each `stride` bytes behind the one before.
+    // Pack a group of rows, each `stride` bytes behind the one before.
     void (*pack)(const uint8_t * rows, size_t stride, int32_t n_in, uint8_t * group);
     // Make blocks [begin, end) of 32 values of a row of inputs 8-bit numbers.
     void (*quantise)(const float * values, int32_t begin, int32_t end, const quantised & out);
-    // Multiply a group with up to n_most_rows rows of inputs; write 16 values each to out[i].
+    // Multiply a group with up to n_most_rows rows of inputs; write n_group_rows values each to out[i].
     void (*multiply)(const uint8_t * group, int32_t n_in, const quantised & rows, const float * const * inputs,
                      int32_t n_rows, float * const * out);
 };

@@ -15,7 +15,7 @@ namespace {
 using ints = __m512i;
 using floats = __m512;
 
-constexpr int32_t n_lanes = n_packed_rows;
+constexpr int32_t n_lanes = 16;
 constexpr int32_t n_vector = 64;  // bytes
 constexpr int32_t n_super = 256;  // values of a super-block of the K types
 
@@ -325,14 +325,14 @@ void multiply_rows(const uint8_t * group, int32_t n_in, const quantised & rows, 
     }
 }
 
-// ---- products of floats ----
+// ---- products of floats: 32 rows of weights, since one load of an input serves two registers ----
 
 template <bool is_half>
 struct float_values {
-    static constexpr int32_t type = is_half ? 1 : 0, n_bytes = is_half ? 2 : 4;
-    static size_t n_group_bytes(int32_t n_in) { return static_cast<size_t>(n_in) * n_lanes * n_bytes; }
-    static floats at(const uint8_t * group, int32_t i) {
-        const uint8_t * p = group + static_cast<size_t>(i) * n_lanes * n_bytes;
+    static constexpr int32_t type = is_half ? 1 : 0, n_bytes = is_half ? 2 : 4, n_group_rows = 2 * n_lanes;
+    static size_t n_group_bytes(int32_t n_in) { return static_cast<size_t>(n_in) * n_group_rows * n_bytes; }
+    static floats at(const uint8_t * group, int32_t i, int32_t i_half) {
+        const uint8_t * p = group + (static_cast<size_t>(i) * 2 + i_half) * n_lanes * n_bytes;
         if constexpr (is_half) {
             return load_halves(p);
         } else {
@@ -341,8 +341,8 @@ struct float_values {
     }
     static void pack(const uint8_t * rows, size_t stride, int32_t n_in, uint8_t * group) {
         for (int32_t i = 0; i < n_in; i++) {
-            for (int32_t r = 0; r < n_lanes; r++) {
-                std::memcpy(group + (static_cast<size_t>(i) * n_lanes + r) * n_bytes,
+            for (int32_t r = 0; r < n_group_rows; r++) {
+                std::memcpy(group + (static_cast<size_t>(i) * n_group_rows + r) * n_bytes,
                             rows + r * stride + static_cast<size_t>(i) * n_bytes, n_bytes);
             }
         }
@@ -351,19 +351,22 @@ struct float_values {
 
 template <class values, int32_t n_rows>
 void multiply_float_rows(const uint8_t * group, int32_t n_in, const float * const * inputs, float * const * out) {
-    floats total[n_rows];
+    floats low[n_rows], high[n_rows];
     for (int32_t r = 0; r < n_rows; r++) {
-        total[r] = _mm512_setzero_ps();
+        low[r] = high[r] = _mm512_setzero_ps();
     }
     for (int32_t i = 0; i < n_in; i++) {
-        const floats w = values::at(group, i);
+        const floats w0 = values::at(group, i, 0), w1 = values::at(group, i, 1);
 #pragma GCC unroll 12
         for (int32_t r = 0; r < n_rows; r++) {
-            total[r] = _mm512_fmadd_ps(w, _mm512_set1_ps(inputs[r][i]), total[r]);
+            const floats input = _mm512_set1_ps(inputs[r][i]);
+            low[r] = _mm512_fmadd_ps(w0, input, low[r]);
+            high[r] = _mm512_fmadd_ps(w1, input, high[r]);
         }
     }
     for (int32_t r = 0; r < n_rows; r++) {
-        _mm512_storeu_ps(out[r], total[r]);
+        _mm512_storeu_ps(out[r], low[r]);
+        _mm512_storeu_ps(out[r] + n_lanes, high[r]);
     }
 }
 
@@ -409,12 +412,12 @@ void multiply_floats(const uint8_t * group, int32_t n_in, const quantised &, con
 
 template <class block>
 constexpr packed_kind quantised_kind() {
-    return {block::type, block::n_step, true, block::n_group_bytes, block::pack, quantise<block>, multiply<block>};
+    return {block::type, block::n_step, n_lanes, true, block::n_group_bytes, block::pack, quantise<block>, multiply<block>};
 }
 
 template <class values>
 constexpr packed_kind float_kind() {
-    return {values::type, 32, false, values::n_group_bytes, values::pack, nullptr, multiply_floats<values>};
+    return {values::type, 32, values::n_group_rows, false, values::n_group_bytes, values::pack, nullptr, multiply_floats<values>};
 }
 
 constexpr packed_kind kinds[] = {

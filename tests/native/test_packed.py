@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "q4_K": 12, "q5_K": 13, "q6_K": 14}
-N_IN, N_OUT = 512, 48
+N_IN, N_OUT = 512, 96
 ROWS = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 23, 24, 25, 40)
 
 pytestmark = pytest.mark.skipif(bool(packed._why_unfit()), reason=packed._why_unfit() or "-")
@@ -227,7 +227,7 @@ SIZES = [
     (1, 1, 64, 64),
     (2, 1, 32, 32),
     (6, 2, 128, 128),
-    (7, 1, 48, 80),
+    (14, 1, 48, 80),
     (14, 2, 64, 64),
     (4, 4, 96, 16),
 ]
@@ -250,6 +250,16 @@ def test_attention_is_softmax_of_the_scores(
     for n_threads in (1, 2):
         found = attended(queries, keys, values, mask, n_threads=n_threads)
         assert np.abs(found - right).max() < 1e-5
+
+
+def test_attention_of_many_texts_is_softmax_of_the_scores() -> None:
+    """Of 64 tokens and more, where each sees the few cells of its own text."""
+    queries, keys, values = drawn(1, 80, 4, 64), drawn(1, 2, N_CELLS, 64), drawn(1, 2, N_CELLS, 64)
+    keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
+    texts = np.arange(80) // 10 == np.arange(N_CELLS)[:, None] // 10
+    mask = np.where(texts.T, 0.0, -np.inf).astype(np.float32)[None]
+    right = right_attention(queries, keys, values, mask)
+    assert np.abs(attended(queries, keys, values, mask) - right).max() < 1e-5
 
 
 def test_attention_of_a_row_has_the_same_bits_in_any_company() -> None:
