@@ -19,7 +19,7 @@ floats load_halves(const uint8_t * p) {
 
 // e^x for x ≤ 0, within 2 units in the last place; 0 for −∞.
 floats exponential(floats x) {
-    const floats clamped = _mm512_max_ps(_mm512_set1_ps(-104.0F), x);  // NaN stays: the second operand counts then
+    const floats clamped = _mm512_max_ps(_mm512_set1_ps(-110.0F), x);  // NaN stays: the second operand counts then
     const floats n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(0x1.715476p+0F)), 0);
     floats r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e4p-1F), clamped);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.7f7d1cp-20F), r);
@@ -57,17 +57,41 @@ floats sums_of(const float (*rows)[n_lanes]) {
     return add_parts(add_parts(fours[0], fours[1]), add_parts(fours[2], fours[3]));
 }
 
-// Which of 16 cells are not hidden.
-uint32_t shown_cells(const uint8_t * mask) {
-    if (mask == nullptr) {
-        return 0xFFFF;
+// Cells that a row sees, in order, wherever they lie: what is computed depends on nothing else.
+struct seen_cells {
+    alignas(64) int32_t cells[n_block + n_lanes];
+    alignas(64) float added[n_block + n_lanes];  // the mask
+    int32_t n = 0;
+
+    // Add those of 16 cells that are not hidden.
+    void add(const uint8_t * mask, int32_t first) {
+        const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(first),
+                                                _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+        if (mask == nullptr) {
+            _mm512_storeu_si512(cells + n, places);
+            _mm512_storeu_ps(added + n, _mm512_setzero_ps());
+            n += n_lanes;
+            return;
+        }
+        const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(mask + first * 2));
+        const __mmask16 shown = _mm256_cmpneq_epi16_mask(halves, _mm256_set1_epi16(static_cast<int16_t>(hidden)));
+        if (shown != 0) {
+            _mm512_storeu_si512(cells + n, _mm512_maskz_compress_epi32(shown, places));
+            _mm512_storeu_ps(added + n, _mm512_maskz_compress_ps(shown, _mm512_cvtph_ps(halves)));
+            n += __builtin_popcount(shown);
+        }
     }
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(mask));
-    return _mm256_cmpneq_epi16_mask(halves, _mm256_set1_epi16(static_cast<int16_t>(hidden)));
-}
+
+    // Remove the first block.
+    void drop_block() {
+        n -= n_block;
+        _mm512_storeu_si512(cells, _mm512_loadu_si512(cells + n_block));
+        _mm512_storeu_ps(added, _mm512_loadu_ps(added + n_block));
+    }
+};
 
 template <int32_t n_heads, int32_t n_vectors>
-void add_values(const attention_row & row, int32_t first, uint64_t shown, const float (*weights)[n_block], int32_t at,
+void add_values(const attention_row & row, const int32_t * cells, int32_t n, const float (*weights)[n_block], int32_t at,
                 float (*total)[n_most_attention_value]) {
     floats sums[n_heads][n_vectors];
     for (int32_t h = 0; h < n_heads; h++) {
@@ -75,9 +99,8 @@ void add_values(const attention_row & row, int32_t first, uint64_t shown, const 
             sums[h][v] = _mm512_load_ps(total[h] + at + v * n_lanes);
         }
     }
-    for (uint64_t left = shown; left != 0; left &= left - 1) {
-        const int32_t c = __builtin_ctzll(left);
-        const uint8_t * from = row.values + static_cast<size_t>(first + c) * row.value_stride + at * 2;
+    for (int32_t c = 0; c < n; c++) {
+        const uint8_t * from = row.values + static_cast<size_t>(cells[c]) * row.value_stride + at * 2;
         floats values[n_vectors];
         for (int32_t v = 0; v < n_vectors; v++) {
             values[v] = load_halves(from + v * n_lanes * 2);
@@ -97,12 +120,12 @@ void add_values(const attention_row & row, int32_t first, uint64_t shown, const 
     }
 }
 
-// Scores of 16 cells for each head, −∞ for those that are hidden.
+// Scores of up to 16 cells for each head, −∞ behind them.
 template <int32_t n_heads>
-void score(const attention_row & row, int32_t first, uint32_t shown, float (*dots)[n_lanes][n_lanes], floats * scores) {
-    for (uint32_t left = shown; left != 0; left &= left - 1) {
-        const int32_t c = __builtin_ctz(left);
-        const uint8_t * key = row.keys + static_cast<size_t>(first + c) * row.key_stride;
+void score(const attention_row & row, const int32_t * cells, const float * added, int32_t n,
+           float (*dots)[n_lanes][n_lanes], floats * scores) {
+    for (int32_t c = 0; c < n; c++) {
+        const uint8_t * key = row.keys + static_cast<size_t>(cells[c]) * row.key_stride;
         floats sums[n_heads];
         for (int32_t h = 0; h < n_heads; h++) {
             sums[h] = _mm512_setzero_ps();
@@ -118,41 +141,39 @@ void score(const attention_row & row, int32_t first, uint32_t shown, float (*dot
             _mm512_store_ps(dots[h][c], sums[h]);
         }
     }
-    const floats added = row.mask == nullptr ? _mm512_setzero_ps() : load_halves(row.mask + first * 2);
+    const auto there = static_cast<__mmask16>((1U << n) - 1);
     for (int32_t h = 0; h < n_heads; h++) {
-        const floats s = _mm512_fmadd_ps(sums_of(dots[h]), _mm512_set1_ps(row.scale), added);
-        scores[h] = _mm512_mask_blend_ps(static_cast<__mmask16>(shown), _mm512_set1_ps(lowest), s);
+        const floats s = _mm512_fmadd_ps(sums_of(dots[h]), _mm512_set1_ps(row.scale), _mm512_load_ps(added));
+        scores[h] = _mm512_mask_blend_ps(there, _mm512_set1_ps(lowest), s);
     }
 }
 
+// What some heads of a row have summed up so far.
 template <int32_t n_heads>
-void attend_heads(const attention_row & row) {
+struct attention_sums {
     alignas(64) float dots[n_heads][n_lanes][n_lanes] = {};
     alignas(64) float weights[n_heads][n_block];
     alignas(64) float total[n_heads][n_most_attention_value];
     float most[n_heads], sum[n_heads];
-    for (int32_t h = 0; h < n_heads; h++) {
-        most[h] = lowest;
-        sum[h] = 0.0F;
-        for (int32_t i = 0; i < row.n_value; i++) {
-            total[h][i] = 0.0F;
+
+    explicit attention_sums(int32_t n_value) {
+        for (int32_t h = 0; h < n_heads; h++) {
+            most[h] = lowest;
+            sum[h] = 0.0F;
+            for (int32_t i = 0; i < n_value; i++) {
+                total[h][i] = 0.0F;
+            }
         }
     }
-    for (int32_t first = 0; first < row.n_cells; first += n_block) {
-        const int32_t n_parts = (row.n_cells - first < n_block ? row.n_cells - first : n_block) / n_lanes;
-        uint64_t shown = 0;
+
+    // Add up to 64 cells.
+    void add(const attention_row & row, const seen_cells & seen, int32_t n) {
+        constexpr int32_t n_parts = n_block / n_lanes;
+        floats scores[n_parts][n_heads];
         for (int32_t i = 0; i < n_parts; i++) {
-            const int32_t cell = first + i * n_lanes;
-            shown |= static_cast<uint64_t>(shown_cells(row.mask == nullptr ? nullptr : row.mask + cell * 2)) << i * n_lanes;
-        }
-        if (shown == 0) {
-            continue;
-        }
-        floats scores[n_block / n_lanes][n_heads];
-        for (int32_t i = 0; i < n_block / n_lanes; i++) {
-            const auto part = static_cast<uint32_t>(shown >> i * n_lanes & 0xFFFF);
-            if (part != 0) {
-                score<n_heads>(row, first + i * n_lanes, part, dots, scores[i]);
+            const int32_t first = i * n_lanes, n_part = n - first < n_lanes ? n - first : n_lanes;
+            if (n_part > 0) {
+                score<n_heads>(row, seen.cells + first, seen.added + first, n_part, dots, scores[i]);
                 continue;
             }
             for (int32_t h = 0; h < n_heads; h++) {
@@ -165,18 +186,15 @@ void attend_heads(const attention_row & row) {
             const float found = _mm512_reduce_max_ps(larger);
             if (found > most[h]) {
                 const floats shrink = exponential(_mm512_set1_ps(most[h] - found));
-                const float factor = _mm512_cvtss_f32(shrink);
                 for (int32_t i = 0; i < row.n_value; i += n_lanes) {
                     _mm512_store_ps(total[h] + i, _mm512_mul_ps(_mm512_load_ps(total[h] + i), shrink));
                 }
-                sum[h] *= factor;
+                sum[h] *= _mm512_cvtss_f32(shrink);
                 most[h] = found;
             }
-            const floats base = _mm512_set1_ps(most[h]);
             floats sums = _mm512_setzero_ps();
-            for (int32_t i = 0; i < n_block / n_lanes; i++) {
-                const auto part = static_cast<__mmask16>(shown >> i * n_lanes & 0xFFFF);
-                const floats weight = _mm512_maskz_mov_ps(part, exponential(_mm512_sub_ps(scores[i][h], base)));
+            for (int32_t i = 0; i < n_parts; i++) {
+                const floats weight = exponential(_mm512_sub_ps(scores[i][h], _mm512_set1_ps(most[h])));
                 _mm512_store_ps(weights[h] + i * n_lanes, weight);
                 sums = _mm512_add_ps(sums, weight);
             }
@@ -184,16 +202,32 @@ void attend_heads(const attention_row & row) {
         }
         int32_t at = 0;
         for (; at + 4 * n_lanes <= row.n_value; at += 4 * n_lanes) {
-            add_values<n_heads, 4>(row, first, shown, weights, at, total);
+            add_values<n_heads, 4>(row, seen.cells, n, weights, at, total);
         }
         for (; at < row.n_value; at += n_lanes) {
-            add_values<n_heads, 1>(row, first, shown, weights, at, total);
+            add_values<n_heads, 1>(row, seen.cells, n, weights, at, total);
         }
     }
+};
+
+template <int32_t n_heads>
+void attend_heads(const attention_row & row) {
+    attention_sums<n_heads> sums(row.n_value);
+    seen_cells seen;
+    for (int32_t first = 0; first < row.n_cells; first += n_lanes) {
+        seen.add(row.mask, first);
+        if (seen.n >= n_block) {
+            sums.add(row, seen, n_block);
+            seen.drop_block();
+        }
+    }
+    if (seen.n > 0) {
+        sums.add(row, seen, seen.n);
+    }
     for (int32_t h = 0; h < n_heads; h++) {
-        const floats inverse = _mm512_set1_ps(sum[h] == 0.0F ? 0.0F : 1.0F / sum[h]);
+        const floats inverse = _mm512_set1_ps(sums.sum[h] == 0.0F ? 0.0F : 1.0F / sums.sum[h]);
         for (int32_t i = 0; i < row.n_value; i += n_lanes) {
-            _mm512_storeu_ps(row.out[h] + i, _mm512_mul_ps(_mm512_load_ps(total[h] + i), inverse));
+            _mm512_storeu_ps(row.out[h] + i, _mm512_mul_ps(_mm512_load_ps(sums.total[h] + i), inverse));
         }
     }
 }

@@ -235,8 +235,10 @@ public:
         if (n_units < n_threads && op->src[1]->ne[1] >= n_divided) {
             return false;  // ggml divides the cells of few rows among the threads
         }
-        if (n_tokens >= n_ggml_tile && !hides_most(op->src[3])) {
-            return false;  // ggml has another kernel for many rows that see the same cells
+        // ggml has another kernel for many rows, which is faster where they see the same cells. With a cache, of which keys
+        // are a view, the kernel of a row is not to depend on how a prompt is cut.
+        if (n_tokens >= n_ggml_tile && (op->src[1]->view_src != nullptr || !hides_most(op->src[3]))) {
+            return false;
         }
         if (params->i_thread == 0) {
             ggml.set_chunk(params->threads, static_cast<int>(n_threads));

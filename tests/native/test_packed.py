@@ -166,7 +166,7 @@ def attended(
         keys: (streams, heads, cells, n_key), as `values`; all in 16 bits, and `mask` (streams, tokens, cells) too.
     """
     n_streams, n_tokens, n_heads, n_key = queries.shape
-    n_kv, n_value = keys.shape[1], values.shape[-1]
+    n_kv, n_cells, n_value = keys.shape[1], keys.shape[2], values.shape[-1]
     tensor = ggml("ggml_new_tensor_4d", ptr, ptr, i32, i64, i64, i64, i64)
     allocate = ggml("ggml_backend_alloc_ctx_tensors_from_buft", ptr, ptr, ptr)
     write = ggml("ggml_backend_tensor_set", None, ptr, ptr, size, size)
@@ -183,9 +183,9 @@ def attended(
             context, y, n_key, n_heads, n_tokens, n_streams
         )
         q = ggml("ggml_permute", ptr, ptr, ptr, i32, i32, i32, i32)(context, y, 0, 2, 1, 3)
-        k = tensor(context, 1, n_key, N_CELLS, n_kv, n_streams)
-        v = tensor(context, 1, n_value, N_CELLS, n_kv, n_streams)
-        m = tensor(context, 1, N_CELLS, n_tokens, 1, n_streams)
+        k = tensor(context, 1, n_key, n_cells, n_kv, n_streams)
+        v = tensor(context, 1, n_value, n_cells, n_kv, n_streams)
+        m = tensor(context, 1, n_cells, n_tokens, 1, n_streams)
         f = ctypes.c_float
         out = ggml("ggml_flash_attn_ext", ptr, ptr, ptr, ptr, ptr, ptr, f, f, f)(
             context, q, k, v, m, 0.125, 0.0, 0.0
@@ -254,9 +254,9 @@ def test_attention_is_softmax_of_the_scores(
 
 def test_attention_of_many_texts_is_softmax_of_the_scores() -> None:
     """Of 64 tokens and more, where each sees the few cells of its own text."""
-    queries, keys, values = drawn(1, 80, 4, 64), drawn(1, 2, N_CELLS, 64), drawn(1, 2, N_CELLS, 64)
+    queries, keys, values = drawn(1, 80, 4, 64), drawn(1, 2, 80, 64), drawn(1, 2, 80, 64)
     keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
-    texts = np.arange(80) // 10 == np.arange(N_CELLS)[:, None] // 10
+    texts = np.arange(80) // 10 == np.arange(80)[:, None] // 10
     mask = np.where(texts.T, 0.0, -np.inf).astype(np.float32)[None]
     right = right_attention(queries, keys, values, mask)
     assert np.abs(attended(queries, keys, values, mask) - right).max() < 1e-5
@@ -271,6 +271,19 @@ def test_attention_of_a_row_has_the_same_bits_in_any_company() -> None:
             one = queries[s : s + 1, t : t + 1], keys[s : s + 1], values[s : s + 1]
             alone = attended(*one, mask[s : s + 1, t : t + 1])
             assert np.array_equal(alone[0, 0], whole[s, t])
+
+
+def test_attention_does_not_depend_on_where_cells_lie() -> None:
+    n_seen = 70
+    queries, keys, values = drawn(1, 1, 6, 64), drawn(1, 2, n_seen, 64), drawn(1, 2, n_seen, 64)
+    found = []
+    for seed in range(5):
+        places = np.sort(np.random.default_rng(seed).permutation(N_CELLS)[:n_seen])
+        mask = np.full((1, 1, N_CELLS), -np.inf, np.float32)
+        k, v = (np.zeros((1, 2, N_CELLS, 64), np.float32) for _ in range(2))
+        mask[..., places], k[:, :, places], v[:, :, places] = 0.0, keys, values
+        found.append(attended(queries, k, v, mask))
+    assert all(np.array_equal(one, found[0]) for one in found)
 
 
 def test_attention_to_what_is_broken_is_broken() -> None:
