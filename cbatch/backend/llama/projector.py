@@ -167,32 +167,6 @@ class Picture:
         return sum(rows.n for rows in self.rows) if self.medium.is_sound else 0
 
 
-class ProjectorFile(NamedTuple):
-    """What a projector's file has."""
-
-    n_bytes: int
-    has_eyes: bool
-    """Whether it encodes pictures."""
-    has_ears: bool
-    """Whether it encodes sound."""
-
-
-def read_projector_file(path: str) -> ProjectorFile:
-    """Return what a projector's file has.
-
-    Raises:
-        ModelLoadError: there is none, or it has no encoder: llama.cpp would take it for something else.
-        IncompatibleLlamaError: libmtmd is not there.
-    """
-    caps = _bindings().mtmd_get_cap_from_file(os.fsencode(path))
-    if not caps.inp_vision and not caps.inp_audio:
-        raise ModelLoadError(
-            f"{readable(path)} has no encoder of pictures or sound: mmproj takes the file that belongs to the model, "
-            "often named mmproj-….gguf"
-        )
-    return ProjectorFile(os.stat(path).st_size, bool(caps.inp_vision), bool(caps.inp_audio))
-
-
 def _bindings() -> Any:
     """Return libmtmd's bindings; its lines go where llama.cpp's do."""
     mtmd, log = mtmd_bindings(), llama_log()
@@ -251,7 +225,6 @@ class Projector:
         self._n_numbers = 0
         self.n_encoded = 0
         """Pictures and sounds that were encoded: one that is known is not encoded again."""
-        read_projector_file(path)
         self.digest = file_digest(model_parts(path))
         """What tells this file from another."""
         self._lib = library()
@@ -329,6 +302,21 @@ class Projector:
                         self._rows_of(chunk, 0)
         except PromptError as error:
             raise ModelLoadError(f"{readable(self.name)} cannot be used: {error}") from None
+
+    def try_out(self) -> None:
+        """Encode a gray picture and a second of silence: where llama.cpp asserts sizes, the process ends here."""
+        gray = (ctypes.c_uint8 * (3 * _N_SIDE_TRIED**2))()
+        silence = (ctypes.c_float * max(self.audio_rate, 1))()
+        if self.picture_refusal != NO_EYES:
+            self._encode_all(self._mtmd.mtmd_bitmap_init(_N_SIDE_TRIED, _N_SIDE_TRIED, gray))
+        if self.sound_refusal != NO_EARS:
+            self._encode_all(self._mtmd.mtmd_bitmap_init_from_audio(len(silence), silence))
+
+    def _encode_all(self, bitmap: Any) -> None:
+        with self._parts(_Bitmap(bitmap, "a trial", is_slow=False)) as chunks:
+            for chunk in chunks:
+                if self._mtmd.mtmd_input_chunk_get_type(chunk) != _TEXT:
+                    self._encode_chunk(chunk)
 
     def picture(self, medium: Medium) -> Picture:
         """Return a picture or a sound as tokens; nothing is encoded.

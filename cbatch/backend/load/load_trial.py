@@ -54,16 +54,25 @@ def check_load(
     is_stopped: Callable[[], bool] = bool,
     *,
     has_weights: bool = True,
+    projector: str | None = None,
 ) -> None:
     """Load a file in a separate process, and with weights compute one sequence. Done once on a machine.
 
     If the process cannot start, is killed or refuses the file, nothing is known: the load itself decides.
 
+    Args:
+        path: the model's file.
+        options: those of the load.
+        is_stopped: called now and then; once it is true, the process is killed.
+        has_weights: read the weights.
+        projector: a projector's file to encode with, in place of the sequence: then it is the file that is tried.
+
     Raises:
         ModelLoadError: llama.cpp ended the process.
     """
     depends = note_parts(os.fspath(path), options, has_weights=has_weights)
-    if not depends:
+    tried = note_parts(projector, options) if projector else depends
+    if not depends or not tried:
         return
     said = {
         "parallel": 1,
@@ -71,14 +80,15 @@ def check_load(
         "n_ubatch": options.n_ubatch,
         "ctx_per_seq": N_WINDOW,
         "n_gpu_layers": 0,  # assertions do not depend on the device
+        "mmproj": projector,
         **{name: getattr(options, name) for name in KEPT},
     }
     words = (os.fspath(path), json.dumps(said), *(() if has_weights else (NO_WEIGHTS,)))
-    found = outcome(_NOTE, depends, words, is_stopped)
+    found = outcome(_NOTE, (*depends, tried[0]), words, is_stopped)
     if found not in (None, SURVIVED):
         raise ModelLoadError(
-            f"{path}: llama.cpp crashed on this file in a separate process ({found}): the file is damaged, so copy or "
-            "download it again, or this version of llama-cpp-python cannot compute it"
+            f"{projector or path}: llama.cpp crashed on this file in a separate process ({found}): the file is "
+            "damaged, so copy or download it again, or this version of llama-cpp-python cannot compute it"
         )
 
 

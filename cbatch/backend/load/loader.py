@@ -26,7 +26,6 @@ from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model import facts_of
 from cbatch.backend.llama.model_tuning import NOT_TRIED
-from cbatch.backend.llama.projector import read_projector_file
 from cbatch.backend.llama.short_pool import N_CELLS
 from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
@@ -35,6 +34,7 @@ from cbatch.backend.load.devices import computes_on_cpu
 from cbatch.backend.load.find_tuning import find_tuning
 from cbatch.backend.load.open_model import open_model, shipped_model
 from cbatch.backend.load.probe import probe
+from cbatch.backend.load.projector_check import check_projector, read_projector_file
 from cbatch.backend.load.row_shapes import width_classes
 from cbatch.backend.load.sizing import (
     check_fits,
@@ -340,6 +340,8 @@ def _load(
             )
             settled = settle(loaded, options, room, look_ahead)
             check_fits(loaded, settled, room)
+            if options.mmproj is not None:
+                check_projector(loaded, options, is_stopped)
             tuning = find_tuning(loaded, options, settled, room, is_stopped)
             if options.exact and tuning.exactness != BITWISE:
                 raise ConfigError(

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
+from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.context import (
     context_cells,
     exact_batch,
@@ -25,6 +26,7 @@ from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model_tuning import Tuning
+from cbatch.backend.llama.projector import Projector
 from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, SURVIVED, outcome
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.open_model import open_model
@@ -126,6 +128,9 @@ def main() -> None:
         if not has_weights:
             llama_cpp.llama_free(make_context(model, options, 1))
             return
+        if options.mmproj is not None:
+            endure_media(model, options)
+            return
         if model.why_not_generative:
             endure_texts(EmbedOnlyBackend(model, options))
             return
@@ -133,6 +138,16 @@ def main() -> None:
             endure(backend)
     except CBatchError as error:
         raise SystemExit(str(error)) from error
+
+
+def endure_media(model: LlamaModel, options: EngineOptions) -> None:
+    """Encode a picture and a sound, as far as the projector of the options takes them."""
+    path, n_threads = str(options.mmproj), options.n_threads or available_cores()
+    with (
+        closing(model),
+        closing(Projector(model, path, n_threads, n_ubatch=options.n_ubatch)) as projector,
+    ):
+        projector.try_out()
 
 
 def endure_texts(backend: EmbedOnlyBackend) -> None:
