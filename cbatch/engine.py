@@ -997,17 +997,21 @@ def open_local(
 
     folder = cache_folder(options.cache_dir)
     backend, exactness = load_backend(model, options, look_ahead, is_stopped, n_sharing=n_sharing)
-    for warning in idle_settings(options, backend.memory, has_devices=bool(free_on_devices())):
-        _log.warn("%s", warning)
-    return LocalRuntime(
-        backend,
-        settle_checkpoints(backend, options, n_sharing=n_sharing),
-        exactness=exactness,
-        is_threaded=is_threaded,
-        cache_dir=folder,
-        cache_mib=options.cache_mib,
-        cache_media=options.cache_media,
-    )
+    try:
+        for warning in idle_settings(options, backend.memory, has_devices=bool(free_on_devices())):
+            _log.warn("%s", warning)
+        return LocalRuntime(
+            backend,
+            settle_checkpoints(backend, options, n_sharing=n_sharing),
+            exactness=exactness,
+            is_threaded=is_threaded,
+            cache_dir=folder,
+            cache_mib=options.cache_mib,
+            cache_media=options.cache_media,
+        )
+    except BaseException:  # the system refuses a thread, say
+        backend.close()
+        raise
 
 
 def cache_folder(named: str | os.PathLike[str] | None) -> Path | None:

@@ -21,8 +21,9 @@ import cbatch
 from cbatch.backend.fake import FakeBackend, Faults, StepCost
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
+from cbatch.backend.load import loader
 from cbatch.backend.load.open_model import open_model
-from cbatch.engine import Engine
+from cbatch.engine import Engine, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import (
     ConfigError,
@@ -911,6 +912,16 @@ def test_reader_goes_on_with_an_engine_by_hand_that_nobody_else_holds(
     del reader
     gc.collect()
     assert is_alive() is None
+    assert backend.is_closed
+
+
+@thread_only(Reason.ONE_BACKEND)
+def test_model_is_freed_where_its_engine_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend()
+    monkeypatch.setattr(loader, "load_backend", lambda *args, **given: (backend, str))
+    monkeypatch.setenv("CBATCH_CACHE_DIR", "~no-such-user/cells")
+    with pytest.raises(ConfigError, match="no-such-user"):
+        open_local(None, EngineOptions(checkpoint_mib=1), None, bool)
     assert backend.is_closed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+import cbatch.loading
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.threads import run_in_fresh_thread
 from cbatch.engine import Engine
@@ -520,3 +522,31 @@ def test_ctrl_c_at_any_line_of_a_run_leaves_no_id_taken() -> None:
             assert result.finish_reason == "length"
             n_line += 2
     assert n_line > 10
+
+
+def test_ctrl_c_at_any_line_of_a_load_frees_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: list[FakeBackend] = []
+    kept: list[Engine] = []
+
+    def opener(is_stopped: Callable[[], bool]) -> LocalRuntime:
+        backends.append(FakeBackend())
+        return LocalRuntime(backends[-1], ScheduleOptions())
+
+    def unloaded(*args: object, **given: object) -> Engine:
+        return Engine(opener=opener)
+
+    monkeypatch.setattr(cbatch.loading, "_unloaded", unloaded)
+    n_line, n_broken_off, is_struck = 0, 0, True
+    while is_struck:
+        try:
+            is_struck = struck_at_line(n_line, lambda: kept.append(cbatch.load()), signal.SIGINT)
+        except KeyboardInterrupt:
+            n_broken_off += bool(backends)
+        gc.collect()
+        assert sum(not b.is_closed for b in backends) == len(kept), n_line
+        for engine in kept:
+            engine.close()
+        backends.clear()
+        kept.clear()
+        n_line += 12 if is_fast() else 3
+    assert n_broken_off > 10

@@ -115,11 +115,11 @@ class LlamaBackend:
         """`llama_context *`; None once it is freed. Another one after a plan with `is_rebuild`."""
         try:
             self._set_up()
+            self._parts = model_parts(model.name)
+            self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
         except BaseException:
             llama_cpp.llama_free(self.ctx)
             raise
-        self._parts = model_parts(model.name)
-        self._rope_factors = rope_factors(model, int(llama_cpp.llama_n_ctx_seq(self.ctx)))
         self.short_pool = self._make_short_pool() if tuning.has_short_pool else None
         """Where slots' cells are while all sequences are short; None without one."""
         model.contexts.add(self)

@@ -16,7 +16,7 @@ import pytest
 from llama_cpp._logger import llama_log_callback
 
 import cbatch
-from cbatch.backend.llama import context
+from cbatch.backend.llama import context, llama_backend
 from cbatch.backend.llama.llama_backend import LlamaBackend, output_row
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model_tuning import Tuning
@@ -413,6 +413,20 @@ def test_context_without_memory_says_what_to_do(
 
 
 # ---- what is left behind ----
+
+
+def test_context_is_freed_where_its_backend_cannot_be_made(
+    make: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str) -> None:
+        raise OSError(f"{path} is gone")
+
+    freed, free = list[Any](), llama_cpp.llama_free
+    monkeypatch.setattr(llama_cpp, "llama_free", lambda ctx: (freed.append(ctx), free(ctx)))
+    monkeypatch.setattr(llama_backend, "model_parts", fail)
+    with pytest.raises(OSError, match="is gone"):
+        make()
+    assert len(freed) == 1
 
 
 def test_memory_is_freed(test_model: Path) -> None:
