@@ -46,7 +46,12 @@ class SettingChange:
 
 
 def changes_of(
-    given: Mapping[str, Any], n_cores: int, flash_attn: str, speculate: str | int
+    given: Mapping[str, Any],
+    n_cores: int,
+    flash_attn: str,
+    speculate: str | int,
+    *,
+    is_packed: bool = False,
 ) -> list[SettingChange]:
     """Return the changes to try, the most promising first; a setting that was given stays as it is.
 
@@ -55,12 +60,14 @@ def changes_of(
         n_cores: those that this process may use.
         flash_attn: what a load with these settings has: "auto" is llama.cpp's choice, on where it can be.
         speculate: the default of this option.
+        is_packed: whether weights are packed with these settings.
     """
     threads = dict.fromkeys(n for n in (n_cores - 1, n_cores // 2) if n)
     replicas = [n for n in (2, 4) if n <= n_cores]
     tried: list[tuple[str, Sequence[Any]]] = [
         ("flash_attn", ["on" if flash_attn == "off" else "off"]),
         ("speculate", ["auto" if speculate == "off" else "off"]),
+        ("repack", ["llama"] * is_packed),
         ("n_threads", [*threads]),
         ("replicas", replicas),
         ("kv", ["partitioned", "unified"]),

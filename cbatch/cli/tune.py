@@ -115,7 +115,13 @@ def _tuner(
 
     def changes() -> "list[SettingChange]":
         found = describe_model(text.path, options, asks_probe=False)
-        return changes_of(settings, n_cores, found["flash_attn"], options.speculate)
+        return changes_of(
+            settings,
+            n_cores,
+            found["flash_attn"],
+            options.speculate,
+            is_packed=not found["why_not_packed"],
+        )
 
     return Tuner(
         jobs,

@@ -310,6 +310,11 @@ def test_threads_and_replicas_are_tried_by_the_cores(
     assert (values(found, "n_threads"), values(found, "replicas")) == (threads, replicas)
 
 
+@pytest.mark.parametrize(("is_packed", "tried"), [(True, ["llama"]), (False, [])])
+def test_packed_weights_are_compared_with_llama_cpp_s(is_packed: bool, tried: list[str]) -> None:
+    assert values(changes_of({}, 2, "auto", "off", is_packed=is_packed), "repack") == tried
+
+
 def test_setting_that_was_given_stays() -> None:
     given = {
         "kv": "unified",
