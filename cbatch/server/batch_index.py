@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from cbatch.server.files_folder import BATCH_ID, FILE_ID
+from cbatch.support.typed import known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -182,13 +183,13 @@ def storable_now() -> float:
 def file_of(row: tuple[Any, ...]) -> StoredFile:
     """Return the file of a row without its place. Raises a `ValueError` if the row is none."""
     names = StoredFile.__struct_fields__
-    return _read(lambda: msgspec.convert(dict(zip(names, row, strict=True)), StoredFile))
+    return _read(lambda: msgspec.convert(dict(zip(names, row, strict=True)), known(StoredFile)))
 
 
 def batch_of(row: tuple[Any, ...]) -> StoredBatch:
     """Return the batch of a row: id, `is_ended` and fields. Raises a `ValueError` if the row is none."""
     id, is_ended, text = row
-    batch = _read(lambda: msgspec.json.decode(text, type=StoredBatch))
+    batch = _read(lambda: msgspec.json.decode(text, type=known(StoredBatch)))
     if batch.id != id or is_ended != batch.has_ended:
         raise ValueError("fields that do not fit together")
     return batch

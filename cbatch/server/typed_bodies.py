@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, Struct, inspect
 
 from cbatch.server.http_errors import bad_request
 from cbatch.support.checks import shown
+from cbatch.support.typed import known
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ def read_body(kind: type[T], body: Mapping[str, Any], *, has_dots: bool = False)
     """
     given = {name: value for name, value in body.items() if value is not None}
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(given, known(kind))
     except msgspec.ValidationError as error:
         raise _problem(error, kind, given, has_dots=has_dots) from None
 

@@ -28,6 +28,7 @@ from cbatch.runtime.output import Origin
 from cbatch.runtime.step_record import StepRecord
 from cbatch.support.checks import MAX_TIME_S, shown
 from cbatch.support.model_facts import ModelFacts
+from cbatch.support.typed import known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -115,7 +116,7 @@ def _refused(value: object) -> object:
 def _heard(kind: type, value: object) -> object:
     """Return a value of a type that msgspec does not know."""
     if kind is CBatchError:
-        return msgspec.convert(value, ToldError).made()
+        return msgspec.convert(value, known(ToldError)).made()
     return value  # of the origin of a result, which may be anything
 
 
@@ -168,7 +169,7 @@ def as_text(value: Struct) -> str:
 def of_text(kind: type[T], text: str) -> T:
     """Return what `as_text` gave. Raises a ConfigError where it is something else."""
     try:
-        return msgspec.convert(json.loads(text), kind)
+        return msgspec.convert(json.loads(text), known(kind))
     except (*_WRONG, ValueError) as error:
         raise ConfigError(f"text: {words_of(error)}") from None
 
@@ -191,7 +192,7 @@ def reader(kind: Any, frames: Frames = "msgpack") -> Callable[[bytes | Raw], Any
     It raises a ConfigError where the bytes are something else.
     """
     module = msgspec.json if frames == "lines" else msgspec.msgpack
-    read = module.Decoder(kind, dec_hook=_heard).decode
+    read = module.Decoder(known(kind), dec_hook=_heard).decode
 
     def checked(data: bytes | Raw) -> Any:
         try:

@@ -60,8 +60,10 @@ def make_backends(synth: SynthFactory) -> Iterator[MakeBackend]:
     ) -> LlamaBackend:
         kv = "unified" if kind == "unified" else "partitioned"
         sizes = {"parallel": N_SLOTS, "n_ctx": 768, "kv": kv, "n_batch": 512, "n_threads": 1}
-        model = open_model(synth("mamba" if kind == "recurrent" else "test", **(shape or {})))
-        tuning = Tuning(EngineOptions(**{**sizes, **given}), has_short_pool=has_short_pool)
+        options = EngineOptions(**{**sizes, **given})
+        path = synth("mamba" if kind == "recurrent" else "test", **(shape or {}))
+        model = open_model(path, EngineOptions(repack=options.repack))
+        tuning = Tuning(options, has_short_pool=has_short_pool)
         made.append(LlamaBackend(model, tuning, stepper=stepper))
         bind_all(made[-1])
         return made[-1]

@@ -383,8 +383,11 @@ def test_bad_cells_with_right_digests_are_told(test_model: Path, folder: Path, c
     assert warned.token_ids == alone(test_model, prompt(60), **GREEDY)
 
 
+LLAMA: dict[str, Any] = {"flash_attn": "on", "repack": "llama"}
+
+
 def large_values(data: NDArray[np.uint8]) -> None:
-    """Have the first layer's values, which stand in f16, add up to more than f16 holds."""
+    """Have the first layer's values add up to more than f16 holds, in which llama.cpp's attention adds them."""
     n_cells = int(data[12:16].view("<u4")[0])
     at = 24 + 12 * n_cells
     n_layers = int(data[at - 4 : at].view("<u4")[0])
@@ -399,16 +402,16 @@ def test_slot_in_which_numbers_became_none_serves_the_next_as_ever(
     test_model: Path, folder: Path, last: str
 ) -> None:
     said = {**GREEDY, "prefill_only": last == "prompt"}
-    with load(test_model, folder, parallel=2, flash_attn="on") as engine:
+    with load(test_model, folder, parallel=2, **LLAMA) as engine:
         ask(engine, prompt(120), **SAVED, prefill_only=True)
     rewrite(folder, large_values)
-    with load(test_model, folder, parallel=2, flash_attn="on") as engine:
+    with load(test_model, folder, parallel=2, **LLAMA) as engine:
         bad = ask(engine, prompt(150), **REQUIRED, **said)
         others = [ask(engine, prompt(n, n), **GREEDY) for n in (100, 70, 110, 65)]
     assert bad.usage.cached_tokens == 120
     assert (bad.error is None) is (last == "prompt")
     for n, result in zip((100, 70, 110, 65), others, strict=True):
-        expected = alone(test_model, prompt(n, n), flash_attn="on", **GREEDY)
+        expected = alone(test_model, prompt(n, n), **LLAMA, **GREEDY)
         assert (result.error, result.token_ids) == (None, expected)
 
 

@@ -19,6 +19,7 @@ import platformdirs
 from cbatch.backend.bindings import LIBRARY, llama_cpp
 from cbatch.backend.load.devices import device_names
 from cbatch.support.folders import part_beside
+from cbatch.support.typed import known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,7 +50,7 @@ def read(name: str, *parts: str) -> str | None:
 def read_as(kind: type[T], name: str, *parts: str) -> T | None:
     """Return what was found out as a value of a type, of which the note has the JSON; else as `read`."""
     with suppress(msgspec.MsgspecError, RecursionError):
-        return msgspec.json.decode(read(name, *parts) or "", type=kind)
+        return msgspec.json.decode(read(name, *parts) or "", type=known(kind))
     return None
 
 

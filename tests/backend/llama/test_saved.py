@@ -444,7 +444,7 @@ def test_state_that_nothing_can_be_computed_from_is_gone_with_its_slot(
 
 
 def with_large_values(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return twenty cells, of two layers, whose values add up to more than f16 holds."""
+    """Return twenty cells, of two layers, whose values add up to more than f16 holds, in which llama.cpp adds them."""
     changed = data.copy()
     at = 24 + 12 * len(PROMPT)
     n_bytes = len(PROMPT) * int(changed[at + 4 : at + 12].view("<u8")[0])
@@ -457,7 +457,7 @@ def with_large_values(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def test_cells_that_nothing_can_be_computed_from_are_gone_with_their_slot(
     make: MakeBackend, way: str
 ) -> None:
-    backend = make("partitioned", shape=WIDE)
+    backend = make("partitioned", shape=WIDE, repack="llama")
     prompt = LONG[:100]
     expected = go_on(backend, 1, prompt, 5)
     put(backend, 0, with_large_values(saved(backend, PROMPT)), 20)
@@ -479,7 +479,7 @@ def test_cells_that_nothing_can_be_computed_from_are_gone_with_their_slot(
 def test_slot_of_a_broken_row_is_overwritten_that_of_a_sound_one_is_not(
     make: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, wiped = make("partitioned", shape=WIDE), list[set[int]]()
+    backend, wiped = make("partitioned", shape=WIDE, repack="llama"), list[set[int]]()
     monkeypatch.setattr(LlamaCells, "wipe", lambda _, slots, __: wiped.append(set(slots)))
     data = saved(backend, PROMPT)
     put(backend, 0, data, 20)
