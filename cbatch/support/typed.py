@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 T = TypeVar("T")
 
@@ -15,9 +18,13 @@ _locks = {"learning": threading.Lock()}
 os.register_at_fork(after_in_child=lambda: _locks.update(learning=threading.Lock()))
 
 
-@cache
 def known(kind: type[T]) -> type[T]:
     """Return a type that msgspec has learned, with those in it: then any thread may use it."""
+    _learn(cast("Hashable", kind))
+    return kind
+
+
+@cache
+def _learn(kind: Any) -> None:
     with _locks["learning"]:
         msgspec.json.Decoder(kind)
-    return kind

@@ -75,7 +75,7 @@ def product(weights: bytes, type: int, inputs: Floats, n_in: int, n_out: int) ->
     with graph() as (of_weights, _), graph() as (context, backend):
         w = tensor(of_weights, type, n_in, n_out)
         kept = allocate(of_weights, packed_type())
-        write(w, ctypes.cast(weights, ptr), 0, len(weights))
+        write(w, ctypes.c_char_p(weights), 0, len(weights))
         x = tensor(context, 0, n_in, len(inputs))
         y = ggml("ggml_mul_mat", ptr, ptr, ptr, ptr)(context, w, x)
         nodes = ggml("ggml_new_graph", ptr, ptr)(context)
@@ -102,7 +102,8 @@ def quantised(weights: Floats, type: int) -> bytes:
 def values_of(data: bytes, type: int) -> Floats:
     gguf = pytest.importorskip("gguf")
     blocks = np.frombuffer(data, np.uint8).reshape(N_OUT, -1)
-    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type)).astype(np.float32)
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type))
+    return np.asarray(values, np.float32)
 
 
 def drawn(*shape: int) -> Floats:
@@ -193,8 +194,9 @@ def attended(
         nodes = ggml("ggml_new_graph", ptr, ptr)(context)
         ggml("ggml_build_forward_expand", None, ptr, ptr)(nodes, out)
         used = allocate(context, ggml("ggml_backend_get_default_buffer_type", ptr, ptr)(backend))
-        halves = [np.ascontiguousarray(a, np.float16) for a in (keys, values, mask)]
-        for to, array in zip((x, k, v, m), (np.ascontiguousarray(queries), *halves), strict=True):
+        arrays: list[NDArray[Any]] = [np.ascontiguousarray(queries)]
+        arrays += [np.ascontiguousarray(a, np.float16) for a in (keys, values, mask)]
+        for to, array in zip((x, k, v, m), arrays, strict=True):
             write(to, array.ctypes.data, 0, array.nbytes)
         assert ggml("ggml_backend_graph_compute", i32, ptr, ptr)(backend, nodes) == 0
         found = np.empty((n_streams, n_tokens, n_heads, n_value), np.float32)
@@ -212,7 +214,7 @@ def right_attention(queries: Floats, keys: Floats, values: Floats, mask: Floats)
     scores = np.einsum("sthd,shcd->stch", queries, k) * 0.125 + mask[..., None]
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
-    return np.einsum("stch,shcd->sthd", weights, v).astype(np.float32)
+    return np.asarray(np.einsum("stch,shcd->sthd", weights, v), np.float32)
 
 
 def masked(n_streams: int, n_tokens: int) -> Floats:
@@ -244,7 +246,7 @@ def test_attention_is_softmax_of_the_scores(
     values = drawn(n_streams, n_kv, N_CELLS, n_value).astype(np.float16).astype(np.float32)
     mask = masked(n_streams, n_tokens)
     right = right_attention(queries, keys, values, mask)
-    hidden = np.isneginf(mask).all(axis=1)  # what nobody sees is not read
+    hidden: NDArray[np.bool_] = (mask == -np.inf).all(axis=1)  # what nobody sees is not read
     keys = np.where(hidden[:, None, :, None], np.nan, keys)
     values = np.where(hidden[:, None, :, None], np.nan, values)
     for n_threads in (1, 2):
