@@ -454,7 +454,7 @@ class Engine:
             items = as_prompts(cast("Prompt | Iterable[Prompt]", prompts))
             mailbox = self._mailbox(len(items), asks_again=asks_again, is_streamed=is_streamed)
             self._submitter.queue(items, run_options, ends_s, mailbox)
-        return BatchResponse(mailbox, self._show(mailbox, view, before))
+        return BatchResponse(mailbox, self, self._show(mailbox, view, before))
 
     def _source_of(self, prompts: object) -> Iterator[Any]:
         """Return an iterator over prompts that are read one by one; an async iterable is read by a task."""
@@ -748,7 +748,7 @@ class Engine:
         run_options = options if settings is not None else run_options_of(self, options)
         what = FeedReading(read, settings, names)
         self._submitter.feed(source, run_options, math.inf, mailbox, what)
-        return BatchResponse(mailbox)
+        return BatchResponse(mailbox, self)
 
     def extend(self, result: BatchResult | OneAnswer, n_tokens: int) -> BatchResponse:
         """Continue the answer of a result that ended by its cap, by `cancel` or by a time limit.
@@ -770,7 +770,7 @@ class Engine:
         result = result.result if isinstance(result, OneAnswer) else result
         mailbox = self._mailbox(1)
         self._submitter.extend(result, n_tokens, mailbox)
-        return BatchResponse(mailbox)
+        return BatchResponse(mailbox, self)
 
     def cancel(self, id: str) -> bool:
         """Cancel one request: it ends with its partial text, or with an error where it never ran.
@@ -882,9 +882,14 @@ class Engine:
         asks_again: bool = False,
         is_streamed: bool = False,
     ) -> Mailbox:
-        pump = None if self._runtime.is_threaded else self._pump
-        orders = self._runtime.orders
-        mailbox = Mailbox(n_items, orders, pump, n_ahead=n_ahead, log=self._log, engine=self)
+        runtime, pump, engine = self._runtime, None, None
+        if runtime.is_threaded:
+            engine = self
+        else:  # who holds a response does the steps, and holds the engine
+            pump = partial(_pump_of, weakref.ref(self))
+        mailbox = Mailbox(
+            n_items, runtime.orders, pump, n_ahead=n_ahead, log=self._log, engine=engine
+        )
         mailbox.asks_again, mailbox.is_streamed = asks_again, is_streamed
         return mailbox
 
@@ -946,7 +951,13 @@ def run_soon(
     runtime.check_open()
     mailbox = engine._mailbox(1, is_streamed=streamed)
     engine._submitter.queue([prompt], settled, math.inf, mailbox, is_soon=True)
-    return BatchResponse(mailbox)
+    return BatchResponse(mailbox, engine)
+
+
+def _pump_of(held: weakref.ref[Engine]) -> bool:
+    """Do a step of an engine; False where there is none to do."""
+    engine = held()
+    return engine is not None and engine._pump()
 
 
 def _asked(id: object) -> str:

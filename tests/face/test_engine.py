@@ -870,6 +870,24 @@ def test_engine_nobody_holds_ends_after_its_last_request(monkeypatch: pytest.Mon
     assert not unraised
 
 
+@thread_only(Reason.BY_HAND)
+@pytest.mark.parametrize("what", ["nothing", "a chunk", "everything"])
+def test_engine_without_a_thread_is_freed_with_its_last_response(what: str) -> None:
+    backend = FakeBackend(2, 64, 16)
+    engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
+    response, is_alive = engine.run(prompts(3, max_tokens=5)), weakref.ref(engine)
+    del engine
+    reader = iter(response)
+    if what == "a chunk":
+        assert next(reader).id == response.ids[0]
+    elif what == "everything":
+        assert sum(len(chunk.token_ids) for chunk in reader) == 15
+    del response, reader
+    gc.collect()
+    assert not is_alive()
+    assert backend.is_closed
+
+
 # ---- processes ----
 
 
