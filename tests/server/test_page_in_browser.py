@@ -553,6 +553,14 @@ MARKDOWN = [
         ),
     ),
     ("a\n***b***", "<p>a\n<em><strong>b</strong></em></p>"),
+    (".\n1.\n|-<", "<p>.\n1.\n|-&lt;</p>"),
+    ("|\n    >\n-", None),
+    ("<p\n\ta\n - b", None),
+    ("- a\n\nb\n\n- c\n\n-d", "<ul><li>a</li></ul><p>b</p><ul><li>c</li></ul><p>-d</p>"),
+    (
+        "- a\n  > 2. b\n  c",
+        '<ul><li>a<blockquote><ol start="2"><li>b\nc</li></ol></blockquote></li></ul>',
+    ),
     ("a  \nb\\\nc", "<p>a\nb\nc</p>"),
     ("[a][b]\n\n[b]: /c", "<p>[a][b]</p><p>[b]: /c</p>"),
     ("a\r\n\r\n## b", "<p>a</p><h4>b</h4>"),
@@ -587,7 +595,7 @@ MARKDOWN = [
 PARTS = [
     *("<", ">", "&", "<b onclick=x>", "</p>", "<script>", "javascript:", "https://a.example/", "x"),
     *(" ", "é", "\n", "\n\n", "\n  ", "`", "```", "*", "**", "_", "__", "~~", "[", "](", ")", "|"),
-    *("|-|", "#", "# ", "- ", "1. ", "> ", "\\"),
+    *("|-|", "#", "# ", "- ", "1. ", "> ", "\\", "    ", "\t", "2)", "=", "---", "\n \n"),
 ]
 OWN = {
     *("DIV", "SPAN", "BUTTON", "svg", "path", "P", "H3", "H4", "H5", "H6", "HR", "PRE", "CODE"),

@@ -28,6 +28,7 @@ class PlainTokenizer extends Tokenizer {
   def() {}
 
   blockquote(text) {
+    this.lexer.state.lastToken = undefined; // marked takes the text before the quote for text before a list in it
     return this.nested("blockquote", text);
   }
 
@@ -56,17 +57,16 @@ export class MarkdownView {
   constructor(node) {
     this.node = node;
     this.text = "";
-    this.blocks = []; // source and place of the block at each child of the node
+    this.blocks = []; // place and token, as JSON, of the block at each child of the node
   }
 
   update(given) {
     const text = given.replace(/\r\n?/g, "\n");
-    // added text may join the last block to the one before: "a", "***" and "***b***" are one paragraph in the end
-    const nKept = text.startsWith(this.text) ? Math.max(0, this.blocks.length - 2) : 0;
+    const nKept = text.startsWith(this.text) ? this.nFinal() : 0;
     let start = nKept ? this.blocks[nKept].start : 0;
     const blocks = this.blocks.slice(0, nKept);
     for (const token of tokensOf(text.slice(start))) {
-      if (token.type !== "space") this.show(blocks, { source: token.raw, start }, token);
+      if (token.type !== "space") this.show(blocks, { start, json: JSON.stringify(token) }, token);
       start += token.raw.length;
     }
     while (this.node.childNodes.length > blocks.length) this.node.lastChild.remove();
@@ -74,9 +74,16 @@ export class MarkdownView {
     this.blocks = blocks;
   }
 
+  /** Count the blocks that no added text changes: a block goes on past a blank line, but never past a block of others. */
+  nFinal() {
+    const isApart = ({ start }) => /(^|\n)[ \t]*\n$/.test(this.text.slice(0, start));
+    const last = this.blocks.findLastIndex(isApart);
+    return Math.max(0, this.blocks.slice(0, Math.max(0, last)).findLastIndex(isApart));
+  }
+
   show(blocks, block, token) {
     const i = blocks.push(block) - 1;
-    if (this.blocks[i]?.source === block.source) return;
+    if (this.blocks[i]?.json === block.json) return;
     const node = token.type === "text" ? el("p", {}, nodeOf(token)) : nodeOf(token);
     if (this.node.childNodes[i]) this.node.childNodes[i].replaceWith(node);
     else this.node.append(node);
