@@ -454,7 +454,7 @@ class Engine:
             items = as_prompts(cast("Prompt | Iterable[Prompt]", prompts))
             mailbox = self._mailbox(len(items), asks_again=asks_again, is_streamed=is_streamed)
             self._submitter.queue(items, run_options, ends_s, mailbox)
-        return BatchResponse(mailbox, self, self._show(mailbox, view, before))
+        return BatchResponse(mailbox, self._show(mailbox, view, before), engine=self)
 
     def _source_of(self, prompts: object) -> Iterator[Any]:
         """Return an iterator over prompts that are read one by one; an async iterable is read by a task."""
@@ -748,7 +748,7 @@ class Engine:
         run_options = options if settings is not None else run_options_of(self, options)
         what = FeedReading(read, settings, names)
         self._submitter.feed(source, run_options, math.inf, mailbox, what)
-        return BatchResponse(mailbox, self)
+        return BatchResponse(mailbox, engine=self)
 
     def extend(self, result: BatchResult | OneAnswer, n_tokens: int) -> BatchResponse:
         """Continue the answer of a result that ended by its cap, by `cancel` or by a time limit.
@@ -770,7 +770,7 @@ class Engine:
         result = result.result if isinstance(result, OneAnswer) else result
         mailbox = self._mailbox(1)
         self._submitter.extend(result, n_tokens, mailbox)
-        return BatchResponse(mailbox, self)
+        return BatchResponse(mailbox, engine=self)
 
     def cancel(self, id: str) -> bool:
         """Cancel one request: it ends with its partial text, or with an error where it never ran.
@@ -882,14 +882,10 @@ class Engine:
         asks_again: bool = False,
         is_streamed: bool = False,
     ) -> Mailbox:
-        runtime, pump, engine = self._runtime, None, None
-        if runtime.is_threaded:
-            engine = self
-        else:  # who holds a response does the steps, and holds the engine
-            pump = partial(_pump_of, weakref.ref(self))
-        mailbox = Mailbox(
-            n_items, runtime.orders, pump, n_ahead=n_ahead, log=self._log, engine=engine
-        )
+        # without a thread only a reader goes on with the work: once there is none, the engine is freed
+        pump, engine = (None, self) if self._runtime.is_threaded else (_weakly(self._pump), None)
+        orders = self._runtime.orders
+        mailbox = Mailbox(n_items, orders, pump, n_ahead=n_ahead, log=self._log, engine=engine)
         mailbox.asks_again, mailbox.is_streamed = asks_again, is_streamed
         return mailbox
 
@@ -903,7 +899,21 @@ class Engine:
         if not progress or before is None:
             return None
         view = choose_view(closing_line) if progress is True else progress
-        return Progress(view, mailbox.items.counts, self.stats, before, self.parallel)
+        stats = self.stats if self._runtime.is_threaded else _weakly(self.stats)
+        return Progress(view, mailbox.items.counts, stats, before, self.parallel)
+
+
+def _weakly(method: Callable[[], T]) -> Callable[[], T]:
+    """Return what calls a method of an engine, and does not keep the engine alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> T:
+        alive = held()
+        if alive is None:
+            raise EngineClosedError("the engine was dropped")
+        return alive()
+
+    return call
 
 
 def run_options_of(engine: Engine, options: RunOptions | Mapping[str, Any] | None) -> RunOptions:
@@ -951,13 +961,7 @@ def run_soon(
     runtime.check_open()
     mailbox = engine._mailbox(1, is_streamed=streamed)
     engine._submitter.queue([prompt], settled, math.inf, mailbox, is_soon=True)
-    return BatchResponse(mailbox, engine)
-
-
-def _pump_of(held: weakref.ref[Engine]) -> bool:
-    """Do a step of an engine; False where there is none to do."""
-    engine = held()
-    return engine is not None and engine._pump()
+    return BatchResponse(mailbox, engine=engine)
 
 
 def _asked(id: object) -> str:

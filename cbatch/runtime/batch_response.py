@@ -103,9 +103,11 @@ class BatchResponse:
     read on once this object and its readers are dropped.
     """
 
-    def __init__(self, mailbox: Mailbox, engine: object, display: Progress | None = None) -> None:
-        """Make one; it keeps its `engine` alive. `display` is closed when a reader is done."""
-        self._mailbox, self._engine, self._display = mailbox, engine, display
+    def __init__(
+        self, mailbox: Mailbox, display: Progress | None = None, *, engine: object = None
+    ) -> None:
+        """Make one; `display` is closed when a reader is done; `engine` is kept alive."""
+        self._mailbox, self._display, self._engine = mailbox, display, engine
 
     def __del__(self) -> None:
         if hasattr(self, "_mailbox"):  # else Ctrl-C struck as it was made

@@ -158,7 +158,7 @@ class Mailbox:
         """Make an empty one; `n_ahead` makes it that of a fed batch, with at most this number of items in hand.
 
         `pump` does a step of an engine without a thread, and returns False where there is none to do; `log` is told of
-        results before a reader is; `engine`, one with a thread, is kept alive until all items have ended.
+        results before a reader is; `engine` is kept alive.
         """
         self.job = next(_n_jobs)
         """The number of the call."""

@@ -34,6 +34,7 @@ from cbatch.errors import (
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.response import BatchError
+from cbatch.runtime.batch_response import BatchResponse
 from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
 from tests.places import ENDLESS, wait_until
 from tests.runtime.backends import (
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
     from cbatch.core.span import Span
     from cbatch.messages import Prompt
-    from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import StepRecord
 
 pytestmark = each_kind
@@ -870,21 +870,47 @@ def test_engine_nobody_holds_ends_after_its_last_request(monkeypatch: pytest.Mon
     assert not unraised
 
 
+USES: dict[str, Callable[[Engine], object]] = {
+    "none": lambda engine: None,
+    "run": lambda engine: engine.run(prompts(3)),
+    "steps": lambda engine: (engine.run(prompts(3)), engine.step(), engine.step()),
+    "result": lambda engine: next(engine.run(prompts(3)).as_completed()),
+    "chunk": lambda engine: next(iter(engine.run(prompts(3)))),
+    "generator": lambda engine: next(iter(engine.run(iter(prompts(30))))),
+    "two": lambda engine: (engine.run(prompts(3)), next(iter(engine.run(prompts(3))))),
+    "paused": lambda engine: engine.pause(engine.submit("a").ids[0]),
+    "embed": lambda engine: engine.embed(["a", "b"]),
+}
+
+
 @thread_only(Reason.BY_HAND)
-@pytest.mark.parametrize("what", ["nothing", "a chunk", "everything"])
-def test_engine_without_a_thread_is_freed_with_its_last_response(what: str) -> None:
+@pytest.mark.parametrize("use", USES)
+def test_engine_by_hand_that_nobody_holds_is_freed_with_its_requests(use: str) -> None:
     backend = FakeBackend(2, 64, 16)
-    engine = engine_on(backend, options={"ignore_eos": True}, threaded=False)
-    response, is_alive = engine.run(prompts(3, max_tokens=5)), weakref.ref(engine)
+    engine = engine_on(backend, threaded=False, options={"ignore_eos": True})
+    is_alive = weakref.ref(engine)
+    USES[use](engine)
     del engine
-    reader = iter(response)
-    if what == "a chunk":
-        assert next(reader).id == response.ids[0]
-    elif what == "everything":
-        assert sum(len(chunk.token_ids) for chunk in reader) == 15
-    del response, reader
     gc.collect()
-    assert not is_alive()
+    assert is_alive() is None
+    assert backend.is_closed
+
+
+@thread_only(Reason.BY_HAND)
+@pytest.mark.parametrize("read", [iter, BatchResponse.as_completed])
+def test_reader_goes_on_with_an_engine_by_hand_that_nobody_else_holds(
+    read: Callable[[BatchResponse], Iterator[Any]],
+) -> None:
+    backend = FakeBackend(2, 64, 16)
+    engine = engine_on(backend, threaded=False, options={"ignore_eos": True})
+    is_alive, reader = weakref.ref(engine), read(engine.run(prompts(3, max_tokens=5)))
+    del engine
+    gc.collect()
+    assert sum(given.finish_reason == "length" for given in reader) == 3
+    assert not backend.is_closed
+    del reader
+    gc.collect()
+    assert is_alive() is None
     assert backend.is_closed
 
 

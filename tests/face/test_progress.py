@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from cbatch.backend.fake import FakeBackend
+from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from cbatch.progress import (
     BatchSnapshot,
@@ -236,3 +238,12 @@ def test_view_is_live_on_a_terminal_that_answers_do_not_use(
     assert isinstance(
         choose_view(summary_lines, is_quiet=False, has_free_terminal=False), PlainView
     )
+
+
+def test_view_of_a_run_that_nobody_reads_ends_with_its_engine_by_hand() -> None:
+    engine, view = Engine(FakeBackend(), threaded=False), Recorder(0.001)
+    engine.run(["a", "b"], progress=view)
+    assert view.has_shown.wait(PATIENCE_S)
+    del engine
+    assert view.has_finished.wait(PATIENCE_S)
+    assert view.finished[0].counts == Counts(2, 0, 0, 2)

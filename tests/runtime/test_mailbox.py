@@ -41,7 +41,7 @@ def test_reader_without_a_thread_steps_until_it_has_what_it_wants() -> None:
         return True
 
     box = Mailbox(1, Cancelled(), pump)
-    chunks = iter(BatchResponse(box, None))
+    chunks = iter(BatchResponse(box))
     assert (next(chunks).text, n_steps) == ("1", 1)
     assert [r.id for r in box.wait(None)] == ["a"]
     assert n_steps == 3
