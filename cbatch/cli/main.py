@@ -32,6 +32,7 @@ from cbatch.errors import ELSEWHERE, ConfigError
 from cbatch.files.places import stdout
 from cbatch.options import RunOptions
 from cbatch.support.logs import FIELDS
+from cbatch.support.processes import current_folder
 
 _YES = ("1", "true", "t", "yes", "y", "on")
 """Values of an environment variable that set a flag. Source: click's `BoolParamType`."""
@@ -312,7 +313,8 @@ class Group(_Help, TyperGroup):
             if is_debugged:
                 traceback.print_exception(error)
             say(f"cbatch: {words}")
-        if isinstance(error, OSError) and not error.filename:
+        is_lost = isinstance(error, FileNotFoundError)  # which no writing raises
+        if isinstance(error, OSError) and not error.filename and not is_lost:
             with suppress(ConfigError):
                 leave_stdout()
         raise typer.Exit(code) from None
@@ -476,6 +478,8 @@ def _words(error: BaseException) -> str:
         return str(error.format_message())
     if isinstance(error, cbatch.CBatchError):
         return str(error)
+    if isinstance(error, FileNotFoundError) and current_folder() is None:
+        return "the current folder was removed: change to another one"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error} (unexpected: --debug shows the traceback)"

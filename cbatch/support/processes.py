@@ -35,9 +35,24 @@ def command_of(module: str, *words: str) -> list[str]:
     """
     if not sys.executable:
         raise ConfigError("no process can be started: Python does not know its own program")
-    path = json.dumps([os.path.abspath(p) for p in sys.path])
+    path = json.dumps(absolute_path())
     name = module.removesuffix(".__main__").replace(".", " ")
     return [sys.executable, "-c", _CODE.format(name=name, path=path, module=module), *words]
+
+
+def absolute_path() -> list[str]:
+    """Return the folders that modules come from, absolute; a relative one is left out where this process's is gone."""
+    here = current_folder()
+    folders = (p if here is None else os.path.join(here, p) for p in sys.path)
+    return [os.path.normpath(p) for p in folders if os.path.isabs(p)]
+
+
+def current_folder() -> str | None:
+    """Return this process's folder; None where it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def environment() -> dict[str, str]:

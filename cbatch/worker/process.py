@@ -35,8 +35,10 @@ _LAST_S = 2.0
 class ProcessLink:
     """A process that this one started, with its stdin, stdout and stderr. See `Link`."""
 
-    def __init__(self, hello: Hello, folder: str) -> None:
+    def __init__(self, hello: Hello, folder: str | None) -> None:
         """Start a worker in a folder, from which relative paths are taken, and send its first line.
+
+        Where the folder was removed, the worker has this process's.
 
         Raises:
             ConfigError: the program that runs Python is not known, or cannot be started.
@@ -47,7 +49,7 @@ class ProcessLink:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                cwd=folder,
+                cwd=folder if folder and os.path.isdir(folder) else None,
                 env=environment(),
                 start_new_session=True,  # Ctrl-C in a terminal is for this process alone
             )

@@ -14,6 +14,7 @@ from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, EngineError, words_of
 from cbatch.runtime.interface import Questions
 from cbatch.support.checks import check_path, reading, shown
+from cbatch.support.processes import current_folder
 from cbatch.worker.client import Workers
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
@@ -68,7 +69,7 @@ def open_workers(
         partial(
             ProcessLink,
             hello_of(path_of(model), settings, look_ahead, cores=cores, n_sharing=n * n_sharing),
-            os.getcwd(),
+            current_folder(),
         )
         for settings, cores in zip(settings_of(options, n), cores_of(options, n), strict=True)
     ]

@@ -65,6 +65,21 @@ def test_options_come_from_the_environment(
     assert (line["seed"], line["usage"]["completion_tokens"]) == (5, 3)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="folders in use stay")
+@pytest.mark.parametrize(
+    "words", [("run", "in.jsonl", "-o", "out.jsonl"), ("sort", "a", "-o", "b")]
+)
+def test_removed_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert result.stderr == "cbatch: the current folder was removed: change to another one\n"
+
+
 def test_command_line_comes_before_the_environment(
     test_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,22 @@ def test_process_has_the_modules_of_this_one_in_any_folder(
     assert json.loads(done.stdout) == [cbatch.__file__, ["a b", "{c}"], "1"]
 
 
+@pytest.mark.real
+@pytest.mark.skipif(sys.platform == "win32", reason="folders in use stay")
+def test_process_is_started_from_a_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "probe.py").write_text("def main(): print(5)", encoding="utf-8")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path / "own"), "other"])
+    done = run_apart("probe", wall_s=60)
+    assert done is not None
+    assert done.stdout.split() == [b"5"]
+
+
 def test_unknown_program_of_python_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "")
     with pytest.raises(ConfigError, match="no process can be started: Python does not know its"):

@@ -64,6 +64,25 @@ def test_abort_fails_one_request_by_name_and_the_next_is_answered(
     assert "\n" not in warnings[0]
 
 
+def test_worker_is_started_and_replaced_where_its_folder_is_gone(
+    test_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    folders[0].rmdir()
+    load(test_model).close()
+    monkeypatch.chdir(folders[1])
+    with load(test_model) as engine:
+        monkeypatch.chdir(tmp_path)
+        folders[1].rmdir()
+        [pid] = pids_of(engine)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pids_of(engine) not in ([], [pid]))
+        assert engine.submit("hello", options={"max_tokens": 3}).result().error is None
+
+
 def test_abort_is_no_command_unless_asked_for(test_model: Path) -> None:
     with load(test_model) as engine:
         with pytest.raises(cbatch.ConfigError, match="op must be one of"):

@@ -22,6 +22,7 @@ from cbatch.backend.llama.gguf import (
 )
 from cbatch.backend.llama.log import llama_log
 from cbatch.errors import ConfigError, EngineClosedError, ModelLoadError, PlanError
+from cbatch.support.checks import reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,7 +49,8 @@ class Adapters:
         Raises:
             ModelLoadError: a file is missing, damaged, no LoRA adapter, or does not fit the model; none is loaded then.
         """
-        self._files = {name: Path(file).absolute() for name, file in files.items()}
+        with reading("adapters"):
+            self._files = {name: Path(file).absolute() for name, file in files.items()}
         self.names = tuple(files)
         self._pointers: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
