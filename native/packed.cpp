@@ -50,6 +50,7 @@ struct functions {
     void * (*device_of)(buffer_type * type);
     void * (*registry)();
     void * (*device_at)(void * registry, size_t i);
+    void * (*address_in)(void * registry, const char * name);
     std::vector<buffer_type *> & (*extra_types)();
     void (*barrier)(void * threads);
     void (*set_chunk)(void * threads, int value);
@@ -382,6 +383,7 @@ bool find_functions(void * library) {
            find(library, "ggml_backend_buft_name", ggml.name_of) &&
            find(library, "ggml_backend_buft_get_device", ggml.device_of) &&
            find(library, "ggml_backend_reg_dev_get", ggml.device_at) && find(library, "ggml_backend_cpu_reg", ggml.registry) &&
+           find(library, "ggml_backend_reg_get_proc_address", ggml.address_in) &&
            find(library, "_Z39ggml_backend_cpu_get_extra_buffer_typesv", ggml.extra_types) &&
            find(library, "ggml_barrier", ggml.barrier) && find(library, "ggml_threadpool_chunk_set", ggml.set_chunk) &&
            find(library, "ggml_threadpool_chunk_add", ggml.next_chunk);
@@ -442,6 +444,21 @@ bool has_known_buffers() {
     return fits;
 }
 
+// Whether llama.cpp will offer our type to weights: it copies ggml's list once, when a model is loaded first.
+bool is_offered() {
+    const auto types = reinterpret_cast<buffer_type ** (*) (void *)>(
+        ggml.address_in(ggml.registry(), "ggml_backend_dev_get_extra_bufts"));
+    if (types == nullptr) {
+        return false;
+    }
+    for (buffer_type ** type = types(packed_type.device); *type != nullptr; type++) {
+        if (*type == &packed_type) {
+            return true;
+        }
+    }
+    return false;
+}
+
 #endif
 
 }  // namespace
@@ -460,7 +477,7 @@ int32_t cbatch_packed_open(void * library) noexcept {
         packed_type.context = static_cast<extra_buffer_type *>(&the_buffer);
         std::vector<buffer_type *> & types = ggml.extra_types();
         types.insert(types.begin(), &packed_type);
-        return CBATCH_OK;
+        return is_offered() ? CBATCH_OK : CBATCH_TOO_LATE;
     }();
     return opened;
 #else

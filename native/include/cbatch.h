@@ -45,6 +45,7 @@ extern "C" {
 #define CBATCH_BATCH_FULL 8     // more tokens than n_batch
 #define CBATCH_BAD_STEPS 9      // n_steps below 1, or above 1 with masks, rows or a span without output; a budget below 0
 #define CBATCH_NOT_BOUND 10     // a span with output in a slot that was never bound
+#define CBATCH_TOO_LATE 13      // the process loaded a model before
 #define CBATCH_BAD_DRAFTS 12   // n_drafts below 0, or above 0 where memory cannot be cut
 #define CBATCH_BAD_SCORES 11    // targets: more than n_scores or than the span has tokens to score, a token id outside
                                 // [0, n_vocab), alternatives out of range, or n_steps above 1
@@ -290,8 +291,8 @@ CBATCH_EXPORT double cbatch_spin_s(void) CBATCH_NOEXCEPT;
 
 // Put the buffer type of packed weights into the list of ggml's CPU backend, once a process.
 //   library: a handle of libllama as of dlopen; ggml is found among what it needs.
-// Returns CBATCH_OK, CBATCH_BAD_SIZES (this processor or build has no products of packed weights) or CBATCH_BAD_API (ggml's
-// types are not those of native/ggml_abi.h).
+// Returns CBATCH_OK, CBATCH_BAD_SIZES (this processor or build has no products of packed weights), CBATCH_BAD_API (ggml's
+// types are not those of native/ggml_abi.h) or CBATCH_TOO_LATE (a model was loaded before).
 CBATCH_EXPORT int32_t cbatch_packed_open(void * library) CBATCH_NOEXCEPT;
 
 // Have models that this thread loads from now on keep their weights packed (is_loading not 0), or not, as at first.

@@ -22,7 +22,7 @@ TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "q4_K": 12, "q5_K": 13, "q6_K
 N_IN, N_OUT = 512, 96
 ROWS = (1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 23, 24, 25, 40)
 
-pytestmark = pytest.mark.skipif(bool(packed._why_unfit()), reason=packed._why_unfit() or "-")
+pytestmark = pytest.mark.skipif(bool(packed.why_unfit()), reason=packed.why_unfit() or "-")
 
 
 class InitParams(ctypes.Structure):

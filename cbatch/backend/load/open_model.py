@@ -19,7 +19,7 @@ from cbatch.backend.load.amx import AMX_ADVICE, has_sound_amx
 from cbatch.backend.load.devices import add_servers, free_on_devices
 from cbatch.backend.load.gguf_check import check_file, is_proven
 from cbatch.backend.load.load_trial import check_load
-from cbatch.backend.load.packed import KERNELS, packing, why_not_packed
+from cbatch.backend.load.packed import KERNELS, packing, why_not_packed, why_unfit
 from cbatch.backend.threads import once
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
@@ -211,6 +211,7 @@ def _refusal() -> str:
 def _init_backend() -> None:
     with bounded_spins():  # some builds load the CPU backend here, and OpenMP with it
         llama_cpp.llama_backend_init()
+    why_unfit()
 
 
 def shipped_model(folder: Path = FOLDER) -> Path:

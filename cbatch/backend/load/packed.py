@@ -39,7 +39,7 @@ _N_TIMES, _N_PROCESSES = 3, 8
 are to decide alike, they are taken to be so many. Our choice."""
 
 _WALL_S = 60.0
-_FITS, _BAD_PROCESSOR = 0, 2
+_FITS, _BAD_PROCESSOR, _TOO_LATE = 0, 2, 13
 _SOUND = "sound"
 
 
@@ -59,7 +59,7 @@ def why_not_packed(path: str, options: EngineOptions, n_sharing: int = 1) -> str
     n_bytes = sum(size for _, size, _ in model_parts(path)) * n_copies
     if n_bytes * _N_TIMES > (host_total() or 0):
         return f"the memory would not hold them {_N_TIMES} times"
-    return _why_unfit()
+    return why_unfit()
 
 
 def kernels(path: str, options: EngineOptions) -> str:
@@ -78,8 +78,8 @@ def packing() -> Iterator[None]:
 
 
 @functools.cache
-def _why_unfit() -> str:
-    """Return why this machine has no packed weights; empty if it has."""
+def why_unfit() -> str:
+    """Return why this process has no packed weights; empty if it has. To be asked before llama.cpp loads a model."""
     if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
         return "llama.cpp uses AMX here"
     version = getattr(llama_cpp.llama_cpp._lib, "ggml_version", None)
@@ -103,6 +103,8 @@ def _open() -> str:
         return ""
     if found == _BAD_PROCESSOR:
         return "they are for x86-64 processors with AVX-512 VNNI, on Linux"
+    if found == _TOO_LATE:
+        return "llama-cpp-python loaded a model in this process before cbatch did"
     return f"they do not fit this build of llama.cpp ({build_name()})"
 
 
