@@ -422,7 +422,12 @@ def test_context_is_freed_where_its_backend_cannot_be_made(
         raise OSError(f"{path} is gone")
 
     freed, free = list[Any](), llama_cpp.llama_free
-    monkeypatch.setattr(llama_cpp, "llama_free", lambda ctx: (freed.append(ctx), free(ctx)))
+
+    def note(ctx: Any) -> None:
+        freed.append(ctx)
+        free(ctx)
+
+    monkeypatch.setattr(llama_cpp, "llama_free", note)
     monkeypatch.setattr(llama_backend, "model_parts", fail)
     with pytest.raises(OSError, match="is gone"):
         make()
