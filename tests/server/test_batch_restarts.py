@@ -341,12 +341,12 @@ def test_folder_of_batches_removed_under_a_server_is_told_in_a_sentence(
     monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
     backend = GatedBackend(4, 256, hold_at=1)
     with kept_app(tmp_path, Engine(backend)) as app:
-        ids = [begun(app, lines(*map(line, "abc"))) for _ in range(2)]
+        id = begun(app, lines(*map(line, "abc")))
+        wait_until(lambda: batch_of(app, id)["status"] == "in_progress")  # its file was read
         shutil.rmtree(tmp_path / "kept" / "work")
         backend.release()
-        for id in ids:
-            ended(app, id)
-            assert_sentence_alone(caplog, id)
+        assert ended(app, id)["status"] == "failed"
+    assert_sentence_alone(caplog, id)
 
 
 def test_answers_that_cannot_be_published_are_moved_aside(
