@@ -397,12 +397,15 @@ class Batches:
 
     def _give_up(self, job: _BatchJob, error: Exception) -> float:
         """Fail a batch, which keeps what was answered; return the seconds until this is tried again."""
-        _log.fail(f"batch {job.batch.id} has failed")
-        problem = _problem("internal_error", "an internal error")
-        if isinstance(error, CHANGED):  # its message names paths of the server
+        if isinstance(error, CHANGED):
+            _log.warn("batch %s has failed, for its files were changed: %s", job.batch.id, error)
+            # without the message, which names paths of the server
             problem = _problem(
                 "storage_changed", "the batch's files were changed or removed on the server"
             )
+        else:
+            _log.fail(f"batch {job.batch.id} has failed")
+            problem = _problem("internal_error", "an internal error")
         try:
             self._salvage(job.batch)
             self._fail(job, [problem])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ _CRASHES = {
 }
 _CODE = '"{name}"; import sys; sys.path[:] = {path}; from {module} import main; main()'
 """Begins with a name, which `ps` shows."""
+_ENDS_WITH = b"\ncbatch process ends with "
 
 
 def command_of(module: str, *words: str) -> list[str]:
@@ -72,12 +74,14 @@ def run_apart(
         is_stopped: called now and then; once it is true, the process is killed.
 
     Returns:
-        the exit code and output; None if the process was killed.
+        the exit code and output; None if the process was killed. In a program that ignores SIGCHLD, every signal that
+        ends the process is taken for SIGABRT: the system tells 0 whatever the end was.
 
     Raises:
         ConfigError: no process can be started.
     """
-    end_s, command = monotonic() + wall_s, command_of(module, *words)
+    end_s, tells_end = monotonic() + wall_s, _may_forget_children()
+    command = command_of(*((__name__,) if tells_end else ()), module, *words)
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
@@ -92,10 +96,36 @@ def run_apart(
                     said, errors = process.communicate(timeout=_GLANCE_S)
                 except subprocess.TimeoutExpired:
                     continue
-                return subprocess.CompletedProcess(command, process.returncode, said, errors)
+                code = process.returncode
+                if tells_end:
+                    errors, told = _split_end(errors)
+                    code = code or told
+                return subprocess.CompletedProcess(command, code, said, errors)
         finally:
             process.kill()
     return None
+
+
+def _split_end(errors: bytes) -> tuple[bytes, int]:
+    """Return what a process wrote on stderr besides the code that `main` told, and that code; without, it was ended."""
+    before, word, after = errors.rpartition(_ENDS_WITH)
+    return (before + after[1:], int(after[:1])) if word else (errors, -signal.SIGABRT)
+
+
+def main() -> None:
+    """Run the `main` of the module that the first argument names; tell on stderr with which code the process ends."""
+    module, code = sys.argv.pop(1), 1
+    try:
+        importlib.import_module(module).main()
+        code = 0
+    finally:
+        sys.stderr.write(f"{_ENDS_WITH.decode()}{code}")
+
+
+def _may_forget_children() -> bool:
+    """Whether this program handles SIGCHLD, so that exit codes of processes may be lost. Source: man 2 wait, notes."""
+    number = getattr(signal, "SIGCHLD", None)
+    return number is not None and signal.getsignal(number) != signal.SIG_DFL
 
 
 def has_crashed(code: int) -> bool:

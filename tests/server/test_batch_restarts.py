@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -318,10 +319,34 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_batch_whose_files_were_changed_keeps_its_answers(tmp_path: Path, what: str) -> None:
+def test_batch_whose_files_were_changed_keeps_its_answers(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     id, before = ended_by(tmp_path, GatedBackend(4, 256, hold_at=40))
     CHANGES[what](work_of(tmp_path, id))
     assert given_up(tmp_path, id, before)["code"] == "storage_changed"
+    assert_sentence_alone(caplog, id)
+
+
+def assert_sentence_alone(caplog: pytest.LogCaptureFixture, id: str) -> None:
+    (told,) = [r for r in caplog.records if f"batch {id} has failed" in r.getMessage()]
+    assert told.levelname == "WARNING"
+    assert "its files were changed: " in told.getMessage()
+    assert not [r for r in caplog.records if r.exc_info]
+
+
+def test_folder_of_batches_removed_under_a_server_is_told_in_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_AGAIN_S", 0.01)
+    backend = GatedBackend(4, 256, hold_at=1)
+    with kept_app(tmp_path, Engine(backend)) as app:
+        id = begun(app, lines(*map(line, "abc")))
+        wait_until(lambda: batch_of(app, id)["status"] == "in_progress")  # its file was read
+        shutil.rmtree(tmp_path / "kept" / "work")
+        backend.release()
+        assert ended(app, id)["status"] == "failed"
+    assert_sentence_alone(caplog, id)
 
 
 def test_answers_that_cannot_be_published_are_moved_aside(

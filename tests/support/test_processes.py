@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -110,3 +111,33 @@ def test_program_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("cbatch.support.processes.command_of", lambda *_: ["/there/is/none"])
     with pytest.raises(ConfigError, match="no process can be started"):
         run_apart("probe", wall_s=600)
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="POSIX alone has it")
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("os.abort()", -signal.SIGABRT),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGABRT),
+        ("raise SystemExit(1)", 1),
+        ("raise OSError", 1),
+        ("pass", 0),
+    ],
+)
+def test_end_of_a_process_is_known_where_sigchld_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, code: int
+) -> None:
+    source = f"import os, signal, sys\ndef main():\n    print(sys.argv[1:])\n    {does}\n"
+    (tmp_path / "probe.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        done = run_apart("probe", "a", "b", wall_s=600)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert done is not None
+    assert done.returncode == code
+    assert has_crashed(code) is (code < 0)
+    assert code < 0 or done.stdout == b"['a', 'b']\n"
+    assert b"cbatch process ends" not in done.stderr
