@@ -234,9 +234,9 @@ class EngineOptions(ScheduleOptions):
             `tensor_split` and `rpc_servers` it says which devices hold the layers and their cells.
         rope_scaling: with `rope_freq_base`, `rope_freq_scale`, `yarn_ext_factor`, `yarn_attn_factor`, `yarn_beta_fast`,
             `yarn_beta_slow` and `yarn_orig_ctx`: positions, where the model's own do not do.
-        repack: how weights lie in memory. "auto": as cbatch's own products for this processor want them, if there are
-            some and the weights fit three times into its memory; else "llama": as llama.cpp repacks them; "off": as in
-            the file, mapped, so that several processes share them.
+        repack: how weights are laid out in memory. "auto": packed for cbatch's own kernels, where this processor has
+            them and the machine's memory would hold the weights three times; otherwise as with "llama": as llama.cpp
+            repacks them. "off": as in the file, mapped, so that processes share them.
         use_mmap: map the model's file into memory, where its weights stay as they are in the file.
         use_mlock: keep the model in memory.
         chat_template: "chatml" or a Jinja template, instead of the model's own.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _EXPERIMENTS = (
     *("staggered", "steps", "streaming", "shared_prefix", "prompts_first"),
-    *("short_sequences", "narrow_steps", "exact_price", "prompt_lengths"),
+    *("short_sequences", "narrow_steps", "repack", "exact_price", "prompt_lengths"),
     *(
         "stall",
         "samplers",
