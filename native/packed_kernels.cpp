@@ -251,6 +251,11 @@ struct q6_K_block {
 
 // ---- products of quantised weights ----
 
+// Rounded to integers; 0 for what is no number.
+ints rounded(floats v) {
+    return _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), v);
+}
+
 template <class block>
 void quantise(const float * values, int32_t begin, int32_t end, const quantised & out) {
     for (int32_t b = begin; b < end; b++) {
@@ -259,8 +264,8 @@ void quantise(const float * values, int32_t begin, int32_t end, const quantised 
         // rounded as ggml's Q8_0 is, which keeps scales in 16 bits
         const bool has_nan = _mm512_cmp_ps_mask(v0, v1, _CMP_UNORD_Q) != 0;
         const float scale = has_nan ? __builtin_nanf("") : _cvtsh_ss(_cvtss_sh(most / 127.0F, 0));
-        const floats inverse = _mm512_set1_ps(most != 0.0F ? 127.0F / most : 0.0F);
-        const ints i0 = _mm512_cvtps_epi32(_mm512_mul_ps(v0, inverse)), i1 = _mm512_cvtps_epi32(_mm512_mul_ps(v1, inverse));
+        const floats inverse = _mm512_set1_ps(scale != 0.0F ? 127.0F / most : 0.0F);
+        const ints i0 = rounded(_mm512_mul_ps(v0, inverse)), i1 = rounded(_mm512_mul_ps(v1, inverse));
         _mm_storeu_si128(reinterpret_cast<__m128i *>(out.values + b * 32), _mm512_cvtsepi32_epi8(i0));
         _mm_storeu_si128(reinterpret_cast<__m128i *>(out.values + b * 32 + n_lanes), _mm512_cvtsepi32_epi8(i1));
         const int32_t sum0 = _mm512_reduce_add_epi32(i0), sum1 = _mm512_reduce_add_epi32(i1);

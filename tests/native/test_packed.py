@@ -140,15 +140,17 @@ def test_inputs_of_every_size_are_computed(name: str) -> None:
     """Nothing overflows: largest and smallest values, zeros, values that are not finite."""
     type = TYPES[name]
     data = quantised(np.full((N_OUT, N_IN), 3.0, np.float32), type)
-    inputs = np.zeros((6, N_IN), np.float32)
+    inputs = np.zeros((8, N_IN), np.float32)
     inputs[1], inputs[2], inputs[3] = 127.0, -127.0, 1e-30
-    inputs[4, 7] = np.nan
+    inputs[4, 7], inputs[6, 9], inputs[7] = np.nan, np.inf, 1e-45
     inputs[5, ::2], inputs[5, 1::2] = 1e4, -1e4
     found = product(data, type, inputs, N_IN, N_OUT)
     assert np.array_equal(found[0], np.zeros(N_OUT))
     assert np.allclose(found[[1, 2]], np.array([[3.0], [-3.0]]) * 127 * N_IN, rtol=0.01)
     assert np.allclose(found[3], 0.0, atol=1e-6)
     assert np.isnan(found[4]).all()
+    assert not np.isfinite(found[6]).any()
+    assert np.allclose(found[7], 0.0, atol=1e-6)
     assert np.allclose(found[5], 0.0, atol=0.01 * 3e4 * N_IN)
 
 
