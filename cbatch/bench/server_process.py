@@ -99,11 +99,13 @@ def serving(
     ):
         assert process.stderr is not None
         try:
-            said = process.stderr.readline()
-            found = re.search(r"serving .* at (\S+), ", said)
+            said, found = list[str](), None
+            for line in process.stderr:  # warnings about the model may come first
+                said.append(line)
+                if found := re.search(r"serving .* at (\S+), ", line):
+                    break
             if found is None:
-                process.terminate()
-                raise SystemExit(f"the server did not start: {said}{process.stderr.read()}")
+                raise SystemExit(f"the server did not start: {''.join(said)}")
             yield process, found[1]
         finally:
             process.terminate()
