@@ -6,7 +6,6 @@ import pytest
 
 from cbatch.bench.server_process import serving
 
-
 SERVER = """
 import sys, time
 words = ["a warning of llama.cpp", "cbatch: serving m at http://127.0.0.1:5, 4 slots"]
@@ -25,7 +24,7 @@ def test_server_that_warns_before_it_serves_has_started() -> None:
 @pytest.mark.real
 def test_server_that_ends_before_it_serves_is_told_with_all_that_it_said() -> None:
     with (
-        pytest.raises(SystemExit, match="did not start: a warning of llama.cpp"),
+        pytest.raises(SystemExit, match=r"did not start: a warning of llama\.cpp"),
         serving("1", has_folder=False, program=("-c", SERVER)),
     ):
         pass
