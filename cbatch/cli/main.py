@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, IntEnum
 from functools import partial
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -20,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 import cbatch
 from cbatch.backend.named_library import bindings_version
 from cbatch.cli.option_table import option
+from cbatch.cli.signals import comes_again
 from cbatch.cli.terminal import (
     discard,
     event_line,
@@ -125,9 +127,11 @@ class Interrupts:
         if self._before is not None and self._first_s is None:
             signal.signal(signal.SIGINT, self._before)
 
-    def press(self, number: int = signal.SIGINT, frame: object = None) -> None:
+    def press(self, number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
         """Handle one Ctrl-C."""
         if self._first_s is None:
+            if comes_again(number, frame):
+                return
             self._first_s = self._clock()
             raise KeyboardInterrupt
         if self._clock() - self._first_s > self.PATIENCE_S:

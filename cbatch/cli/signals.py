@@ -1,14 +1,31 @@
 """Signals that end a command which has something to remove first."""
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
 from cbatch.cli.terminal import say
+
+_AGAIN_S = 0.05
+
+
+def comes_again(number: int, frame: FrameType | None) -> bool:
+    """Whether a signal was put off, because it arrived amid an import: `import numpy.random` drops exceptions.
+
+    If so, the handler must return: it is called again after a moment.
+    """
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    timer = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+    return True
 
 
 @contextmanager
@@ -19,7 +36,9 @@ def ended_softly() -> Iterator[None]:
         return
     struck: list[int] = []
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
+    def end(number: int, frame: FrameType | None) -> None:
+        if comes_again(number, frame):
+            return
         struck.append(number)
         sys.exit(128 + number)
 
