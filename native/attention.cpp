@@ -63,18 +63,21 @@ struct seen_cells {
     alignas(64) float added[n_block + n_lanes];  // the mask
     int32_t n = 0;
 
-    // Add those of 16 cells that are not hidden.
-    void add(const uint8_t * mask, int32_t first) {
+    // Add those of the next 16 of all cells that are not hidden.
+    void add(const uint8_t * mask, int32_t first, int32_t n_cells) {
+        const int32_t n_left = n_cells - first, n_here = n_left < n_lanes ? n_left : n_lanes;
         const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(first),
                                                 _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
         if (mask == nullptr) {
             _mm512_storeu_si512(cells + n, places);
             _mm512_storeu_ps(added + n, _mm512_setzero_ps());
-            n += n_lanes;
+            n += n_here;
             return;
         }
-        const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(mask + first * 2));
-        const __mmask16 shown = _mm256_cmpneq_epi16_mask(halves, _mm256_set1_epi16(static_cast<int16_t>(hidden)));
+        const __m256i all_hidden = _mm256_set1_epi16(static_cast<int16_t>(hidden));
+        const auto lanes = static_cast<__mmask16>((1U << n_here) - 1U);
+        const __m256i halves = _mm256_mask_loadu_epi16(all_hidden, lanes, mask + first * 2);
+        const __mmask16 shown = _mm256_cmpneq_epi16_mask(halves, all_hidden);
         if (shown != 0) {
             _mm512_storeu_si512(cells + n, _mm512_maskz_compress_epi32(shown, places));
             _mm512_storeu_ps(added + n, _mm512_maskz_compress_ps(shown, _mm512_cvtph_ps(halves)));
@@ -215,7 +218,7 @@ void attend_heads(const attention_row & row) {
     attention_sums<n_heads> sums(row.n_value);
     seen_cells seen;
     for (int32_t first = 0; first < row.n_cells; first += n_lanes) {
-        seen.add(row.mask, first);
+        seen.add(row.mask, first, row.n_cells);
         if (seen.n >= n_block) {
             sums.add(row, seen, n_block);
             seen.drop_block();

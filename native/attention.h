@@ -18,7 +18,7 @@ struct attention_row {
     float scale;
 };
 
-constexpr int32_t n_attention_step = 16;       // sizes of heads and numbers of cells are multiples of this
+constexpr int32_t n_attention_step = 16;         // sizes of heads are multiples of this
 constexpr int32_t n_most_attention_value = 512;  // largest n_value
 
 // Write softmax(scale × queries · keys + mask) · values. A hidden cell is not read: what it holds does not matter.

@@ -223,7 +223,7 @@ public:
         return more[1] == 0.0F && more[2] == 0.0F && op.src[4] == nullptr && q.type == f32 && k.type == f16 && v.type == f16 &&
                (mask == nullptr || (mask->type == f16 && mask->nb[0] == 2)) &&
                k.ne[0] % n_attention_step == 0 && v.ne[0] % n_attention_step == 0 && v.ne[0] <= n_most_attention_value &&
-               k.ne[1] % n_attention_step == 0 && k.ne[2] == v.ne[2] && k.ne[3] == v.ne[3] && q.ne[2] % k.ne[2] == 0 &&
+               k.ne[2] == v.ne[2] && k.ne[3] == v.ne[3] && q.ne[2] % k.ne[2] == 0 &&
                q.ne[3] % k.ne[3] == 0 && q.nb[0] == 4 && k.nb[0] == 2 && v.nb[0] == 2 && is_of_packed(&q);
     }
 
@@ -232,13 +232,17 @@ public:
     bool compute_forward(compute_params * params, tensor * op) override {
         const tensor & q = *op->src[0];
         const int64_t n_heads_kv = op->src[1]->ne[2], n_tokens = q.ne[1];
-        const int64_t n_units = q.ne[3] * n_tokens * n_heads_kv, n_threads = params->n_threads;
+        const tensor * mask = op->src[3];
+        const bool has_cache = op->src[1]->view_src != nullptr, is_one = mask != nullptr && mask->ne[2] * mask->ne[3] == 1;
+        const int64_t n_together = is_one && !has_cache && q.ne[3] == 1 ? n_most_heads : 1;
+        const int64_t n_groups = (n_tokens + n_together - 1) / n_together;
+        const int64_t n_units = q.ne[3] * n_groups * n_heads_kv, n_threads = params->n_threads;
         if (n_units < n_threads && op->src[1]->ne[1] >= n_divided) {
             return false;  // ggml divides the cells of few rows among the threads
         }
-        // ggml has another kernel for many rows, which is faster where they see the same cells. With a cache, of which keys
-        // are a view, the kernel of a row is not to depend on how a prompt is cut.
-        if (n_tokens >= n_ggml_tile && (op->src[1]->view_src != nullptr || !hides_most(op->src[3]))) {
+        // ggml has another kernel for many rows, which is faster where each sees more than the one before it. With a cache,
+        // of which keys are a view, the kernel of a row is not to depend on how a prompt is cut.
+        if (n_tokens >= n_ggml_tile && (has_cache || mask == nullptr || !(are_alike(*mask) || hides_most(*mask)))) {
             return false;
         }
         if (params->i_thread == 0) {
@@ -246,7 +250,11 @@ public:
         }
         ggml.barrier(params->threads);
         for (int64_t i = params->i_thread; i < n_units; i = ggml.next_chunk(params->threads, 1)) {
-            attend_unit(*op, i / n_heads_kv / n_tokens, i / n_heads_kv % n_tokens, i % n_heads_kv);
+            const int64_t first = i / n_heads_kv % n_groups * n_together, after = std::min(first + n_together, n_tokens);
+            for (int64_t at = first, n = 0; at < after; at += n) {
+                n = n_together == 1 ? 1 : n_alike(*mask, at, after);
+                attend_unit(*op, i / n_heads_kv / n_groups, at, n, i % n_heads_kv);
+            }
         }
         return true;
     }
@@ -255,25 +263,46 @@ private:
     static constexpr int64_t n_ggml_tile = 64;  // tokens from which ggml has another kernel
     static constexpr int64_t n_divided = 512;   // cells
 
-    // Whether rows see few of the cells, as where many texts are computed together: some rows tell.
-    static bool hides_most(const tensor * mask) {
-        constexpr int64_t n_asked = 8, n_share = 3;
-        constexpr uint16_t hidden = 0xFC00;  // −∞
-        if (mask == nullptr) {
-            return false;
+    // The number of tokens, from the first one on, that see the same cells.
+    static int64_t n_alike(const tensor & mask, int64_t first, int64_t after) {
+        const char * row = static_cast<const char *>(mask.data) + static_cast<size_t>(first) * mask.nb[1];
+        const auto n_bytes = static_cast<size_t>(mask.ne[0]) * 2;
+        int64_t n = 1;
+        while (first + n < after && std::memcmp(row, row + static_cast<size_t>(n) * mask.nb[1], n_bytes) == 0) {
+            n++;
         }
-        int64_t n_shown = 0;
-        const int64_t n_rows = mask->ne[1], n_cells = mask->ne[0], n = std::min(n_asked, n_rows);
-        for (int64_t i = 0; i < n; i++) {
-            const auto * row = reinterpret_cast<const uint16_t *>(static_cast<const char *>(mask->data) +
-                                                                  static_cast<size_t>((2 * i + 1) * n_rows / (2 * n)) * mask->nb[1]);
-            n_shown += n_cells - std::count(row, row + n_cells, hidden);
-        }
-        return n_shown * n_share < n * n_cells;
+        return n;
     }
 
-    // Compute the query heads that read one head of keys, of one token.
-    static void attend_unit(const tensor & op, int64_t i_stream, int64_t i_token, int64_t i_kv) {
+    static constexpr int64_t n_asked = 8;  // rows that tell how a mask is
+
+    // Which row of the mask is asked i-th.
+    static int64_t asked(const tensor & mask, int64_t i) { return (2 * i + 1) * mask.ne[1] / (2 * n_asked); }
+
+    // Whether neighbours see the same cells, as in models without causal attention.
+    static bool are_alike(const tensor & mask) {
+        int64_t n = 0;
+        for (int64_t i = 0; i < n_asked; i++) {
+            n += n_alike(mask, asked(mask, i), std::min(asked(mask, i) + 2, mask.ne[1])) == 2 ? 1 : 0;
+        }
+        return n * 2 > n_asked;
+    }
+
+    // Whether rows see few of the cells, as where many texts are computed together.
+    static bool hides_most(const tensor & mask) {
+        constexpr int64_t n_share = 3;
+        constexpr uint16_t hidden = 0xFC00;  // −∞
+        int64_t n_shown = 0;
+        for (int64_t i = 0; i < n_asked; i++) {
+            const auto * row = reinterpret_cast<const uint16_t *>(static_cast<const char *>(mask.data) +
+                                                                  static_cast<size_t>(asked(mask, i)) * mask.nb[1]);
+            n_shown += mask.ne[0] - std::count(row, row + mask.ne[0], hidden);
+        }
+        return n_shown * n_share < n_asked * mask.ne[0];
+    }
+
+    // Compute the query heads that read one head of keys, of tokens that see the same cells.
+    static void attend_unit(const tensor & op, int64_t i_stream, int64_t i_token, int64_t n_tokens, int64_t i_kv) {
         const tensor & q = *op.src[0];
         const tensor & k = *op.src[1];
         const tensor & v = *op.src[2];
@@ -292,13 +321,15 @@ private:
         row.n_key = static_cast<int32_t>(k.ne[0]);
         row.n_value = static_cast<int32_t>(v.ne[0]);
         std::memcpy(&row.scale, op.op_params, sizeof row.scale);
-        for (int64_t i = 0; i < n_per_kv; i += row.n_heads) {
-            row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_per_kv - i));
-            const int64_t first = i_kv * n_per_kv + i;
-            row.mask = mask == nullptr ? nullptr : at(*mask, i_token, first % mask->ne[2], i_stream % mask->ne[3]);
-            for (int32_t h = 0; h < row.n_heads; h++) {
-                row.queries[h] = reinterpret_cast<const float *>(at(q, i_token, first + h, i_stream));
-                row.out[h] = reinterpret_cast<float *>(at(op, first + h, i_token, i_stream));
+        const int64_t n_all = n_per_kv * n_tokens;
+        for (int64_t i = 0; i < n_all; i += row.n_heads) {
+            row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_all - i));
+            const int64_t head = i_kv * n_per_kv;
+            row.mask = mask == nullptr ? nullptr : at(*mask, i_token, (head + i) % mask->ne[2], i_stream % mask->ne[3]);
+            for (int32_t j = 0; j < row.n_heads; j++) {
+                const int64_t token = i_token + (i + j) / n_per_kv, h = head + (i + j) % n_per_kv;
+                row.queries[j] = reinterpret_cast<const float *>(at(q, token, h, i_stream));
+                row.out[j] = reinterpret_cast<float *>(at(op, h, token, i_stream));
             }
             attend(row);
         }

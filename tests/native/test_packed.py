@@ -256,14 +256,23 @@ def test_attention_is_softmax_of_the_scores(
         assert np.abs(found - right).max() < 1e-5
 
 
-def test_attention_of_many_texts_is_softmax_of_the_scores() -> None:
-    """Of 64 tokens and more, where each sees the few cells of its own text."""
-    queries, keys, values = drawn(1, 80, 4, 64), drawn(1, 2, 80, 64), drawn(1, 2, 80, 64)
+@pytest.mark.parametrize(("n_heads", "n_kv"), [(1, 1), (4, 1), (4, 2), (7, 1), (12, 12)])
+def test_attention_of_texts_is_that_of_each_alone(n_heads: int, n_kv: int) -> None:
+    """Without a cache. Tokens see all of their own text: some of them are computed together, never with another's."""
+    lengths = (10, 3, 1, 70, 6, 13)
+    text_of = np.repeat(np.arange(len(lengths)), lengths)
+    n = len(text_of)
+    queries, keys, values = (drawn(1, n, n_heads, 64), *(drawn(1, n_kv, n, 64) for _ in range(2)))
     keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
-    texts = np.arange(80) // 10 == np.arange(80)[:, None] // 10
-    mask = np.where(texts.T, 0.0, -np.inf).astype(np.float32)[None]
-    right = right_attention(queries, keys, values, mask)
-    assert np.abs(attended(queries, keys, values, mask) - right).max() < 1e-5
+    mask = np.where(text_of == text_of[:, None], 0.0, -np.inf).astype(np.float32)[None]
+    whole = attended(queries, keys, values, mask)
+    assert np.abs(whole - right_attention(queries, keys, values, mask)).max() < 1e-5
+    for i in range(len(lengths)):
+        own = text_of == i
+        alone = attended(
+            queries[:, own], keys[:, :, own], values[:, :, own], mask[:, own][:, :, own]
+        )
+        assert np.array_equal(alone, whole[:, own])
 
 
 def test_attention_of_a_row_has_the_same_bits_in_any_company() -> None:
