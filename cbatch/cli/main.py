@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 import cbatch
 from cbatch.backend.named_library import bindings_version
 from cbatch.cli.option_table import option
-from cbatch.cli.signals import comes_again
+from cbatch.cli.signals import put_off
 from cbatch.cli.terminal import (
     discard,
     event_line,
@@ -114,6 +114,8 @@ class Interrupts:
         self._first_s: float | None = None
         self._before: Any = None
         """The handler that this one replaces; None if it replaces none."""
+        self._later: threading.Timer | None = None
+        """A Ctrl-C that was put off."""
 
     def __enter__(self) -> None:
         """Handle Ctrl-C until the end of the block; once pressed, until the process ends."""
@@ -124,13 +126,18 @@ class Interrupts:
             signal.signal(signal.SIGINT, self.press)
 
     def __exit__(self, *error: object) -> None:
+        if self._later is not None and self._first_s is None:
+            self._later.cancel()
+            if error[0] is None:
+                self.press()
         if self._before is not None and self._first_s is None:
             signal.signal(signal.SIGINT, self._before)
 
     def press(self, number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
         """Handle one Ctrl-C."""
         if self._first_s is None:
-            if comes_again(number, frame):
+            self._later = put_off(number, frame)
+            if self._later is not None:
                 return
             self._first_s = self._clock()
             raise KeyboardInterrupt

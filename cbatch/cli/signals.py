@@ -13,19 +13,20 @@ from cbatch.cli.terminal import say
 _AGAIN_S = 0.05
 
 
-def comes_again(number: int, frame: FrameType | None) -> bool:
-    """Whether a signal was put off, because it arrived amid an import: `import numpy.random` drops exceptions.
+def put_off(number: int, frame: FrameType | None) -> threading.Timer | None:
+    """Put a signal off that arrived amid an import: `import numpy.random` drops exceptions.
 
-    If so, the handler must return: it is called again after a moment.
+    If so, the handler must return: the timer calls it again after a moment. A block that handles the signal and ends
+    before that cancels the timer, and does what the handler does.
     """
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     if frame is None:
-        return False
+        return None
     timer = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
-    return True
+    return timer
 
 
 @contextmanager
@@ -35,9 +36,11 @@ def ended_softly() -> Iterator[None]:
         yield
         return
     struck: list[int] = []
+    later: dict[int, threading.Timer] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
-        if comes_again(number, frame):
+        if timer := put_off(number, frame):
+            later[number] = timer
             return
         struck.append(number)
         sys.exit(128 + number)
@@ -48,7 +51,11 @@ def ended_softly() -> Iterator[None]:
         signal.signal(number, end)
     try:
         yield
+        if later and not struck:
+            end(next(iter(later)), None)
     finally:
+        for timer in later.values():
+            timer.cancel()
         for number in ours:
             signal.signal(number, before[number])
         if struck:

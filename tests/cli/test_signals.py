@@ -21,6 +21,7 @@ except BaseException:
 """
 
 
+@pytest.mark.parametrize("wait_s", [60.0, 0.0], ids=["goes on", "ends first"])
 @pytest.mark.parametrize(
     ("number", "handled", "raised"),
     [
@@ -34,6 +35,7 @@ def test_signal_amid_an_import_that_drops_exceptions_still_ends_the_block(
     number: signal.Signals,
     handled: Callable[[], AbstractContextManager[None]],
     raised: type[BaseException],
+    wait_s: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -46,7 +48,7 @@ def test_signal_amid_an_import_that_drops_exceptions_still_ends_the_block(
     def run() -> None:
         with handled():
             __import__(name)
-            threading.Event().wait(60.0)
+            threading.Event().wait(wait_s)
 
     try:
         with pytest.raises(raised):
