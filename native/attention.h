@@ -6,7 +6,8 @@
 
 constexpr int32_t n_most_heads = 6;  // query heads that read the same keys together: as many registers hold the sums
 
-// What some query heads of one token read and write. Keys and values of all heads share one stride.
+// What some query heads read and write, of a token or of tokens that see the same cells. Keys and values of all heads share
+// one stride.
 struct attention_row {
     const float * queries[n_most_heads];  // (n_heads), each (n_key)
     float * out[n_most_heads];            // (n_heads), each (n_value)

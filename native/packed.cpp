@@ -234,7 +234,7 @@ public:
         const int64_t n_heads_kv = op->src[1]->ne[2], n_tokens = q.ne[1];
         const tensor * mask = op->src[3];
         const bool has_cache = op->src[1]->view_src != nullptr, is_one = mask != nullptr && mask->ne[2] * mask->ne[3] == 1;
-        const int64_t n_together = is_one && !has_cache && q.ne[3] == 1 ? n_most_heads : 1;
+        const int64_t n_together = is_one && !has_cache ? n_most_heads : 1;
         const int64_t n_groups = (n_tokens + n_together - 1) / n_together;
         const int64_t n_units = q.ne[3] * n_groups * n_heads_kv, n_threads = params->n_threads;
         if (n_units < n_threads && op->src[1]->ne[1] >= n_divided) {
@@ -274,7 +274,7 @@ private:
         return n;
     }
 
-    static constexpr int64_t n_asked = 8;  // rows that tell how a mask is
+    static constexpr int64_t n_asked = 8;  // rows that tell how a mask of n_ggml_tile rows and more is
 
     // Which row of the mask is asked i-th.
     static int64_t asked(const tensor & mask, int64_t i) { return (2 * i + 1) * mask.ne[1] / (2 * n_asked); }
@@ -283,7 +283,7 @@ private:
     static bool are_alike(const tensor & mask) {
         int64_t n = 0;
         for (int64_t i = 0; i < n_asked; i++) {
-            n += n_alike(mask, asked(mask, i), std::min(asked(mask, i) + 2, mask.ne[1])) == 2 ? 1 : 0;
+            n += n_alike(mask, asked(mask, i), asked(mask, i) + 2) - 1;
         }
         return n * 2 > n_asked;
     }
@@ -321,10 +321,9 @@ private:
         row.n_key = static_cast<int32_t>(k.ne[0]);
         row.n_value = static_cast<int32_t>(v.ne[0]);
         std::memcpy(&row.scale, op.op_params, sizeof row.scale);
-        const int64_t n_all = n_per_kv * n_tokens;
+        const int64_t n_all = n_per_kv * n_tokens, head = i_kv * n_per_kv;
         for (int64_t i = 0; i < n_all; i += row.n_heads) {
             row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_all - i));
-            const int64_t head = i_kv * n_per_kv;
             row.mask = mask == nullptr ? nullptr : at(*mask, i_token, (head + i) % mask->ne[2], i_stream % mask->ne[3]);
             for (int32_t j = 0; j < row.n_heads; j++) {
                 const int64_t token = i_token + (i + j) / n_per_kv, h = head + (i + j) % n_per_kv;

@@ -256,6 +256,19 @@ def test_attention_is_softmax_of_the_scores(
         assert np.abs(found - right).max() < 1e-5
 
 
+@pytest.mark.parametrize("sees_later", [True, False])
+def test_attention_of_many_texts_is_softmax_of_the_scores(sees_later: bool) -> None:
+    """Of 64 tokens and more, where each sees the few cells of its own text, or those up to its own of them."""
+    queries, keys, values = drawn(1, 80, 4, 64), drawn(1, 2, 80, 64), drawn(1, 2, 80, 64)
+    keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
+    seen = np.arange(80) // 10 == np.arange(80)[:, None] // 10
+    if not sees_later:
+        seen = np.tril(seen)
+    mask = np.where(seen, 0.0, -np.inf).astype(np.float32)[None]
+    right = right_attention(queries, keys, values, mask)
+    assert np.abs(attended(queries, keys, values, mask) - right).max() < 1e-5
+
+
 @pytest.mark.parametrize(("n_heads", "n_kv"), [(1, 1), (4, 1), (4, 2), (7, 1), (12, 12)])
 def test_attention_of_texts_is_that_of_each_alone(n_heads: int, n_kv: int) -> None:
     """Without a cache. Tokens see all of their own text: some of them are computed together, never with another's."""
