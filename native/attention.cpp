@@ -57,6 +57,11 @@ floats sums_of(const float (*rows)[n_lanes]) {
     return add_parts(add_parts(fours[0], fours[1]), add_parts(fours[2], fours[3]));
 }
 
+// The first n of 16 lanes.
+__mmask16 first_lanes(int32_t n) {
+    return n >= n_lanes ? 0xFFFF : n <= 0 ? 0 : static_cast<__mmask16>((1U << n) - 1U);
+}
+
 // Cells that a row sees, in order, wherever they lie: what is computed depends on nothing else.
 struct seen_cells {
     alignas(64) int32_t cells[n_block + n_lanes];
@@ -75,7 +80,7 @@ struct seen_cells {
             return;
         }
         const __m256i all_hidden = _mm256_set1_epi16(static_cast<int16_t>(hidden));
-        const auto lanes = static_cast<__mmask16>((1U << n_here) - 1U);
+        const __mmask16 lanes = first_lanes(n_here);
         const __m256i halves = _mm256_mask_loadu_epi16(all_hidden, lanes, mask + first * 2);
         const __mmask16 shown = _mm256_cmpneq_epi16_mask(halves, all_hidden);
         if (shown != 0) {
@@ -123,9 +128,9 @@ void add_values(const attention_row & row, const int32_t * cells, int32_t n, con
     }
 }
 
-// Scores of up to 16 cells for each head, −∞ behind them.
+// Scores of up to 16 cells for each head, −∞ behind those that it sees. `n_before` cells came before.
 template <int32_t n_heads>
-void score(const attention_row & row, const int32_t * cells, const float * added, int32_t n,
+void score(const attention_row & row, const int32_t * cells, const float * added, int32_t n, int32_t n_before,
            float (*dots)[n_lanes][n_lanes], floats * scores) {
     for (int32_t c = 0; c < n; c++) {
         const uint8_t * key = row.keys + static_cast<size_t>(cells[c]) * row.key_stride;
@@ -144,8 +149,9 @@ void score(const attention_row & row, const int32_t * cells, const float * added
             _mm512_store_ps(dots[h][c], sums[h]);
         }
     }
-    const auto there = static_cast<__mmask16>((1U << n) - 1);
     for (int32_t h = 0; h < n_heads; h++) {
+        const int32_t n_left = row.n_shown[h] - n_before;
+        const __mmask16 there = first_lanes(n_left < n ? n_left : n);
         const floats s = _mm512_fmadd_ps(sums_of(dots[h]), _mm512_set1_ps(row.scale), _mm512_load_ps(added));
         scores[h] = _mm512_mask_blend_ps(there, _mm512_set1_ps(lowest), s);
     }
@@ -158,6 +164,7 @@ struct attention_sums {
     alignas(64) float weights[n_heads][n_block];
     alignas(64) float total[n_heads][n_most_attention_value];
     float most[n_heads], sum[n_heads];
+    int32_t n_before = 0;  // cells
 
     explicit attention_sums(int32_t n_value) {
         for (int32_t h = 0; h < n_heads; h++) {
@@ -176,7 +183,7 @@ struct attention_sums {
         for (int32_t i = 0; i < n_parts; i++) {
             const int32_t first = i * n_lanes, n_part = n - first < n_lanes ? n - first : n_lanes;
             if (n_part > 0) {
-                score<n_heads>(row, seen.cells + first, seen.added + first, n_part, dots, scores[i]);
+                score<n_heads>(row, seen.cells + first, seen.added + first, n_part, n_before + first, dots, scores[i]);
                 continue;
             }
             for (int32_t h = 0; h < n_heads; h++) {
@@ -210,6 +217,7 @@ struct attention_sums {
         for (; at < row.n_value; at += n_lanes) {
             add_values<n_heads, 1>(row, seen.cells, n, weights, at, total);
         }
+        n_before += n;
     }
 };
 
@@ -246,4 +254,27 @@ void attend(const attention_row & row) noexcept {
         case 5: attend_heads<5>(row); break;
         default: attend_heads<6>(row); break;
     }
+}
+
+int32_t n_shown_first(const uint8_t * mask, const uint8_t * other, int32_t n_cells) noexcept {
+    constexpr int32_t n_step = 32;
+    const __m512i all_hidden = _mm512_set1_epi16(static_cast<int16_t>(hidden));
+    int32_t n_shown = 0;
+    bool has_ended = false;
+    for (int32_t i = 0; i < n_cells; i += n_step) {
+        const int32_t n = n_cells - i;
+        const __mmask32 there = n >= n_step ? 0xFFFFFFFFU : (1U << n) - 1U;
+        const __m512i own = _mm512_mask_loadu_epi16(all_hidden, there, mask + i * 2);
+        const __m512i others = _mm512_mask_loadu_epi16(all_hidden, there, other + i * 2);
+        const __mmask32 shown = _mm512_cmpneq_epi16_mask(own, all_hidden);
+        const __mmask32 differ = _mm512_cmpneq_epi16_mask(own, others);
+        // from the first difference on it may show no cell
+        const __mmask32 behind = has_ended ? 0xFFFFFFFFU : differ == 0 ? 0U : ~((differ & (0U - differ)) - 1U);
+        if ((shown & behind) != 0) {
+            return -1;
+        }
+        has_ended = has_ended || differ != 0;
+        n_shown += __builtin_popcount(shown);
+    }
+    return n_shown;
 }

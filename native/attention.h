@@ -6,8 +6,7 @@
 
 constexpr int32_t n_most_heads = 6;  // query heads that read the same keys together: as many registers hold the sums
 
-// What some query heads read and write, of a token or of tokens that see the same cells. Keys and values of all heads share
-// one stride.
+// What some query heads read and write, of one token or of some tokens. Keys and values of all heads share one stride.
 struct attention_row {
     const float * queries[n_most_heads];  // (n_heads), each (n_key)
     float * out[n_most_heads];            // (n_heads), each (n_value)
@@ -15,6 +14,7 @@ struct attention_row {
     const uint8_t * values;               // (n_cells) rows of n_value halves
     size_t key_stride, value_stride;      // bytes
     const uint8_t * mask;                 // (n_cells) halves, added to the scores: −∞ hides a cell; or nullptr
+    int32_t n_shown[n_most_heads];        // (n_heads): each sees the first of the cells that are not hidden, one at least
     int32_t n_heads, n_cells, n_key, n_value;
     float scale;
 };
@@ -24,3 +24,7 @@ constexpr int32_t n_most_attention_value = 512;  // largest n_value
 
 // Write softmax(scale × queries · keys + mask) · values. A hidden cell is not read: what it holds does not matter.
 void attend(const attention_row & row) noexcept;
+
+// The number of cells that a mask shows, where they are the first of those that another mask shows, with the same values;
+// else −1.
+int32_t n_shown_first(const uint8_t * mask, const uint8_t * other, int32_t n_cells) noexcept;

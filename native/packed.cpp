@@ -210,6 +210,7 @@ bool is_of_packed(const tensor * t) {
     return false;
 }
 
+static const bool TILE_ON = getenv("TILE") != nullptr;
 class attention final : public tensor_traits {
 public:
     // Whether it is attention of a packed model, in a form that `attend` has. The rest stays ggml's own.
@@ -233,81 +234,43 @@ public:
         const tensor & q = *op->src[0];
         const int64_t n_heads_kv = op->src[1]->ne[2], n_tokens = q.ne[1];
         const tensor * mask = op->src[3];
-        const bool has_cache = op->src[1]->view_src != nullptr, is_one = mask != nullptr && mask->ne[2] * mask->ne[3] == 1;
-        const int64_t n_together = is_one && !has_cache ? n_most_heads : 1;
-        const int64_t n_groups = (n_tokens + n_together - 1) / n_together;
-        const int64_t n_units = q.ne[3] * n_groups * n_heads_kv, n_threads = params->n_threads;
-        if (n_units < n_threads && op->src[1]->ne[1] >= n_divided) {
+        const int64_t n_threads = params->n_threads, n_all = q.ne[3] * n_tokens * n_heads_kv;
+        if (n_all < n_threads && op->src[1]->ne[1] >= n_divided) {
             return false;  // ggml divides the cells of few rows among the threads
         }
-        // ggml has another kernel for many rows, which is faster where each sees more than the one before it. With a cache,
-        // of which keys are a view, the kernel of a row is not to depend on how a prompt is cut.
-        if (n_tokens >= n_ggml_tile && (has_cache || mask == nullptr || !(are_alike(*mask) || hides_most(*mask)))) {
+        if (n_tokens >= 64 && TILE_ON) {
             return false;
         }
+        // tokens of which those that see the same keys are computed together
+        const bool is_one = mask != nullptr && mask->ne[2] == 1;
+        const int64_t n_together = is_one ? std::clamp<int64_t>(n_all / (n_threads * n_parts), 1, n_most_heads) : 1;
+        const int64_t n_groups = (n_tokens + n_together - 1) / n_together, n_units = q.ne[3] * n_groups * n_heads_kv;
         if (params->i_thread == 0) {
             ggml.set_chunk(params->threads, static_cast<int>(n_threads));
         }
         ggml.barrier(params->threads);
         for (int64_t i = params->i_thread; i < n_units; i = ggml.next_chunk(params->threads, 1)) {
-            const int64_t first = i / n_heads_kv % n_groups * n_together, after = std::min(first + n_together, n_tokens);
+            const int64_t i_stream = i / n_heads_kv / n_groups, first = i / n_heads_kv % n_groups * n_together;
+            const int64_t after = std::min(first + n_together, n_tokens);
             for (int64_t at = first, n = 0; at < after; at += n) {
-                n = n_together == 1 ? 1 : n_alike(*mask, at, after);
-                attend_unit(*op, i / n_heads_kv / n_groups, at, n, i % n_heads_kv);
+                n = attend_some(*op, i_stream, at, after, i % n_heads_kv);
             }
         }
         return true;
     }
 
 private:
-    static constexpr int64_t n_ggml_tile = 64;  // tokens from which ggml has another kernel
-    static constexpr int64_t n_divided = 512;   // cells
+    static constexpr int64_t n_divided = 512;  // cells
+    static constexpr int64_t n_parts = 4;      // of a thread: one may be done sooner than another
 
-    // The number of tokens, from the first one on, that see the same cells.
-    static int64_t n_alike(const tensor & mask, int64_t first, int64_t after) {
-        const char * row = static_cast<const char *>(mask.data) + static_cast<size_t>(first) * mask.nb[1];
-        const auto n_bytes = static_cast<size_t>(mask.ne[0]) * 2;
-        int64_t n = 1;
-        while (first + n < after && std::memcmp(row, row + static_cast<size_t>(n) * mask.nb[1], n_bytes) == 0) {
-            n++;
-        }
-        return n;
-    }
-
-    static constexpr int64_t n_asked = 8;  // rows that tell how a mask of n_ggml_tile rows and more is
-
-    // Which row of the mask is asked i-th.
-    static int64_t asked(const tensor & mask, int64_t i) { return (2 * i + 1) * mask.ne[1] / (2 * n_asked); }
-
-    // Whether neighbours see the same cells, as in models without causal attention.
-    static bool are_alike(const tensor & mask) {
-        int64_t n = 0;
-        for (int64_t i = 0; i < n_asked; i++) {
-            n += n_alike(mask, asked(mask, i), asked(mask, i) + 2) - 1;
-        }
-        return n * 2 > n_asked;
-    }
-
-    // Whether rows see few of the cells, as where many texts are computed together.
-    static bool hides_most(const tensor & mask) {
-        constexpr int64_t n_share = 3;
-        constexpr uint16_t hidden = 0xFC00;  // −∞
-        int64_t n_shown = 0;
-        for (int64_t i = 0; i < n_asked; i++) {
-            const auto * row = reinterpret_cast<const uint16_t *>(static_cast<const char *>(mask.data) +
-                                                                  static_cast<size_t>(asked(mask, i)) * mask.nb[1]);
-            n_shown += mask.ne[0] - std::count(row, row + mask.ne[0], hidden);
-        }
-        return n_shown * n_share < n_asked * mask.ne[0];
-    }
-
-    // Compute the query heads that read one head of keys, of tokens that see the same cells.
-    static void attend_unit(const tensor & op, int64_t i_stream, int64_t i_token, int64_t n_tokens, int64_t i_kv) {
+    // Compute the query heads that read one head of keys, of a token and of those behind it that see the same cells and maybe
+    // more after them. Return the number of tokens.
+    static int64_t attend_some(const tensor & op, int64_t i_stream, int64_t first, int64_t after, int64_t i_kv) {
         const tensor & q = *op.src[0];
         const tensor & k = *op.src[1];
         const tensor & v = *op.src[2];
         const tensor * mask = op.src[3];
-        const int64_t n_per_kv = q.ne[2] / k.ne[2], i_cells = i_stream / (q.ne[3] / k.ne[3]);
+        const int64_t n_per_kv = q.ne[2] / k.ne[2], i_cells = i_stream / (q.ne[3] / k.ne[3]), head = i_kv * n_per_kv;
         const auto at = [](const tensor & t, int64_t i1, int64_t i2, int64_t i3) {
             return static_cast<uint8_t *>(t.data) + static_cast<size_t>(i1) * t.nb[1] + static_cast<size_t>(i2) * t.nb[2] +
                    static_cast<size_t>(i3) * t.nb[3];
@@ -321,17 +284,31 @@ private:
         row.n_key = static_cast<int32_t>(k.ne[0]);
         row.n_value = static_cast<int32_t>(v.ne[0]);
         std::memcpy(&row.scale, op.op_params, sizeof row.scale);
-        const int64_t n_all = n_per_kv * n_tokens, head = i_kv * n_per_kv;
+        int32_t n_shown[n_most_heads];
+        int64_t n_tokens = 1;
+        for (n_shown[0] = row.n_cells; first + n_tokens < after; n_tokens++) {
+            const uint8_t * before = at(*mask, first + n_tokens - 1, 0, i_stream % mask->ne[3]);
+            const int32_t n = n_shown_first(before, before + mask->nb[1], row.n_cells);
+            if (n <= 0) {
+                break;
+            }
+            n_shown[n_tokens - 1] = n;
+            n_shown[n_tokens] = row.n_cells;
+        }
+        const int64_t n_all = n_per_kv * n_tokens;
         for (int64_t i = 0; i < n_all; i += row.n_heads) {
             row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_all - i));
-            row.mask = mask == nullptr ? nullptr : at(*mask, i_token, (head + i) % mask->ne[2], i_stream % mask->ne[3]);
+            const int64_t last = first + (i + row.n_heads - 1) / n_per_kv;
+            row.mask = mask == nullptr ? nullptr : at(*mask, last, (head + i) % mask->ne[2], i_stream % mask->ne[3]);
             for (int32_t j = 0; j < row.n_heads; j++) {
-                const int64_t token = i_token + (i + j) / n_per_kv, h = head + (i + j) % n_per_kv;
-                row.queries[j] = reinterpret_cast<const float *>(at(q, token, h, i_stream));
-                row.out[j] = reinterpret_cast<float *>(at(op, h, token, i_stream));
+                const int64_t t = (i + j) / n_per_kv, h = head + (i + j) % n_per_kv;
+                row.n_shown[j] = n_shown[t];
+                row.queries[j] = reinterpret_cast<const float *>(at(q, first + t, h, i_stream));
+                row.out[j] = reinterpret_cast<float *>(at(op, h, first + t, i_stream));
             }
             attend(row);
         }
+        return n_tokens;
     }
 };
 
