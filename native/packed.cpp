@@ -210,7 +210,6 @@ bool is_of_packed(const tensor * t) {
     return false;
 }
 
-static const bool TILE_ON = getenv("TILE") != nullptr;
 class attention final : public tensor_traits {
 public:
     // Whether it is attention of a packed model, in a form that `attend` has. The rest stays ggml's own.
@@ -237,9 +236,6 @@ public:
         const int64_t n_threads = params->n_threads, n_all = q.ne[3] * n_tokens * n_heads_kv;
         if (n_all < n_threads && op->src[1]->ne[1] >= n_divided) {
             return false;  // ggml divides the cells of few rows among the threads
-        }
-        if (n_tokens >= 64 && TILE_ON) {
-            return false;
         }
         // tokens of which those that see the same keys are computed together
         const bool is_one = mask != nullptr && mask->ne[2] == 1;

@@ -14,7 +14,7 @@ from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import packed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Floats = NDArray[np.float32]
 
@@ -256,28 +256,30 @@ def test_attention_is_softmax_of_the_scores(
         assert np.abs(found - right).max() < 1e-5
 
 
-@pytest.mark.parametrize("sees_later", [True, False])
-def test_attention_of_many_texts_is_softmax_of_the_scores(sees_later: bool) -> None:
-    """Of 64 tokens and more, where each sees the few cells of its own text, or those up to its own of them."""
-    queries, keys, values = drawn(1, 80, 4, 64), drawn(1, 2, 80, 64), drawn(1, 2, 80, 64)
-    keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
-    seen = np.arange(80) // 10 == np.arange(80)[:, None] // 10
-    if not sees_later:
-        seen = np.tril(seen)
-    mask = np.where(seen, 0.0, -np.inf).astype(np.float32)[None]
-    right = right_attention(queries, keys, values, mask)
-    assert np.abs(attended(queries, keys, values, mask) - right).max() < 1e-5
-
-
 @pytest.mark.parametrize(("n_heads", "n_kv"), [(1, 1), (4, 1), (4, 2), (7, 1), (12, 12)])
-def test_attention_of_texts_is_that_of_each_alone(n_heads: int, n_kv: int) -> None:
-    """Without a cache. Tokens see all of their own text: some of them are computed together, never with another's."""
+@pytest.mark.parametrize(
+    "sees",
+    [
+        pytest.param(lambda _row, cell: cell >= 0, id="all"),
+        pytest.param(lambda row, cell: cell <= row, id="causal"),
+        pytest.param(lambda row, cell: (cell <= row) & (cell > row - 5), id="window"),
+        pytest.param(lambda row, cell: abs(cell - row) < 5, id="both sides"),
+        pytest.param(lambda row, cell: (cell + row) % 3 > 0, id="odd"),
+    ],
+)
+def test_attention_of_texts_is_that_of_each_alone(
+    n_heads: int,
+    n_kv: int,
+    sees: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
+) -> None:
+    """Tokens that see the same cells, or the first of another's, are computed together, never with another text's."""
     lengths = (10, 3, 1, 70, 6, 13)
     text_of = np.repeat(np.arange(len(lengths)), lengths)
     n = len(text_of)
     queries, keys, values = (drawn(1, n, n_heads, 64), *(drawn(1, n_kv, n, 64) for _ in range(2)))
     keys, values = (a.astype(np.float16).astype(np.float32) for a in (keys, values))
-    mask = np.where(text_of == text_of[:, None], 0.0, -np.inf).astype(np.float32)[None]
+    seen = (text_of == text_of[:, None]) & sees(np.arange(n)[:, None], np.arange(n))
+    mask = np.where(seen, 0.0, -np.inf).astype(np.float32)[None]
     whole = attended(queries, keys, values, mask)
     assert np.abs(whole - right_attention(queries, keys, values, mask)).max() < 1e-5
     for i in range(len(lengths)):
@@ -286,6 +288,24 @@ def test_attention_of_texts_is_that_of_each_alone(n_heads: int, n_kv: int) -> No
             queries[:, own], keys[:, :, own], values[:, :, own], mask[:, own][:, :, own]
         )
         assert np.array_equal(alone, whole[:, own])
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_attention_of_a_prompt_does_not_depend_on_its_cuts(n_threads: int) -> None:
+    """Two sequences of 200 tokens after 40 others, each in cells of its own."""
+    n, n_cells = 200, 256
+    queries, keys, values = (drawn(2, n, 6, 64), *(drawn(2, 2, n_cells, 64) for _ in range(2)))
+    seen = np.arange(n)[:, None] + 40 >= np.arange(n_cells)
+    mask = np.broadcast_to(np.where(seen, 0.0, -np.inf).astype(np.float32), (2, n, n_cells))
+    whole = attended(queries, keys, values, mask, n_threads=n_threads)
+    for cuts in ([64, 128], [1, 7, 70, 199], [*range(0, n, 13)][1:]):
+        parts = [
+            attended(q, keys, values, m, n_threads=n_threads)
+            for q, m in zip(
+                np.split(queries, cuts, axis=1), np.split(mask, cuts, axis=1), strict=True
+            )
+        ]
+        assert np.array_equal(np.concatenate(parts, axis=1), whole)
 
 
 def test_attention_of_a_row_has_the_same_bits_in_any_company() -> None:
