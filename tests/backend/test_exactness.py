@@ -13,6 +13,7 @@ import pytest
 import cbatch
 from cbatch.backend.llama.llama_backend import LlamaBackend, output_row
 from cbatch.backend.llama.native import NativeStepper
+from cbatch.backend.load import packed
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.backend.load.row_shapes import find_exact
@@ -254,6 +255,14 @@ def test_exact_is_refused_for_unified_memory_without_loading() -> None:
 def test_reason_is_told_where_exactness_does_not_hold(
     synth: SynthFactory, settings: dict[str, Any], reason: str
 ) -> None:
-    with cbatch.load(synth("exact"), ctx_per_seq=N_WINDOW, **settings) as engine:
+    with cbatch.load(synth("exact"), ctx_per_seq=N_WINDOW, repack="llama", **settings) as engine:
         assert engine.exactness.startswith("not guaranteed: logits change ")
         assert reason in engine.exactness
+
+
+@pytest.mark.skipif(bool(packed.why_unfit()), reason=packed.why_unfit() or "-")
+@pytest.mark.parametrize("kv", ["unified", "partitioned"])
+def test_packed_model_rounds_alike_with_flash_attention(synth: SynthFactory, kv: str) -> None:
+    """Wherever cells lie, and however prompts are cut."""
+    with cbatch.load(synth("exact"), ctx_per_seq=N_WINDOW, kv=kv, flash_attn="on") as engine:
+        assert engine.exactness.startswith("not guaranteed: the probe found no difference")
