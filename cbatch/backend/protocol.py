@@ -144,7 +144,7 @@ class Vocab(Protocol):
 
 
 class Embedder(Protocol):
-    """Computes vectors of texts. One thread at a time, not that of `Backend.run`."""
+    """Computes vectors of texts. One thread at a time."""
 
     @property
     def n_most(self) -> int:
@@ -162,21 +162,36 @@ class Embedder(Protocol):
     def n_shared(self) -> int:
         """Tokens from which on a beginning that all texts of a call have is computed once; 0 where it never is."""
 
-    def compute(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32] | None]:
+    def prepare(self, texts: Sequence[Sequence[int]]) -> None:
+        """Have memory for texts, as `compute` does first. Any thread, while no other computes.
+
+        Raises:
+            PlanError: the texts break a rule; nothing was done.
+            TextTooLongError: the memory that is free is not enough.
+        """
+
+    def compute(
+        self, texts: Sequence[Sequence[int]], take_turn: Callable[[], float] | None = None
+    ) -> list[NDArray[np.float32] | None]:
         """Return the vector of each text, None where there is none.
 
         Args:
             texts: tokens of each, 1 … `n_most`, in the vocabulary; at most `n_texts`, and more than one only up to
                 `n_full` tokens, a shared beginning left out.
+            take_turn: called amid the computing of a causal model, in the same thread, soon at first. It may run the
+                backend; it returns the seconds for which to go on before it is called again, infinity while nothing
+                else waits. What it raises ends the computing.
 
         Returns:
             (dimension,) float32, not normalised, a copy; with pooling none (n_tokens, dimension).
 
         Raises:
-            PlanError: the texts break a rule; nothing was done.
             DecodeError: llama.cpp could not compute them.
-            TextTooLongError: the memory that is free is not enough.
+            Exception: those of `prepare` and `take_turn`.
         """
+
+    def hurry(self) -> None:
+        """Have `take_turn` called soon. From any thread."""
 
     def close(self) -> None:
         """Free what it has of its own. Twice is harmless."""

@@ -93,12 +93,18 @@ class LocalRuntime:
             self._prompts, max(_N_AHEAD, backend.n_slots), is_threaded=is_threaded
         )
         self.loop = loop = self._made_loop(store)
-        self.texts = Texts(backend, loop.routes, self._stats, is_threaded=is_threaded)
+        self._can_generate = backend.model_facts.can_generate
+        self.texts = Texts(
+            backend,
+            loop.routes,
+            self._stats,
+            is_threaded=is_threaded,
+            do_beside=loop.do_beside if is_threaded and self._can_generate else None,
+        )
         loop.end_texts, loop.is_inside_texts = self.texts.close, self._is_in_texts
         self.orders = InFlight(loop, self.batcher, time.perf_counter, self.texts)
         self.sequences = SequenceMaker(backend, schedule, chats)
         self._submitting = threading.RLock()  # a handler of a signal may submit, too
-        self._can_generate = backend.model_facts.can_generate
         self._wrong_with = lru_cache(_N_CHECKED)(self._compile)
         if is_threaded:
             loop.start()

@@ -20,6 +20,7 @@ from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.delivery import deliver
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.row_comparison import check_comparable, check_room, compare_rows
+from cbatch.runtime.side_work import SideWork
 from cbatch.runtime.step_record import record_of
 from cbatch.support.interrupts import Latch, Postponed, Sleepers, is_locked_here
 from cbatch.support.logs import HeldLogs, Log, is_handling
@@ -101,6 +102,7 @@ class Loop:
             store, backend, batcher, wants, clock, post, is_threaded=is_threaded
         )
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
+        self._side = SideWork(self.step, self._is_watched, self.check_open, clock)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
         """Opened by the owner once the backend is freed."""
@@ -156,6 +158,7 @@ class Loop:
         self.deliver(changed)
         delivered = self._clock()
         self._count(result, built - start, ran - built, delivered - ran)
+        self._side.earn(delivered - start)
         if record is not None:
             self._tell_recorder(record, applied - ran, delivered - applied)
         return True
@@ -271,7 +274,7 @@ class Loop:
         self._commands.put(command)
         if self._thread is not None:
             if is_urgent:
-                self._backend.interrupt()
+                self.hurry()
             if self._is_closed and not self.is_inside:
                 # the owner has ended meanwhile: no other thread will do the commands
                 self._ended.wait()
@@ -293,8 +296,20 @@ class Loop:
         self._wants.take_prompt(driver, self._clock())
 
     def hurry(self) -> None:
-        """End a run in flight after its current step. From any thread."""
+        """End a run in flight after its current step, and pause work beside steps. From any thread."""
         self._backend.interrupt()
+        self._side.hurry()
+
+    def do_beside(
+        self, work: Callable[[Callable[[], float]], T], hurry: Callable[[], object]
+    ) -> tuple[T, float]:
+        """Have work done by the owner thread between steps; see `SideWork.do`. From other threads; waits."""
+        self.check_open()
+        return self._side.do(work, hurry, lambda: self.post(bool))
+
+    def _is_watched(self) -> bool:
+        """Whether a reader waits for the next token of a row."""
+        return any(driver.reply.is_watched for _, driver in self._batcher.decoding())
 
     def call_at(self, when_s: float, action: Callable[[], object]) -> None:
         """Have `action` done by the owner when its clock says `when_s`. From any thread; does not wait."""
@@ -344,7 +359,9 @@ class Loop:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                if not self.step() and not self._is_closed:
+                if self._side.is_due:
+                    self._side.do_next()
+                elif not (self.step() or self._is_closed or self._side.begin_idle()):
                     self._await_command()
         except BaseException as error:
             self._error, self._is_closed = error, True
@@ -445,7 +462,7 @@ class Loop:
             return
         if self.is_inside:
             self._commands.put(self._mark_closed)
-            self._backend.interrupt()
+            self.hurry()
             return
         with Postponed(), self._closing:
             if self._thread is not None:
@@ -459,7 +476,7 @@ class Loop:
         """Have the thread end and free the backend; return when it has. Signals are to be postponed meanwhile."""
         if not self._ended.is_open:
             self._commands.put(self._mark_closed)
-            self._backend.interrupt()
+            self.hurry()
         self._ended.wait()
         thread.join()
 
@@ -485,6 +502,7 @@ class Loop:
         if self.on_end is not None:
             self.on_end(None if self._error is None else self._failure(self._error))
         self.admit_late()
+        self._side.close()
         self.end_texts(None if self._error is None else self._failure(self._error))
         self._end_requests()
         self._save_last()

@@ -1,4 +1,5 @@
-"""Texts that wait for their vectors, and the thread that computes them, beside the owner thread and its steps.
+"""Texts that wait for their vectors, and the thread that has them computed: by the owner thread, between its steps,
+where the model generates, too.
 
 Texts of equal settings share micro-batches: the first one in the order of the queue, and those others that fill what
 is left. Equal texts are computed once.
@@ -13,6 +14,7 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,6 +50,11 @@ if TYPE_CHECKING:
     from cbatch.runtime.in_flight import Route
     from cbatch.stats import EngineStats
 
+    Found = list[NDArray[np.float32] | None]
+    DoBeside = Callable[
+        [Callable[[Callable[[], float]], Found], Callable[[], object]], tuple[Found, float]
+    ]
+
 N_READY = 512
 """Texts that are made tokens ahead, of which micro-batches are put together. Our choice."""
 
@@ -62,7 +69,7 @@ _N_ENTRY_BYTES = 240
 """What a kept vector takes besides its numbers: its array, digest and place. Measured, CPython 3.11."""
 
 _IDLE_S = 0.05
-"""Seconds without a text after which the thread ends: its team of OpenMP's slows down that of the owner thread."""
+"""Seconds without a text after which the thread ends: where it computes, its team of OpenMP's slows down others."""
 
 
 class TextKind(NamedTuple):
@@ -142,6 +149,7 @@ class Texts:
         stats: EngineStats,
         *,
         is_threaded: bool,
+        do_beside: DoBeside | None = None,
     ) -> None:
         """Make a room without a thread; the first text starts one.
 
@@ -150,11 +158,12 @@ class Texts:
             routes: where the output of each request in flight goes, by id. Texts that end are taken out.
             stats: counts of texts are added to it.
             is_threaded: compute in a thread; without, by `pump`.
+            do_beside: has work done by the thread that computes steps; without, texts are computed by this thread.
         """
         self.on_admit: Callable[[Sequence[str]], object] | None = None
         """Called with the ids of texts before they are computed."""
         self._backend, self._routes, self._stats = backend, routes, stats
-        self._is_threaded = is_threaded
+        self._is_threaded, self._do_beside = is_threaded, do_beside
         self._facts = backend.model_facts
         self._embedders: dict[Pooling, Embedder] = {}
         self._kept = KeptVectors(N_KEPT_BYTES)
@@ -273,6 +282,8 @@ class Texts:
                 with self._turns.held():
                     while self._work():
                         pass
+            except EngineClosedError as error:
+                self._end_all(None if error.__cause__ is None else error)
             except BaseException as error:  # a bug: nobody may wait for ever
                 self._end_all(_failure(error))
             with self._lock:
@@ -370,9 +381,8 @@ class Texts:
         """Return the vector of each digest, or the error of its text. What fails together is tried alone."""
         own = {text.digest: text for text in group}
         embedder = self._embedder(group[0].kind.pooling)
-        start_s = time.perf_counter()
         try:
-            vectors = embedder.compute([text.tokens for text in own.values()])
+            vectors, took_s = self._vectors(embedder, [text.tokens for text in own.values()])
         except EngineClosedError:
             raise
         except Exception as error:
@@ -380,12 +390,20 @@ class Texts:
                 parts = [self._computed([text]) for text in own.values()]
                 return {digest: vector for part in parts for digest, vector in part.items()}
             return dict.fromkeys(own, _failure(error))
-        self._stats.embed_s += time.perf_counter() - start_s
+        self._stats.embed_s += took_s
         self._stats.n_text_tokens += sum(len(text.tokens) for text in own.values())
         return {
             text.digest: _checked(vector)
             for text, vector in zip(own.values(), vectors, strict=True)
         }
+
+    def _vectors(self, embedder: Embedder, texts: Sequence[Sequence[int]]) -> tuple[Found, float]:
+        """Return the vector of each text, and the seconds for which they were computed."""
+        embedder.prepare(texts)
+        if self._do_beside is not None:
+            return self._do_beside(partial(embedder.compute, texts), embedder.hurry)
+        start_s = time.perf_counter()
+        return embedder.compute(texts), time.perf_counter() - start_s
 
     def _finish(
         self,

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Number of this surface; raised by every change that an older caller would misread.
-#define CBATCH_ABI_VERSION 14
+#define CBATCH_ABI_VERSION 15
 
 // Numbers that stand for a token in `out` of `cbatch_stepper_run`.
 #define CBATCH_BROKEN_ROW (-1)  // the row held a NaN or +∞, or llama.cpp gave no row
@@ -184,7 +184,7 @@ typedef struct cbatch_report {
 
 typedef struct cbatch_stepper cbatch_stepper;    // runs steps in one llama context
 typedef struct cbatch_log_ring cbatch_log_ring;  // the newest log records, in a fixed number of bytes
-typedef struct cbatch_graph_stop cbatch_graph_stop;  // whether graphs that are computed are to end
+typedef struct cbatch_watch cbatch_watch;        // looks at the computing of graphs, one at a time
 
 // Return CBATCH_ABI_VERSION as compiled.
 CBATCH_EXPORT int32_t cbatch_abi_version(void) CBATCH_NOEXCEPT;
@@ -298,17 +298,6 @@ CBATCH_EXPORT int32_t cbatch_packed_open(void * library) CBATCH_NOEXCEPT;
 // Have models that this thread loads from now on keep their weights packed (is_loading not 0), or not, as at first.
 CBATCH_EXPORT void cbatch_packed_want(int32_t is_loading) CBATCH_NOEXCEPT;
 
-// The node after which the computing of a graph ends. Must outlive the contexts that have it.
-typedef struct cbatch_stop {
-    const char * (*get_name)(const void * tensor);  // ggml_get_name
-    const char * name;                              // of the node
-} cbatch_stop;
-
-// End the computing of a graph, or of a device's part of it, after the node of `given`, a cbatch_stop: what llama.cpp would
-// compute from it and nobody reads. A graph without such a node is computed whole. Has the type of llama.cpp's `cb_eval`.
-//   is_before: whether llama.cpp asks if it should stop at a node, rather than whether to go on behind it.
-CBATCH_EXPORT bool cbatch_stop_callback(void * tensor, bool is_before, void * given) CBATCH_NOEXCEPT;
-
 // llama.cpp's log levels. Source: ggml/include/ggml.h, enum ggml_log_level.
 #define CBATCH_LOG_DEBUG 1
 #define CBATCH_LOG_CONTINUATION 5  // goes on with the record before, whatever its level
@@ -329,15 +318,28 @@ CBATCH_EXPORT void cbatch_log_callback(int32_t level, const char * text, void * 
 CBATCH_EXPORT int32_t cbatch_log_drain(cbatch_log_ring * ring, char * out, int32_t n_out,
                                        int64_t * n_dropped) CBATCH_NOEXCEPT;
 
-// Make what ends the graphs of one encoder, or return NULL; free it once nothing computes with it.
-CBATCH_EXPORT cbatch_graph_stop * cbatch_graph_stop_init(void) CBATCH_NOEXCEPT;
-CBATCH_EXPORT void cbatch_graph_stop_free(cbatch_graph_stop * stop) CBATCH_NOEXCEPT;
+// What a watch asks and calls.
+typedef struct cbatch_watch_params {
+    const char * (*get_name)(const void * node);  // ggml_get_name
+    const char * (*get_op)(const void * node);    // ggml_op_desc
+    const char * last;                            // name of the node behind which graphs end, or NULL; has to outlive the watch
+    // Called between two nodes of a graph, in the thread that computes it; or NULL. Return for how many seconds to go on
+    // before the next call: infinity while nothing waits, which is asked again after 10 ms; less than 0 breaks the graph off.
+    double (*turn)(void);
+} cbatch_watch_params;
 
-// End the graph under way within a few nodes, and every later one after its first ones. From any thread.
-CBATCH_EXPORT void cbatch_graph_stop_set(cbatch_graph_stop * stop) CBATCH_NOEXCEPT;
+// Make a watch of the graphs of one context, or return NULL; free it once nothing computes with it.
+CBATCH_EXPORT cbatch_watch * cbatch_watch_init(const cbatch_watch_params * params) CBATCH_NOEXCEPT;
+CBATCH_EXPORT void cbatch_watch_free(cbatch_watch * watch) CBATCH_NOEXCEPT;
 
-// Has the type ggml_backend_sched_eval_callback; `stop` is its user data. Source: ggml/include/ggml-backend.h.
-CBATCH_EXPORT bool cbatch_graph_callback(void * node, bool is_asking, void * stop) CBATCH_NOEXCEPT;
+// Break off the graph under way behind some of its nodes, and every later one behind its first ones. From any thread.
+CBATCH_EXPORT void cbatch_watch_stop(cbatch_watch * watch) CBATCH_NOEXCEPT;
+
+// Have `turn` called at the next pause. From any thread.
+CBATCH_EXPORT void cbatch_watch_hurry(cbatch_watch * watch) CBATCH_NOEXCEPT;
+
+// Has the type ggml_backend_sched_eval_callback; `watch` is its user data. Source: ggml/include/ggml-backend.h.
+CBATCH_EXPORT bool cbatch_watch_callback(void * node, bool is_asking, void * watch) CBATCH_NOEXCEPT;
 
 #ifdef __cplusplus
 }

@@ -73,5 +73,5 @@ def test_installed_package_without_a_library_says_how_to_reinstall(
 
 def test_library_of_another_surface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ABI_VERSION", 99)
-    with pytest.raises(IncompatibleLlamaError, match=r"interface version 14.*needs 99"):
+    with pytest.raises(IncompatibleLlamaError, match=r"interface version 15.*needs 99"):
         library.load_library()

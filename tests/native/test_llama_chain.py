@@ -282,7 +282,7 @@ def test_typical_p_of_flat_rows_is_cut_where_exact_sums_say(logits: Logits, shar
     distance = np.abs(np.log(p) - np.sum(p * np.log(p)))
     is_kept = np.isin(np.arange(len(p)), list(kept))
     assert (
-        distance[is_kept].max() <= distance[~is_kept].min(initial=np.inf) + 1e-4
+        distance[is_kept].max() <= distance[~is_kept].min(initial=np.inf) + 1e-3
     )  # sums of floats
     total = p[is_kept].sum()
     assert share - EDGE <= total

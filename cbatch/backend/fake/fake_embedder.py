@@ -25,14 +25,14 @@ class FakeEmbedder:
     n_shared = 0
 
     def __init__(self, pooling: Pooling, n_most: int, hold: Callable[[], object] = bool) -> None:
-        """Make one; `hold` is called before each call computes, and may raise or wait."""
+        """Make one; `hold` is called by `prepare`, and may raise or wait."""
         self._pooling, self._hold = pooling, hold
         self.n_most, self.n_full, self.n_texts = n_most, 64, 16
         self.calls: list[list[tuple[int, ...]]] = []
         self.is_closed = False
 
-    def compute(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32] | None]:
-        """Return the vectors; a text with token 255 has none, one with 254 a NaN."""
+    def prepare(self, texts: Sequence[Sequence[int]]) -> None:
+        """Check the texts, note the call and hold."""
         n = sum(map(len, texts))
         if not 0 < len(texts) <= self.n_texts or (len(texts) > 1 and n > self.n_full):
             raise PlanError(f"{len(texts)} texts of {n} tokens")
@@ -40,7 +40,20 @@ class FakeEmbedder:
             raise PlanError(f"a text is not of 1 … {self.n_most} tokens")
         self.calls.append([*map(tuple, texts)])
         self._hold()
-        return [self._vector(text) for text in texts]
+
+    def compute(
+        self, texts: Sequence[Sequence[int]], take_turn: Callable[[], float] | None = None
+    ) -> list[NDArray[np.float32] | None]:
+        """Return the vectors; a text with token 255 has none, one with 254 a NaN. There is a turn before each text."""
+        found = []
+        for text in texts:
+            if take_turn is not None:
+                take_turn()
+            found.append(self._vector(text))
+        return found
+
+    def hurry(self) -> None:
+        """Do nothing: turns are taken all the time."""
 
     def _vector(self, text: Sequence[int]) -> NDArray[np.float32] | None:
         if 255 in text:

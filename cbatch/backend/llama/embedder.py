@@ -5,13 +5,14 @@ rounding depends on the other texts. Only the scores of a classifier (`rank`) co
 
 With embeddings on, a causal model of llama.cpp computes the whole last layer and the logits of every token, too. So for
 the last token's vector all other tokens are computed with embeddings off and without outputs, then the last ones of all
-texts together. A callback ends each graph at the vectors, before the logits; only a classifier's are behind them.
+texts together. A watch ends each graph at the vectors, before the logits; only a classifier's are behind them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,8 @@ import numpy as np
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.host_limits import host_most
 from cbatch.backend.llama.context import padded, set_computing
-from cbatch.backend.llama.library import library, vectors_alone
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.watch import VECTORS, GraphWatch
 from cbatch.backend.threads import teams
 from cbatch.errors import (
     DecodeError,
@@ -33,7 +34,7 @@ from cbatch.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,6 +47,9 @@ N_TEXTS = 64
 
 _N_FULL = (128, 512)
 """Bounds of a micro-batch of several texts, in tokens. Our choice."""
+
+_N_BESIDE = 64
+"""Most tokens of a graph of a causal model beside steps of requests, which wait for each of its nodes. Our choice."""
 
 N_SHARED = 16
 """Least tokens of a common beginning that is computed once. Our choice."""
@@ -95,7 +99,8 @@ class LlamaEmbedder:
         self.n_texts = 1 if options.exact else N_TEXTS
         is_shared = self._takes_last and not (self._takes_first or options.exact)
         self.n_shared = N_SHARED if is_shared else 0
-        self._stop = vectors_alone()
+        ends_early = self._is_causal and not self._takes_scores
+        self._watch = GraphWatch(VECTORS if ends_early else None, has_turns=True)
         self._ctx: Any = None
         self._n_room = 0
         """Tokens that the context has room for."""
@@ -120,25 +125,46 @@ class LlamaEmbedder:
         if ctx is not None:
             llama_cpp.llama_free(ctx)
 
-    def compute(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32] | None]:
-        """Return the vector of each text; see `cbatch.backend.Embedder`."""
+    def prepare(self, texts: Sequence[Sequence[int]]) -> None:
+        """Have memory for texts; see `cbatch.backend.Embedder`."""
         self._check(texts)
-        if self._takes_first:
-            texts = [text[:1] for text in texts]
-        with self._busy:
-            if self._is_closed:
-                self._model.check_open()
-                raise EngineClosedError("the embedder is closed")
+        texts = self._needed(texts)
+        with self._in_use():
+            self._make_room(sum(map(len, texts)) - self._n_common(texts) * (len(texts) - 1))
+
+    def compute(
+        self, texts: Sequence[Sequence[int]], take_turn: Callable[[], float] | None = None
+    ) -> list[NDArray[np.float32] | None]:
+        """Return the vector of each text; see `cbatch.backend.Embedder`."""
+        self.prepare(texts)
+        with self._in_use():
             if self._n_threads > 1:
                 teams().join()
-            self._make_room(sum(map(len, texts)) - self._n_common(texts) * (len(texts) - 1))
             try:
-                return [*self._computed(texts)]
-            except DecodeError:
+                with self._watch.turns(take_turn):
+                    return [*self._computed(self._needed(texts))]
+            except BaseException:
                 self._free()  # what it holds is unknown
                 raise
             finally:
                 llama_log().drain()
+
+    def hurry(self) -> None:
+        """Have a turn taken soon; see `cbatch.backend.Embedder`."""
+        self._watch.hurry()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the context, in a block. Raises an `EngineClosedError`."""
+        with self._busy:
+            if self._is_closed:
+                self._model.check_open()
+                raise EngineClosedError("the embedder is closed")
+            yield
+
+    def _needed(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the tokens that have to be computed of each text."""
+        return [text[:1] for text in texts] if self._takes_first else texts
 
     def _check(self, texts: Sequence[Sequence[int]]) -> None:
         """Refuse what llama.cpp would end the process on."""
@@ -207,10 +233,8 @@ class LlamaEmbedder:
         params.kv_unified = params.swa_full = True
         params.embeddings = True
         params.pooling_type = _POOLING_TYPES["rank" if self._takes_scores else "none"]
-        if self._is_causal and not self._takes_scores and (stop := self._stop) is not None:
-            callback = library().cbatch_stop_callback
-            params.cb_eval = ctypes.cast(callback, llama_cpp.ggml_backend_sched_eval_callback)
-            params.cb_eval_user_data = ctypes.addressof(stop)
+        if self._is_causal:
+            self._watch.watch(params)
         set_computing(params, self._options)
         return params
 
@@ -245,7 +269,7 @@ class LlamaEmbedder:
         n = len(prefix)
         self._set_embeddings(is_on=False)
         for chunk in _chunks(
-            [(i, n, text[n:-1]) for i, text in zip(ids, texts, strict=True)], self._batch.n_most
+            [(i, n, text[n:-1]) for i, text in zip(ids, texts, strict=True)], self._n_chunk
         ):
             self._run(*_columns(chunk), has_outputs=False)
         self._set_embeddings(is_on=True)
@@ -259,13 +283,18 @@ class LlamaEmbedder:
         """Yield what all tokens of each text give together."""
         self._clear()
         parts: list[list[NDArray[np.float32]]] = [[] for _ in texts]
-        for chunk in _chunks([(i, 0, text) for i, text in enumerate(texts)], self._batch.n_most):
+        for chunk in _chunks([(i, 0, text) for i, text in enumerate(texts)], self._n_chunk):
             rows = self._run(*_columns(chunk), has_outputs=True)
             for i, _, tokens in chunk:
                 parts[i].append(rows[: len(tokens)].copy())
                 rows = rows[len(tokens) :]
         for found in parts:
             yield self._pooled(np.concatenate(found))
+
+    def _n_chunk(self) -> int:
+        """Return how many tokens to compute next: few where others wait, for whom a pause is not to come late."""
+        is_whole = self._watch.is_alone or self._options.exact
+        return self._batch.n_most if is_whole else min(_N_BESIDE, self._batch.n_most)
 
     def _share(self, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Have what the texts begin with in common in all their sequences, and nothing else; return it."""
@@ -279,7 +308,7 @@ class LlamaEmbedder:
         if prefix != self._prefix:
             self._clear()
             self._set_embeddings(is_on=False)
-            for chunk in _chunks([(self.n_texts, 0, prefix)], self._batch.n_most):
+            for chunk in _chunks([(self.n_texts, 0, prefix)], self._n_chunk):
                 self._run(*_columns(chunk), has_outputs=False)
             self._prefix = prefix
         for i in range(self.n_texts):
@@ -315,6 +344,7 @@ class LlamaEmbedder:
         batch = self._batch.filled(texts, starts, ids, has_outputs=has_outputs)
         run = llama_cpp.llama_encode if self._model.is_encoder else llama_cpp.llama_decode
         code = int(run(self._ctx, batch))
+        self._watch.check()
         if code:
             raise DecodeError(code)
         if not has_outputs or self._takes_scores:
@@ -387,20 +417,21 @@ def _pointer(array: NDArray[Any], kind: Any) -> Any:
 
 
 def _chunks(
-    parts: Sequence[tuple[int, int, Sequence[int]]], n_most: int
+    parts: Sequence[tuple[int, int, Sequence[int]]], n_most: Callable[[], int]
 ) -> Iterator[list[tuple[int, int, Sequence[int]]]]:
-    """Yield parts of sequences that have up to `n_most` tokens together, in order."""
+    """Yield parts of sequences that have up to `n_most` tokens together, asked before each, in order."""
     chunk: list[tuple[int, int, Sequence[int]]] = []
-    n_left = n_most
+    n_left = 0
     for id, first, text in parts:
         start, tokens = first, text
         while tokens:
+            n_left = n_left or n_most()
             some, tokens = tokens[:n_left], tokens[n_left:]
             chunk.append((id, start, some))
             start, n_left = start + len(some), n_left - len(some)
             if not n_left:
                 yield chunk
-                chunk, n_left = [], n_most
+                chunk = []
     if chunk:
         yield chunk
 

@@ -9,17 +9,15 @@ from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.openmp import gomp_parallel
-from cbatch.backend.llama.structs import NativeApi, NativeStop
+from cbatch.backend.llama.structs import NativeApi
 from cbatch.backend.native_file import native_file
 from cbatch.backend.threads import once
 from cbatch.errors import IncompatibleLlamaError
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """Surface number that this file is written for: CBATCH_ABI_VERSION in native/include/cbatch.h."""
 
 _REINSTALL = "reinstall it, in a clone: pip install --force-reinstall --no-deps --no-cache-dir ."
-_VECTORS = b"result_embd_pooled"
-"""The name of the vectors in a graph. Source: llama.cpp's src/llama-graph.cpp, build_pooling."""
 _BATCH_FIELDS = ("n_tokens", "token", "embd", "pos", "n_seq_id", "seq_id", "logits")
 
 _int, _pointer = ctypes.c_int32, ctypes.c_void_p
@@ -40,18 +38,19 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "cbatch_log_set_debug": (None, [_pointer, _int]),
     "cbatch_log_callback": (None, [_int, ctypes.c_char_p, _pointer]),
     "cbatch_log_drain": (_int, [_pointer, _pointer, _int, _pointer]),
-    "cbatch_graph_stop_init": (_pointer, []),
-    "cbatch_graph_stop_free": (None, [_pointer]),
-    "cbatch_graph_stop_set": (None, [_pointer]),
-    "cbatch_graph_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
+    "cbatch_watch_init": (_pointer, [_pointer]),
+    "cbatch_watch_free": (None, [_pointer]),
+    "cbatch_watch_stop": (None, [_pointer]),
+    "cbatch_watch_hurry": (None, [_pointer]),
+    "cbatch_watch_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
     "cbatch_packed_open": (_int, [_pointer]),
     "cbatch_packed_want": (None, [_int]),
-    "cbatch_stop_callback": (ctypes.c_bool, [_pointer, ctypes.c_bool, _pointer]),
 }
 
 _QUICK = {
     *("cbatch_log_drain", "cbatch_stepper_bind", "cbatch_stepper_use"),
     *("cbatch_stepper_interrupt", "cbatch_stepper_set_threads"),
+    *("cbatch_watch_stop", "cbatch_watch_hurry"),
 }
 """Functions of some microseconds, which keep Python's lock: to get it back from a busy thread takes up to 5 ms."""
 
@@ -182,24 +181,16 @@ class LlamaApi:
         return NativeApi(
             size=ctypes.sizeof(NativeApi),
             abi=ABI_VERSION,
-            decode=_address(self.decode),
-            get_logits_ith=_address(self.get_logits_ith),
+            decode=address(self.decode),
+            get_logits_ith=address(self.get_logits_ith),
             gomp_parallel=self.gomp_parallel,
-            synchronize=_address(self.synchronize),
-            get_memory=_address(self.get_memory),
-            memory_seq_rm=_address(self.memory_seq_rm),
-            clock_ns=_address(self.clock_ns),
+            synchronize=address(self.synchronize),
+            get_memory=address(self.get_memory),
+            memory_seq_rm=address(self.memory_seq_rm),
+            clock_ns=address(self.clock_ns),
         )
 
 
-def vectors_alone() -> NativeStop | None:
-    """Return the user data of `cbatch_stop_callback` that ends a graph at its vectors, so that no logits are computed.
-
-    None where ggml's own functions cannot be reached. Keep it as long as a context has it.
-    """
-    get_name = getattr(llama_cpp.llama_cpp._lib, "ggml_get_name", None)
-    return None if get_name is None else NativeStop(_address(get_name), _VECTORS)
-
-
-def _address(function: Any) -> Any:
+def address(function: Any) -> Any:
+    """Return the address of a function of a library, None for None."""
     return None if function is None else ctypes.cast(function, ctypes.c_void_p)

@@ -18,10 +18,10 @@ import numpy as np
 from cbatch.backend.bindings import build_name, llama_cpp, mtmd_bindings
 from cbatch.backend.llama.bitmaps import pillow, pixels_of, size_of
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
-from cbatch.backend.llama.library import library
 from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.openmp import end_team
 from cbatch.backend.llama.positions import FlatPicture
+from cbatch.backend.llama.watch import GraphWatch
 from cbatch.backend.llama.waves import samples_of, sound_libraries
 from cbatch.errors import (
     ConfigError,
@@ -227,9 +227,8 @@ class Projector:
         """Pictures and sounds that were encoded: one that is known is not encoded again."""
         self.digest = file_digest(model_parts(path))
         """What tells this file from another."""
-        self._lib = library()
-        self._stop: int | None = self._lib.cbatch_graph_stop_init()
-        """What ends an encoding under way; None once it is freed."""
+        self._watch = GraphWatch()
+        """What breaks off an encoding under way."""
         self._ctx: Any = None
         try:
             self._ctx = self._made(n_threads, is_on_device=is_on_device)
@@ -243,10 +242,8 @@ class Projector:
         params = self._mtmd.mtmd_context_params_default()
         params.use_gpu = is_on_device
         params.print_timings, params.n_threads = False, n_threads
-        if not is_on_device and self._stop is not None:
-            callback = llama_cpp.ggml_backend_sched_eval_callback
-            params.cb_eval = ctypes.cast(self._lib.cbatch_graph_callback, callback)
-            params.cb_eval_user_data = self._stop
+        if not is_on_device:
+            self._watch.watch(params)
         ctx = self._mtmd.mtmd_init_from_file(os.fsencode(self.name), self._model.pointer, params)
         llama_log().drain()
         if not ctx:
@@ -543,8 +540,7 @@ class Projector:
         """End the encoding under way, where the processor encodes, and refuse all later ones. From any thread."""
         with self._lock:
             self._is_stopped = True
-            if self._stop is not None:
-                self._lib.cbatch_graph_stop_set(self._stop)
+            self._watch.stop()
 
     def close(self) -> None:
         """Free the projector. Twice is harmless."""
@@ -554,9 +550,6 @@ class Projector:
             ctx, self._ctx = self._ctx, None
             if ctx:
                 self._mtmd.mtmd_free(ctx)
-            if self._stop is not None:
-                self._lib.cbatch_graph_stop_free(self._stop)
-                self._stop = None
             self._kept.clear()
 
 

@@ -129,10 +129,15 @@ class NativeScoring(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("n_targets", "n_top", "targets", "out")]
 
 
-class NativeStop(ctypes.Structure):
-    """The node after which the computing of a graph ends: `cbatch_stop`."""
+class NativeWatchParams(ctypes.Structure):
+    """What looks at the computing of graphs asks and calls: `cbatch_watch_params`."""
 
-    _fields_ = [("get_name", ctypes.c_void_p), ("name", ctypes.c_char_p)]
+    _fields_ = [
+        ("get_name", ctypes.c_void_p),
+        ("get_op", ctypes.c_void_p),
+        ("last", ctypes.c_char_p),
+        ("turn", ctypes.c_void_p),
+    ]
 
 
 class NativeReport(ctypes.Structure):

@@ -213,3 +213,21 @@ def test_embedding_logs_no_warning(models: Any, caplog: pytest.LogCaptureFixture
     with cbatch.load(models("bert")) as engine:
         engine.embed(["red"]).array()
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_vectors_and_answers_beside_each_other_are_those_alone(synth: SynthFactory) -> None:
+    """Under `exact`, to the bit: a pause between nodes changes nothing, nor do steps amid a text."""
+    texts = [[7 + i] * n for i, n in enumerate((300, 5, 40, 129, 64, 1, 250))]
+    prompts = [f"Say {i}." for i in range(4)]
+    options = {"max_tokens": 200, "ignore_eos": True, "temperature": 0, "logprobs": True}
+    settings: dict[str, Any] = {"exact": True, "parallel": 4, "ctx_per_seq": 1024}
+    with cbatch.load(synth("exact"), **settings) as engine:
+        vectors = engine.embed(texts).array()
+        answers = engine.run(prompts, options=options).results()
+    with cbatch.load(synth("exact"), **settings) as engine:
+        running = engine.run(prompts, options=options, streamed=True)
+        chunks = iter(running)
+        next(chunks)  # to leave the iteration would cancel them
+        assert np.array_equal(engine.embed(texts).array(), vectors)
+        beside = running.results()
+    assert [a.logprobs for a in beside] == [a.logprobs for a in answers]

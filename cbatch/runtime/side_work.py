@@ -1,0 +1,153 @@
+"""Work that the owner thread does between its steps, and amid itself does steps: vectors of texts.
+
+Two threads that compute have two teams of OpenMP's, which take cores from each other amid a step whatever their
+priorities are; on two cores a step then takes up to twice as long. So the owner thread computes both: work beside steps
+gives them turns between the nodes of its graphs. It has a share of the time, a small one while readers wait for tokens,
+else half of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cbatch.runtime.commands import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+_SHARE = 0.03
+"""Time for work beside steps, over that of the steps, while a reader waits for a token of a row. The gaps between
+tokens grow by it, and by the length of a node. Our choice."""
+
+_MOST_S = 0.03
+"""Most time that work beside steps has for later while there is none: that of a short text, such as a query, which is
+then computed at once. Our choice."""
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """One call's work."""
+
+    do: Command[Any]
+    hurry: Callable[[], object]
+    took_s: float = 0.0
+
+
+class SideWork:
+    """Does work between the steps of an owner thread. All of it in that thread, but for `do` and `hurry`."""
+
+    def __init__(
+        self,
+        step: Callable[[], bool],
+        is_watched: Callable[[], bool],
+        check_open: Callable[[], object],
+        clock: Callable[[], float],
+    ) -> None:
+        """Make one without work.
+
+        Args:
+            step: does a step; False where there was nothing to compute.
+            is_watched: whether a reader waits for the next token of a row.
+            check_open: raises an `EngineClosedError` once no more work is to be done.
+            clock: in seconds.
+        """
+        self._step, self._is_watched = step, is_watched
+        self._check_open, self._clock = check_open, clock
+        self._waiting: deque[_Asked] = deque()
+        self._current: _Asked | None = None
+        self._left_s = _MOST_S
+        """Time that work has before the next step."""
+        self._since_s = 0.0
+        """When `_current` went on."""
+        self._error: BaseException | None = None
+        """What a step amid work has raised."""
+
+    def do(
+        self,
+        work: Callable[[Callable[[], float]], T],
+        hurry: Callable[[], object],
+        wake: Callable[[], object],
+    ) -> tuple[T, float]:
+        """Have work done by the owner thread; return its result and the seconds that it took. Waits; any other thread.
+
+        Args:
+            work: is given what it calls amid its computing: that does steps, and returns for how many seconds to go on
+                before it is called again.
+            hurry: has `work` call that soon. From any thread.
+            wake: has the owner thread look at its work, after which it calls `close` at some time.
+        """
+        asked = _Asked(Command(lambda: self._begin(work)), hurry)
+        self._waiting.append(asked)
+        wake()
+        return asked.do.wait(), asked.took_s
+
+    def hurry(self) -> None:
+        """Have steps done soon. From any thread."""
+        current = self._current
+        if current is not None:
+            current.hurry()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether work waits and has time."""
+        return self._left_s > 0 and len(self._waiting) > 0
+
+    def earn(self, took_s: float) -> None:
+        """Give work time for a step that took so long."""
+        is_wanted = self._current is not None or self._waiting
+        share = 1.0 if is_wanted and not self._is_watched() else _SHARE
+        self._left_s = min(self._left_s + share * took_s, _MOST_S)
+
+    def begin_idle(self) -> bool:
+        """Give work time where there is nothing else to do; False where none waits."""
+        self._left_s = _MOST_S
+        return len(self._waiting) > 0
+
+    def do_next(self) -> None:
+        """Do the work that came first, and steps amid it. Raises what a step raised."""
+        self._current = asked = self._waiting.popleft()
+        self._since_s = self._clock()
+        asked.do()
+        self._pause(asked)
+        self._current = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Have all work that waits end by the error of `check_open`."""
+        while self._waiting:
+            self._waiting.popleft().do()
+
+    def _begin(self, work: Callable[[Callable[[], float]], T]) -> T:
+        self._check_open()
+        return work(self._take_turn)
+
+    def _pause(self, asked: _Asked) -> None:
+        """Count the time since the current work went on."""
+        used_s = self._clock() - self._since_s
+        asked.took_s += used_s
+        self._left_s -= used_s
+
+    def _take_turn(self) -> float:
+        """Do steps until work has time again; return how much, infinity where there was nothing else to do."""
+        if self._current is not None:
+            self._pause(self._current)
+        seconds = 0.0
+        while seconds <= 0:
+            self._check_open()
+            try:
+                has_stepped = self._step()
+            except BaseException as error:
+                self._error = error
+                raise
+            if not has_stepped:
+                self.begin_idle()
+            seconds = self._left_s if has_stepped else math.inf
+        self._since_s = self._clock()
+        return seconds

@@ -1,0 +1,199 @@
+"""Work between the steps of the owner thread: its share of the time, and what happens to it amid steps."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from cbatch.backend.fake import FakeBackend
+from cbatch.backend.fake.fake_embedder import FakeEmbedder
+from cbatch.engine import Engine
+from cbatch.errors import EngineClosedError, RequestCancelledError
+from cbatch.runtime.side_work import _MOST_S, _SHARE, SideWork
+from tests.runtime.backends import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from cbatch.core.plan import StepPlan, StepResult
+    from cbatch.embedding import Pooling
+    from cbatch.runtime.text_responses import EmbedResponse
+
+STEP_S, NODE_S = 0.01, 0.0002
+
+
+class World:
+    """Time passes by steps and by nodes of work."""
+
+    def __init__(self, *, is_watched: bool) -> None:
+        self.now_s, self.steps_s, self.nodes_s = 0.0, 0.0, 0.0
+        self.n_steps_left = 0
+        self.side = SideWork(self.step, lambda: is_watched, bool, lambda: self.now_s)
+
+    def step(self) -> bool:
+        if not self.n_steps_left:
+            return False
+        self.n_steps_left -= 1
+        self.now_s += STEP_S
+        self.steps_s += STEP_S
+        self.side.earn(STEP_S)
+        return True
+
+    def work(self, n_nodes: int) -> list[int]:
+        """Compute nodes; return how many were computed before each turn."""
+        found: list[int] = []
+
+        def compute(take_turn: Callable[[], float]) -> None:
+            until_s = 0.0
+            for n in range(n_nodes):
+                self.now_s += NODE_S
+                self.nodes_s += NODE_S
+                if self.now_s >= until_s:
+                    found.append(n + 1)
+                    left_s = take_turn()
+                    until_s = self.now_s + left_s
+
+        asked = threading.Thread(target=self.side.do, args=(compute, bool, bool))
+        asked.start()
+        while not self.side.begin_idle():
+            pass
+        self.side.do_next()
+        asked.join()
+        return found
+
+
+@pytest.mark.parametrize(("is_watched", "share"), [(True, _SHARE), (False, 1.0)])
+def test_work_has_its_share_of_the_time(is_watched: bool, share: float) -> None:
+    world = World(is_watched=is_watched)
+    world.n_steps_left = 10**9
+    world.work(20_000)
+    assert world.nodes_s == pytest.approx(share * world.steps_s, rel=0.05)
+
+
+def test_gaps_grow_by_the_share_and_a_node_at_most() -> None:
+    world = World(is_watched=True)
+    world.n_steps_left = 10**9
+    turns = world.work(5000)
+    nodes = np.diff(turns)[len(turns) // 2 :]  # behind the time that was saved up
+    assert nodes.max() * NODE_S <= _SHARE * STEP_S + NODE_S
+
+
+def test_work_goes_on_while_nothing_else_is_to_be_done() -> None:
+    assert World(is_watched=True).work(5000) == [1]
+
+
+def test_time_is_saved_up_for_a_short_text_alone() -> None:
+    world = World(is_watched=True)
+    world.n_steps_left = 10**6
+    for _ in range(10_000):
+        world.step()
+    first, second, *_ = world.work(5000)
+    assert first == 1
+    assert (second - first) * NODE_S == pytest.approx(_MOST_S, abs=2 * NODE_S)
+
+
+# ---- in an engine ----
+
+
+class EndlessEmbedder(FakeEmbedder):
+    """Computes until a turn ends it."""
+
+    def __init__(self, pooling: Pooling, n_most: int) -> None:
+        super().__init__(pooling, n_most)
+        self.has_begun = threading.Event()
+
+    def compute(
+        self, texts: Sequence[Sequence[int]], take_turn: Callable[[], float] | None = None
+    ) -> list[NDArray[np.float32] | None]:
+        assert take_turn is not None
+        self.thread = threading.current_thread()
+        self.has_begun.set()
+        while take_turn() >= 0:
+            pass
+        raise AssertionError
+
+
+class EndlessBackend(FakeBackend):
+    """Fails at a run once it is broken; notes which threads compute."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 64)
+        self.is_broken = False
+        self.threads = set[threading.Thread]()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.threads.add(threading.current_thread())
+        if self.is_broken:
+            raise SystemExit("the device is gone")
+        return super().run(plan)
+
+    def make_embedder(self, pooling: Pooling) -> FakeEmbedder:
+        self.embedders.append(EndlessEmbedder(pooling, self.n_window))
+        return self.embedders[-1]
+
+
+@pytest.fixture
+def backend() -> EndlessBackend:
+    return EndlessBackend()
+
+
+@contextmanager
+def embedding(engine: Engine, backend: EndlessBackend) -> Iterator[EmbedResponse]:
+    """Texts that are being computed."""
+    texts = engine.embed(["a", "b"])
+    while not backend.embedders:
+        time.sleep(0.001)
+    embedder = backend.embedders[0]
+    assert isinstance(embedder, EndlessEmbedder)
+    assert embedder.has_begun.wait(PATIENCE_S)
+    yield texts
+
+
+def test_requests_run_amid_a_text_in_the_thread_that_computes_it(backend: EndlessBackend) -> None:
+    with Engine(backend) as engine, embedding(engine, backend):
+        answers = engine.run(["a", "b", "c"], options={"max_tokens": 20}).results()
+        assert [answer.error for answer in answers] == [None] * 3
+        assert backend.threads == {backend.embedders[0].thread}  # type: ignore[attr-defined]
+
+
+def test_close_breaks_off_a_text_amid_its_computing(backend: EndlessBackend) -> None:
+    with Engine(backend) as engine, embedding(engine, backend) as texts:
+        engine.close()
+        found = texts.results(return_errors=True)
+    assert [type(result.error) for result in found] == [RequestCancelledError] * 2
+
+
+def test_step_that_fails_amid_a_text_ends_the_engine_and_the_text(backend: EndlessBackend) -> None:
+    with Engine(backend) as engine, embedding(engine, backend) as texts:
+        backend.is_broken = True
+        answers = engine.run(["a"], options={"max_tokens": 30})
+        errors = [result.error for result in texts.results(return_errors=True)]
+        errors += [result.error for result in answers.results(return_errors=True)]
+        for error in errors:
+            assert isinstance(error, EngineClosedError)
+            assert "the device is gone" in str(error)
+        with pytest.raises(EngineClosedError):
+            engine.embed(["b"])
+
+
+def test_texts_and_answers_beside_each_other_are_those_alone() -> None:
+    texts, options = ["x" * i for i in range(1, 60)], {"max_tokens": 400, "seed": 1}
+    with Engine(FakeBackend(2, 512)) as engine:
+        vectors = engine.embed(texts).array()
+        answers = engine.run(["a", "b"], options=options).results()
+    with Engine(FakeBackend(2, 512)) as engine:
+        running = engine.run(["a", "b"], options=options)
+        assert np.array_equal(engine.embed(texts).array(), vectors)
+        assert [a.token_ids for a in running.results()] == [a.token_ids for a in answers]
+
+
+def test_nothing_waits_for_a_turn_that_has_no_end() -> None:
+    assert math.isinf(World(is_watched=True).side._take_turn())
