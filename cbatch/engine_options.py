@@ -97,7 +97,8 @@ class ScheduleOptions:
         prefill_budget: most prompt tokens in a step that also decodes. Default: as many as take three times as long as
             the rest of the step, while a reader streams output.
         prefill_chunk: most prompt tokens of one sequence in a step. Default: as many as the step holds.
-        itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`.
+        itl_ms: milliseconds to aim at for a step that also decodes, instead of `prefill_budget`; and for it and the
+            computing of texts before the next one.
         speculate: "auto" drafts the tokens that followed the newest ones where they stood before, in the prompt, the
             answer, or other answers of the same call, or that the `draft` model guesses. They are computed in the same
             step, and those that are sampled too are kept; as many are drafted as make answers faster, by what steps

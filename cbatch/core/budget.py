@@ -334,6 +334,8 @@ class PromptBudget:
     def __init__(self, options: ScheduleOptions) -> None:
         self.costs = StepCosts()
         self._options = options
+        self.itl_s = None if options.itl_ms is None else options.itl_ms * 1e-3
+        """Seconds to aim at for a step that also decodes, where the options say them."""
 
     def of(
         self, prefills: Sequence[Pending], n_rows: int, n_first: int, *, is_watched: bool
@@ -369,8 +371,8 @@ class PromptBudget:
 
     def _n_as_set(self, n_rows: int, start: int = 0) -> int | None:
         """Return how many prompt tokens may join `n_rows` decoding rows by the options; None where they do not say."""
-        if self._options.itl_ms is not None:
-            return self._n_within(n_rows, self._options.itl_ms * 1e-3, start)
+        if self.itl_s is not None:
+            return self._n_within(n_rows, self.itl_s, start)
         return self._options.prefill_budget
 
     def beside_rows(self) -> dict[int, int]:

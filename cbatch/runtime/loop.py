@@ -102,7 +102,8 @@ class Loop:
             store, backend, batcher, wants, clock, post, is_threaded=is_threaded
         )
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
-        self._side = SideWork(self.step, self._is_watched, self.check_open, clock)
+        itl_s = scheduler.budget.itl_s
+        self._side = SideWork(self.step, self._is_watched, self.check_open, clock, itl_s)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
         """Opened by the owner once the backend is freed."""

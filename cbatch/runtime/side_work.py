@@ -47,6 +47,7 @@ class SideWork:
         is_watched: Callable[[], bool],
         check_open: Callable[[], object],
         clock: Callable[[], float],
+        itl_s: float | None = None,
     ) -> None:
         """Make one without work.
 
@@ -55,9 +56,11 @@ class SideWork:
             is_watched: whether a reader waits for the next token of a row.
             check_open: raises an `EngineClosedError` once no more work is to be done.
             clock: in seconds.
+            itl_s: up to how long a step may take while a reader waits; None where nobody has said it.
         """
         self._step, self._is_watched = step, is_watched
         self._check_open, self._clock = check_open, clock
+        self._itl_s = itl_s or 0.0
         self._waiting: deque[_Asked] = deque()
         self._current: _Asked | None = None
         self._left_s = _MOST_S
@@ -99,9 +102,10 @@ class SideWork:
 
     def earn(self, took_s: float) -> None:
         """Give work time for a step that took so long."""
-        is_wanted = self._current is not None or self._waiting
-        share = 1.0 if is_wanted and not self._is_watched() else _SHARE
-        self._left_s = min(self._left_s + share * took_s, _MOST_S)
+        earned_s = max(_SHARE * took_s, self._itl_s - took_s)
+        if (self._current is not None or self._waiting) and not self._is_watched():
+            earned_s = took_s
+        self._left_s = min(self._left_s + earned_s, max(_MOST_S, self._itl_s))
 
     def begin_idle(self) -> bool:
         """Give work time where there is nothing else to do; False where none waits."""

@@ -33,10 +33,10 @@ STEP_S, NODE_S = 0.01, 0.0002
 class World:
     """Time passes by steps and by nodes of work."""
 
-    def __init__(self, *, is_watched: bool) -> None:
+    def __init__(self, *, is_watched: bool, itl_s: float | None = None) -> None:
         self.now_s, self.steps_s, self.nodes_s = 0.0, 0.0, 0.0
         self.n_steps_left = 0
-        self.side = SideWork(self.step, lambda: is_watched, bool, lambda: self.now_s)
+        self.side = SideWork(self.step, lambda: is_watched, bool, lambda: self.now_s, itl_s)
 
     def step(self) -> bool:
         if not self.n_steps_left:
@@ -70,9 +70,19 @@ class World:
         return found
 
 
-@pytest.mark.parametrize(("is_watched", "share"), [(True, _SHARE), (False, 1.0)])
-def test_work_has_its_share_of_the_time(is_watched: bool, share: float) -> None:
-    world = World(is_watched=is_watched)
+@pytest.mark.parametrize(
+    ("is_watched", "itl_s", "share"),
+    [
+        (True, None, _SHARE),
+        (True, STEP_S / 2, _SHARE),
+        (True, STEP_S * 3.5, 2.5),
+        (False, None, 1.0),
+    ],
+)
+def test_work_has_its_share_of_the_time(
+    is_watched: bool, itl_s: float | None, share: float
+) -> None:
+    world = World(is_watched=is_watched, itl_s=itl_s)
     world.n_steps_left = 10**9
     world.work(20_000)
     assert world.nodes_s == pytest.approx(share * world.steps_s, rel=0.05)
