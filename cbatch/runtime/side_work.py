@@ -30,7 +30,7 @@ then computed at once. Our choice."""
 
 
 @dataclass(eq=False, slots=True)
-class _Asked:
+class _Piece:
     """One call's work."""
 
     do: Command[Any]
@@ -61,8 +61,8 @@ class SideWork:
         self._step, self._is_watched = step, is_watched
         self._check_open, self._clock = check_open, clock
         self._itl_s = itl_s or 0.0
-        self._waiting: deque[_Asked] = deque()
-        self._current: _Asked | None = None
+        self._waiting: deque[_Piece] = deque()
+        self._current: _Piece | None = None
         self._left_s = _MOST_S
         """Time that work has before the next step."""
         self._since_s = 0.0
@@ -84,7 +84,7 @@ class SideWork:
             hurry: has `work` call that soon. From any thread.
             wake: has the owner thread look at its work, after which it calls `close` at some time.
         """
-        asked = _Asked(Command(lambda: self._begin(work)), hurry)
+        asked = _Piece(Command(lambda: self._begin(work)), hurry)
         self._waiting.append(asked)
         wake()
         return asked.do.wait(), asked.took_s
@@ -132,7 +132,7 @@ class SideWork:
         self._check_open()
         return work(self._take_turn)
 
-    def _pause(self, asked: _Asked) -> None:
+    def _pause(self, asked: _Piece) -> None:
         """Count the time since the current work went on."""
         used_s = self._clock() - self._since_s
         asked.took_s += used_s
