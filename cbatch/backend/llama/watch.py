@@ -48,7 +48,8 @@ class GraphWatch:
         if get_name is not None and get_op is not None:
             self._pointer = self._lib.cbatch_watch_init(ctypes.addressof(self._params))
         if self._pointer is not None:
-            weakref.finalize(self, self._lib.cbatch_watch_free, self._pointer)
+            # at the interpreter's end a graph may still be computed
+            weakref.finalize(self, self._lib.cbatch_watch_free, self._pointer).atexit = False
 
     def watch(self, params: Any) -> None:
         """Have contexts of these parameters watched, llama.cpp's or libmtmd's, if ggml's functions can be reached."""

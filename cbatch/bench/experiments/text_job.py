@@ -12,10 +12,9 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import CHAIN, FIRST_TOKEN, emit, parser, percentile
+from cbatch.bench.harness import CHAIN, emit, parser, percentile
 from cbatch.bench.synthetic_vocabulary import words as english_words
 from cbatch.loading import load
-from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,12 +33,14 @@ SHOWN = (50, 90, 99)
 
 def streamed(engine: Engine, n_streams: int, n_tokens: int) -> tuple[list[float], float]:
     """Return the gaps between tokens of all streams in ms, and the tokens a second of all together."""
-    prompts = [BatchPrompt(tokens=[FIRST_TOKEN + i]) for i in range(n_streams)]
+    prompts = [f"Once {i} " for i in range(n_streams)]
     options = {**CHAIN, "seed": 1, "max_tokens": n_tokens}
     last: dict[str, float] = {}
     gaps: list[float] = []
     start_s = time.perf_counter()
     for chunk in engine.run(prompts, options=options, streamed=True):
+        if chunk.error is not None:
+            raise chunk.error
         now, n = time.perf_counter(), len(chunk.token_ids)
         if n and chunk.id in last:
             gaps += [1e3 * (now - last[chunk.id]) / n] * n
