@@ -1090,19 +1090,6 @@ def test_interpreter_exits_cleanly_with_work_in_flight(test_model: Path, reader:
     )
 
 
-def test_interpreter_exits_cleanly_while_texts_are_computed(test_model: Path) -> None:
-    run_script(
-        """
-        import sys
-        import cbatch
-        engine = cbatch.load(sys.argv[1], parallel=2, n_threads=1)
-        results = iter(engine.embed(["word " * 400 + str(i) for i in range(500)]))
-        next(results)
-        """,
-        test_model,
-    )
-
-
 def test_two_engines_in_one_process(test_model: Path) -> None:
     options = {"max_tokens": 8, "temperature": 0}
     with (
