@@ -117,7 +117,6 @@ class SideWork:
         self._current = asked = self._waiting.popleft()
         self._since_s = self._clock()
         asked.do()
-        self._pause(asked)
         self._current = None
         error, self._error = self._error, None
         if error is not None:
@@ -130,18 +129,21 @@ class SideWork:
 
     def _begin(self, work: Callable[[Callable[[], float]], T]) -> T:
         self._check_open()
-        return work(self._take_turn)
+        try:
+            return work(self._take_turn)
+        finally:
+            self._pause()
 
-    def _pause(self, asked: _Piece) -> None:
+    def _pause(self) -> None:
         """Count the time since the current work went on."""
         used_s = self._clock() - self._since_s
-        asked.took_s += used_s
         self._left_s -= used_s
+        if self._current is not None:
+            self._current.took_s += used_s
 
     def _take_turn(self) -> float:
         """Do steps until work has time again; return how much, infinity where there was nothing else to do."""
-        if self._current is not None:
-            self._pause(self._current)
+        self._pause()
         seconds = 0.0
         while seconds <= 0:
             self._check_open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -61,12 +62,12 @@ class World:
                     left_s = take_turn()
                     until_s = self.now_s + left_s
 
-        asked = threading.Thread(target=self.side.do, args=(compute, bool, bool))
-        asked.start()
-        while not self.side.begin_idle():
-            pass
-        self.side.do_next()
-        asked.join()
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(self.side.do, compute, bool, bool)
+            while not self.side.begin_idle():
+                pass
+            self.side.do_next()
+            assert asked.result()[1] == pytest.approx(n_nodes * NODE_S)
         return found
 
 

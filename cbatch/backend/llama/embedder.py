@@ -423,12 +423,12 @@ def _chunks(
     chunk: list[tuple[int, int, Sequence[int]]] = []
     n_left = 0
     for id, first, text in parts:
-        start, tokens = first, text
-        while tokens:
+        at = 0
+        while at < len(text):
             n_left = n_left or n_most()
-            some, tokens = tokens[:n_left], tokens[n_left:]
-            chunk.append((id, start, some))
-            start, n_left = start + len(some), n_left - len(some)
+            some = text[at : at + n_left]
+            chunk.append((id, first + at, some))
+            at, n_left = at + len(some), n_left - len(some)
             if not n_left:
                 yield chunk
                 chunk = []
