@@ -87,6 +87,9 @@ def serving(
     """Run `cbatch serve` for the block; gives the place that the server names.
 
     Files are in a folder of its own, or else where the server has them by default. `program` is what Python runs.
+
+    Raises:
+        ChildProcessError: the server has ended before it served.
     """
     command = [sys.executable, *program, "serve", *arguments]
     with (
@@ -105,7 +108,7 @@ def serving(
                 if found := re.search(r"serving .* at (\S+), ", line):
                     break
             if found is None:
-                raise SystemExit(f"the server did not start: {''.join(said)}")
+                raise ChildProcessError(f"the server did not start: {''.join(said)}")
             yield process, found[1]
         finally:
             process.terminate()

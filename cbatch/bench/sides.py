@@ -266,7 +266,7 @@ class HttpSide:
             started = self._stack.enter_context(self._start())
             client = self._make(Address.of(started.url))
             asyncio.run(client.find_model())
-        except (CBatchError, OSError, SystemExit) as error:
+        except (CBatchError, OSError) as error:
             self.close()
             raise SideError(f"{self.name}: {error}") from None
         except BaseException:

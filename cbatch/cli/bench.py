@@ -14,6 +14,7 @@ import typer
 from cbatch.cli.completion import among, among_several
 from cbatch.cli.main import ExitCode, write
 from cbatch.cli.option_table import MODEL_OPTION, Given, in_panel, model_argument, one_model, takes
+from cbatch.cli.signals import ended_softly
 from cbatch.cli.terminal import say
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError
@@ -184,7 +185,8 @@ def bench(
     if case is not None:
         from cbatch.bench.cases import run_case  # slow to import
 
-        run_case(case, [*([] if model is None else [str(model)]), *(words or ())])
+        with ended_softly():  # some start servers
+            run_case(case, [*([] if model is None else [str(model)]), *(words or ())])
         return
     if words:
         raise ConfigError(f"{words[0]}: one model at a time; only a --case takes more arguments")
@@ -252,14 +254,15 @@ def _measure_answers(
 
 
 def _run(comparison: "Comparison | VectorComparison") -> bool:
-    """Measure; return whether Ctrl-C has ended it."""
-    try:
-        comparison.run()
-    except KeyboardInterrupt:
-        say("interrupted: these are the rounds before")
-        return True
-    finally:
-        comparison.close()
+    """Measure, and end the processes of the sides; return whether Ctrl-C has ended it."""
+    with ended_softly():
+        try:
+            comparison.run()
+        except KeyboardInterrupt:
+            say("interrupted: these are the rounds before")
+            return True
+        finally:
+            comparison.close()
     return False
 
 

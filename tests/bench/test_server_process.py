@@ -24,7 +24,7 @@ def test_server_that_warns_before_it_serves_has_started() -> None:
 @pytest.mark.real
 def test_server_that_ends_before_it_serves_is_told_with_all_that_it_said() -> None:
     with (
-        pytest.raises(SystemExit, match=r"did not start: a warning of llama\.cpp"),
+        pytest.raises(ChildProcessError, match=r"did not start: a warning of llama\.cpp"),
         serving("1", has_folder=False, program=("-c", SERVER)),
     ):
         pass

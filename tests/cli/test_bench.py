@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import sys
+import time
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -234,3 +236,41 @@ def test_sides_are_of_the_same_cbatch_whatever_the_folder_holds(
     result = invoke("bench", test_model, "--workload", "burst", "--sides", "engine", *sizes)
     assert "another one" not in result.stderr
     assert result.exit_code == 0, result.stderr
+
+
+SERVER = """#!{python}
+import http.server, os, pathlib, sys, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{{}}")
+
+    def do_POST(self):
+        time.sleep(3600)
+
+pathlib.Path({pid!r}).write_text(str(os.getpid()))
+place = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(place, Handler).serve_forever()
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_the_servers_that_it_started(
+    test_model: Path, tmp_path: Path, number: int
+) -> None:
+    program, pid = tmp_path / "llama-server", tmp_path / "pid"
+    program.write_text(SERVER.format(python=sys.executable, pid=str(pid)))
+    program.chmod(0o755)
+    args = ("--llama-server", program, "--sides", "engine", "--at-once", 2, *SHORT)
+    running = start("bench", test_model, *args)
+    while not (pid.exists() and pid.read_text()):
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(number)
+    _, said = running.communicate()
+    assert running.returncode == 128 + number, said.decode()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
