@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SHARE = 0.03
+SHARE = 0.03
 """Time for work beside steps, over that of the steps, while a reader waits for a token of a row. The gaps between
 tokens grow by it, and by the length of a node. Our choice."""
 
-_MOST_S = 0.03
+MOST_S = 0.03
 """Most time that work beside steps has for later while there is none: that of a short text, such as a query, which is
 then computed at once. Our choice."""
 
@@ -63,7 +63,7 @@ class SideWork:
         self._itl_s = itl_s or 0.0
         self._waiting: deque[_Piece] = deque()
         self._current: _Piece | None = None
-        self._left_s = _MOST_S
+        self._left_s = MOST_S
         """Time that work has before the next step."""
         self._since_s = 0.0
         """When `_current` went on."""
@@ -102,14 +102,14 @@ class SideWork:
 
     def earn(self, took_s: float) -> None:
         """Give work time for a step that took so long."""
-        earned_s = max(_SHARE * took_s, self._itl_s - took_s)
+        earned_s = max(SHARE * took_s, self._itl_s - took_s)
         if (self._current is not None or self._waiting) and not self._is_watched():
             earned_s = took_s
-        self._left_s = min(self._left_s + earned_s, max(_MOST_S, self._itl_s))
+        self._left_s = min(self._left_s + earned_s, max(MOST_S, self._itl_s))
 
     def begin_idle(self) -> bool:
         """Give work time where there is nothing else to do; False where none waits."""
-        self._left_s = _MOST_S
+        self._left_s = MOST_S
         return len(self._waiting) > 0
 
     def do_next(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_embedder import FakeEmbedder
 from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError, RequestCancelledError
-from cbatch.runtime.side_work import _MOST_S, _SHARE, SideWork
+from cbatch.runtime.side_work import MOST_S, SHARE, SideWork
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ class World:
 @pytest.mark.parametrize(
     ("is_watched", "itl_s", "share"),
     [
-        (True, None, _SHARE),
-        (True, STEP_S / 2, _SHARE),
+        (True, None, SHARE),
+        (True, STEP_S / 2, SHARE),
         (True, STEP_S * 3.5, 2.5),
         (False, None, 1.0),
     ],
@@ -94,7 +93,7 @@ def test_gaps_grow_by_the_share_and_a_node_at_most() -> None:
     world.n_steps_left = 10**9
     turns = world.work(5000)
     nodes = np.diff(turns)[len(turns) // 2 :]  # behind the time that was saved up
-    assert nodes.max() * NODE_S <= _SHARE * STEP_S + NODE_S
+    assert nodes.max() * NODE_S <= SHARE * STEP_S + NODE_S
 
 
 def test_work_goes_on_while_nothing_else_is_to_be_done() -> None:
@@ -108,7 +107,7 @@ def test_time_is_saved_up_for_a_short_text_alone() -> None:
         world.step()
     first, second, *_ = world.work(5000)
     assert first == 1
-    assert (second - first) * NODE_S == pytest.approx(_MOST_S, abs=2 * NODE_S)
+    assert (second - first) * NODE_S == pytest.approx(MOST_S, abs=2 * NODE_S)
 
 
 # ---- in an engine ----
@@ -204,7 +203,3 @@ def test_texts_and_answers_beside_each_other_are_those_alone() -> None:
         running = engine.run(["a", "b"], options=options)
         assert np.array_equal(engine.embed(texts).array(), vectors)
         assert [a.token_ids for a in running.results()] == [a.token_ids for a in answers]
-
-
-def test_nothing_waits_for_a_turn_that_has_no_end() -> None:
-    assert math.isinf(World(is_watched=True).side._take_turn())

@@ -40,7 +40,7 @@ class GraphWatch:
         """Whether nothing else waited when the last turn was taken."""
         self._take_turn: Callable[[], float] | None = None
         self._error: BaseException | None = None
-        taken = weakref.WeakMethod(self._turn)  # the watch must not keep itself
+        taken = weakref.WeakMethod(self.turn)  # the watch must not keep itself
         self._called = _Turn(lambda: -1.0 if (turn := taken()) is None else turn())
         turn = ctypes.cast(self._called, ctypes.c_void_p) if has_turns else None
         self._params = NativeWatchParams(address(get_name), address(get_op), last, turn)
@@ -79,7 +79,7 @@ class GraphWatch:
         self._take_turn = take
         try:
             if take is not None:
-                self._turn()
+                self.turn()
                 self.check()
                 self.hurry()  # native code does not know for how long to go on
             yield
@@ -91,7 +91,8 @@ class GraphWatch:
         if self._error is not None:
             raise self._error
 
-    def _turn(self) -> float:
+    def turn(self) -> float:
+        """Take a turn; return the seconds for which to go on, less than 0 to break the graph off. Native code calls it."""
         if self._take_turn is None:
             return math.inf
         try:

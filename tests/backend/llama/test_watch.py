@@ -40,9 +40,9 @@ def test_what_a_turn_raises_is_raised_behind_the_graph() -> None:
     turns = iter([0.5, float("inf")])
     with watch.turns(lambda: next(turns)):
         assert not watch.is_alone
-        assert watch._turn() == float("inf")
+        assert watch.turn() == float("inf")
         assert watch.is_alone
-        assert watch._turn() == -1.0  # there is no third one
+        assert watch.turn() == -1.0  # there is no third one
         with pytest.raises(StopIteration):
             watch.check()
     watch.check()
