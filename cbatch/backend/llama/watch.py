@@ -92,7 +92,7 @@ class GraphWatch:
             raise self._error
 
     def turn(self) -> float:
-        """Take a turn; return the seconds for which to go on, less than 0 to break the graph off. Native code calls it."""
+        """Take a turn, for native code; return the seconds for which to go on, less than 0 to break the graph off."""
         if self._take_turn is None:
             return math.inf
         try:
