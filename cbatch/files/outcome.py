@@ -141,8 +141,7 @@ class Stopper:
         """Whether to begin no more items."""
         self.is_now = False
         """Whether to end at once."""
-        self.on_ask: Callable[[], object] | None = None
-        """Called at the first signal; it may interrupt any code and must not wait."""
+        self._on_ask: Callable[[], object] | None = None
         self._told, self._takes_all = told or _to_stderr, takes_all
         self._is_guarded = False
         self._before: dict[int, Any] = {}
@@ -172,12 +171,26 @@ class Stopper:
             self.is_asked = True
             again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
             self._told(f"finishing the running items; {again} stops at once")
-            if self.on_ask is not None:
-                self.on_ask()
+            if self._on_ask is not None:
+                self._on_ask()
             return
         self.is_now = True
         if not self._is_guarded:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def asking(self, action: Callable[[], object]) -> Iterator[None]:
+        """Have `action` called at the first signal amid the block, at once where that has come.
+
+        It may interrupt any code, must not wait, and may be called twice.
+        """
+        self._on_ask = action
+        try:
+            if self.is_asked:
+                action()
+            yield
+        finally:
+            self._on_ask = None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

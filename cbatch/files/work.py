@@ -251,10 +251,12 @@ class Work:
     def run(self, on_ended: OnEnded) -> RunSummary:
         """Run all items until each has its record, or the run is stopped; errors are those of `run_file`."""
         response = self.start()
-        self._stop.on_ask = response.wind_down
         ending: Ending | None = None
         try:
-            with closing(response.as_completed()) as results:
+            with (
+                self._stop.asking(response.wind_down),
+                closing(response.as_completed()) as results,
+            ):
                 self._take_all(response, results, on_ended)
             self.check_engine()
             if self._is_cut_off:
@@ -266,7 +268,6 @@ class Work:
                 raise
             ending = "now"
         finally:
-            self._stop.on_ask = None
             with self._stop.guarded():
                 self.commit()
         summary = self._summary(ending)

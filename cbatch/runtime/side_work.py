@@ -24,9 +24,12 @@ SHARE = 0.03
 """Time for work beside steps, over that of the steps, while a reader waits for a token of a row. The gaps between
 tokens grow by it, and by the length of a node. Our choice."""
 
-MOST_S = 0.03
-"""Most time that work beside steps has for later while there is none: that of a short text, such as a query, which is
-then computed at once. Our choice."""
+N_SAVED = 30
+"""Most steps whose time work may have saved up by that share: a query that comes now and then has as much time as steps
+until its vector is there, while a job that goes on has its share alone. Our choice."""
+
+_IDLE_S = 0.01
+"""Time that work has before the next step where there is nothing else to do: it is told if there is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +66,12 @@ class SideWork:
         self._itl_s = itl_s or 0.0
         self._waiting: deque[_Piece] = deque()
         self._current: _Piece | None = None
-        self._left_s = MOST_S
+        self._left_s = 0.0
         """Time that work has before the next step."""
+        self._saved_s = 0.0
+        """Time that it has not had of its share."""
+        self._is_idle = True
+        """Whether there was nothing else to do."""
         self._since_s = 0.0
         """When `_current` went on."""
         self._error: BaseException | None = None
@@ -102,14 +109,21 @@ class SideWork:
 
     def earn(self, took_s: float) -> None:
         """Give work time for a step that took so long."""
-        earned_s = max(SHARE * took_s, self._itl_s - took_s)
-        if (self._current is not None or self._waiting) and not self._is_watched():
+        self._is_idle = False
+        self._saved_s = min(self._saved_s + SHARE * took_s, N_SAVED * took_s)
+        if self._current is None and not self._waiting:
+            return
+        if self._is_watched():
+            saved_s = min(self._saved_s, took_s)
+            self._saved_s -= saved_s
+            earned_s = max(saved_s, self._itl_s - took_s)
+        else:
             earned_s = took_s
-        self._left_s = min(self._left_s + earned_s, max(MOST_S, self._itl_s))
+        self._left_s = min(self._left_s, 0.0) + earned_s
 
     def begin_idle(self) -> bool:
         """Give work time where there is nothing else to do; False where none waits."""
-        self._left_s = MOST_S
+        self._left_s, self._is_idle = _IDLE_S, True
         return len(self._waiting) > 0
 
     def do_next(self) -> None:
@@ -138,6 +152,8 @@ class SideWork:
         """Count the time since the current work went on."""
         used_s = self._clock() - self._since_s
         self._left_s -= used_s
+        if self._is_idle:
+            self._saved_s = max(0.0, self._saved_s - used_s)
         if self._current is not None:
             self._current.took_s += used_s
 

@@ -13,6 +13,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -70,6 +71,10 @@ _N_ENTRY_BYTES = 240
 
 _IDLE_S = 0.05
 """Seconds without a text after which the thread ends: where it computes, its team of OpenMP's slows down others."""
+
+
+class _UnwantedError(CBatchError):
+    """Every text of a micro-batch has ended while it was computed."""
 
 
 class TextKind(NamedTuple):
@@ -306,7 +311,8 @@ class Texts:
             text.begun_s = now
         if self.on_admit is not None:
             self.on_admit([text.route.id for text in group])
-        self._finish(group, self._computed(group))
+        with suppress(_UnwantedError):
+            self._finish(group, self._computed(group))
         return True
 
     def _end_late(self, now: float) -> None:
@@ -382,8 +388,8 @@ class Texts:
         own = {text.digest: text for text in group}
         embedder = self._embedder(group[0].kind.pooling)
         try:
-            vectors, took_s = self._vectors(embedder, [text.tokens for text in own.values()])
-        except EngineClosedError:
+            vectors, took_s = self._vectors(embedder, group, [*own.values()])
+        except (EngineClosedError, _UnwantedError):
             raise
         except Exception as error:
             if len(own) > 1:
@@ -397,13 +403,27 @@ class Texts:
             for text, vector in zip(own.values(), vectors, strict=True)
         }
 
-    def _vectors(self, embedder: Embedder, texts: Sequence[Sequence[int]]) -> tuple[Found, float]:
-        """Return the vector of each text, and the seconds for which they were computed."""
+    def _vectors(
+        self, embedder: Embedder, group: Sequence[WaitingText], own: Sequence[WaitingText]
+    ) -> tuple[Found, float]:
+        """Return the vector of each of `own`, which are the different ones of a group, and the seconds that it took."""
+        texts = [text.tokens for text in own]
         embedder.prepare(texts)
         if self._do_beside is not None:
-            return self._do_beside(partial(embedder.compute, texts), embedder.hurry)
+            return self._do_beside(
+                lambda take_turn: embedder.compute(texts, partial(self._turn, group, take_turn)),
+                embedder.hurry,
+            )
         start_s = time.perf_counter()
         return embedder.compute(texts), time.perf_counter() - start_s
+
+    def _turn(self, group: Sequence[WaitingText], take_turn: Callable[[], float]) -> float:
+        """Take a turn amid the computing of a group; raise an `_UnwantedError` where nobody waits for it any more."""
+        seconds = take_turn()
+        self._end_late(time.perf_counter())
+        if all(text.has_ended for text in group):
+            raise _UnwantedError
+        return seconds
 
     def _finish(
         self,

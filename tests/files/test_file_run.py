@@ -126,6 +126,17 @@ def test_ctrl_c_saves_what_is_done_and_the_next_run_goes_on(
     assert answers(out) == answers(tmp_path / "undisturbed.jsonl")
 
 
+def test_signal_before_a_run_takes_its_action_is_not_lost() -> None:
+    stopper, done = Stopper(lambda _: None), list[str]()
+    stopper.press()
+    with stopper.asking(lambda: done.append("asked")):
+        assert done == ["asked"]
+    other = Stopper(lambda _: None)
+    with other.asking(lambda: done.append("amid")):
+        other.press()
+    assert done == ["asked", "amid"]
+
+
 def test_signals_are_taken_and_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     said: list[str] = []

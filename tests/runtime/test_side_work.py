@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ import pytest
 from cbatch.backend.fake import FakeBackend
 from cbatch.backend.fake.fake_embedder import FakeEmbedder
 from cbatch.engine import Engine
-from cbatch.errors import EngineClosedError, RequestCancelledError
-from cbatch.runtime.side_work import MOST_S, SHARE, SideWork
+from cbatch.errors import DeadlineError, EngineClosedError, RequestCancelledError
+from cbatch.runtime.side_work import N_SAVED, SHARE, SideWork
 from tests.runtime.backends import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -100,14 +99,29 @@ def test_work_goes_on_while_nothing_else_is_to_be_done() -> None:
     assert World(is_watched=True).work(5000) == [1]
 
 
-def test_time_is_saved_up_for_a_short_text_alone() -> None:
+def test_text_that_comes_now_and_then_has_as_much_time_as_steps() -> None:
     world = World(is_watched=True)
     world.n_steps_left = 10**6
     for _ in range(10_000):
         world.step()
-    first, second, *_ = world.work(5000)
-    assert first == 1
-    assert (second - first) * NODE_S == pytest.approx(MOST_S, abs=2 * NODE_S)
+    before_s = world.steps_s
+    n_nodes = int(N_SAVED * STEP_S / NODE_S)
+    world.work(n_nodes)
+    assert world.steps_s - before_s == pytest.approx(N_SAVED * STEP_S, rel=0.1)
+    before_s = world.steps_s
+    world.work(500)  # nothing is saved any more
+    assert world.steps_s - before_s == pytest.approx(500 * NODE_S / SHARE, rel=0.2)
+
+
+def test_work_that_had_the_time_of_idleness_has_saved_none() -> None:
+    world = World(is_watched=True)
+    world.n_steps_left = 1000
+    while world.step():
+        pass
+    world.work(int(N_SAVED * STEP_S / NODE_S))
+    world.n_steps_left, before_s = 10**6, world.steps_s
+    world.work(500)
+    assert world.steps_s - before_s == pytest.approx(500 * NODE_S / SHARE, rel=0.2)
 
 
 # ---- in an engine ----
@@ -116,9 +130,9 @@ def test_time_is_saved_up_for_a_short_text_alone() -> None:
 class EndlessEmbedder(FakeEmbedder):
     """Computes until a turn ends it."""
 
-    def __init__(self, pooling: Pooling, n_most: int) -> None:
+    def __init__(self, pooling: Pooling, n_most: int, has_begun: threading.Event) -> None:
         super().__init__(pooling, n_most)
-        self.has_begun = threading.Event()
+        self.has_begun = has_begun
 
     def compute(
         self, texts: Sequence[Sequence[int]], take_turn: Callable[[], float] | None = None
@@ -136,7 +150,7 @@ class EndlessBackend(FakeBackend):
 
     def __init__(self) -> None:
         super().__init__(2, 64)
-        self.is_broken = False
+        self.is_broken, self.has_begun = False, threading.Event()
         self.threads = set[threading.Thread]()
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -146,7 +160,7 @@ class EndlessBackend(FakeBackend):
         return super().run(plan)
 
     def make_embedder(self, pooling: Pooling) -> FakeEmbedder:
-        self.embedders.append(EndlessEmbedder(pooling, self.n_window))
+        self.embedders.append(EndlessEmbedder(pooling, self.n_window, self.has_begun))
         return self.embedders[-1]
 
 
@@ -156,14 +170,11 @@ def backend() -> EndlessBackend:
 
 
 @contextmanager
-def embedding(engine: Engine, backend: EndlessBackend) -> Iterator[EmbedResponse]:
-    """Texts that are being computed."""
-    texts = engine.embed(["a", "b"])
-    while not backend.embedders:
-        time.sleep(0.001)
-    embedder = backend.embedders[0]
-    assert isinstance(embedder, EndlessEmbedder)
-    assert embedder.has_begun.wait(PATIENCE_S)
+def embedding(engine: Engine, backend: EndlessBackend, **given: Any) -> Iterator[EmbedResponse]:
+    """Texts that are being computed, or are late."""
+    backend.has_begun.clear()
+    texts = engine.embed(["a", "b"], **given)
+    assert given or backend.has_begun.wait(PATIENCE_S)
     yield texts
 
 
@@ -179,6 +190,19 @@ def test_close_breaks_off_a_text_amid_its_computing(backend: EndlessBackend) -> 
         engine.close()
         found = texts.results(return_errors=True)
     assert [type(result.error) for result in found] == [RequestCancelledError] * 2
+
+
+def test_text_that_nobody_waits_for_is_broken_off(backend: EndlessBackend) -> None:
+    with Engine(backend) as engine:
+        with embedding(engine, backend) as texts:
+            texts.cancel()
+        with embedding(engine, backend, timeout_s=0.001) as texts:
+            for result in texts.results(return_errors=True):
+                assert isinstance(result.error, DeadlineError)
+        with embedding(engine, backend) as texts:
+            late = engine.embed(["c"], timeout_s=0.001)  # it waits behind them
+            assert isinstance(late.results(return_errors=True)[0].error, DeadlineError)
+            texts.cancel()
 
 
 def test_step_that_fails_amid_a_text_ends_the_engine_and_the_text(backend: EndlessBackend) -> None:

@@ -137,7 +137,7 @@ class LlamaEmbedder:
     ) -> list[NDArray[np.float32] | None]:
         """Return the vector of each text; see `cbatch.backend.Embedder`."""
         self.prepare(texts)
-        with self._in_use():
+        with self._model.amid_graphs(), self._in_use():
             if self._n_threads > 1:
                 teams().join()
             try:

@@ -117,6 +117,8 @@ class LlamaModel:
         self._end = ""
         """Why the model is closed; empty while it is open."""
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        self._amid: dict[int, list[Callable[[], object]]] = {}
+        """What is to be done behind the graph amid which a thread is, by the thread."""
         """The contexts that compute with the model."""
         self._uses, self._n_uses = threading.Condition(), 0
         """Work in progress on the model outside a context; `close` waits for it."""
@@ -265,6 +267,24 @@ class LlamaModel:
         with suppress(DamagedError):
             return read_header(Path(self.name), "") or Header(0)
         return Header(0)
+
+    @contextmanager
+    def amid_graphs(self) -> Iterator[None]:
+        """Note that the calling thread computes graphs in the block, and may do other work amid them."""
+        me = threading.get_ident()
+        self._amid.setdefault(me, [])
+        try:
+            yield
+        finally:
+            for work in self._amid.pop(me):
+                work()
+
+    def put_off(self, work: Callable[[], object]) -> bool:
+        """Have `work` done behind the graph amid which the calling thread is; False, and nothing, where it is not."""
+        later = self._amid.get(threading.get_ident())
+        if later is not None:
+            later.append(work)
+        return later is not None
 
     def give_up(self) -> None:
         """Close a borrowed model before its owner frees it; contexts end the run in flight first."""

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,15 +163,23 @@ def _borrow(llama: Any, template: str | None) -> LlamaModel:
     )
     model = _checked(pointer, name, placement, template, owner=llama)
     # the stack calls its last callback first: before the model is freed
-    llama._model._exit_stack.callback(_give_up, weakref.ref(model))
+    stack: ExitStack = llama._model._exit_stack
+    stack.callback(_give_up, weakref.ref(model), stack)
     return model
 
 
-def _give_up(borrowed: weakref.ref[LlamaModel]) -> None:
+def _give_up(borrowed: weakref.ref[LlamaModel], stack: ExitStack) -> None:
     model = borrowed()
-    if model is not None:
-        with Postponed():  # Ctrl-C here would leave contexts with a freed model
+    if model is None:
+        return
+
+    def end() -> None:
+        with Postponed(), rest:  # Ctrl-C here would leave contexts with a freed model
             model.give_up()
+
+    rest = stack.pop_all()
+    if not model.put_off(end):
+        end()
 
 
 def _checked(

@@ -18,7 +18,7 @@ from cbatch.backend.load.loader import load_backend
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic import SHAPES, write_model
 from cbatch.engine_options import EngineOptions
-from cbatch.errors import PlanError, UnsupportedTaskError
+from cbatch.errors import EngineClosedError, PlanError, UnsupportedTaskError
 from tests.oracle.embeddings import PlainEmbedder
 
 if TYPE_CHECKING:
@@ -231,3 +231,25 @@ def test_vectors_and_answers_beside_each_other_are_those_alone(synth: SynthFacto
         assert np.array_equal(engine.embed(texts).array(), vectors)
         beside = running.results()
     assert [a.logprobs for a in beside] == [a.logprobs for a in answers]
+
+
+def test_borrowed_model_may_be_closed_amid_a_text(test_model: Path) -> None:
+    """By what is called in a step: the text is computed to its end, then nothing of the model is used."""
+    llama = llama_cpp.Llama(str(test_model), n_ctx=64, verbose=False)
+    backend, _ = load_backend(llama, EngineOptions())
+    embedder = backend.make_embedder("last")
+    turns: list[bool] = []
+
+    def take_turn() -> float:
+        if not turns:
+            llama.close()
+        turns.append(llama._model.model is None)
+        return 0.0
+
+    (vector,) = embedder.compute([[5] * 300], take_turn)
+    assert vector is not None
+    assert np.isfinite(vector).all()
+    assert len(turns) > 1
+    with pytest.raises(EngineClosedError, match="closed under its engine"):
+        embedder.compute([[5] * 3])
+    backend.close()
