@@ -305,8 +305,14 @@ class Loop:
         self, work: Callable[[Callable[[], float]], T], hurry: Callable[[], object]
     ) -> tuple[T, float]:
         """Have work done by the owner thread between steps; see `SideWork.do`. From other threads; waits."""
+
+        def wake(is_urgent: bool) -> None:
+            self.post(bool, is_urgent=False)  # no step is due for it
+            if is_urgent:
+                self._backend.interrupt()
+
         self.check_open()
-        return self._side.do(work, hurry, lambda: self.post(bool))
+        return self._side.do(work, hurry, wake)
 
     def _is_watched(self) -> bool:
         """Whether a reader waits for the next token of a row."""

@@ -28,6 +28,9 @@ N_SAVED = 30
 """Most steps whose time work may have saved up by that share: a query that comes now and then has as much time as steps
 until its vector is there, while a job that goes on has its share alone. Our choice."""
 
+_MOST_S = 0.1
+"""Most time that work has before the next step where no reader waits. Our choice."""
+
 _IDLE_S = 0.01
 """Time that work has before the next step where there is nothing else to do: it is told if there is."""
 
@@ -72,6 +75,8 @@ class SideWork:
         """Time that it has not had of its share."""
         self._is_idle = True
         """Whether there was nothing else to do."""
+        self._is_hurried = False
+        """Whether a step is to be done although work has time left."""
         self._since_s = 0.0
         """When `_current` went on."""
         self._error: BaseException | None = None
@@ -81,7 +86,7 @@ class SideWork:
         self,
         work: Callable[[Callable[[], float]], T],
         hurry: Callable[[], object],
-        wake: Callable[[], object],
+        wake: Callable[[bool], object],
     ) -> tuple[T, float]:
         """Have work done by the owner thread; return its result and the seconds that it took. Waits; any other thread.
 
@@ -89,15 +94,16 @@ class SideWork:
             work: is given what it calls amid its computing: that does steps, and returns for how many seconds to go on
                 before it is called again.
             hurry: has `work` call that soon. From any thread.
-            wake: has the owner thread look at its work, after which it calls `close` at some time.
+            wake: has the owner thread look at its work, after a run of steps or amid it (True). It calls `close` later.
         """
         asked = _Piece(Command(lambda: self._begin(work)), hurry)
         self._waiting.append(asked)
-        wake()
+        wake(self._left_s > 0)
         return asked.do.wait(), asked.took_s
 
     def hurry(self) -> None:
         """Have steps done soon. From any thread."""
+        self._is_hurried = True
         current = self._current
         if current is not None:
             current.hurry()
@@ -117,9 +123,9 @@ class SideWork:
             saved_s = min(self._saved_s, took_s)
             self._saved_s -= saved_s
             earned_s = max(saved_s, self._itl_s - took_s)
+            self._left_s = min(self._left_s, 0.0) + earned_s
         else:
-            earned_s = took_s
-        self._left_s = min(self._left_s, 0.0) + earned_s
+            self._left_s = min(self._left_s + took_s, _MOST_S)
 
     def begin_idle(self) -> bool:
         """Give work time where there is nothing else to do; False where none waits."""
@@ -158,11 +164,11 @@ class SideWork:
             self._current.took_s += used_s
 
     def _take_turn(self) -> float:
-        """Do steps until work has time again; return how much, infinity where there was nothing else to do."""
+        """Do steps until work has time again; return how much, infinity where there is nothing else to do."""
         self._pause()
-        seconds = 0.0
-        while seconds <= 0:
+        while self._left_s <= 0 or self._is_hurried:
             self._check_open()
+            self._is_hurried = False
             try:
                 has_stepped = self._step()
             except BaseException as error:
@@ -170,6 +176,5 @@ class SideWork:
                 raise
             if not has_stepped:
                 self.begin_idle()
-            seconds = self._left_s if has_stepped else math.inf
         self._since_s = self._clock()
-        return seconds
+        return math.inf if self._is_idle else self._left_s
