@@ -75,6 +75,8 @@ class SideWork:
         """Time that it has not had of its share."""
         self._is_idle = True
         """Whether there was nothing else to do."""
+        self._has_readers = False
+        """Whether a reader waited for a token of the last step."""
         self._is_hurried = False
         """Whether a step is to be done although work has time left."""
         self._since_s = 0.0
@@ -98,7 +100,7 @@ class SideWork:
         """
         asked = _Piece(Command(lambda: self._begin(work)), hurry)
         self._waiting.append(asked)
-        wake(self._left_s > 0)
+        wake(self._left_s > 0 and not self._has_readers)
         return asked.do.wait(), asked.took_s
 
     def hurry(self) -> None:
@@ -119,7 +121,8 @@ class SideWork:
         self._saved_s = min(self._saved_s + SHARE * took_s, N_SAVED * took_s)
         if self._current is None and not self._waiting:
             return
-        if self._is_watched():
+        self._has_readers = self._is_watched()
+        if self._has_readers:
             saved_s = min(self._saved_s, took_s)
             self._saved_s -= saved_s
             earned_s = max(saved_s, self._itl_s - took_s)
