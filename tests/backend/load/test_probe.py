@@ -140,7 +140,8 @@ def test_saved_cells_that_are_loaded_into_other_places_are_found(
 ) -> None:
     if not is_placed:
         monkeypatch.setattr(SavedFormat, "placed", lambda _, data: data)
-    with closing(open_model(zoo("gemma3"), EngineOptions(exact=True))) as window:
+    # packed weights have attention that rounds alike wherever cells lie
+    with closing(open_model(zoo("gemma3"), EngineOptions(exact=True, repack="llama"))) as window:
         settings = options(parallel=4, flash_attn="on")
         found = probe(window, settings, shape=RowShape(2, 1, CHUNK_ALIGNMENT))
     assert (BITWISE if is_placed else "when saved cells are loaded") in found
