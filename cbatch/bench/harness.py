@@ -11,12 +11,13 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from cbatch.backend.llama.model import LlamaModel
 
@@ -70,6 +71,19 @@ def take_turns(n_rounds: int, *ways: Callable[[], T], n_warm_up: int = 1) -> lis
             time.sleep(_PAUSE_S)
         rounds.append(tuple(found[::-1] if i % 2 else found))
     return rounds[n_warm_up:]
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Do `work` in a thread during the block, whose end sets the event that it is given, and waits for it."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=work, args=(is_over,))
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def median(values: Iterable[float], n_digits: int = 3) -> float:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import FIRST_TOKEN, emit, median, parser, percentile
+from cbatch.bench.harness import FIRST_TOKEN, beside, emit, median, parser, percentile
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator, Sequence
 
     from cbatch.engine import Engine
@@ -35,9 +35,8 @@ LONGEST_S = 3.0
 def random_loops(drawn: random.Random) -> Iterator[list[int]]:
     """Run 0 … `N_LOOPS` programs during the block, another number every few seconds; yield the numbers so far."""
     counts: list[int] = []
-    is_over = threading.Event()
 
-    def change() -> None:
+    def change(is_over: threading.Event) -> None:
         loops: list[subprocess.Popen[bytes]] = []
         while not is_over.is_set():
             counts.append(drawn.randrange(N_LOOPS + 1))
@@ -48,13 +47,8 @@ def random_loops(drawn: random.Random) -> Iterator[list[int]]:
             is_over.wait(drawn.uniform(0.1, LONGEST_S))
         _end(loops)
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
+    with beside(change):
         yield counts
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def _end(loops: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -17,7 +17,6 @@ HTTP with as many connections as slots: ratios of "auto" over each.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,7 @@ from functools import partial
 from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.harness import emit, median, parser, ratios, take_turns
+from cbatch.bench.harness import beside, emit, median, parser, ratios, take_turns
 from cbatch.bench.sides import llama_server
 from cbatch.engine_options import EngineOptions
 from cbatch.loading import load
@@ -35,6 +34,7 @@ from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
     import argparse
+    import threading
     from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.engine import Engine
@@ -122,20 +122,15 @@ class Done:
 @contextmanager
 def _seen_waiting(engine: Engine) -> Iterator[list[float]]:
     """Yield a list that gets the times at which answers waited for a slot."""
-    times, is_over = [0.0], threading.Event()
+    times = [0.0]
 
-    def watch() -> None:
+    def watch(is_over: threading.Event) -> None:
         while not is_over.wait(0.05):
             if engine.stats().n_waiting:
                 times.append(time.perf_counter())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with beside(watch):
         yield times
-    finally:
-        is_over.set()
-        watcher.join()
 
 
 def job(engine: Engine, prompts: Sequence[BatchPrompt], options: dict[str, Any]) -> Done:

@@ -7,16 +7,16 @@ its reader sees; where several tokens come together, each has its part of the ti
 from __future__ import annotations
 
 import random
-import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cbatch.bench.harness import CHAIN, emit, parser, percentile
+from cbatch.bench.harness import CHAIN, beside, emit, parser, percentile
 from cbatch.bench.synthetic_vocabulary import words as english_words
 from cbatch.loading import load
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator, Sequence
 
     from cbatch.engine import Engine
@@ -51,9 +51,9 @@ def streamed(engine: Engine, n_streams: int, n_tokens: int) -> tuple[list[float]
 @contextmanager
 def job(engine: Engine, texts: Sequence[str]) -> Iterator[list[int]]:
     """Have texts computed in a block, again and again; the list grows by an element for each."""
-    done, is_over = list[int](), threading.Event()
+    done = list[int]()
 
-    def embed() -> None:
+    def embed(is_over: threading.Event) -> None:
         i = 0
         while not is_over.is_set():
             some = [f"{i} {texts[(i + k) % len(texts)]}" for k in range(N_A_CALL)]  # none is known
@@ -63,13 +63,8 @@ def job(engine: Engine, texts: Sequence[str]) -> Iterator[list[int]]:
                 if is_over.is_set():
                     break
 
-    thread = threading.Thread(target=embed)
-    thread.start()
-    try:
+    with beside(embed):
         yield done
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -83,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
     texts = [" ".join(chance.choices(known, k=chance.randint(*SIZES))) for _ in range(2000)]
     sizes = arguments.streams, arguments.tokens
     alone: list[float] = []
-    beside: list[float] = []
+    amid: list[float] = []
     rates: list[tuple[float, float, float]] = []
     with load(
         arguments.model,
@@ -99,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 time.sleep(0.3)  # it has begun
                 n_before, start_s = len(done), time.perf_counter()
                 gaps, beside_tps = streamed(engine, *sizes)
-                beside += gaps
+                amid += gaps
                 rates.append(
                     (
                         alone_tps,
@@ -107,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> None:
                         (len(done) - n_before) / (time.perf_counter() - start_s),
                     )
                 )
-    found = [(f"p{p}", percentile(alone, p / 100), percentile(beside, p / 100)) for p in SHOWN]
+    found = [(f"p{p}", percentile(alone, p / 100), percentile(amid, p / 100)) for p in SHOWN]
     alone_tps, beside_tps, texts_per_s = (sum(r) / len(rates) for r in zip(*rates, strict=True))
     emit(
         alone_ms={name: round(a, 2) for name, a, _ in found},
