@@ -103,7 +103,7 @@ class Loop:
         )
         self._compiler = Compiler(backend, post, is_threaded=is_threaded)
         itl_s = scheduler.budget.itl_s
-        self._side = SideWork(self.step, self._is_watched, self.check_open, clock, itl_s)
+        self._side = SideWork(self._step_amid, self._is_watched, self.check_open, clock, itl_s)
         self._thread: threading.Thread | None = None
         self._ended = Latch()
         """Opened by the owner once the backend is freed."""
@@ -373,6 +373,14 @@ class Loop:
         except BaseException as error:
             self._error, self._is_closed = error, True
         self._end()
+
+    def _step_amid(self) -> bool:
+        """Do a step amid work beside steps; one that fails ends the loop, and the work by the error of that."""
+        try:
+            return self.step()
+        except BaseException as error:
+            self._error, self._is_closed = error, True
+            raise self._failure(error) from error
 
     def _await_command(self) -> None:
         """Wait for a command and do it, or until a deadline or a timer; the backend rests after a while."""

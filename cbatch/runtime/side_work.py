@@ -58,7 +58,7 @@ class SideWork:
         """Make one without work.
 
         Args:
-            step: does a step; False where there was nothing to compute.
+            step: does a step; False where there was nothing to compute. What it raises ends the work that it is amid.
             is_watched: whether a reader waits for the next token of a row.
             check_open: raises an `EngineClosedError` once no more work is to be done.
             clock: in seconds.
@@ -81,8 +81,6 @@ class SideWork:
         """Whether a step is to be done although work has time left."""
         self._since_s = 0.0
         """When `_current` went on."""
-        self._error: BaseException | None = None
-        """What a step amid work has raised."""
 
     def do(
         self,
@@ -136,14 +134,11 @@ class SideWork:
         return len(self._waiting) > 0
 
     def do_next(self) -> None:
-        """Do the work that came first, and steps amid it. Raises what a step raised."""
+        """Do the work that came first, and steps amid it."""
         self._current = asked = self._waiting.popleft()
         self._since_s = self._clock()
         asked.do()
         self._current = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def close(self) -> None:
         """Have all work that waits end by the error of `check_open`."""
@@ -172,12 +167,7 @@ class SideWork:
         while self._left_s <= 0 or self._is_hurried:
             self._check_open()
             self._is_hurried = False
-            try:
-                has_stepped = self._step()
-            except BaseException as error:
-                self._error = error
-                raise
-            if not has_stepped:
+            if not self._step():
                 self.begin_idle()
         self._since_s = self._clock()
         return math.inf if self._is_idle else self._left_s

@@ -155,13 +155,14 @@ class EndlessBackend(FakeBackend):
 
     def __init__(self) -> None:
         super().__init__(2, 64)
-        self.is_broken, self.has_begun = False, threading.Event()
+        self.broken_by: BaseException | None = None
+        self.has_begun = threading.Event()
         self.threads = set[threading.Thread]()
 
     def run(self, plan: StepPlan) -> StepResult:
         self.threads.add(threading.current_thread())
-        if self.is_broken:
-            raise SystemExit("the device is gone")
+        if self.broken_by is not None:
+            raise self.broken_by
         return super().run(plan)
 
     def make_embedder(self, pooling: Pooling) -> FakeEmbedder:
@@ -217,9 +218,12 @@ def test_text_that_nobody_waits_for_is_broken_off(backend: EndlessBackend) -> No
             texts.cancel()
 
 
-def test_step_that_fails_amid_a_text_ends_the_engine_and_the_text(backend: EndlessBackend) -> None:
+@pytest.mark.parametrize("kind", [SystemExit, SystemError])
+def test_step_that_fails_amid_a_text_ends_the_engine_and_the_text(
+    backend: EndlessBackend, kind: type[BaseException]
+) -> None:
     with Engine(backend) as engine, embedding(engine, backend) as texts:
-        backend.is_broken = True
+        backend.broken_by = kind("the device is gone")
         answers = engine.run(["a"], options={"max_tokens": 30})
         errors = [result.error for result in ended(texts)]
         errors += [result.error for result in answers.results(return_errors=True)]

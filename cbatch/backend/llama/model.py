@@ -117,9 +117,9 @@ class LlamaModel:
         self._end = ""
         """Why the model is closed; empty while it is open."""
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        """The contexts that compute with the model."""
         self._amid: dict[int, list[Callable[[], object]]] = {}
         """What is to be done behind the graph amid which a thread is, by the thread."""
-        """The contexts that compute with the model."""
         self._uses, self._n_uses = threading.Condition(), 0
         """Work in progress on the model outside a context; `close` waits for it."""
         self.name = name
