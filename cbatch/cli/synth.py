@@ -54,7 +54,7 @@ def synth(
         str | None,
         _own(
             "Write a projector instead, for a model that is --n-embd wide: llava, llava-tiles or whisper; "
-            "qwen2-vl for --shape qwen2-vl, gemma3 for --shape gemma3.",
+            "qwen2-vl, or qwen2-omni with sound, for --shape qwen2-vl; gemma3 for --shape gemma3.",
             "a model is written",
         ),
     ] = None,
@@ -80,13 +80,16 @@ def synth(
             "--tied/--untied",
         ),
     ] = None,
-    experts: Annotated[int, _size("Experts of each layer; 0 for none.", min=0)] = 0,
+    experts: Annotated[
+        int | None, _size("Experts of each layer; 0 for none.", _OF_SHAPE, min=0)
+    ] = None,
     experts_used: Annotated[
         int | None, _size("Experts that a token uses.", "2 of them", min=1)
     ] = None,
     window: Annotated[
-        int, _size("Positions that layers with a sliding window see; 0 for none.", min=0)
-    ] = 0,
+        int | None,
+        _size("Positions that layers with a sliding window see; 0 for none.", _OF_SHAPE, min=0),
+    ] = None,
     full_every: Annotated[
         int | None,
         _size("With a window: every Nth layer sees the whole context.", "2", min=2),
@@ -105,7 +108,7 @@ def synth(
         raise ConfigError("-: a model cannot be written to stdout: give a file")
     if experts_used is not None and not experts:
         raise ConfigError("experts_used needs experts: give --experts too")
-    if full_every is not None and not window:
+    if full_every is not None and not (SHAPES[shape].n_window if window is None else window):
         raise ConfigError("full_every needs a window: give --window too")
     check_new(output, force=force)
     if mmproj is not None:

@@ -28,6 +28,14 @@ def test_synth_writes_what_the_library_writes(tmp_path: Path) -> None:
     assert (tmp_path / "a.gguf").read_bytes() == expected.read_bytes()
 
 
+@pytest.mark.parametrize("name", [name for name, s in SHAPES.items() if s.n_embd <= 64])
+def test_synth_writes_each_small_shape_as_it_is(tmp_path: Path, name: str) -> None:
+    result = invoke("synth", tmp_path / "a.gguf", "--shape", name)
+    assert result.exit_code == 0, result.stderr
+    expected = write_model(tmp_path / "b.gguf", SHAPES[name])
+    assert (tmp_path / "a.gguf").read_bytes() == expected.read_bytes()
+
+
 def test_synth_of_another_type_is_larger(tmp_path: Path) -> None:
     assert invoke("synth", tmp_path / "a.gguf", "--type", "f32").exit_code == 0
     assert invoke("synth", tmp_path / "b.gguf", "--type", "q4_0").exit_code == 0
