@@ -423,11 +423,6 @@ class EngineOptions(ScheduleOptions):
             raise ConfigError(
                 f"draft={str(self.draft)!r} has no effect with {other}: leave one of them out"
             )
-        if self.exact and self.mmproj is not None:
-            raise ConfigError(
-                "exact=True cannot be guaranteed with mmproj yet: rows of pictures have other shapes than tokens; "
-                "leave one of them out"
-            )
         if self.exact and self.admission == "optimistic":
             raise ConfigError(
                 "exact=True cannot be guaranteed with admission='optimistic', which recomputes output: use 'reserve'"

@@ -24,6 +24,9 @@ Qwen2-VL's, with a row for each 28 × 28 pixels, for the shape `qwen2-vl`; and G
 SOUND_KINDS = ("whisper",)
 """Whisper with Ultravox's projector: of sound alone."""
 
+MIXED_KINDS = ("qwen2-omni",)
+"""Qwen2-VL's for pictures and Whisper's for sound in one file, as Qwen2.5-Omni, for the shape `qwen2-vl`."""
+
 _N_EMBD, _N_LAYER, _N_HEAD, _N_FF = 64, 3, 2, 128
 _N_SIDE, _N_PATCH = 56, 14
 _N_MERGED = 2
@@ -32,7 +35,7 @@ _MEAN, _DEVIATION = (
     (0.48, 0.46, 0.41),
     (0.27, 0.26, 0.28),
 )  # Source: CLIP's preprocessor_config.json
-_TYPES = {"qwen2-vl": "qwen2vl_merger", "gemma3": "gemma3"}
+_TYPES = {"qwen2-vl": "qwen2vl_merger", "qwen2-omni": "qwen2vl_merger", "gemma3": "gemma3"}
 """By which llama.cpp knows projectors that are not LLaVA's. Source: llama.cpp, tools/mtmd/clip-impl.h."""
 
 
@@ -48,7 +51,7 @@ def write_projector(
         ConfigError: an unknown kind, or the `gguf` package is not installed.
         OutputError: the file cannot be written.
     """
-    known = (*KINDS, *SOUND_KINDS)
+    known = (*KINDS, *SOUND_KINDS, *MIXED_KINDS)
     if kind not in known:
         raise ConfigError(f"unknown kind of projector {kind!r}; known are {', '.join(known)}")
     try:
@@ -62,16 +65,17 @@ def write_projector(
             writer = gguf.GGUFWriter(part, "clip")
             try:
                 random = np.random.default_rng(seed)
-                if kind in SOUND_KINDS:
+                writer.add_file_type(0)
+                if kind not in SOUND_KINDS:
+                    _write_eyes(writer, n_embd, kind)
+                    for name, values in _tensors(random, n_embd, kind):
+                        writer.add_tensor(name, values)
+                if kind not in KINDS:
                     _write_encoder(
                         writer, "audio", synthetic_ears.TYPE, n_embd, synthetic_ears.SIZES
                     )
-                    tensors = synthetic_ears.ear_tensors(random, n_embd)
-                else:
-                    _write_eyes(writer, n_embd, kind)
-                    tensors = _tensors(random, n_embd, kind)
-                for name, values in tensors:
-                    writer.add_tensor(name, values)
+                    for name, values in synthetic_ears.ear_tensors(random, n_embd):
+                        writer.add_tensor(name, values)
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()
                 writer.write_tensors_to_file()
@@ -91,8 +95,7 @@ def _write_encoder(
 ) -> None:
     """Source: llama.cpp, tools/mtmd/clip-impl.h."""
     writer.add_bool(f"clip.has_{sense}_encoder", True)
-    writer.add_string("clip.projector_type", projector)
-    writer.add_file_type(0)
+    writer.add_string(f"clip.{sense}.projector_type", projector)
     for name, value in {"projection_dim": n_embd, **sizes}.items():
         writer.add_uint32(f"clip.{sense}.{name}", value)
     writer.add_float32(f"clip.{sense}.attention.layer_norm_epsilon", 1e-5)
@@ -140,7 +143,7 @@ def _tensors(
         yield "v.class_embd", matrix(_N_EMBD)
         yield from norm("v.pre_ln")
     yield "v.patch_embd.weight", matrix(_N_EMBD, 3, _N_PATCH, _N_PATCH, scale=0.05)
-    if kind == "qwen2-vl":  # frames of a video come in pairs
+    if kind.startswith("qwen2"):  # frames of a video come in pairs
         yield "v.patch_embd.weight.1", matrix(_N_EMBD, 3, _N_PATCH, _N_PATCH, scale=0.05)
     else:
         yield "v.position_embd.weight", matrix(n_patches, _N_EMBD, scale=0.3)
@@ -157,7 +160,7 @@ def _tensors(
         yield "mm.soft_emb_norm.weight", np.ones(_N_EMBD, np.float32)
         yield "mm.input_projection.weight", matrix(_N_EMBD, n_embd, scale=_N_EMBD**-0.5)
         return
-    n_merged = _N_MERGED**2 if kind == "qwen2-vl" else 1
+    n_merged = _N_MERGED**2 if kind.startswith("qwen2") else 1
     yield from linear("mm.0", n_embd, n_merged * _N_EMBD)
     yield from linear("mm.2", n_embd, n_embd)
     if kind == "llava-tiles":

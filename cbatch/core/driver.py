@@ -20,7 +20,6 @@ from cbatch.errors import (
     RequestFailedError,
     SequenceStateError,
 )
-from cbatch.support.picture_tokens import whole_pictures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -169,6 +168,8 @@ class SequenceDriver:
     """Whether its prompt takes long to tokenize; None if not estimated yet."""
     pictures: Sequence[object] = ()
     """What keeps the rows of its prompt's pictures and sounds in memory."""
+    picture_edges: Sequence[int] = ()
+    """Where these begin and end among the tokens, in pairs."""
     n_image_tokens: int = 0
     """How many of its prompt's tokens are rows of pictures."""
     n_audio_tokens: int = 0
@@ -300,10 +301,9 @@ class SequenceDriver:
 
     def n_whole(self, cuts: PromptCuts, n: int) -> int:
         """Return how many of its first `n` cells the sequence can keep and continue from."""
-        if not cuts or n >= self.n_prompt:
-            return whole_pictures(self.tokens, n)
-        cuts = self.own_cuts(cuts)
-        return cuts.whole(max(0, min(n, self.n_prompt - cuts.least)))
+        if n >= self.n_prompt:
+            return n
+        return self.own_cuts(cuts).n_whole(n, self.n_prompt, self.picture_edges)
 
     # ---- before its turn ----
 

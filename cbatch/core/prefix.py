@@ -10,7 +10,6 @@ from cbatch.core.driver import Status
 from cbatch.core.plan import Slot
 from cbatch.core.saved_cells import Checkpoints, KeptCheckpoint
 from cbatch.core.span import ANYWHERE
-from cbatch.support.picture_tokens import whole_pictures
 from cbatch.support.prefix_index import PrefixIndex, n_common
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ class PrefixCache:
         n_known, n_short = alike[0][0] if alike else 0, self._n_short(alike)
         n_least = MIN_SHARED_TOKENS + (source.n_cells if source else 0)
         for n_alike, place in alike:
-            n_leader_cells = self._whole(driver, n_alike)
+            n_leader_cells = driver.n_whole(self._cuts, n_alike)
             if n_leader_cells < n_least:
                 break
             can_lead = self._can_copy or self.checkpoints.has_room(n_leader_cells)
@@ -295,7 +294,8 @@ class PrefixCache:
             if place < 0:
                 n_cells = self.checkpoints.n_cells(place)
                 rank = (n_cells, 0, n_alike, 0)
-                if n_cells <= n_alike and rank > best_rank:
+                can_use = n_cells <= n_alike and n_cells == driver.n_whole(self._cuts, n_cells)
+                if can_use and rank > best_rank:
                     best, best_rank = PrefixSource(None, n_cells, place), rank
                 continue
             slot = Slot(place)
@@ -303,8 +303,8 @@ class PrefixCache:
             is_free = self._ledger.holders[slot] is None
             rank = (n_cells, is_free + (slot == chosen), n_alike, self._used_at[slot] * is_free)
             can_take = is_free and chosen in (None, slot)
-            can_use = self._can_take if can_take else self._can_copy_from
-            if n_cells and rank > best_rank and can_use(slot, n_cells):
+            is_usable = self._can_take if can_take else self._can_copy_from
+            if n_cells and rank > best_rank and is_usable(slot, n_cells):
                 best, best_rank = PrefixSource(slot, n_cells), rank
         return best
 
@@ -318,12 +318,9 @@ class PrefixCache:
             if is_own and n_cells <= driver.n_reusable:
                 return n_cells
         if not self._can_trim:
-            return n_cells if n_cells <= n_alike and n_cells == self._cuts.whole(n_cells) else 0
-        return self._whole(driver, min(n_alike, n_cells))
-
-    def _whole(self, driver: SequenceDriver, n: int) -> int:
-        """Return the last position up to `n` where a sequence can be cut: not within a picture."""
-        return whole_pictures(driver.tokens, self._cuts.whole(n))
+            is_whole = n_cells <= n_alike and n_cells == driver.n_whole(self._cuts, n_cells)
+            return n_cells if is_whole else 0
+        return driver.n_whole(self._cuts, min(n_alike, n_cells))
 
     def _can_take(self, slot: Slot, n_cells: int) -> bool:
         """Whether to reuse a free slot in place; a short match does not justify losing many cells."""
@@ -371,13 +368,13 @@ class PrefixCache:
         """Return how many tokens a sequence may reuse at most."""
         if not self._cuts:
             return driver.n_reusable
-        return max(0, min(driver.n_reusable, driver.n_prompt - driver.own_cuts(self._cuts).least))
+        return driver.n_whole(self._cuts, min(driver.n_reusable, driver.n_prompt - 1))
 
     def _n_stop(self, driver: SequenceDriver, n: int) -> int:
         """Return the last position up to `n` where a sequence can stop: a cut, or the end of its prompt."""
-        if n < driver.n_prompt or self._cuts.whole(n) != n:
-            n = min(n, driver.n_prompt - driver.own_cuts(self._cuts).least) if self._cuts else n
-        return self._whole(driver, max(0, n))
+        if self._cuts and self._cuts.whole(n) != n:
+            n = min(n, driver.n_prompt - 1)
+        return driver.n_whole(self._cuts, n)
 
     # ---- which slot to give or to empty ----
 

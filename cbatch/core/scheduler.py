@@ -222,7 +222,7 @@ class ContinuousBatchScheduler:
         asked = self.bisection.suspects(slot_plan.leaving()) or running
         if _n_single(asked):
             return n_rows
-        return max(n_rows, min(n_rows_at(d.tokens, slot_plan.n_computed(d)) for d in asked))
+        return max(n_rows, min(n_rows_at(d.picture_edges, slot_plan.n_computed(d)) for d in asked))
 
     def _n_copied_max(self, slot_plan: SlotPlan) -> int | None:
         """Return how many cells a step may copy: if others wait, as many as take as long as decoding."""
@@ -349,7 +349,7 @@ class ContinuousBatchScheduler:
             n_wanted += len(driver.tokens) - n_computed
             n_steps = min(n_steps, driver.n_room)
             if self._has_whole_pictures:
-                n_most = max(n_most, n_rows_at(driver.tokens, n_computed))
+                n_most = max(n_most, n_rows_at(driver.picture_edges, n_computed))
         slot_plan.make_room(min(n_most, n_wanted) + n_steps * len(group))
 
     def _wanted(self, prefills: Sequence[Pending], slot_plan: SlotPlan) -> list[int]:
@@ -359,8 +359,8 @@ class ContinuousBatchScheduler:
             wanted = [p.n_chunk(self._cuts, self._n_batch) for p in prefills]
         else:
             wanted = [min(p.n, n_chunk) for p in prefills]
-            if self._has_whole_pictures:
-                wanted = [max(n, p.n_rows) for n, p in zip(wanted, prefills, strict=True)]
+        if self._has_whole_pictures:
+            wanted = [max(n, p.n_rows) for n, p in zip(wanted, prefills, strict=True)]
         if self._has_checkpoints:
             to_mark = [slot_plan.n_to_mark(p.driver, p.start) for p in prefills]
             wanted = [n if m is None else min(n, m) for n, m in zip(wanted, to_mark, strict=True)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from cbatch.support.picture_tokens import n_rows_at, whole_pictures
+from cbatch.support.picture_tokens import FIRST_PICTURE, n_rows_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,16 @@ class Span:
     """Tokens to score by the logits of the first `len(targets)` inputs: the token that follows each. An input with an
     output has no target."""
 
+    @property
+    def is_lone_token(self) -> bool:
+        """Whether it is one token, which is computed beside those of other slots."""
+        return len(self.inputs) == 1 and self.inputs[0] < FIRST_PICTURE
+
+    @property
+    def begins_in_picture(self) -> bool:
+        """Whether the first input is a row of a picture."""
+        return self.inputs[0] >= FIRST_PICTURE
+
     def split(self) -> tuple[Span, Span]:
         """Split off the last input, which has the output, into a second span; only for spans without targets."""
         end = self.start + len(self.inputs) - 1
@@ -51,7 +62,8 @@ class PromptCuts:
     """Where prompts are cut into chunks, so that results do not depend on other requests in the batch.
 
     If `most` is greater than `multiple`, cuts at any multiples give identical bits, and a chunk may be as long as a
-    step has room for. Otherwise a prompt is cut at every multiple.
+    step has room for. Otherwise a prompt is cut at every multiple. If there are rules, a prompt is also cut where its
+    pictures begin and end, and a picture after every `multiple` of its rows.
     """
 
     multiple: int = 0
@@ -63,6 +75,8 @@ class PromptCuts:
     ends_in_row: bool = False
     """Whether the last token of a prompt is computed as a row beside decoding rows, if its next token is sampled and
     the prompt does not end at a multiple. Cells before that token can be shared."""
+    has_whole_pictures: bool = False
+    """Whether pictures are not cut."""
 
     @classmethod
     def every(cls, n: int) -> PromptCuts:
@@ -93,8 +107,28 @@ class PromptCuts:
         return PromptCuts.every(min(self.multiple, N_TARGETS_MAX))
 
     def whole(self, n: int) -> int:
-        """Return the last position up to `n` at which a chunk may begin."""
+        """Return the last position up to `n` at which a chunk of a prompt without pictures may begin."""
         return n - n % self.multiple if self.multiple else n
+
+    def n_whole(self, n: int, n_prompt: int, edges: Sequence[int]) -> int:
+        """Return how many of a prompt's first `n` tokens another request can have computed, if it has the same ones.
+
+        What follows them in the other prompt must not matter, so a picture is shared as a whole, and the text before
+        one up to a multiple.
+
+        Args:
+            n: below `n_prompt`.
+            n_prompt: the length of the prompt.
+            edges: where its pictures begin and end, in pairs.
+        """
+        i = bisect_right(edges, n)
+        if i % 2:
+            i -= 1
+            n = edges[i]
+        start, end = edges[i - 1] if i else 0, edges[i] if i < len(edges) else n_prompt
+        if n < end or self.whole(n) < n:
+            n = self.whole(min(n, end - self.least))
+        return max(start, n)
 
     def n_before_row(self, n_prompt: int) -> int:
         """Return how many tokens of a prompt are computed in chunks: all, or all before its final row."""
@@ -106,8 +140,19 @@ class PromptCuts:
         is_end = span.has_output and not span.targets and len(span.inputs) > 1
         return span.split() if is_end and self.n_before_row(end) < end else (span,)
 
-    def n_chunk(self, start: int, n_prompt: int, room: int) -> int:
-        """Return the length of a prompt's chunk from `start` if `room` tokens fit; 0 if no chunk does."""
+    def n_chunk(self, start: int, n_prompt: int, room: int, edges: Sequence[int] = ()) -> int:
+        """Return the length of a prompt's chunk from `start` if `room` tokens fit; 0 if no chunk does.
+
+        Pictures, which begin and end at `edges`, and the texts between them are chunks of their own.
+        """
+        i = bisect_right(edges, start)
+        if i % 2:
+            n_rows = n_left = edges[i] - start
+            if not self.has_whole_pictures:
+                n_rows = min(n_left, self.multiple - (start - edges[i - 1]) % self.multiple)
+            return n_rows if n_rows <= room else 0
+        if i < len(edges):
+            n_prompt = edges[i]
         n_left = n_prompt - start
         n_next = min(n_left, self.multiple - start % self.multiple)
         if self.is_every or start % self.multiple:
@@ -187,7 +232,7 @@ class Pending(NamedTuple):
 
     def n_whole(self, n: int) -> int:
         """Return how many of the next `n` tokens can be computed without a part of a picture."""
-        return max(0, whole_pictures(self.driver.tokens, self.start + n) - self.start)
+        return max(0, self.driver.n_whole(ANYWHERE, self.start + n) - self.start)
 
     @property
     def place(self) -> tuple[Slot, SequenceDriver, int]:
@@ -197,7 +242,7 @@ class Pending(NamedTuple):
     @property
     def n_rows(self) -> int:
         """Rows of the picture that is next, which are computed together; 0 if none is next."""
-        return n_rows_at(self.driver.tokens, self.start)
+        return n_rows_at(self.driver.picture_edges, self.start)
 
     def n_chunk(self, cuts: PromptCuts, room: int) -> int:
         """Return the tokens of the next chunk if prompts are cut at certain places and `room` tokens fit.
@@ -209,7 +254,8 @@ class Pending(NamedTuple):
             return min(1, room)
         n_before_row = cuts.n_before_row(driver.n_prompt)
         is_again = driver.output and start < n_before_row
-        return cuts.n_chunk(start, n_before_row if is_again else driver.n_prompt, room)
+        n_prompt = n_before_row if is_again else driver.n_prompt
+        return cuts.n_chunk(start, n_prompt, room, driver.picture_edges)
 
 
 def limit_targets(prefills: Sequence[Pending], wanted: list[int], *, has_cuts: bool) -> None:

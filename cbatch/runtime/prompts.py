@@ -19,7 +19,7 @@ from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import WorkThread
 from cbatch.sounds import is_sound
 from cbatch.support.garbage import drop_frames
-from cbatch.support.picture_tokens import PictureTokens
+from cbatch.support.picture_tokens import PictureTokens, edges_of
 from cbatch.support.prefix_index import n_common
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ class PromptTokenizer:
             if isinstance(tokens := found.tokens, PictureTokens):
                 driver.pictures, driver.n_audio_tokens = tokens.pictures, tokens.n_sound_rows
                 driver.n_image_tokens = tokens.n_rows - tokens.n_sound_rows
+                driver.picture_edges = edges_of(tokens)
         except CBatchError as error:
             driver.error = error
 

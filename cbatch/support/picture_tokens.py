@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -80,21 +81,30 @@ def place_of(token: int) -> tuple[int, int]:
     return divmod(token - FIRST_PICTURE, N_ROWS_MAX)
 
 
-def whole_pictures(tokens: Sequence[int], n: int) -> int:
-    """Return `n`, or where the picture begins of which the first `n` tokens have only some rows."""
-    if n >= len(tokens) or tokens[n] < FIRST_PICTURE:
-        return n
-    return n - place_of(tokens[n])[1]
+def edges_of(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return where the pictures in tokens begin and end, in pairs; a picture may follow another one, or itself."""
+    if max(tokens, default=0) < FIRST_PICTURE:
+        return ()
+    return tuple(_edges(tokens))
 
 
-def n_rows_at(tokens: Sequence[int], start: int) -> int:
+def _edges(tokens: Sequence[int]) -> Iterator[int]:
+    before = 0
+    for i, token in enumerate(tokens):
+        is_first = token >= FIRST_PICTURE and token != before + 1
+        if before >= FIRST_PICTURE and (is_first or token < FIRST_PICTURE):
+            yield i
+        if is_first:
+            yield i
+        before = token
+    if before >= FIRST_PICTURE:
+        yield len(tokens)
+
+
+def n_rows_at(edges: Sequence[int], start: int) -> int:
     """Return how many rows of one picture follow each other from a place on; 0 if a token is there."""
-    if start == len(tokens) or tokens[start] < FIRST_PICTURE:
-        return 0
-    end = start + 1
-    while end < len(tokens) and tokens[end] == tokens[end - 1] + 1:
-        end += 1
-    return end - start
+    i = bisect_right(edges, start)
+    return edges[i] - start if i % 2 else 0
 
 
 def without_pictures(tokens: Sequence[int]) -> Sequence[int]:

@@ -15,19 +15,20 @@ from hypothesis import strategies as st
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend, FakeVocab, Faults
+from cbatch.backend.fake.fake_backend import Bits
 from cbatch.backend.fake.fake_tokens import FakePicture
 from cbatch.core.plan import KvCapabilities, Slot, StepPlan
-from cbatch.core.span import Span
+from cbatch.core.span import ANYWHERE, PromptCuts, Span
 from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.support.picture_tokens import (
     FIRST_PICTURE,
     PictureTokens,
+    edges_of,
     ids_of,
     n_rows_at,
     place_of,
-    whole_pictures,
     without_pictures,
 )
 from tests.profiles import examples
@@ -61,11 +62,16 @@ def engine_of(
     n_batch: int = 64,
     faults: Faults | None = None,
     threaded: bool = True,
+    cuts: PromptCuts = ANYWHERE,
     **schedule: Any,
 ) -> Engine:
     memory = memory or KvCapabilities("partitioned", n_slots * 400)
     memory = replace(memory, has_whole_pictures=is_whole)
     backend = FakeBackend(n_slots, 400, n_batch, memory=memory, faults=faults or Faults())
+    backend.cuts = replace(cuts, has_whole_pictures=is_whole)
+    if cuts:  # rows of one token are padded to one number; chunks of other lengths have other bits
+        n_most = 31 if cuts.is_every else cuts.least - cuts.ends_in_row
+        backend.bits = Bits(lambda n_rows: min(n_rows, n_most), lambda n_rows: 1)
     backend.vocab.picture_refusal = ""
     return Engine(backend, schedule=ScheduleOptions(**schedule), threaded=threaded)
 
@@ -109,6 +115,59 @@ def test_pictures_in_company_have_the_answers_they_have_alone(
     assert [r.usage.prompt_tokens for r in together] == [r.usage.prompt_tokens for r in alone]
 
 
+CUTS = (PromptCuts.every(16), PromptCuts(16, 48, least=7), PromptCuts(16, 64, 9, ends_in_row=True))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n_slots=st.integers(1, 5),
+    n_budget=st.sampled_from([None, 4, 32]),
+    memory=st.sampled_from([m for m in MEMORIES if m is None or m.kind != "unified"]),
+    cuts=st.sampled_from(CUTS),
+    is_whole=st.booleans(),
+    fails=st.booleans(),
+)
+def test_pictures_in_company_have_the_bits_they_have_alone(
+    seed: int,
+    n_slots: int,
+    n_budget: int | None,
+    memory: KvCapabilities | None,
+    cuts: PromptCuts,
+    is_whole: bool,
+    fails: bool,
+) -> None:
+    draw = random.Random(seed)
+    asked = [chat(draw) for _ in range(8)]
+    given: dict[str, Any] = {"is_whole": is_whole, "cuts": cuts}
+    with engine_of(1, share_prefixes=False, **given) as engine:
+        alone = [engine.run([each], options=SAME).results()[0] for each in asked]
+    given |= {"memory": memory, "prefill_budget": n_budget}
+    with engine_of(n_slots, faults=failing(draw) if fails else None, **given) as engine:
+        together = engine.run(asked, options=SAME).results()
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_prompt_is_cut_where_its_pictures_begin_and_end(cuts: PromptCuts, is_whole: bool) -> None:
+    cuts, edges = replace(cuts, has_whole_pictures=is_whole), (20, 59, 59, 60)
+    found, start = [], 0
+    while start < 71:
+        n = cuts.n_chunk(start, 71, 64, edges)
+        assert all(cuts.n_chunk(start, 71, room, edges) == 0 for room in range(1, min(n, 7)))
+        found.append((start, n))
+        start += n
+    pictures = [(20, 39)] if is_whole else [(20, 16), (36, 16), (52, 7)]
+    texts = [(0, 16), (16, 4)] if cuts.is_every else [(0, 20)]
+    last = [(60, 4), (64, 7)]
+    assert found == [*texts, *pictures, (59, 1), *last]
+    first = 16 if cuts.is_every else 0
+    assert [cuts.n_whole(n, 71, edges) for n in (19, 20, 58, 59, 60)] == [first] * 3 + [59, 60]
+    assert cuts.n_whole(70, 71, edges) == 64 if cuts.least < 8 else 60
+    assert [cuts.n_whole(n, 71, (32, 40)) for n in (31, 32, 39)] == [16, 32, 32]
+
+
 def parts_of_steps(backend: FakeBackend) -> list[list[tuple[int, int]]]:
     """Of each step, the tokens of its chunks and the rows among them."""
     return [
@@ -145,8 +204,11 @@ def test_picture_larger_than_a_batch_is_alone_in_its_step() -> None:
 
 def test_beginning_that_ends_in_a_picture_is_shared_up_to_the_picture() -> None:
     tokens = [1, 2, *ids_of(3, 4), *ids_of(3, 4), 5]
-    assert [whole_pictures(tokens, n) for n in range(12)] == [0, 1, 2, 2, 2, 2, 6, 6, 6, 6, 10, 11]
-    assert [n_rows_at(tokens, i) for i in (0, 2, 3, 6, 10, 11)] == [0, 4, 3, 4, 0, 0]
+    edges = edges_of(tokens)
+    assert edges == (2, 6, 6, 10)
+    shared = [ANYWHERE.n_whole(n, 11, edges) for n in range(11)]
+    assert shared == [0, 1, 2, 2, 2, 2, 6, 6, 6, 6, 10]
+    assert [n_rows_at(edges, i) for i in (0, 2, 3, 6, 10, 11)] == [0, 4, 3, 4, 0, 0]
 
 
 def test_fake_row_depends_on_all_rows_computed_with_it() -> None:

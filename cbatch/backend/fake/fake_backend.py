@@ -41,7 +41,7 @@ from cbatch.core.plan import (
 from cbatch.core.span import ANYWHERE, N_TARGETS_MAX, Span
 from cbatch.errors import ConfigError, PlanError, RequestFailedError, UnsupportedTaskError
 from cbatch.support.model_facts import ModelFacts
-from cbatch.support.picture_tokens import n_rows_at
+from cbatch.support.picture_tokens import edges_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -383,9 +383,9 @@ class FakeBackend:
         """Return with how many rows each span is computed, its own included."""
         if not self.bits or not self.cuts:
             return [sum(len(c.inputs) for c in spans)] * len(spans)
-        rows = [c.slot for c in spans if len(c.inputs) == 1]
+        rows = [c.slot for c in spans if c.is_lone_token]
         n_rows = self.bits.width(rows[-1] - rows[0] + 1) if rows else 0
-        return [n_rows if len(c.inputs) == 1 else len(c.inputs) for c in spans]
+        return [n_rows if c.is_lone_token else len(c.inputs) for c in spans]
 
     def _compute(self, span: Span, n: int, tag: int) -> None:
         """Make cells of the first `n` tokens of a span, and score what comes after them."""
@@ -482,17 +482,15 @@ class FakeBackend:
 
 def _is_picture(spans: Sequence[Span]) -> bool:
     """Whether a step is a single picture and nothing else."""
-    return len(spans) == 1 and n_rows_at(spans[0].inputs, 0) == len(spans[0].inputs)
+    return len(spans) == 1 and edges_of(spans[0].inputs) == (0, len(spans[0].inputs))
 
 
 def _with_rows(tokens: Sequence[int]) -> Sequence[int]:
     """Return what cells are made of: a row depends on all rows of its picture that are computed with it."""
-    found: list[int] = []
-    while len(found) < len(tokens):
-        start = len(found)
-        n = n_rows_at(tokens, start)
-        rows = tokens[start : start + (n or 1)]
-        found += [mix(mix(n, 0), t) >> _BITS_LEFT for t in rows] if n else rows
+    found, edges = [*tokens], edges_of(tokens)
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        n = end - begin
+        found[begin:end] = [mix(mix(n, 0), t) >> _BITS_LEFT for t in tokens[begin:end]]
     return found
 
 

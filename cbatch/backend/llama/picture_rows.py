@@ -46,9 +46,9 @@ class PictureRows:
         found: list[list[Span]] = []
         for parts in zip_longest(*(_parts(c) for c in chunks)):
             given = [part for part in parts if part is not None]
-            texts = [part for part in given if not is_rows(part)]
+            texts = [part for part in given if not part.begins_in_picture]
             found += [texts] if texts else []
-            found += [[part] for part in given if is_rows(part)]
+            found += [[part] for part in given if part.begins_in_picture]
         return found
 
     def run(self, ctx: Any, chunk: Span) -> StepResult:
@@ -104,11 +104,6 @@ def _seeing_all(ctx: Any, *, is_on: bool) -> Iterator[None]:
     finally:
         if is_on:
             llama_cpp.llama_set_causal_attn(ctx, True)
-
-
-def is_rows(chunk: Span) -> bool:
-    """Whether a part of a chunk is rows of a picture."""
-    return chunk.inputs[0] >= FIRST_PICTURE
 
 
 def _parts(chunk: Span) -> Iterator[Span]:

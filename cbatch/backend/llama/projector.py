@@ -34,10 +34,9 @@ from cbatch.errors import (
 )
 from cbatch.support.checks import readable
 from cbatch.support.picture_tokens import (
-    FIRST_PICTURE,
     N_ROWS_MAX,
+    edges_of,
     ids_of,
-    n_rows_at,
     place_of,
 )
 
@@ -58,7 +57,7 @@ _N_NUMBERS_KEPT = 2**16
 _N_NUMBER_BYTES = 4
 
 # Source: tools/mtmd/mtmd.h, enum mtmd_input_chunk_type
-_TEXT = 0
+_TEXT, _SOUND = 0, 2
 
 _ORDER = (0, 2, 1, 3)
 """Of the numbers t, x, y, z in a batch. Source: tools/mtmd/mtmd-helper-common.h, set_position_mrope_2d."""
@@ -71,7 +70,6 @@ _N_SIDE_TRIED = 64
 
 NO_EYES = "this model's projector has no encoder of pictures"
 NO_EARS = "this model's projector has no encoder of sound"
-FLAT_SOUND = "sound cannot be used yet with a model whose pictures share positions (M-RoPE)"
 
 
 class _Rows:
@@ -262,8 +260,6 @@ class Projector:
         """Samples per second that its encoder of sound takes."""
         self.has_flat_pictures = bool(mtmd.mtmd_decode_use_mrope(ctx))
         """Whether the rows of a picture share positions (M-RoPE)."""
-        if self.has_flat_pictures and has_ears:
-            self.sound_refusal = FLAT_SOUND
         attends_ahead = bool(mtmd.mtmd_decode_use_non_causal(ctx, None))
         self.has_whole_pictures = self.has_flat_pictures or attends_ahead
         """Whether all rows of a picture must be computed one after another, or at once."""
@@ -369,14 +365,11 @@ class Projector:
     def flat(self, tokens: Sequence[int], start: int = 0) -> list[FlatPicture]:
         """Return the whole pictures in tokens whose rows share positions; `start` is the first token's index."""
         found: list[FlatPicture] = []
-        if not self.has_flat_pictures or max(tokens, default=0) < FIRST_PICTURE:
-            return found
-        i = 0
-        while i < len(tokens):
-            n = n_rows_at(tokens, i)
-            if n and (rows := self._rows[place_of(tokens[i])[0]]).offsets is not None:
-                found.append(FlatPicture(start + i, n, rows.n_positions))
-            i += n or 1
+        edges = edges_of(tokens) if self.has_flat_pictures else ()
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            rows = self._rows[place_of(tokens[begin])[0]]
+            if rows.offsets is not None:
+                found.append(FlatPicture(start + begin, end - begin, rows.n_positions))
         return found
 
     def _counted(self, medium: Medium, digest: bytes) -> Picture:
@@ -416,7 +409,8 @@ class Projector:
                 f"a picture has {n_rows:,} rows, which must be computed together; n_ubatch={self._n_ubatch:,} allows "
                 f"fewer: set n_ubatch and n_batch to {n_rows:,} or more"
             )
-        if not self.has_flat_pictures:
+        is_sound = mtmd.mtmd_input_chunk_get_type(chunk) == _SOUND
+        if is_sound or not self.has_flat_pictures:
             return _Rows(number, n_rows, attends_ahead=attends_ahead)
         places = (mtmd.mtmd_decoder_pos * n_rows)()
         mtmd.mtmd_helper_image_get_decoder_pos(

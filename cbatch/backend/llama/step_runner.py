@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.llama.pad_rows import N_GROUP
-from cbatch.backend.llama.picture_rows import is_rows
 from cbatch.backend.llama.row_changes import RowChanges, without_failed
 from cbatch.backend.logits_processors import LogitsProcessors
 from cbatch.core.plan import Binding, Slot, StepPlan, StepResult, TokenLogprobs
@@ -93,10 +92,11 @@ class StepRunner:
             are_apart: see `NativeStepper`.
         """
         self._stepper.are_apart = are_apart
-        if self.pictures is not None and (parts := self.pictures.groups(plan.spans)):
-            return self._run_groups(plan.spans, parts, undo)
         is_exact = bool(cuts)
-        if (is_exact or is_apart) and any(len(c.inputs) > 1 for c in plan.spans):
+        parts = self.pictures.groups(plan.spans) if self.pictures is not None else ()
+        if parts and not is_exact:
+            return self._run_groups(plan.spans, parts, undo)
+        if parts or ((is_exact or is_apart) and any(len(c.inputs) > 1 for c in plan.spans)):
             groups = _each_alone(plan.spans, cuts) if is_exact else _prompts_first(plan.spans)
             if is_exact or len(groups) > 1:
                 return self._run_groups(plan.spans, groups, undo)
@@ -192,16 +192,16 @@ class StepRunner:
             result = self._run_group(group)
             if result.code:
                 done = [c for g in groups[: len(results)] for c in g]
-                if self.pictures and is_rows(group[0]):
+                if self.pictures and group[0].begins_in_picture:
                     done += [c for c in group if not self.pictures.is_in_one_batch(c)]
                 return StepResult([], 0, result.code if undo(done) else _CELLS_UNKNOWN)
             results.append(result)
         return _joined(spans, groups, results)
 
     def _run_group(self, group: Sequence[Span]) -> StepResult:
-        if self.pictures is not None and is_rows(group[0]):
+        if self.pictures is not None and group[0].begins_in_picture:
             return self.pictures.run(self._ctx, group[0])
-        pads = self._pad_rows.beside(group) if len(group[0].inputs) == 1 else ()
+        pads = self._pad_rows.beside(group) if group[0].is_lone_token else ()
         return self._run_padded(group, pads)
 
     def interrupt(self) -> None:
@@ -214,7 +214,7 @@ class StepRunner:
 
 
 def _each_alone(spans: Sequence[Span], cuts: PromptCuts) -> Sequence[Sequence[Span]]:
-    """Return spans of one token together and every longer span alone, so that no shape depends on company.
+    """Return spans of one token together and every other span alone, so that no shape depends on company.
 
     Prompts that end in a row are computed before the rows, all others after them: pad rows stand beside what was
     counted of a slot.
@@ -226,8 +226,8 @@ def _each_alone(spans: Sequence[Span], cuts: PromptCuts) -> Sequence[Sequence[Sp
     for span in spans:
         *before, last = cuts.parts(span)
         for part in before:
-            (ahead if len(part.inputs) > 1 else lone).append(part)
-        (after if len(last.inputs) > 1 else rows).append(last)
+            (lone if part.is_lone_token else ahead).append(part)
+        (rows if last.is_lone_token else after).append(last)
     groups = [lone, *([c] for c in ahead), rows, *([c] for c in after)]
     return [group for group in groups if group]
 

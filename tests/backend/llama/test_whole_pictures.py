@@ -20,9 +20,10 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import ModelLoadError
 from cbatch.media import Medium
 from cbatch.options import GREEDY as GREEDILY
-from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens, n_rows_at, place_of
-from tests.backend.llama.media import WITH_RIVALS, clear_tokens
+from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens, edges_of, place_of
+from tests.backend.llama.media import WITH_RIVALS, chat_with, clear_tokens
 from tests.backend.llama.test_pictures import GREEDY, chat, picture, png
+from tests.backend.llama.test_sounds import tone
 from tests.backend.slots import FailingStepper, Failures, chunk, go_on, is_refused
 from tests.oracle.pictures import PlainSeer
 
@@ -98,6 +99,27 @@ def test_answers_are_those_of_llama_cpps_own_helper(
             found[name] = result.token_ids
             assert 0 < result.usage.image_tokens < result.usage.prompt_tokens
     assert found == expected
+
+
+def test_sounds_beside_pictures_that_share_positions(
+    pairs: Mapping[str, Pair], tmp_path: Path
+) -> None:
+    """A sound's rows have a position each, in all sections of M-RoPE."""
+    model = pairs["qwen2-vl"].model
+    path = write_projector(tmp_path / "p.gguf", 64, kind="qwen2-omni", seed=1)
+    seen, heard = picture(0), tone(1)
+    with PlainSeer(model, path) as plain:
+        text = "Look: <__media__> Hear: <__media__> What is it? <__media__> Hm?"
+        expected = plain.answer(text, [seen, heard, seen], 8)
+        first = plain.answer("<__media__><__media__> Hm?", [heard, seen], 8)
+    [shown], [played] = chat("Look: ", seen), chat_with("audio", " Hear: ", heard, " What is it? ")
+    [turned] = chat_with("audio", heard)
+    with Pair("qwen2-omni", model, path).load(parallel=2) as engine:
+        asked = [[shown, played, *chat(seen, " Hm?")], [turned, *chat(seen, " Hm?")]]
+        found = engine.run(asked, options=GREEDY).results()
+    assert [r.token_ids for r in found] == [expected, first]
+    assert {r.usage.audio_tokens for r in found} == {30}
+    assert all(r.usage.image_tokens for r in found)
 
 
 @each_kind
@@ -237,7 +259,7 @@ def begun(backend: LlamaBackend) -> tuple[PictureTokens, list[int]]:
 def test_cells_move_with_the_pictures_in_them(flat: tuple[LlamaBackend, Failures]) -> None:
     backend, _ = flat
     tokens, (first, second) = begun(backend)
-    end = first + n_rows_at(tokens, first)
+    end = edges_of(tokens)[1]
     expected = go_on(backend, 0, tokens, 6)
     assert backend.n_cells[0] == len(tokens) + 5
     assert LlamaCells(backend.ctx).count(0) < backend.n_cells[0] - 8

@@ -10,7 +10,7 @@ import pytest
 
 import cbatch
 from cbatch.backend.load.projector_check import read_projector_file
-from cbatch.bench.synthetic_projector import KINDS, SOUND_KINDS, write_projector
+from cbatch.bench.synthetic_projector import KINDS, MIXED_KINDS, SOUND_KINDS, write_projector
 from cbatch.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ except cbatch.ModelLoadError as error:
 """
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOUND_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *SOUND_KINDS, *MIXED_KINDS])
 def test_projector_that_lacks_its_last_byte_is_refused(tmp_path: Path, kind: str) -> None:
     path = write_projector(tmp_path / "p.gguf", 64, kind=kind)
     whole = path.read_bytes()
