@@ -90,6 +90,28 @@ struct seen_cells {
         }
     }
 
+    // Pass over the first n cells that are not hidden; return where to look for those behind the ones that are here then.
+    int32_t skip(const uint8_t * mask, int32_t n_cells, int32_t n_skipped) {
+        if (mask == nullptr) {  // a multiple of 16
+            return n_skipped;
+        }
+        const __m256i all_hidden = _mm256_set1_epi16(static_cast<int16_t>(hidden));
+        for (int32_t first = 0, n_before = 0; first < n_cells; first += n_lanes) {
+            const __m256i halves = _mm256_mask_loadu_epi16(all_hidden, first_lanes(n_cells - first), mask + first * 2);
+            const int32_t n_here = __builtin_popcount(_mm256_cmpneq_epi16_mask(halves, all_hidden));
+            if (n_before + n_here <= n_skipped) {
+                n_before += n_here;
+                continue;
+            }
+            add(mask, first, n_cells);
+            n -= n_skipped - n_before;
+            _mm512_storeu_si512(cells, _mm512_loadu_si512(cells + n_skipped - n_before));
+            _mm512_storeu_ps(added, _mm512_loadu_ps(added + n_skipped - n_before));
+            return first + n_lanes;
+        }
+        return n_cells;
+    }
+
     // Remove the first block.
     void drop_block() {
         n -= n_block;
@@ -157,16 +179,17 @@ void score(const attention_row & row, const int32_t * cells, const float * added
     }
 }
 
-// What some heads of a row have summed up so far.
+// What some heads of a row have summed up of a part of the cells.
 template <int32_t n_heads>
 struct attention_sums {
     alignas(64) float dots[n_heads][n_lanes][n_lanes] = {};
     alignas(64) float weights[n_heads][n_block];
     alignas(64) float total[n_heads][n_most_attention_value];
     float most[n_heads], sum[n_heads];
-    int32_t n_before = 0;  // cells
+    int32_t n_before;  // cells of the row
 
-    explicit attention_sums(int32_t n_value) {
+    void begin(int32_t n_value, int32_t first) {
+        n_before = first;
         for (int32_t h = 0; h < n_heads; h++) {
             most[h] = lowest;
             sum[h] = 0.0F;
@@ -219,26 +242,109 @@ struct attention_sums {
         }
         n_before += n;
     }
+
+    // Sum up part `i_part` of the cells. `first` is where to look for them, and then where to look for those of the next part.
+    void add_part(const attention_row & row, int32_t i_part, seen_cells & seen, int32_t & first) {
+        begin(row.n_value, i_part * n_attention_part);
+        const int32_t end = n_before + n_attention_part;
+        for (; first < row.n_cells && n_before < end; first += n_lanes) {
+            seen.add(row.mask, first, row.n_cells);
+            if (seen.n >= n_block) {
+                add(row, seen, n_block);
+                seen.drop_block();
+            }
+        }
+        if (first >= row.n_cells && n_before < end && seen.n > 0) {
+            add(row, seen, seen.n);
+            seen.n = 0;
+        }
+    }
 };
+
+// What a head has summed up, with n_value sums of values behind it. Of no cells, `most` is −∞ and the rest 0.
+struct alignas(64) head_sums {
+    float most;  // largest score
+    float sum;   // of weights
+
+    float * total() {
+        return reinterpret_cast<float *>(this + 1);
+    }
+};
+
+// Add what was summed up of later cells.
+void join(head_sums & to, float * total, float most, float sum, const float * other, int32_t n_value) {
+    const float larger = most > to.most ? most : to.most;
+    const floats own = exponential(_mm512_set1_ps(to.most - larger)), others = exponential(_mm512_set1_ps(most - larger));
+    for (int32_t i = 0; i < n_value; i += n_lanes) {
+        const floats scaled = _mm512_mul_ps(_mm512_load_ps(total + i), own);
+        _mm512_store_ps(total + i, _mm512_fmadd_ps(_mm512_load_ps(other + i), others, scaled));
+    }
+    to.sum = to.sum * _mm512_cvtss_f32(own) + sum * _mm512_cvtss_f32(others);
+    to.most = larger;
+}
+
+void write_mean(float * out, int32_t n_value, float sum, const float * total) {
+    const floats inverse = _mm512_set1_ps(sum == 0.0F ? 0.0F : 1.0F / sum);
+    for (int32_t i = 0; i < n_value; i += n_lanes) {
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_load_ps(total + i), inverse));
+    }
+}
+
+// Write the results after the first part, where there are more.
+template <int32_t n_heads>
+void join_later(const attention_row & row, attention_sums<n_heads> & part, seen_cells & seen, int32_t & first) {
+    alignas(64) float totals[n_heads][n_most_attention_value];
+    head_sums sums[n_heads];
+    for (int32_t h = 0; h < n_heads; h++) {
+        sums[h].most = part.most[h];
+        sums[h].sum = part.sum[h];
+        for (int32_t i = 0; i < row.n_value; i += n_lanes) {
+            _mm512_store_ps(totals[h] + i, _mm512_load_ps(part.total[h] + i));
+        }
+    }
+    for (int32_t i_part = 1; first < row.n_cells || seen.n > 0; i_part++) {
+        const int32_t begin = i_part * n_attention_part;
+        part.add_part(row, i_part, seen, first);
+        for (int32_t h = 0; h < n_heads; h++) {
+            if (part.n_before > begin && row.n_shown[h] > begin) {
+                join(sums[h], totals[h], part.most[h], part.sum[h], part.total[h], row.n_value);
+            }
+        }
+    }
+    for (int32_t h = 0; h < n_heads; h++) {
+        write_mean(row.out[h], row.n_value, sums[h].sum, totals[h]);
+    }
+}
 
 template <int32_t n_heads>
 void attend_heads(const attention_row & row) {
-    attention_sums<n_heads> sums(row.n_value);
+    attention_sums<n_heads> part;
     seen_cells seen;
-    for (int32_t first = 0; first < row.n_cells; first += n_lanes) {
-        seen.add(row.mask, first, row.n_cells);
-        if (seen.n >= n_block) {
-            sums.add(row, seen, n_block);
-            seen.drop_block();
-        }
-    }
-    if (seen.n > 0) {
-        sums.add(row, seen, seen.n);
+    int32_t first = 0;
+    part.add_part(row, 0, seen, first);
+    if (first < row.n_cells || seen.n > 0) {
+        join_later<n_heads>(row, part, seen, first);
+        return;
     }
     for (int32_t h = 0; h < n_heads; h++) {
-        const floats inverse = _mm512_set1_ps(sums.sum[h] == 0.0F ? 0.0F : 1.0F / sums.sum[h]);
-        for (int32_t i = 0; i < row.n_value; i += n_lanes) {
-            _mm512_storeu_ps(row.out[h] + i, _mm512_mul_ps(_mm512_load_ps(sums.total[h] + i), inverse));
+        write_mean(row.out[h], row.n_value, part.sum[h], part.total[h]);
+    }
+}
+
+template <int32_t n_heads>
+void attend_parts_of(const attention_row & row, int32_t i_first, int32_t i_after, int64_t n_all_heads, uint8_t * to) {
+    attention_sums<n_heads> part;
+    seen_cells seen;
+    int32_t first = seen.skip(row.mask, row.n_cells, i_first * n_attention_part);
+    for (int32_t i_part = i_first; i_part < i_after; i_part++) {
+        part.add_part(row, i_part, seen, first);
+        for (int32_t h = 0; h < n_heads; h++) {
+            auto * sums = reinterpret_cast<head_sums *>(to + static_cast<size_t>(i_part * n_all_heads + h) * n_part_bytes(row.n_value));
+            sums->most = part.most[h];
+            sums->sum = part.sum[h];
+            for (int32_t i = 0; i < row.n_value; i += n_lanes) {
+                _mm512_store_ps(sums->total() + i, _mm512_load_ps(part.total[h] + i));
+            }
         }
     }
 }
@@ -254,6 +360,32 @@ void attend(const attention_row & row) noexcept {
         case 5: attend_heads<5>(row); break;
         default: attend_heads<6>(row); break;
     }
+}
+
+size_t n_part_bytes(int32_t n_value) noexcept {
+    return sizeof(head_sums) + static_cast<size_t>(n_value) * sizeof(float);
+}
+
+void attend_parts(const attention_row & row, int32_t i_first, int32_t i_after, int64_t n_all_heads, uint8_t * sums) noexcept {
+    switch (row.n_heads) {
+        case 1: attend_parts_of<1>(row, i_first, i_after, n_all_heads, sums); break;
+        case 2: attend_parts_of<2>(row, i_first, i_after, n_all_heads, sums); break;
+        case 3: attend_parts_of<3>(row, i_first, i_after, n_all_heads, sums); break;
+        case 4: attend_parts_of<4>(row, i_first, i_after, n_all_heads, sums); break;
+        case 5: attend_parts_of<5>(row, i_first, i_after, n_all_heads, sums); break;
+        default: attend_parts_of<6>(row, i_first, i_after, n_all_heads, sums); break;
+    }
+}
+
+void join_parts(float * out, int32_t n_value, int32_t n_parts, int64_t n_all_heads, uint8_t * sums) noexcept {
+    auto & joined = *reinterpret_cast<head_sums *>(sums);
+    for (int32_t i = 1; i < n_parts; i++) {
+        auto & part = *reinterpret_cast<head_sums *>(sums + static_cast<size_t>(i * n_all_heads) * n_part_bytes(n_value));
+        if (part.most != lowest || part.sum != 0.0F) {
+            join(joined, joined.total(), part.most, part.sum, part.total(), n_value);
+        }
+    }
+    write_mean(out, n_value, joined.sum, joined.total());
 }
 
 int32_t n_shown_first(const uint8_t * mask, const uint8_t * other, int32_t n_cells) noexcept {

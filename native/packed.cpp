@@ -227,19 +227,27 @@ public:
                q.ne[3] % k.ne[3] == 0 && q.nb[0] == 4 && k.nb[0] == 2 && v.nb[0] == 2 && is_of_packed(&q);
     }
 
-    bool work_size(int, const tensor *, size_t &) override { return false; }
+    bool work_size(int n_threads, const tensor * op, size_t & n_bytes) override {
+        const tensor & q = *op->src[0];
+        n_bytes = is_divided(*op, n_threads)
+                      ? n_align + static_cast<size_t>(q.ne[1] * q.ne[2] * q.ne[3] * n_parts_of(*op)) *
+                                      n_part_bytes(static_cast<int32_t>(op->src[2]->ne[0]))
+                      : 0;
+        return true;
+    }
 
     bool compute_forward(compute_params * params, tensor * op) override {
         const tensor & q = *op->src[0];
         const int64_t n_heads_kv = op->src[1]->ne[2], n_tokens = q.ne[1];
         const tensor * mask = op->src[3];
         const int64_t n_threads = params->n_threads, n_all = q.ne[3] * n_tokens * n_heads_kv;
-        if (n_all < n_threads && op->src[1]->ne[1] >= n_divided) {
-            return false;  // ggml divides the cells of few rows among the threads
+        if (is_divided(*op, n_threads)) {
+            divide(*params, *op);
+            return true;
         }
         // tokens of which those that see the same keys are computed together
         const bool is_one = mask != nullptr && mask->ne[2] == 1;
-        const int64_t n_together = is_one ? std::clamp<int64_t>(n_all / (n_threads * n_parts), 1, n_most_heads) : 1;
+        const int64_t n_together = is_one ? std::clamp<int64_t>(n_all / (n_threads * n_turns), 1, n_most_heads) : 1;
         const int64_t n_groups = (n_tokens + n_together - 1) / n_together, n_units = q.ne[3] * n_groups * n_heads_kv;
         if (params->i_thread == 0) {
             ggml.set_chunk(params->threads, static_cast<int>(n_threads));
@@ -257,20 +265,80 @@ public:
 
 private:
     static constexpr int64_t n_divided = 512;  // cells
-    static constexpr int64_t n_parts = 4;      // of a thread: one may be done sooner than another
+    static constexpr int64_t n_turns = 4;      // of a thread: one may be done sooner than another
 
-    // Compute the query heads that read one head of keys, of a token and of those behind it that see the same cells and maybe
-    // more after them. Return the number of tokens.
-    static int64_t attend_some(const tensor & op, int64_t i_stream, int64_t first, int64_t after, int64_t i_kv) {
+    // Whether rows are fewer than threads, which share the cells of each then.
+    static bool is_divided(const tensor & op, int64_t n_threads) {
         const tensor & q = *op.src[0];
+        return q.ne[3] * q.ne[1] * op.src[1]->ne[2] < n_threads && op.src[1]->ne[1] >= n_divided;
+    }
+
+    static int64_t n_parts_of(const tensor & op) {
+        return (op.src[1]->ne[1] + n_attention_part - 1) / n_attention_part;
+    }
+
+    // Compute rows whose cells are shared among the threads; the bits are those of `attend_some`.
+    static void divide(const compute_params & params, const tensor & op) {
+        const tensor & q = *op.src[0];
+        const int64_t n_heads_kv = op.src[1]->ne[2], n_per_kv = q.ne[2] / n_heads_kv, n_tokens = q.ne[1];
+        const int64_t n_rows = q.ne[3] * n_tokens, n_parts = n_parts_of(op), n_value = op.src[2]->ne[0];
+        const int64_t n_range = std::max<int64_t>(1, n_rows * n_heads_kv * n_parts / (params.n_threads * n_turns));
+        const int64_t n_ranges = (n_parts + n_range - 1) / n_range, n_all_heads = n_rows * q.ne[2];
+        auto * sums = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(params.work) + n_align - 1) / n_align * n_align);
+        const size_t stride = n_part_bytes(static_cast<int32_t>(n_value));
+        if (params.i_thread == 0) {
+            ggml.set_chunk(params.threads, params.n_threads);
+        }
+        ggml.barrier(params.threads);
+        const int64_t n_units = n_rows * n_heads_kv * n_ranges;
+        for (int64_t i = params.i_thread; i < n_units; i = ggml.next_chunk(params.threads, 1)) {
+            const int64_t i_kv = i / n_ranges % n_heads_kv, i_row = i / n_ranges / n_heads_kv, first = i % n_ranges * n_range;
+            const int64_t head = i_kv * n_per_kv, after = std::min(first + n_range, n_parts);
+            attention_row row = keys_of(op, i_row / n_tokens, i_kv);
+            for (int64_t h = 0; h < n_per_kv; h += row.n_heads) {
+                set_heads(row, op, i_row / n_tokens, i_row % n_tokens, 1, head, h);
+                for (int32_t j = 0; j < row.n_heads; j++) {
+                    row.n_shown[j] = row.n_cells;
+                }
+                attend_parts(row, static_cast<int32_t>(first), static_cast<int32_t>(after), n_all_heads,
+                             sums + static_cast<size_t>(i_row * q.ne[2] + head + h) * stride);
+            }
+        }
+        ggml.barrier(params.threads);
+        for (int64_t i = params.i_thread; i < n_all_heads; i += params.n_threads) {
+            const int64_t i_row = i / q.ne[2];
+            auto * out = reinterpret_cast<float *>(at(op, i % q.ne[2], i_row % n_tokens, i_row / n_tokens));
+            join_parts(out, static_cast<int32_t>(n_value), static_cast<int32_t>(n_parts), n_all_heads,
+                       sums + static_cast<size_t>(i) * stride);
+        }
+    }
+
+    // Say from where on up to six of the heads read and write that read one head of keys, of tokens one after another.
+    static void set_heads(attention_row & row, const tensor & op, int64_t i_stream, int64_t first, int64_t n_tokens,
+                          int64_t head, int64_t i) {
+        const tensor & q = *op.src[0];
+        const tensor * mask = op.src[3];
+        const int64_t n_per_kv = q.ne[2] / op.src[1]->ne[2];
+        row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_per_kv * n_tokens - i));
+        const int64_t last = first + (i + row.n_heads - 1) / n_per_kv;
+        row.mask = mask == nullptr ? nullptr : at(*mask, last, (head + i) % mask->ne[2], i_stream % mask->ne[3]);
+        for (int32_t j = 0; j < row.n_heads; j++) {
+            const int64_t t = (i + j) / n_per_kv, h = head + (i + j) % n_per_kv;
+            row.queries[j] = reinterpret_cast<const float *>(at(q, first + t, h, i_stream));
+            row.out[j] = reinterpret_cast<float *>(at(op, h, first + t, i_stream));
+        }
+    }
+
+    static uint8_t * at(const tensor & t, int64_t i1, int64_t i2, int64_t i3) {
+        return static_cast<uint8_t *>(t.data) + static_cast<size_t>(i1) * t.nb[1] + static_cast<size_t>(i2) * t.nb[2] +
+               static_cast<size_t>(i3) * t.nb[3];
+    }
+
+    // Return a row with its keys and values, and without its heads.
+    static attention_row keys_of(const tensor & op, int64_t i_stream, int64_t i_kv) {
         const tensor & k = *op.src[1];
         const tensor & v = *op.src[2];
-        const tensor * mask = op.src[3];
-        const int64_t n_per_kv = q.ne[2] / k.ne[2], i_cells = i_stream / (q.ne[3] / k.ne[3]), head = i_kv * n_per_kv;
-        const auto at = [](const tensor & t, int64_t i1, int64_t i2, int64_t i3) {
-            return static_cast<uint8_t *>(t.data) + static_cast<size_t>(i1) * t.nb[1] + static_cast<size_t>(i2) * t.nb[2] +
-                   static_cast<size_t>(i3) * t.nb[3];
-        };
+        const int64_t i_cells = i_stream / (op.src[0]->ne[3] / k.ne[3]);
         attention_row row{};
         row.keys = at(k, 0, i_kv, i_cells);
         row.values = at(v, 0, i_kv, i_cells);
@@ -280,6 +348,15 @@ private:
         row.n_key = static_cast<int32_t>(k.ne[0]);
         row.n_value = static_cast<int32_t>(v.ne[0]);
         std::memcpy(&row.scale, op.op_params, sizeof row.scale);
+        return row;
+    }
+
+    // Compute the query heads that read one head of keys, of a token and of those behind it that see the same cells and maybe
+    // more after them. Return the number of tokens.
+    static int64_t attend_some(const tensor & op, int64_t i_stream, int64_t first, int64_t after, int64_t i_kv) {
+        const tensor * mask = op.src[3];
+        const int64_t n_per_kv = op.src[0]->ne[2] / op.src[1]->ne[2];
+        attention_row row = keys_of(op, i_stream, i_kv);
         int32_t n_shown[n_most_heads];
         int64_t n_tokens = 1;
         for (n_shown[0] = row.n_cells; first + n_tokens < after; n_tokens++) {
@@ -291,16 +368,10 @@ private:
             n_shown[n_tokens - 1] = n;
             n_shown[n_tokens] = row.n_cells;
         }
-        const int64_t n_all = n_per_kv * n_tokens;
-        for (int64_t i = 0; i < n_all; i += row.n_heads) {
-            row.n_heads = static_cast<int32_t>(std::min<int64_t>(n_most_heads, n_all - i));
-            const int64_t last = first + (i + row.n_heads - 1) / n_per_kv;
-            row.mask = mask == nullptr ? nullptr : at(*mask, last, (head + i) % mask->ne[2], i_stream % mask->ne[3]);
+        for (int64_t i = 0; i < n_per_kv * n_tokens; i += row.n_heads) {
+            set_heads(row, op, i_stream, first, n_tokens, i_kv * n_per_kv, i);
             for (int32_t j = 0; j < row.n_heads; j++) {
-                const int64_t t = (i + j) / n_per_kv, h = head + (i + j) % n_per_kv;
-                row.n_shown[j] = n_shown[t];
-                row.queries[j] = reinterpret_cast<const float *>(at(q, first + t, h, i_stream));
-                row.out[j] = reinterpret_cast<float *>(at(op, h, first + t, i_stream));
+                row.n_shown[j] = n_shown[(i + j) / n_per_kv];
             }
             attend(row);
         }

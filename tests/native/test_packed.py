@@ -292,8 +292,8 @@ def test_attention_of_texts_is_that_of_each_alone(
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_attention_of_a_prompt_does_not_depend_on_its_cuts(n_threads: int) -> None:
-    """Two sequences of 200 tokens after 40 others, each in cells of its own."""
-    n, n_cells = 200, 256
+    """Two sequences of 500 tokens after 40 others, each in cells of its own."""
+    n, n_cells = 500, 768
     queries, keys, values = (drawn(2, n, 6, 64), *(drawn(2, 2, n_cells, 64) for _ in range(2)))
     seen = np.arange(n)[:, None] + 40 >= np.arange(n_cells)
     mask = np.broadcast_to(np.where(seen, 0.0, -np.inf).astype(np.float32), (2, n, n_cells))
@@ -306,6 +306,28 @@ def test_attention_of_a_prompt_does_not_depend_on_its_cuts(n_threads: int) -> No
             )
         ]
         assert np.array_equal(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv"), [(1, 1), (8, 1), (6, 2), (14, 2)])
+@pytest.mark.parametrize("n_rows", [1, 2, 3])
+def test_attention_of_few_rows_does_not_depend_on_threads(
+    n_heads: int, n_kv: int, n_rows: int
+) -> None:
+    """Threads share the cells of a row where rows are few."""
+    dice = np.random.default_rng(n_heads)
+    for n_cells, share in ((512, 1.0), (1300, 0.5), (1300, 0.1), (4096, 0.9)):
+        sizes = (1, n_rows, n_heads, 64), (1, n_kv, n_cells, 64), (1, n_kv, n_cells, 64)
+        queries, keys, values = (
+            dice.standard_normal(s).astype(np.float16).astype(np.float32) for s in sizes
+        )
+        seen = dice.random((1, n_rows, n_cells)) < share
+        seen[..., 0] = True
+        mask = np.where(seen, 0.0, -np.inf).astype(np.float32)
+        alone = attended(queries, keys, values, mask, n_threads=1)
+        assert np.abs(alone - right_attention(queries, keys, values, mask)).max() < 1e-5
+        for n_threads in (2, 3, 5, 8):
+            found = attended(queries, keys, values, mask, n_threads=n_threads)
+            assert np.array_equal(found, alone)
 
 
 def test_attention_of_a_row_has_the_same_bits_in_any_company() -> None:

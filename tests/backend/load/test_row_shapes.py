@@ -209,6 +209,16 @@ def test_width_of_more_slots_than_are_tried_is_never_another_one(
     assert found.exactness != BITWISE or widths == {n_sequences(n_slots)}
 
 
+def test_shape_does_not_depend_on_the_number_of_threads(synth: SynthFactory) -> None:
+    """Also not with one head of keys, where threads share the cells of few rows: workers have fewer threads."""
+    with closing(open_model(synth("gemma3"))) as opened:
+        found = [
+            find_exact(opened, options(parallel=4, n_threads=n_threads)) for n_threads in (1, 2, 3, 5)
+        ]
+    assert {tuning.exactness for tuning in found} == {BITWISE}
+    assert len({tuning.shape for tuning in found}) == 1
+
+
 # ---- cuts of prompts ----
 
 
