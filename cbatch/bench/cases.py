@@ -28,7 +28,7 @@ _EXPERIMENTS = (
         "beside_loops",
         "idle_engine",
         "random_load",
-        "text_job",
+        "side_job",
         "http_load",
         "http_faults",
     ),

@@ -213,7 +213,8 @@ def test_shape_does_not_depend_on_the_number_of_threads(synth: SynthFactory) -> 
     """Also not with one head of keys, where threads share the cells of few rows: workers have fewer threads."""
     with closing(open_model(synth("gemma3"))) as opened:
         found = [
-            find_exact(opened, options(parallel=4, n_threads=n_threads)) for n_threads in (1, 2, 3, 5)
+            find_exact(opened, options(parallel=4, n_threads=n_threads))
+            for n_threads in (1, 2, 3, 5)
         ]
     assert {tuning.exactness for tuning in found} == {BITWISE}
     assert len({tuning.shape for tuning in found}) == 1

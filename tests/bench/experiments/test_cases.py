@@ -33,7 +33,7 @@ OF_A_MODEL = {
     "constraints": "--rows 2 --tokens 8 --rounds 1 --only letters records",
     "prompt_scores": "--requests 2 --prompt 20 --slots 2 --rounds 1 --top 0",
     "continuations": "--tasks 2 --common 0 --slots 2 --rounds 1",
-    "text_job": "--streams 2 --tokens 100 --rounds 1",
+    "side_job": "--streams 2 --tokens 100 --rounds 1",
     "beside_loops": "--slots 2 --steps 4 --rounds 1 --seconds 0.2 --answers 20 --loops 0 1 --workloads burst --count 2",
     "idle_engine": "--rows 2 --tokens 4 --rounds 1",
     "random_load": "--seconds 0.1 --requests 2",

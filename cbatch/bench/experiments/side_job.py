@@ -1,7 +1,8 @@
-"""What a job of texts to embed costs streams of the same engine: `python -m cbatch.bench.experiments.text_job MODEL`.
+"""What a job of texts to embed, or of pictures, costs streams: `python -m cbatch.bench.experiments.side_job MODEL`.
 
-Streams run alone and beside the job, which is never done, in turn. Gaps between two tokens of a stream are those that
-its reader sees; where several tokens come together, each has its part of the time.
+Streams run alone and beside the job, which the same engine does and which is never done, in turn. With `--mmproj` each
+piece of the job is a chat with a new picture. Gaps between two tokens of a stream are those that its reader sees;
+where several tokens come together, each has its part of the time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import random
 import time
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cbatch.bench.harness import CHAIN, beside, emit, parser, percentile
 from cbatch.bench.synthetic_vocabulary import words as english_words
@@ -17,11 +21,14 @@ from cbatch.loading import load
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from cbatch.engine import Engine
 
 N_A_CALL = 64
+"""Texts."""
+N_SIDE = 336
+"""Pixels of each side of a picture."""
 SIZES = (4, 300)
 """Fewest and most words of a text."""
 
@@ -49,22 +56,39 @@ def streamed(engine: Engine, n_streams: int, n_tokens: int) -> tuple[list[float]
 
 
 @contextmanager
-def job(engine: Engine, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Have texts computed in a block, again and again; the list grows by an element for each."""
+def job(call: Callable[[int], Iterable[object]]) -> Iterator[list[int]]:
+    """Have calls made in a block, one after another; the list grows by an element for each piece of work done."""
     done = list[int]()
 
-    def embed(is_over: threading.Event) -> None:
-        i = 0
-        while not is_over.is_set():
-            some = [f"{i} {texts[(i + k) % len(texts)]}" for k in range(N_A_CALL)]  # none is known
-            i += N_A_CALL
-            for _ in engine.embed(some):
+    def work(is_over: threading.Event) -> None:
+        for i in count():
+            for _ in call(i):
                 done.append(i)
                 if is_over.is_set():
-                    break
+                    return
 
-    with beside(embed):
+    with beside(work):
         yield done
+
+
+def texts(engine: Engine) -> Callable[[int], Iterable[object]]:
+    """Return what embeds texts that are not known."""
+    chance, known = random.Random(1), english_words()
+    drawn = [" ".join(chance.choices(known, k=chance.randint(*SIZES))) for _ in range(2000)]
+    return lambda i: engine.embed(
+        [f"{i} {drawn[(i * N_A_CALL + k) % len(drawn)]}" for k in range(N_A_CALL)]
+    )
+
+
+def pictures(engine: Engine) -> Callable[[int], Iterable[object]]:
+    """Return what asks about a picture that is not known."""
+
+    def ask(i: int) -> Iterable[object]:
+        pixels = np.random.default_rng(i).integers(0, 255, (N_SIDE, N_SIDE, 3), np.uint8)
+        parts = [{"type": "image", "image": pixels}, {"type": "text", "text": "What is it?"}]
+        return engine.run([[{"role": "user", "content": parts}]], options={"max_tokens": 1})
+
+    return ask
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -73,24 +97,25 @@ def main(words: Sequence[str] | None = None) -> None:
     asked.add_argument("--streams", type=int, default=8)
     asked.add_argument("--tokens", type=int, default=1500, help="of a stream")
     asked.add_argument("--itl-ms", type=float, help="the engine's option")
+    asked.add_argument("--mmproj", help="a projector: the job is one of pictures")
     arguments = asked.parse_args(words)
-    chance, known = random.Random(1), english_words()
-    texts = [" ".join(chance.choices(known, k=chance.randint(*SIZES))) for _ in range(2000)]
     sizes = arguments.streams, arguments.tokens
     alone: list[float] = []
     amid: list[float] = []
     rates: list[tuple[float, float, float]] = []
     with load(
         arguments.model,
-        parallel=arguments.streams,
+        parallel=arguments.streams + bool(arguments.mmproj),
         ctx_per_seq=arguments.tokens + N_CELLS,
         itl_ms=arguments.itl_ms,
+        mmproj=arguments.mmproj,
     ) as engine:
+        call = pictures(engine) if arguments.mmproj else texts(engine)
         streamed(engine, *sizes)
         for _ in range(arguments.rounds):
             gaps, alone_tps = streamed(engine, *sizes)
             alone += gaps
-            with job(engine, texts) as done:
+            with job(call) as done:
                 time.sleep(0.3)  # it has begun
                 n_before, start_s = len(done), time.perf_counter()
                 gaps, beside_tps = streamed(engine, *sizes)
@@ -103,13 +128,13 @@ def main(words: Sequence[str] | None = None) -> None:
                     )
                 )
     found = [(f"p{p}", percentile(alone, p / 100), percentile(amid, p / 100)) for p in SHOWN]
-    alone_tps, beside_tps, texts_per_s = (sum(r) / len(rates) for r in zip(*rates, strict=True))
+    alone_tps, beside_tps, pieces_per_s = (sum(r) / len(rates) for r in zip(*rates, strict=True))
     emit(
         alone_ms={name: round(a, 2) for name, a, _ in found},
         beside_ms={name: round(b, 2) for name, _, b in found},
         ratios={name: round(b / a, 3) for name, a, b in found},
         tps_ratio=round(beside_tps / alone_tps, 3),
-        texts_per_s=round(texts_per_s, 1),
+        pieces_per_s=round(pieces_per_s, 2),
     )
 
 
