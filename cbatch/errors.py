@@ -283,6 +283,15 @@ class WorkerDiedError(RequestError):
         return "the worker that computed the request died"
 
 
+class NoThreadError(RequestError, RuntimeError):
+    """The system has no more threads; what was asked for can be asked for again."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the system has no more threads: try again later, or raise its limit (ulimit -u, pids.max, TasksMax)"
+        )
+
+
 class OutputError(CBatchError):
     """A file of results could not be written; committed records stay, and a later run continues from them."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cbatch.errors import EngineError
 from cbatch.support.interrupts import Latch, Postponed
+from cbatch.support.thread_start import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +75,8 @@ def teams() -> Teams:
 def run_in_fresh_thread(work: Callable[[], T]) -> T:
     """Do `work` in a thread of its own, which has ended when this returns; return or raise what `work` does.
 
-    A native call cannot be interrupted: Ctrl-C is raised when `work` has ended, and the program ends no earlier.
+    A native call cannot be interrupted: Ctrl-C is raised when `work` has ended, and the program ends no earlier. Raises
+    a NoThreadError where the system has no more threads.
     """
     done: Future[T] = Future()
     ended = Latch()
@@ -88,9 +90,9 @@ def run_in_fresh_thread(work: Callable[[], T]) -> T:
             ended.open()
 
     with Postponed():
-        at_exit = weakref.finalize(done, _outlast, ended)
         thread = threading.Thread(target=settle, name="cbatch-compute")
-        thread.start()
+        start(thread)
+        at_exit = weakref.finalize(done, _outlast, ended)
         ended.wait()
         thread.join()
         at_exit.detach()

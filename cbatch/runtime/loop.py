@@ -24,6 +24,7 @@ from cbatch.runtime.side_work import SideWork
 from cbatch.runtime.step_record import record_of
 from cbatch.support.interrupts import Latch, Postponed, Sleepers, is_locked_here
 from cbatch.support.logs import HeldLogs, Log, is_handling
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -359,9 +360,8 @@ class Loop:
     # ---- the owner ----
 
     def start(self) -> None:
-        """Start the owner thread."""
-        self._thread = threading.Thread(target=self._run, name="cbatch", daemon=True)
-        self._thread.start()
+        """Start the owner thread. Raises a NoThreadError."""
+        self._thread = started(self._run, "cbatch")
 
     def _run(self) -> None:
         try:

@@ -18,6 +18,7 @@ from cbatch.runtime.interface import Submission
 from cbatch.runtime.mailbox import refused
 from cbatch.runtime.waking import is_in_event_loop
 from cbatch.support.interrupts import HeldBack
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +49,8 @@ class Feed:
         self._is_reading = threading.Lock()
 
     def start(self) -> None:
-        """Read in a thread until the source or the batch ends."""
-        threading.Thread(target=self._run, name="cbatch-feed", daemon=True).start()
+        """Read in a thread until the source or the batch ends. Raises a NoThreadError."""
+        started(self._run, "cbatch-feed")
 
     def fill(self) -> None:
         """Read while there is room. A source that waits for its own engine is not entered again."""

@@ -38,6 +38,7 @@ from cbatch.runtime.commands import FairLock
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import be_nice
 from cbatch.support.interrupts import HeldBack
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -208,10 +209,17 @@ class Texts:
         return WaitingText(route, prompt, settings, kind, rank, submitted_s, deadline_s)
 
     def put(self, texts: Sequence[WaitingText]) -> None:
-        """Queue texts whose routes are set. Does not wait. An `EngineClosedError` once it is closed."""
+        """Queue texts whose routes are set. Does not wait.
+
+        Raises:
+            EngineClosedError: it is closed.
+            NoThreadError: the system has no more threads; nothing was queued.
+        """
         with HeldBack(), self._lock:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed")
+            if self._is_threaded and self._thread is None:
+                self._thread = started(self._run, "cbatch-texts")
             queue = self._queue
             for text in texts:
                 queue.waiting[text.route.id] = text
@@ -221,11 +229,6 @@ class Texts:
             self._stats.n_submitted += len(texts)
             if self._is_threaded:
                 self._changed.notify_all()
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._run, name="cbatch-texts", daemon=True
-                    )
-                    self._thread.start()
 
     def __contains__(self, id: object) -> bool:
         """Whether a request in flight is one of these texts."""

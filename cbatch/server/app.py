@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cbatch.chat.vector_calls import EmbedCall, RerankCall, ScoreCall
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, NoThreadError
 from cbatch.server import batch_endpoints as kept
 from cbatch.server import message_batches
 from cbatch.server import small_endpoints as small
@@ -36,6 +36,7 @@ from cbatch.server.vector_endpoints import answer_vectors
 from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
 from cbatch.support.garbage import drop_frames
+from cbatch.support.thread_start import is_lack_of_threads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -176,6 +177,10 @@ class Endpoint:
                 raise
             await exchange.respond_problem(problem_of(error))
             drop_frames(error)
+        except RuntimeError as error:
+            if exchange.status is not None or not is_lack_of_threads(error):
+                raise
+            await exchange.respond_problem(problem_of(NoThreadError()))
 
 
 # ---- around all endpoints ----

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cbatch.errors import CBatchError
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ class BatchRoom:
         Items go in the order in which they came; one that even a room without items could not take now is passed.
 
         Raises:
-            OSError: the system has no more threads.
+            NoThreadError: the system has no more threads.
         """
         n_slots = self._engine.parallel
         with self._changed:
@@ -75,17 +75,9 @@ class BatchRoom:
             if is_stopped():
                 return False
             if self._thread is None and not self._is_closed:
-                self._thread = self._started()
+                self._thread = started(self._keep, "cbatch-batch-room")
             self._items[id] = _RunningItem(n_sequences)
             return True
-
-    def _started(self) -> threading.Thread:
-        thread = threading.Thread(target=self._keep, name="cbatch-batch-room", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise OSError(errno.EAGAIN, str(error)) from None
-        return thread
 
     def leave(self, id: str) -> None:
         """Note that an item has ended."""

@@ -21,6 +21,7 @@ from cbatch.errors import (
     ConfigError,
     EngineError,
     ModelLoadError,
+    NoThreadError,
     OutputError,
     RequestCancelledError,
 )
@@ -33,6 +34,7 @@ from cbatch.server.batch_turns import READING, RUNNING, BatchLane, BatchTurns
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
 from cbatch.support.logs import Log
+from cbatch.support.thread_start import start, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,8 +76,11 @@ _OTHER_ENGINE = (
 )
 """Reasons for which batches wait."""
 
-_PASSING = (ModelLoadError, OutputError, OSError, RequestCancelledError, sqlite3.OperationalError)
-"""Errors that make a batch wait and may pass: a missing model file, a full disk."""
+_PASSING = (
+    *(ModelLoadError, OutputError, OSError, RequestCancelledError, NoThreadError),
+    sqlite3.OperationalError,
+)
+"""Errors that make a batch wait and may pass: a missing model file, a full disk, a lack of threads."""
 
 _NEVER_RAN = {
     "expired": (
@@ -150,7 +155,7 @@ class Batches:
         if self._jobs:
             try:
                 self._start_keeper()
-            except RuntimeError as error:
+            except NoThreadError as error:
                 _log.warn("batches wait until the next one is created: %s", error)
 
     # ---- what clients ask ----
@@ -178,11 +183,7 @@ class Batches:
             if self.is_closed:
                 raise replace(self._closed)
             self._check_few(owner)
-            try:
-                self._start_keeper()
-            except RuntimeError:
-                message = "the system has no more threads: try again later"
-                raise HttpProblemError(503, message, "no_threads", headers=LATER) from None
+            self._start_keeper()
             self._entering[owner] += 1
         try:
             batch = made()  # others need not wait for the disk
@@ -293,11 +294,9 @@ class Batches:
     # ---- turns ----
 
     def _start_keeper(self) -> None:
-        """Have turns given. Raises a `RuntimeError` where the system has no more threads."""
+        """Have turns given. Raises a NoThreadError."""
         if self._keeper is None:
-            keeper = threading.Thread(target=self._keep, name="cbatch-batches", daemon=True)
-            keeper.start()
-            self._keeper = keeper
+            self._keeper = started(self._keep, "cbatch-batches")
 
     def _keep(self) -> None:
         """Give turns until the server ends."""
@@ -340,8 +339,8 @@ class Batches:
         lane, name = self._lane_of(job), f"cbatch-{job.batch.id}"
         thread = threading.Thread(target=self._work, args=[job, lane], name=name, daemon=True)
         try:
-            thread.start()
-        except RuntimeError as error:
+            start(thread)
+        except NoThreadError as error:
             _log.warn("batches are tried again in %d s: %s", int(_AGAIN_S), error)
             return False
         job.thread, job.wait = thread, None
@@ -616,12 +615,10 @@ def _cancel_all(jobs: Sequence[_BatchJob]) -> threading.Thread | None:
             if job.run is not None:
                 job.run.cancel()
 
-    thread = threading.Thread(target=cancel, name="cbatch-cancel", daemon=True)
     try:
-        thread.start()
-    except RuntimeError:  # the system has no more threads
+        return started(cancel, "cbatch-cancel")
+    except NoThreadError:
         return None
-    return thread
 
 
 def _problem(code: str, message: str) -> dict[str, Any]:

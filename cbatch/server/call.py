@@ -14,7 +14,7 @@ import anyio
 
 import cbatch
 from cbatch.engine import checked_tokens, run_options_of, run_soon
-from cbatch.errors import CBatchError
+from cbatch.errors import CBatchError, NoThreadError
 from cbatch.options import NO_OPTIONS, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
 from cbatch.server.exchange import ClientGoneError, dumps
@@ -25,6 +25,7 @@ from cbatch.server.sse import COMMENT, EventStream
 from cbatch.server.telemetry import add_answers
 from cbatch.support.checks import MAX_KEY_LENGTH, shown
 from cbatch.support.logs import Log
+from cbatch.support.thread_start import is_lack_of_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -259,6 +260,8 @@ class Answering:
     async def _tell(self, error: Exception) -> None:
         """Raise what a client is told of an error, or send it where a stream has begun."""
         call, exchange = self._call, self._exchange
+        if is_lack_of_threads(error):
+            error = NoThreadError()
         error = with_param(error, call.asked, call.prompt_field)
         is_known = isinstance(error, CBatchError | HttpProblemError)
         problem = problem_of(error, call.prompt_field)

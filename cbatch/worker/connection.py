@@ -14,6 +14,7 @@ from msgspec import structs
 from cbatch.errors import CBatchError, ConfigError, EngineError, WorkerDiedError, words_of
 from cbatch.support.checks import MAX_INT, check_int
 from cbatch.support.interrupts import HeldBack, Latch
+from cbatch.support.thread_start import started
 from cbatch.worker.framing import N_LINE_MAX, framed
 from cbatch.worker.wire import VERSION, Frame, Ready, decode, encode_call
 
@@ -258,13 +259,9 @@ class Connection:
     def read_aside(self) -> Iterator[None]:
         """Have another thread read meanwhile: it settles calls and puts off all else. For the thread of `messages`."""
         with self._locked:
-            self._reads_on, is_reading = True, self._is_aside
-            self._is_aside = True
-        if not is_reading:
-            self._aside = threading.Thread(
-                target=self._read_aside, name="cbatch-aside", daemon=True
-            )
-            self._aside.start()
+            if not self._is_aside:
+                self._aside = started(self._read_aside, "cbatch-aside")
+            self._reads_on = self._is_aside = True
         try:
             yield
         finally:

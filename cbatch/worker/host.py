@@ -22,6 +22,7 @@ from cbatch.errors import (
     ConfigError,
     DuplicateIdError,
     EngineClosedError,
+    NoThreadError,
     RequestFailedError,
     words_of,
 )
@@ -35,6 +36,7 @@ from cbatch.runtime.output import Origin
 from cbatch.support.checks import MAX_INT, check_int, shown
 from cbatch.support.interrupts import Sleepers
 from cbatch.support.logs import FIELDS
+from cbatch.support.thread_start import start
 from cbatch.worker.framing import N_LINE_MAX
 from cbatch.worker.protocol_commands import (
     ANY_COMMAND,
@@ -296,8 +298,8 @@ class Host:
         thread = threading.Thread(target=answer, name="cbatch-command", daemon=True)
         self._later[thread] = self._n_message
         try:
-            thread.start()
-        except RuntimeError:  # the system has no more of them
+            start(thread)
+        except NoThreadError:
             self._later.pop(thread, None)
             rest.undo()
             raise

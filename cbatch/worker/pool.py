@@ -19,6 +19,7 @@ from cbatch.errors import (
     EngineClosedError,
     EngineError,
     ModelLoadError,
+    NoThreadError,
     WorkerDiedError,
     words_of,
 )
@@ -30,6 +31,7 @@ from cbatch.runtime.validation import check_slot
 from cbatch.stats import EngineStats
 from cbatch.support.interrupts import Sleepers
 from cbatch.support.logs import FIELDS, Log
+from cbatch.support.thread_start import start
 from cbatch.worker.protocol_commands import CancelCommand, Close, RecordSteps, TakeBack, resume_of
 from cbatch.worker.replica import Replica
 from cbatch.worker.requests import SentOrigin, in_messages
@@ -139,9 +141,11 @@ class Pool:
         self._replicas = [Replica(self, i, launch) for i, launch in enumerate(launches)]
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look_on, name="cbatch-watch", daemon=True)
-        for replica in self._replicas:
-            replica.thread.start()
-        self._watch.start()
+        try:
+            for thread in (*(replica.thread for replica in self._replicas), self._watch):
+                start(thread)
+        except NoThreadError as error:
+            self.error = error
         self._await_all(is_stopped)
 
     def _await_all(self, is_stopped: Callable[[], bool]) -> None:
@@ -755,13 +759,13 @@ class Pool:
         """Wait until the workers are gone; kill those that do not end by themselves."""
         until_s = time.perf_counter() + within_s
         for replica in self._replicas:
-            if replica.thread is not threading.current_thread():
+            if replica.thread.is_alive() and replica.thread is not threading.current_thread():
                 replica.thread.join(max(0.0, until_s - time.perf_counter()))
                 if replica.thread.is_alive():
                     replica.kill()
                 replica.thread.join()
         self._is_over.set()
-        if self._watch is not threading.current_thread():
+        if self._watch.is_alive() and self._watch is not threading.current_thread():
             self._watch.join()
 
 

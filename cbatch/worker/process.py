@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections import deque
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from cbatch.errors import ConfigError, words_of
+from cbatch.errors import ConfigError, NoThreadError, words_of
 from cbatch.support.processes import command_of, environment
+from cbatch.support.thread_start import started
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
 from cbatch.worker.protocol_commands import first_line
@@ -42,6 +42,7 @@ class ProcessLink:
 
         Raises:
             ConfigError: the program that runs Python is not known, or cannot be started.
+            NoThreadError: the system has no more threads.
         """
         try:
             self._process = subprocess.Popen(
@@ -59,17 +60,19 @@ class ProcessLink:
         assert self._process.stdout is not None
         fd = self._process.stdin.fileno()
         os.set_blocking(fd, False)
-        self._lines = LineSender(fd, partial(os.write, fd))
         self._output = cast("BinaryIO", self._process.stdout)
         self._words: deque[str] = deque(maxlen=N_LAST_WORDS)
         self._is_killed = False
         """Whether it was killed from here."""
         self._n_ticks = 0
         """The worker's time on cores, in ticks of the system's clock."""
-        self._listener = threading.Thread(
-            target=self._listen, name="cbatch-worker-stderr", daemon=True
-        )
-        self._listener.start()
+        try:
+            self._listener = started(self._listen, "cbatch-worker-stderr")
+            self._lines = LineSender(fd, partial(os.write, fd))
+        except NoThreadError:
+            self._process.kill()
+            with self._process:  # closes its pipes and waits
+                raise
         with suppress(OSError):  # the process is gone already; its reader notices
             self.send(first_line(hello))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.engine import Engine
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
-from cbatch.errors import ConfigError, EngineError, words_of
+from cbatch.errors import ConfigError, EngineError, NoThreadError, words_of
 from cbatch.runtime.interface import Questions
 from cbatch.support.checks import check_path, reading, shown
 from cbatch.support.processes import current_folder
@@ -158,6 +158,7 @@ class SocketLink:
 
         Raises:
             EngineError: there is none.
+            NoThreadError: the system has no more threads.
         """
         self._address = address
         try:
@@ -165,9 +166,14 @@ class SocketLink:
         except OSError as error:
             raise EngineError(f"no worker answers at {address}: {words_of(error)}") from None
         self._output = self._socket.makefile("rb")
-        self._lines = LineSender(
-            self._socket.fileno(), lambda data: self._socket.send(data, socket.MSG_DONTWAIT)
-        )
+        try:
+            self._lines = LineSender(
+                self._socket.fileno(), lambda data: self._socket.send(data, socket.MSG_DONTWAIT)
+            )
+        except NoThreadError:
+            self._output.close()
+            self._socket.close()
+            raise
         self.send(first_line(Hello(cbatch=VERSION, frames="msgpack")))
 
     def send(self, message: bytes) -> None:

@@ -11,12 +11,12 @@ from cbatch import Engine
 from cbatch.server import batch_turns, batches
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batch_turns import READING, RUNNING, BatchTurns
+from tests.no_threads import NoThreads
 from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
 from tests.server.clients import CHAT, call, error_of, wait_until
 from tests.server.kept import answers, batch_of, begun, ended, kept_app, line, lines, upload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from starlette.applications import Starlette
@@ -177,23 +177,7 @@ def test_batch_that_is_made_slowly_keeps_nobody_waiting_and_is_not_lost(
         assert ended(app, found)["status"] == "completed"
 
 
-class NoThreads:
-    """Lets no threads of some names start, as a system does that has no more."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
-        self.n_refused, self.is_over = 0, False
-        start: Callable[[threading.Thread], None] = threading.Thread.start
-
-        def refuse(thread: threading.Thread) -> None:
-            if thread.name.startswith(prefix) and not self.is_over:
-                self.n_refused += 1
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-
-
-@pytest.mark.parametrize("prefix", ["cbatch-batch_", "cbatch-batch-room"])
+@pytest.mark.parametrize("prefix", ["cbatch-batch_", "cbatch-batch-room", "cbatch-feed"])
 def test_batch_waits_while_no_thread_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:

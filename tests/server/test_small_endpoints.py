@@ -11,6 +11,7 @@ from cbatch import Engine, load
 from cbatch.backend.fake import FakeBackend
 from cbatch.messages import BatchPrompt
 from cbatch.server import create_app
+from tests.no_threads import NoThreads
 from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, USER, call, error_of, fake_app
 
 if TYPE_CHECKING:
@@ -138,3 +139,15 @@ def test_prompt_of_a_large_body_is_made_outside_of_the_event_loop(
         call(app, path, body)
     assert threads
     assert get_ident() not in threads
+
+
+def test_lack_of_threads_is_told_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"content": "hello " * 40_000}
+    with fake_app() as app:
+        threads = NoThreads(monkeypatch, "")
+        answer = call(app, "/tokenize", asked)
+        assert threads.n_refused
+        assert error_of(answer, 503)["code"] == "no_threads"
+        assert "retry-after" in answer.headers
+        threads.is_over = True
+        assert call(app, "/tokenize", asked).status_code == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import tempfile
-import threading
 import time
 from array import array
 from collections import deque
@@ -21,8 +20,10 @@ from cbatch.files.input.source import open_source
 from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import TypeAlias
@@ -94,8 +95,7 @@ class PipeItems:
 
     def _next(self, timeout_s: float | None) -> Item | None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._read, name="cbatch-pipe", daemon=True)
-            self._thread.start()
+            self._thread = started(self._read, "cbatch-pipe")
         item = self._came.get(timeout=timeout_s)
         if item is None or isinstance(item, BaseException):
             self._came.put(item)  # for the next call

@@ -1,0 +1,39 @@
+"""Threads, which the system may refuse to start: it limits those of a user, of a container and of a service."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from cbatch.errors import NoThreadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def started(work: Callable[[], object], name: str) -> threading.Thread:
+    """Return a thread that does `work`, and ends with the process.
+
+    Raises:
+        NoThreadError: the system has no more threads.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    start(thread)
+    return thread
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a new thread.
+
+    Raises:
+        NoThreadError: the system has no more threads. This one can never be started or joined.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoThreadError from error
+
+
+def is_lack_of_threads(error: BaseException) -> bool:
+    """Whether a library could not start a thread. Source: CPython, Modules/_threadmodule.c."""
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"

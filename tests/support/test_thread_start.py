@@ -1,0 +1,88 @@
+"""A system that has no more threads: who asks is told, and nothing is left that waits for one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cbatch import Engine
+from cbatch.backend.fake import FakeBackend
+from cbatch.backend.threads import run_in_fresh_thread
+from cbatch.errors import NoThreadError
+from cbatch.response import BatchError
+from cbatch.support.thread_start import is_lack_of_threads, started
+from cbatch.worker.line_sender import LineSender
+from tests.no_threads import NoThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.mark.parametrize("name", ["thread", "cbatch-compute"])
+def test_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    threads = NoThreads(monkeypatch, name)
+
+    def start() -> None:
+        if name == "thread":
+            started(int, name).join()
+        else:
+            run_in_fresh_thread(int)
+
+    with pytest.raises(NoThreadError, match="no more threads: try again later") as caught:
+        start()
+    assert is_lack_of_threads(caught.value.__cause__ or caught.value)
+    threads.is_over = True
+    start()
+
+
+CALLS: dict[str, Callable[[Engine], object]] = {
+    "cbatch-texts": lambda engine: engine.embed(["a", "b"]).results(),
+    "cbatch-feed": lambda engine: engine.run(iter(["a", "b"])).results(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_without_a_thread_fails_alone_and_the_next_works(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with Engine(FakeBackend()) as engine:
+        threads = NoThreads(monkeypatch, name)
+        with pytest.raises((NoThreadError, BatchError), match="no more threads"):
+            CALLS[name](engine)
+        assert engine.run(["a"], options={"max_tokens": 1}).results()[0].error is None
+        threads.is_over = True
+        CALLS[name](engine)
+        assert engine.stats().n_running == engine.stats().n_waiting == 0
+
+
+def test_message_longer_than_a_pipe_needs_no_new_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, to = os.pipe()
+    os.set_blocking(to, False)
+    sent = [bytes([i]) * 300_000 for i in range(3)]
+    lines = LineSender(to, lambda data: os.write(to, data))
+    NoThreads(monkeypatch, "cbatch")
+    for message in sent:
+        lines.send(message)
+    with closing(os.fdopen(source, "rb")) as pipe:
+        assert pipe.read(900_000) == b"".join(sent)
+        lines.send(b"more")
+        assert pipe.read(4) == b"more"
+    lines.end()
+    os.close(to)
+    assert "cbatch-worker-stdin" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_message_to_nobody_ends_the_thread_that_writes() -> None:
+    source, to = os.pipe()
+    os.set_blocking(to, False)
+    lines = LineSender(to, lambda data: os.write(to, data))
+    lines.send(bytes(300_000))
+    os.close(source)
+    lines.end()
+    os.close(to)
+    with pytest.raises(BrokenPipeError):
+        lines.send(b"more")
