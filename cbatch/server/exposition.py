@@ -5,6 +5,7 @@ Source of the names: vLLM's v1 metrics; llama.cpp tools/server.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -275,10 +276,21 @@ class Exposition(Collector):
         """Labels of all metrics of a dialect."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        self._text = b""
+        """What this round of the event loop has made; empty if nobody asked in it."""
 
     def text(self) -> bytes:
-        """Return all metrics in the text format 0.0.4."""
-        return generate_latest(self.registry)
+        """Return all metrics in the text format 0.0.4. To be called in an event loop of asyncio.
+
+        All that ask in one round of the loop get the same text: it takes some milliseconds, for which all clients wait.
+        """
+        if not self._text:
+            self._text = generate_latest(self.registry)
+            asyncio.get_running_loop().call_soon(self._forget)
+        return self._text
+
+    def _forget(self) -> None:
+        self._text = b""
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics; those of the engine as it told them last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -186,6 +187,21 @@ def test_scrape_resets_nothing_and_counts_itself() -> None:
     varies = "cbatch:figures_age_seconds", frozenset[tuple[str, str]]()
     assert first.pop(varies) >= 0 <= second.pop(varies)
     assert first == second
+
+
+def test_metrics_are_made_once_for_all_that_ask_in_a_round_of_the_loop() -> None:
+    """A client may ask thousands of times at once, and all others wait while they are made."""
+
+    async def asked(app: Any) -> list[bytes]:
+        exposition = app.state.desk.exposition
+        found = [exposition.text(), exposition.text()]
+        await asyncio.sleep(0)
+        return [*found, exposition.text()]
+
+    with fake_app(2, 64, model_name="m") as app:
+        first, second, later = asyncio.run(asked(app))
+    assert first is second
+    assert later is not first
 
 
 def test_labels_hold_neither_ids_nor_paths_of_clients() -> None:
