@@ -68,7 +68,9 @@ class ContextMemory:
         self._aside: dict[Slot, SavedState] = {}
         """What slots hold whose memory pad rows have meanwhile."""
         self._maybe_nonfinite: set[Slot] = set()
-        """Slots whose cells may hold a NaN or an infinity, now or after the next tokens."""
+        """Slots whose cells or states may hold a NaN or an infinity, now or after the next tokens."""
+        self._maybe_nonfinite_cells: set[Slot] = set()
+        """Those of them of whose cells no later row has shown that they are finite."""
 
     def check(self, plan: StepPlan) -> None:
         """Refuse what llama.cpp would answer with an abort, before anything is done.
@@ -156,7 +158,7 @@ class ContextMemory:
             is_checked: refuse what is not finite.
         """
         cells = cells or self._own
-        held = [Slot(slot) for slot, n in enumerate(self.n_cells) if n]
+        held = self._held
         is_moved = all(self._move(slot, cells, format, is_checked=is_checked) for slot in held)
         left = self._cells if is_moved else cells
         for slot in held:
@@ -197,7 +199,7 @@ class ContextMemory:
         if pictures:
             self._pictures[slot] = pictures
         if state.maybe_nonfinite:
-            self._maybe_nonfinite.add(slot)
+            self._suspect(slot)
         return True
 
     def _put(self, slot: Slot, state: SavedState) -> bool:
@@ -214,22 +216,64 @@ class ContextMemory:
         return self._cells.load(slot, state)
 
     def _wipe(self) -> None:
-        """Overwrite the memory of empty slots that may hold a NaN or an infinity.
+        """Overwrite the memory that slots have left which may hold a NaN or an infinity.
 
-        Cells that slots share, and sliding windows, cannot be overwritten as a whole.
+        Attention multiplies cells of no sequence by zero, and a NaN stays a NaN.
         """
         if self._uncopied or self._cells is not self._own:  # see `_put`; a pool is left
             return
-        empty = [slot for slot, n in enumerate(self.n_cells) if not n]
-        left = self._maybe_nonfinite.intersection(empty)
-        self._maybe_nonfinite -= left
-        memory, format = self._memory, self._found.format
+        empty = [Slot(slot) for slot, n in enumerate(self.n_cells) if not n]
+        left = [slot for slot in empty if slot in self._maybe_nonfinite]
         if left and self._found.state is not None:
             self._cells.wipe(empty, self._found.state)
-        elif left and memory.kind == "partitioned" and memory.can_trim and format is not None:
+        left_cells = [slot for slot in left if slot in self._maybe_nonfinite_cells]
+        self._maybe_nonfinite.difference_update(left)
+        self._maybe_nonfinite_cells.difference_update(left)
+        if left_cells:
             with suppress(MemoryError):
-                zeros = SavedState(format.zeros(self._n_wiped), self._n_wiped)
-                self._cells.wipe(left, zeros)
+                self._wipe_cells(left_cells)
+
+    def _wipe_cells(self, left: Sequence[Slot]) -> None:
+        """Overwrite the free cells of slots with memory of their own, or all free cells of a pool.
+
+        Raises:
+            EngineError: llama.cpp does not take back what the other slots held.
+        """
+        memory, format = self._memory, self._found.format
+        if memory.kind != "unified" and format is not None:
+            if format.has_cells:
+                self._cells.wipe(left, SavedState(format.zeros(self._n_wiped), self._n_wiped))
+        elif not any(self.n_cells):
+            self._cells.clear()
+        elif memory.can_copy and format is not None:
+            self._wipe_pool(left[0], format)
+        elif memory.can_save and not (self._keeps_places and format is None):
+            self._rewrite()
+
+    def _wipe_pool(self, empty: Slot, format: SavedFormat) -> None:
+        """Overwrite the free cells of a pool, in which slots may share cells."""
+        n_bytes = self._cells.n_bytes_together(self._held, empty)
+        if n_free := self._memory.n_cells - format.n_cells(n_bytes):
+            self._cells.wipe([empty], SavedState(format.zeros(n_free), n_free))
+
+    def _rewrite(self) -> None:
+        """Empty the memory with zeros, and load again what slots held; they share no cells.
+
+        Raises:
+            EngineError: llama.cpp does not take it back.
+        """
+        states = {slot: self._state(slot) for slot in self._held}
+        if None in states.values():
+            return
+        self._cells.clear()
+        for slot, state in states.items():
+            if state is not None and not self._load_state(slot, state):
+                raise EngineError(f"slot {slot} could not be restored after memory was cleared")
+
+    @property
+    def _held(self) -> Sequence[Slot]:
+        """Slots that hold cells."""
+        return [Slot(slot) for slot, n in enumerate(self.n_cells) if n]
 
     def copy(self, copies: Sequence[tuple[Slot, Slot, int]]) -> float:
         """Copy beginnings from slot to slot; return the seconds it took.
@@ -254,7 +298,7 @@ class ContextMemory:
             if pictures := first_pictures(self._pictures.get(source, ()), n_cells):
                 self._pictures[slot] = pictures
             if source in self._maybe_nonfinite:
-                self._maybe_nonfinite.add(slot)
+                self._suspect(slot)
         return time.perf_counter() - start
 
     def _is_half_empty(self, slot: Slot) -> bool:
@@ -334,9 +378,15 @@ class ContextMemory:
         for chunk, sampled in zip(chunks, tokens, strict=True):
             self.n_cells[chunk.slot] += len(chunk.inputs) + max(0, len(sampled) - 1)
             if sampled and sampled[-1] == BROKEN_ROW:  # a run ends with it
-                self._maybe_nonfinite.add(chunk.slot)
-            elif sampled and self._found.state is None:
-                self._maybe_nonfinite.discard(chunk.slot)
+                self._suspect(chunk.slot)
+            elif sampled:
+                self._maybe_nonfinite_cells.discard(chunk.slot)
+                if self._found.state is None:
+                    self._maybe_nonfinite.discard(chunk.slot)
+
+    def _suspect(self, slot: Slot) -> None:
+        self._maybe_nonfinite.add(slot)
+        self._maybe_nonfinite_cells.add(slot)
 
     def keep(self, chunk: Span, n_sampled: int) -> int:
         """Keep the cells that a failed step left of a chunk's slot, after steps that sampled `n_sampled` tokens.

@@ -117,6 +117,24 @@ class LlamaCells:
         for slot in slots:
             self.trim(slot, 0)
 
+    def clear(self) -> None:
+        """Empty every slot, and overwrite the whole memory with zeros."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+
+    def n_bytes_together(self, slots: Collection[int], empty: int) -> int:
+        """Return the bytes of a state with all cells of some slots in one pool, shared ones once.
+
+        `empty` is a slot that has none. A cell may be given to it twice: llama.cpp keeps sets of cells.
+        Source: src/llama-kv-cells.h, seq_pos_inc.
+        """
+        for slot in slots:
+            llama_cpp.llama_memory_seq_cp(self._memory, slot, empty, -1, -1)
+        n_bytes = llama_cpp.llama_state_seq_get_size_ext(
+            self._ctx, empty, llama_cpp.LLAMA_STATE_SEQ_FLAGS_NONE
+        )
+        self.trim(empty, 0)
+        return int(n_bytes)
+
     def load(self, slot: int, saved: SavedState) -> bool:
         """Put saved cells into a slot; return whether that worked. Otherwise the slot is empty."""
         if self._read(slot, saved) and self.count(slot) >= n_positions(

@@ -55,6 +55,9 @@ _N_SCALES = {"q4_1": 2, "q5_1": 2}
 
 _NAMES = {format.id: name for name, format in CELL_TYPES.items()}
 
+_REPEATED = (0,)
+"""Strides of an array that is one number over and over."""
+
 _OTHER_LAYOUT = "are laid out in another way than those of this model here"
 
 
@@ -135,13 +138,30 @@ class SavedFormat:
         return data if is_same else np.concatenate(pieces)
 
     def zeros(self, n_cells: int) -> Bytes:
-        """Return a state of zeros, (n_bytes,) uint8, as this context would write it of slot 0."""
+        """Return a state of zeros, (n_bytes,) uint8, as this context would write it of slot 0.
+
+        The operating system gives no memory of its own to zeros that are only read.
+        """
         pieces = [_bytes(self._magic), _words(0)]
         for part in self._parts:
-            cells = _first_cells(n_cells, part.n_words)
-            sizes = [rows.n_rows * n_cells * rows.n_bytes for rows in part.rows]
-            pieces += part.pieces(cells, [np.zeros(n_bytes, np.uint8) for n_bytes in sizes])
-        return np.concatenate(pieces)
+            pieces += part.zeros(n_cells)
+        data = np.zeros(sum(map(len, pieces)), np.uint8)
+        start = 0
+        for piece in pieces:
+            if piece.strides != _REPEATED:
+                data[start : start + len(piece)] = piece
+            start += len(piece)
+        return data
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether a sequence has cells, not a state alone."""
+        return any(part.n_slots for part in self._parts)
+
+    def n_cells(self, n_bytes: int) -> int:
+        """Return the cells of a state of so many bytes, where sequences have cells in one memory alone."""
+        n_first, n_second = len(self.zeros(1)), len(self.zeros(2))
+        return 1 + (n_bytes - n_first) // (n_second - n_first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +257,14 @@ class _MemoryPart:
             (rows.read if i < n_upright else rows.read_turned)(cursor, kept, is_checked=is_checked)
             for i, rows in enumerate(self.rows)
         ]
+
+    def zeros(self, n_cells: int) -> Iterator[Bytes]:
+        """Yield what the memory writes of a sequence of zeros; a state is that after the last cell."""
+        cells = _first_cells(n_cells, self.n_words)
+        if not self.n_slots:
+            cells = np.array([[n_cells - 1, 0]], "<i4")
+        sizes = [rows.n_rows * len(cells) * rows.n_bytes for rows in self.rows]
+        return self.pieces(cells, [np.broadcast_to(np.uint8(0), n_bytes) for n_bytes in sizes])
 
     def pieces(self, cells: NDArray[np.int32], data: Sequence[Bytes]) -> Iterator[Bytes]:
         """Yield what the memory writes of cells in the first slot, each layer's `data` among it."""
