@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _N_NAME = 16
 
+_N_MOST = 2**20
+"""Most bytes of a note: our choice; they have a few hundred, and what ggml's variables have."""
+
 _HARMLESS = ("GGML_NO_BACKTRACE",)
 """Environment variables that change no finding. Worker processes have this one; see `cbatch.support.processes`."""
 
 
 def read(name: str, *parts: str) -> str | None:
-    """Return what was found out; None where nothing was, somewhere else, or the note is damaged.
+    """Return what was found out; None where nothing was, somewhere else, or the note is damaged or no plain file.
 
     Args:
         name: what was found out, as a part of a file's name: a new one wherever its finding changes.
@@ -40,7 +44,7 @@ def read(name: str, *parts: str) -> str | None:
     """
     depends = _depends(parts)
     try:
-        note = json.loads(_path(name, depends).read_bytes())
+        note = json.loads(_content(_path(name, depends)))
         found = note["found"] if note["depends"] == depends else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -81,6 +85,19 @@ def _folder() -> Path:
 def _path(name: str, depends: Sequence[str]) -> Path:
     digest = hashlib.sha256(repr((name, depends)).encode()).hexdigest()
     return _folder() / f"{name}-{digest[:_N_NAME]}.json"
+
+
+def _content(path: Path) -> bytes:
+    """Return what a plain file holds; nothing of another, or of one that is too large, for reading it may never end."""
+    with open(path, "rb", opener=_opened) as file:
+        is_plain = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        data = file.read(_N_MOST + 1) if is_plain else b""
+    return data if len(data) <= _N_MOST else b""
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open a file without waiting for the writer of a named pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _depends(parts: Sequence[str]) -> list[str]:

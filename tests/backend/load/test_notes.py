@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -97,6 +98,23 @@ def test_damaged_note_is_ignored_and_replaced(home: Path, damage: bytes) -> None
     assert notes.read("shape", *PARTS) is None
     notes.write("8 rows", "shape", *PARTS)
     assert notes.read("shape", *PARTS) == "8 rows"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "large"])
+def test_note_that_is_no_small_plain_file_is_ignored(home: Path, kind: str) -> None:
+    notes.write("8 rows", "shape", *PARTS)
+    note = note_of(home)
+    if kind == "large":
+        note.write_text(note.read_text() + 2**20 * " ")
+    else:
+        note.unlink()
+    if kind == "pipe":
+        os.mkfifo(note)
+    elif kind == "endless":
+        note.symlink_to("/dev/zero")
+    elif kind == "folder":
+        note.mkdir()
+    assert notes.read("shape", *PARTS) is None
 
 
 def test_note_that_tells_of_something_else_is_ignored(home: Path) -> None:
