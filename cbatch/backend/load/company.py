@@ -52,6 +52,7 @@ Source: `cbatch verify --archs` on the models of tests/zoo."""
 
 _NOTE = "company"
 _N_PROMPTS, _N_DECODED = (4, 2, 3), 3
+_N_TEXT = max(_N_PROMPTS) + _N_DECODED
 _N_TRIALS = 2
 """Trials with other tokens that have to fail: where rounding changes the choice of an expert, one may."""
 
@@ -69,14 +70,27 @@ def find_company(
     if options.exact and options.n_slots > 1:
         found = Tuning(options, BY_EXACT)
     else:
-        with closing(LlamaBackend(model, Tuning(options), owns_model=False)) as backend:
-            found = try_company(backend, is_stopped)
+        roomy = Tuning(_with_room(options))
+        with closing(LlamaBackend(model, roomy, owns_model=False)) as backend:
+            found = try_company(backend, is_stopped, options)
     found = _compared(found, asked, model.architecture)
     if parts := _parts(model, asked):
         options = found.options
         said = [found.company, options.n_slots, options.n_ubatch, found.is_sound]
         notes.write(json.dumps(said), _NOTE, *parts)
     return found
+
+
+def _with_room(options: EngineOptions) -> EngineOptions:
+    """Return options with the same graphs, for a context that holds the trial's steps and texts, whatever its sizes."""
+    n_ctx, n_window = options.n_ctx, options.ctx_per_seq
+    return replace(
+        options,
+        n_batch=max(options.n_batch, options.n_slots * max(_N_PROMPTS)),
+        n_ubatch=min(options.n_ubatch, options.n_batch),
+        n_ctx=n_ctx and max(n_ctx, options.n_slots * _N_TEXT),
+        ctx_per_seq=n_window and max(n_window, _N_TEXT),
+    )
 
 
 def _compared(found: Tuning, asked: EngineOptions, architecture: str) -> Tuning:
@@ -128,9 +142,19 @@ def find_known(model: LlamaModel, options: EngineOptions) -> Tuning | None:
     return None
 
 
-def try_company(backend: LlamaBackend, is_stopped: Callable[[], bool] = bool) -> Tuning:
-    """Try a new backend in some 50 small steps; every slot is empty afterwards."""
-    options = backend.options
+def try_company(
+    backend: LlamaBackend,
+    is_stopped: Callable[[], bool] = bool,
+    options: EngineOptions | None = None,
+) -> Tuning:
+    """Try a new backend in some 50 small steps; every slot is empty afterwards.
+
+    Args:
+        backend: its batch and its window hold the trial's prompts.
+        is_stopped: called now and then; once it is true, the trial ends with an `EngineError`.
+        options: those that the finding is for; default: the backend's.
+    """
+    options = options or backend.options
     for seed in range(_N_TRIALS):
         problem, is_wrong_alone = _CompanyTrial(backend, is_stopped, seed).find_problem()
         if not problem:

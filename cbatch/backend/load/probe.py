@@ -154,7 +154,7 @@ class Probe:
                 yield way, alone, self._in_company(company, i_ours)
         yield "when prompts are merged into one step", alone, self._merged(self._tokens)
         if not self._backend.cuts:
-            for n_chunk in (1, 3, 33, 64):
+            for n_chunk in (n for n in (1, 3, 33, 64) if n <= self._backend.n_batch):
                 way = f"when a prompt is computed in chunks of {n_chunk}"
                 yield way, alone, self._alone(self._tokens, n_chunk)
             way = "when tokens are computed again as a prompt"
@@ -185,7 +185,7 @@ class Probe:
         """Compute the sequence's prompt in one step with as many others as fit, in the slot above theirs."""
         self.clear()
         prompt, n_batch = tokens[:-_N_DECODED], self._backend.n_batch
-        n_first = self._n_chunk(prompt, 0, n_batch // 2)
+        n_first = self._n_chunk(prompt, 0, max(1, n_batch // 2))
         sizes = accumulate(len(other) - _N_DECODED for other in self._others[:-1])
         company = self._others[: sum(size <= n_batch - n_first for size in sizes)]
         i_ours, is_whole = len(company), n_first == len(prompt)

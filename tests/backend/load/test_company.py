@@ -220,6 +220,25 @@ def test_plain_transformers_are_not_tried(test_model: Path, zoo: Callable[[str],
         assert engine.company.startswith("together: llama")
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("gemma3", {"parallel": 4, "n_batch": 4}),
+        ("mamba", {"parallel": 1, "n_batch": 1}),
+        ("llama-moe", {"parallel": 8, "n_batch": 9, "kv": "unified"}),
+        ("llama-moe", {"parallel": 2, "ctx_per_seq": 1, "kv": "unified"}),
+        ("llama-moe", {"parallel": 128, "n_ctx": 256, "kv": "unified"}),
+    ],
+)
+def test_trial_fits_whatever_sizes_are_asked_for(
+    name: str, given: dict[str, Any], zoo: Callable[[str], Path]
+) -> None:
+    with cbatch.load(zoo(name), **given) as engine:
+        is_one = given["parallel"] == 1
+        assert engine.company.startswith("one at a time: there" if is_one else "together: a trial")
+        assert engine.parallel == given["parallel"]
+
+
 def test_workers_tell_their_company(zoo: Callable[[str], Path]) -> None:
     with cbatch.load(zoo("cogvlm"), parallel=4, replicas=1) as engine:
         assert engine.company.startswith("one at a time: ")

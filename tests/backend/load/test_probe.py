@@ -65,6 +65,13 @@ def test_pool_of_cells_is_probed_too(model: LlamaModel, given: dict[str, Any]) -
     assert "could not run" not in found
 
 
+@pytest.mark.parametrize("n_batch", [1, 2, 32])
+def test_small_steps_are_probed_without_exact(model: LlamaModel, n_batch: int) -> None:
+    found = probe(model, options(exact=False, parallel=min(2, n_batch), n_batch=n_batch))
+    assert found.startswith("not guaranteed: ")
+    assert "could not run" not in found
+
+
 # ---- what is wrong is found ----
 
 
