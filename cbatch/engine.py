@@ -56,7 +56,7 @@ from cbatch.support.checks import (
 )
 from cbatch.support.interrupts import Postponed
 from cbatch.support.logs import Log
-from cbatch.support.plain import text_of
+from cbatch.support.plain import int_of, text_of
 
 if TYPE_CHECKING:
     import os
@@ -742,7 +742,8 @@ class Engine:
             text = as_text(value)
             return text if made is None else made(text)
 
-        options = RunOptions(priority=priority or None, timeout_s=timeout_s)
+        given = None if int_of(priority) == 0 else priority  # 0, the default, is not said
+        options = RunOptions(priority=given, timeout_s=timeout_s)
         source = self._source_of(texts)
         mailbox = self._mailbox(0, N_TEXTS_AHEAD, asks_again=settings is not None)
         run_options = options if settings is not None else run_options_of(self, options)

@@ -18,6 +18,7 @@ from cbatch.options import RunOptions
 from cbatch.runtime.waking import call_soon_here, do_to_end, is_in_event_loop
 from cbatch.support.checks import MAX_INT, check_flag, check_int, readable, reading, shown
 from cbatch.support.hub import local_model
+from cbatch.support.plain import text_of
 
 MAX_REPLICAS = 64
 """Our choice: machines with several hundred cores have some eight NUMA nodes."""
@@ -185,9 +186,10 @@ def check_structure(options: RunOptions) -> None:
 
 def check_replicas(name: str, value: object) -> int | Literal["auto"]:
     """Return a number of replicas, or "auto". Raises a `ConfigError` for another value."""
-    if value == "auto":
+    text = text_of(value)
+    if text == "auto":
         return "auto"
-    if isinstance(value, str):
+    if text is not None:
         raise ConfigError(f"{name} must be a whole number or auto, not {shown(value)}")
     return check_int(name, value, 1, MAX_REPLICAS)
 
@@ -196,7 +198,7 @@ def _n_replicas(asked: object, model: Any, options: EngineOptions, *, is_threade
     """Return how many worker processes there are to be; 0 for none."""
     if asked is None:
         return 0
-    if asked == "auto":
+    if text_of(asked) == "auto":
         n_best = best_replicas(model, options) if is_threaded else 1
         return n_best if n_best > 1 else 0
     n = int(check_replicas("replicas", asked))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import cbatch
@@ -141,6 +143,16 @@ def test_wrong_setting_is_refused_with_its_limits(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         cbatch.load(test_model, **{"parallel": 16, **settings})
+
+
+def test_array_in_place_of_a_number_is_refused() -> None:
+    wrong: Any = np.array([1, 2])
+    with pytest.raises(ConfigError, match="replicas must be a whole number"):
+        cbatch.load(replicas=wrong)
+    with cbatch.Engine(FakeBackend()) as engine:
+        for call in (engine.embed, partial(engine.rerank, "q")):
+            with pytest.raises(ConfigError, match="priority must be a whole number"):
+                call(["a"], priority=wrong)
 
 
 def test_empty_name_of_a_setting_is_refused_as_it_is() -> None:
