@@ -81,8 +81,14 @@ def probed_options(
     wanted = options.ctx_per_seq or (options.n_ctx or 2**20) // options.n_slots
     n_window = max(_N_LEAST, min(wanted, model.n_ctx_train or wanted, n_window))
     n_batch = max(options.n_batch, n_slots)
-    small = replace(options, parallel=n_slots, exact_slots=None, n_batch=n_batch)
-    return replace(small, n_ctx=None, ctx_per_seq=n_window)
+    return replace(
+        options,
+        parallel=n_slots,
+        exact_slots=None,
+        n_batch=n_batch,
+        n_ctx=None,
+        ctx_per_seq=n_window,
+    )
 
 
 def difference(a: Logits, b: Logits) -> float:

@@ -67,7 +67,8 @@ def test_pool_of_cells_is_probed_too(model: LlamaModel, given: dict[str, Any]) -
 
 @pytest.mark.parametrize("n_batch", [1, 2, 32])
 def test_small_steps_are_probed_without_exact(model: LlamaModel, n_batch: int) -> None:
-    found = probe(model, options(exact=False, parallel=min(2, n_batch), n_batch=n_batch))
+    sizes = {"parallel": min(2, n_batch), "n_batch": n_batch, "ctx_per_seq": 128}
+    found = probe(model, options(exact=False, **sizes))
     assert found.startswith("not guaranteed: ")
     assert "could not run" not in found
 

@@ -86,6 +86,11 @@ def find(
     return found
 
 
+def test_cells_for_pad_rows_are_not_counted_against_n_ctx(model: LlamaModel) -> None:
+    found = find_exact(model, options(parallel=3, ctx_per_seq=None, n_ctx=6))
+    assert found.exactness == BITWISE
+
+
 def width_of(backend: LlamaBackend) -> int:
     """The rows of the last step; 0 where it computed a prompt."""
     chunks = backend.last_chunks
