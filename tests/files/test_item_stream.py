@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 import threading
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import pytest
 
+from cbatch.errors import OutputError
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.input import item_stream as reading_module
 from cbatch.files.input.item_stream import ItemStream
@@ -20,7 +24,6 @@ from tests.files.runs import make_engine, write_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 def test_number_of_items_is_about_right_before_all_were_read(tmp_path: Path) -> None:
@@ -110,6 +113,19 @@ def test_run_that_fails_does_not_wait_for_a_silent_pipe(tmp_path: Path) -> None:
         file.write(b'{"id": "a", "prompt": "a"}\n')
         with pytest.raises(OSError, match="No space left"):
             run_file(fifo, "/dev/full", engine=engine)
+
+
+@pytest.mark.parametrize("n_chars", [1, 99_999])
+def test_shuffle_without_room_names_the_folder_and_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_chars: int
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": n_chars * "x"}) + "\n")
+    full = Path("/dev/full").open("w+b")  # noqa: SIM115  # the reading closes it
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/full")
+    words = "^/full: the disk is full: free some space, or name another folder in TMPDIR$"
+    with pytest.raises(OutputError, match=words):
+        ItemStream(tmp_path / "in.jsonl", FileOptions(shuffle=True))
 
 
 def test_what_was_read_of_stdin_before_is_not_read_again(pipe: BinaryIO) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from contextlib import closing, suppress
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, cast
 
@@ -20,12 +21,12 @@ from cbatch.files.input.source import open_source
 from cbatch.files.window import MAX_CHARS, length
 from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
+from cbatch.support.folders import told
 from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from pathlib import Path
     from typing import TypeAlias
 
     from cbatch.files.input.item import Item
@@ -244,15 +245,21 @@ class Spool:
     """A copy of all items in a temporary file; 8 bytes of memory an item."""
 
     def __init__(self, items: Iterable[Item]) -> None:
-        """Copy the items; the file has no name, and closing removes it."""
-        self._file = tempfile.TemporaryFile(prefix="cbatch-")  # noqa: SIM115  # `close` closes it
+        """Copy the items; the file has no name, and closing removes it. Raises an `OutputError` if it has no room."""
+        folder, way_out = Path(tempfile.gettempdir()), ", or name another folder in TMPDIR"
+        with told(folder, way_out):
+            self._file = tempfile.TemporaryFile(prefix="cbatch-")  # noqa: SIM115  # `close` closes it
         self._starts = array("Q")
         try:
             for item in items:
                 self._starts.append(self._file.tell())
-                pickle.dump(item, self._file, pickle.HIGHEST_PROTOCOL)
+                with told(folder, way_out):
+                    pickle.dump(item, self._file, pickle.HIGHEST_PROTOCOL)
+            with told(folder, way_out):
+                self._file.flush()
         except BaseException:
-            self.close()
+            with suppress(OSError):  # what could not be written is tried again
+                self.close()
             raise
 
     def __len__(self) -> int:
