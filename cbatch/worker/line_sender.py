@@ -34,7 +34,7 @@ class LineSender:
             NoThreadError: the system has no more threads.
         """
         self._fd, self._write = fd, write
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._left: deque[memoryview] = deque()
         self._is_over = False
         self._error: OSError | None = None
