@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from cbatch.bench.pacing import drive
 from cbatch.bench.server_process import cpu_s_of, rss_mib, served
 from cbatch.bench.vector_process import all_answered
 from cbatch.errors import CBatchError, ConfigError
+from cbatch.support.interrupts import run_async
 from cbatch.support.prefix_index import n_common
 from cbatch.support.processes import command_of, environment
 from cbatch.worker.placement import my_cores
@@ -265,7 +265,7 @@ class HttpSide:
         try:
             started = self._stack.enter_context(self._start())
             client = self._make(Address.of(started.url))
-            asyncio.run(client.find_model())
+            run_async(client.find_model())
         except (CBatchError, OSError) as error:
             self.close()
             raise SideError(f"{self.name}: {error}") from None
@@ -282,7 +282,7 @@ class HttpSide:
         """
         self.start()
         client = self.client
-        answers = asyncio.run(_probe(client, probes))
+        answers = run_async(_probe(client, probes))
         for probe, answer in zip(probes, answers, strict=True):
             if answer.error:
                 raise SideError(f"{self.name}: {answer.error}")
@@ -311,21 +311,21 @@ class HttpSide:
         async def ask(request: WorkRequest, sent_s: float, now: Now) -> MeasuredAnswer:
             return await client.ask(request, sent_s, now, is_streamed=is_streamed)
 
-        answers, seconds = asyncio.run(drive(chains, pace, ask))
+        answers, seconds = run_async(drive(chains, pace, ask))
         return [*map(client.counted, answers)], seconds
 
     def answer(self, calls: Sequence[TextCall], n_clients: int) -> VectorRound:
         """Send calls for embeddings or scores, and return their time."""
         self.start()
         before = [cpu_s_of(pid) for pid in self.pids()]
-        seconds = asyncio.run(all_answered(calls, n_clients, self._rows))
+        seconds = run_async(all_answered(calls, n_clients, self._rows))
         cpu_s = sum(cpu_s_of(pid) for pid in self.pids()) - sum(before) if before else None
         return VectorRound(seconds, cpu_s)
 
     def rows(self, call: TextCall) -> Rows:
         """Return what one call gives."""
         self.start()
-        return asyncio.run(self._rows(call))
+        return run_async(self._rows(call))
 
     async def _rows(self, call: TextCall) -> Rows:
         try:
@@ -440,7 +440,7 @@ def _await_health(port: int, process: subprocess.Popen[bytes], log: Any) -> None
     end_s = time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < end_s:
         with suppress(ServerProblemError, OSError, EOFError):  # it does not listen yet
-            if asyncio.run(client.is_healthy()):
+            if run_async(client.is_healthy()):
                 return
         time.sleep(0.05)
     log.seek(0)

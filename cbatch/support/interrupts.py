@@ -10,11 +10,13 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from types import FrameType
+
+T = TypeVar("T")
 
 _NAMES = (
     *("SIGHUP", "SIGQUIT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGBREAK"),
@@ -24,6 +26,7 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 """The signals that programs have handlers for."""
 
 _LONGEST_WAIT_S = 1.0
+_LOOK_S = 0.05
 
 _N_LOCKS = 8
 """More locks than a thread ever nests."""
@@ -116,6 +119,24 @@ class Postponed:
                 raise struck.with_traceback(None)  # its frames would keep objects alive
             finally:
                 del struck
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop of asyncio; what a signal's handler raises cancels it, and is raised here.
+
+    Raised amid the loop, it can come just before a task is woken, which then never ends, nor does `asyncio.run`.
+    """
+    import asyncio  # slow to import
+
+    async def until_struck() -> T:
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+            if signals.has_struck:
+                task.cancel()
+        return await task
+
+    with Postponed() as signals:
+        return asyncio.run(until_struck())
 
 
 class HeldBack(Postponed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import linecache
 import os
@@ -22,7 +23,7 @@ from cbatch.engine_options import ScheduleOptions
 from cbatch.errors import EngineClosedError
 from cbatch.messages import BatchPrompt
 from cbatch.runtime.local import LocalRuntime
-from cbatch.support.interrupts import HeldBack, Latch, Postponed
+from cbatch.support.interrupts import HeldBack, Latch, Postponed, run_async
 from tests import interrupt_runs
 from tests.kinds import Reason, each_kind, engine_on, no_pool
 from tests.profiles import is_fast
@@ -550,3 +551,46 @@ def test_ctrl_c_at_any_line_of_a_load_frees_the_model(monkeypatch: pytest.Monkey
         kept.clear()
         n_line += 12 if is_fast() else 3
     assert n_broken_off > 10
+
+
+def test_signal_just_before_a_task_is_woken_ends_the_loop() -> None:
+    """Raised there by the handler, `asyncio.run` would wait for the task for ever."""
+    ended: list[str] = []
+
+    def strike(frame: FrameType, event: str, _: object) -> None:
+        callback = getattr(frame.f_locals.get("self"), "_callback", None)
+        if (
+            event == "call"
+            and frame.f_code.co_name == "_run"
+            and "wakeup" in repr(callback).lower()
+        ):
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGTERM)
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(0.01)
+            sys.settrace(strike)
+            await asyncio.sleep(0.01)
+            await asyncio.sleep(60)
+        finally:
+            ended.append("task")
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            run_async(wait())
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGTERM, before)
+    assert ended == ["task"]
+
+
+def test_loop_returns_or_raises_what_its_coroutine_does() -> None:
+    async def fail() -> int:
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    assert run_async(asyncio.sleep(0, 5)) == 5
+    with pytest.raises(ValueError, match="no"):
+        run_async(fail())
