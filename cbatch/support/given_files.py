@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,10 @@ def file_bytes(what: str, value: object, check_size: Callable[[int], object]) ->
         return None
     try:
         path = Path(os.fspath(value))
-        check_size(path.stat().st_size)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device may never end
+            raise ConfigError(f"{what} that cannot be read: {path} is no plain file")
+        check_size(found.st_size)
         return path.read_bytes()
     except ConfigError:
         raise
