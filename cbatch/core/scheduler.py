@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -82,7 +82,8 @@ class ContinuousBatchScheduler:
         self.budget = PromptBudget(options)
         self.costs = self.budget.costs
         self.bisection = FaultBisection()
-        self._n_batch, self._cuts = n_batch, cuts
+        self._n_batch = n_batch
+        self._cuts = replace(cuts, has_whole_pictures=memory.has_whole_pictures)
         self._can_trim, self._has_whole_pictures = memory.can_trim, memory.has_whole_pictures
         cells = batcher.slot_plan().cells
         self._is_overcommitted = cells.ledger.is_overcommitted

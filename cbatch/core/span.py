@@ -76,7 +76,7 @@ class PromptCuts:
     """Whether the last token of a prompt is computed as a row beside decoding rows, if its next token is sampled and
     the prompt does not end at a multiple. Cells before that token can be shared."""
     has_whole_pictures: bool = False
-    """Whether pictures are not cut."""
+    """Whether pictures are not cut: see `KvCapabilities`, from which the scheduler takes it."""
 
     @classmethod
     def every(cls, n: int) -> PromptCuts:

@@ -8,11 +8,13 @@ import socket
 import stat
 import threading
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from cbatch.errors import ConfigError
+from cbatch.errors import ConfigError, NoThreadError
 from cbatch.support.checks import readable
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -128,8 +130,8 @@ class Listener:
                 self._room.release()
                 continue
             try:
-                threading.Thread(target=self._wait, args=(client,), daemon=True).start()
-            except RuntimeError:  # the system has no thread left
+                started(partial(self._wait, client), "cbatch-client")
+            except NoThreadError:
                 hang_up(client)
                 self._room.release()
 

@@ -10,6 +10,9 @@ from itertools import count
 from queue import PriorityQueue
 from typing import TYPE_CHECKING
 
+from cbatch.errors import NoThreadError
+from cbatch.support.thread_start import started
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -63,13 +66,10 @@ class WorkThread:
             self._thread.join()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # the process may have no more threads
+            self._thread = started(self._run, self._name)
+        except NoThreadError:
             self._is_threaded = False
-        else:
-            self._thread = thread
 
     def _run(self) -> None:
         if self._is_nice:

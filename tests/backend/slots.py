@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,10 +46,25 @@ CELL_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 OTHER = [400 + 3 * i for i in range(33)]
 
 
-def make_backends(synth: SynthFactory) -> Iterator[MakeBackend]:
-    """Yield a factory of backends: 3 slots, 768 cells, all bound to greedy sampling. In the end close them."""
+@contextmanager
+def bound_backends() -> Iterator[Callable[[LlamaBackend], LlamaBackend]]:
+    """Have backends closed at the end of the block that are given to a function, which binds all their slots."""
     log, made = llama_log(), list[LlamaBackend]()
     log.install()
+
+    def bound(backend: LlamaBackend) -> LlamaBackend:
+        made.append(backend)
+        bind_all(backend)
+        return backend
+
+    yield bound
+    for backend in made:
+        backend.close()
+    log.remove()
+
+
+def make_backends(synth: SynthFactory) -> Iterator[MakeBackend]:
+    """Yield a factory of backends: 3 slots, 768 cells, all bound to greedy sampling. In the end close them."""
 
     def make(
         kind: str,
@@ -64,14 +80,10 @@ def make_backends(synth: SynthFactory) -> Iterator[MakeBackend]:
         path = synth("mamba" if kind == "recurrent" else "test", **(shape or {}))
         model = open_model(path, EngineOptions(repack=options.repack))
         tuning = Tuning(options, has_short_pool=has_short_pool)
-        made.append(LlamaBackend(model, tuning, stepper=stepper))
-        bind_all(made[-1])
-        return made[-1]
+        return bound(LlamaBackend(model, tuning, stepper=stepper))
 
-    yield make
-    for backend in made:
-        backend.close()
-    log.remove()
+    with bound_backends() as bound:
+        yield make
 
 
 def bind_all(backend: LlamaBackend) -> None:

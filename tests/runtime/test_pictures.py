@@ -68,7 +68,7 @@ def engine_of(
     memory = memory or KvCapabilities("partitioned", n_slots * 400)
     memory = replace(memory, has_whole_pictures=is_whole)
     backend = FakeBackend(n_slots, 400, n_batch, memory=memory, faults=faults or Faults())
-    backend.cuts = replace(cuts, has_whole_pictures=is_whole)
+    backend.cuts = cuts
     if cuts:  # rows of one token are padded to one number; chunks of other lengths have other bits
         n_most = 31 if cuts.is_every else cuts.least - cuts.ends_in_row
         backend.bits = Bits(lambda n_rows: min(n_rows, n_most), lambda n_rows: 1)

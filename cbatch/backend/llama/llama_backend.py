@@ -266,7 +266,6 @@ class LlamaBackend:
         )
         self.model.vocab.projector = projector
         self.memory = replace(self.memory, has_whole_pictures=projector.has_whole_pictures)
-        self.cuts = replace(self.cuts, has_whole_pictures=projector.has_whole_pictures)
         self._runner.pictures = PictureRows(projector, self.n_batch, self._cells.position)
         if projector.has_flat_pictures:
             self._runner.free()

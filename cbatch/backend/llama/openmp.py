@@ -15,11 +15,13 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import POLICIES, llama_cpp
+from cbatch.errors import NoThreadError
+from cbatch.support.thread_start import started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,10 +78,9 @@ class ShortWaits:
 
     def _start(self, n_threads: int) -> None:
         is_there, end = threading.Event(), threading.Event()
-        given = self.n_missing(n_threads), is_there, end
         try:
-            threading.Thread(target=self._sleep, args=given, name=_NAME, daemon=True).start()
-        except RuntimeError:  # the system has no more threads
+            started(partial(self._sleep, self.n_missing(n_threads), is_there, end), _NAME)
+        except NoThreadError:
             return
         self._end = end
         is_there.wait()

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.chat_template import ChatTemplate
-from cbatch.errors import PromptError
+from cbatch.errors import NoThreadError, PromptError
 from cbatch.media import marked_messages, medium_of
 from cbatch.pictures import NO_PROJECTOR
 from cbatch.sounds import NO_ENCODER
 from cbatch.support.picture_tokens import FIRST_PICTURE, PictureTokens
+from cbatch.support.thread_start import start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -482,8 +483,8 @@ def _with_stack(n_bytes: int, tokenize: Callable[..., int], *given: Any) -> int:
         before = threading.stack_size(_STACK_BYTES + _N_DEEP_BYTES * n_bytes)
         thread = threading.Thread(target=lambda: found.append(tokenize(*given)), daemon=True)
         try:
-            thread.start()
-        except RuntimeError:
+            start(thread)
+        except NoThreadError:
             raise PromptError(
                 f"out of memory for the stack to tokenize {n_bytes:,} bytes"
             ) from None

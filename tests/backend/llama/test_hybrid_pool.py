@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.loader import describe_model
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
-from tests.backend.slots import bind_all, chunk, go_on, held, saved
+from tests.backend.slots import bound_backends, chunk, go_on, held, saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,19 +31,12 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture
 def make(zoo: Callable[[str], Path]) -> Iterator[Callable[..., LlamaBackend]]:
-    made, log = list[LlamaBackend](), llama_log()
-    log.install()
-
     def make(name: str, kv: str = "unified") -> LlamaBackend:
         options = EngineOptions.of({**SIZES, "kv": kv})
-        made.append(LlamaBackend(open_model(zoo(name)), Tuning(options)))
-        bind_all(made[-1])
-        return made[-1]
+        return bound(LlamaBackend(open_model(zoo(name)), Tuning(options)))
 
-    yield make
-    for backend in made:
-        backend.close()
-    log.remove()
+    with bound_backends() as bound:
+        yield make
 
 
 @each_name

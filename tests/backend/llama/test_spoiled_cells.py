@@ -9,13 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
-from cbatch.backend.llama.log import llama_log
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.open_model import open_model
 from cbatch.core.plan import BROKEN_ROW, Slot, StepPlan
 from cbatch.engine_options import EngineOptions
 from tests.backend.damage import without_numbers
-from tests.backend.slots import OTHER, PROMPT, bind_all, chunk, go_on, held
+from tests.backend.slots import OTHER, PROMPT, bound_backends, chunk, go_on, held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,8 +38,6 @@ each_shape = pytest.mark.parametrize("shape", SHAPES)
 @pytest.fixture
 def make(synth: SynthFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     """Return what makes backends of 4 slots with a model that computes no numbers of one token."""
-    log, made = llama_log(), list[LlamaBackend]()
-    log.install()
 
     def make(shape: str, **given: Any) -> LlamaBackend:
         path = tmp_path_factory.mktemp("broken") / "model.gguf"
@@ -48,14 +45,10 @@ def make(synth: SynthFactory, tmp_path_factory: pytest.TempPathFactory) -> Itera
         sizes = {"parallel": 4, "n_ctx": 4 * 256, "n_batch": 512, "n_threads": 1}
         options = EngineOptions.of({**sizes, **given})
         model = open_model(without_numbers(plain, path, BROKEN), options)
-        made.append(LlamaBackend(model, Tuning(options)))
-        bind_all(made[-1])
-        return made[-1]
+        return bound(LlamaBackend(model, Tuning(options)))
 
-    yield make
-    for backend in made:
-        backend.close()
-    log.remove()
+    with bound_backends() as bound:
+        yield make
 
 
 def spoil(backend: LlamaBackend, slot: int) -> None:
