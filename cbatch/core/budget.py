@@ -104,6 +104,17 @@ def whole_chunks(wanted: Sequence[int], budget: int) -> list[int]:
     return shares
 
 
+def _even(n_left: int, n_most: int) -> int:
+    """Return how many tokens of a prompt each step takes, where `n_most` may be taken and it has `n_left`.
+
+    It needs as few steps, and the longest of them is shorter than with a rest in the last one. A prompt that fits whole
+    leaves the limit as it is, for others.
+    """
+    if not 0 < n_most < n_left:
+        return n_most
+    return math.ceil(n_left / math.ceil(n_left / n_most))
+
+
 class PromptCost(NamedTuple):
     """What prompts add to a step, in seconds."""
 
@@ -352,14 +363,14 @@ class PromptBudget:
         """
         n_new, start = self._n_eager(prefills), prefills[0].start
         if n_rows and (n_set := self._n_as_set(n_rows, start)) is not None:
-            return n_set, None
+            return (n_set if self.itl_s is None else _even(prefills[0].n, n_set)), None
         are_few = len(prefills) < max(2, n_rows) if n_new else len(prefills) <= n_rows
         if n_rows and is_watched and are_few:
             if prefills[0].driver.pictures:
                 # its pictures took longer than their rows will: large steps bring its first token hardly earlier
                 n_most = self._n_within(n_rows, SHORT_RUN_S, start)
             else:
-                n_most = self._n_beside(n_rows, len(prefills), n_new, start)
+                n_most = _even(prefills[0].n, self._n_beside(n_rows, len(prefills), n_new, start))
         elif n_new and len(prefills) > 1:
             share = 1 / (1 + MOST_OVER_ROWS)
             n_known = self.costs.n_prompt_for(n_rows, share, LEAST_BURST_S, start)

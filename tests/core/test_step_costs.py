@@ -347,9 +347,26 @@ def test_budgets_that_are_told_are_those_of_the_next_prompt(options: dict[str, A
     for _ in range(20):
         one_step(rig)
     n_told = rig.scheduler.budget.beside_rows()[8]
-    rig.submit(make_request("next", [9] * 2000, max_tokens=9))
+    rig.submit(make_request("next", [9] * n_told * 6, max_tokens=9))
     rig.drivers["next"].reply.is_watched = True
     assert len(one_step(rig).spans[-1].inputs) == n_told
+
+
+@pytest.mark.parametrize("options", [{}, {"itl_ms": 1500}], ids=str)
+def test_steps_of_a_prompt_among_readers_are_as_few_and_alike(options: dict[str, Any]) -> None:
+    rig = load_followers(8, is_watched=True, **options)
+    load(rig, 500)
+    for _ in range(20):
+        one_step(rig)
+    for n_over, n_steps in ((0, 1), (1, 2), (7, 2)):
+        n_prompt, id = rig.scheduler.budget.beside_rows()[8] + n_over, f"over by {n_over}"
+        rig.submit(make_request(id, [9] * n_prompt, max_tokens=9))
+        rig.drivers[id].reply.is_watched = True
+        chunks = [len(one_step(rig).spans[-1].inputs) for _ in range(n_steps)]
+        assert sum(chunks) == n_prompt
+        assert max(chunks) - min(chunks) <= 1
+        while rig.drivers[id].finish_reason is None:
+            one_step(rig)
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
