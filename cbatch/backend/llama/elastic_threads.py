@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 WINDOW_S = 0.1
 """Seconds of computing after which it is decided whether another setting is tried."""
 
-TRIAL_S = 0.05
-"""Seconds of computing with another setting. Several slices that a system gives programs in turn."""
+TRIAL_S = 0.25
+"""Seconds of computing with another setting: many slices that a system gives programs in turn. As long are windows
+beside other programs, to which trials are compared."""
 
-LONGEST_TRIAL = 4
-"""A trial ends without a result after so many times its seconds, where no step had the shape of one before."""
+CLEAR_S, CLEAR = 0.05, 0.6
+"""A trial ends after so many seconds already where its steps take less than this share of those before it, or those
+less than this share of its own."""
 
 WAITED = 0.2
 """Share of a step's time that the owner thread may be without a core.
@@ -36,10 +38,11 @@ MOST_OF_OTHER = 0.95
 """A gain: a trial's steps take at most this much of those before it. Less is noise."""
 
 MOST_IF_WAITED = 0.75
-"""The same where others had cores meanwhile: their noise is larger."""
+"""The same for long waits where others had cores meanwhile: their noise is larger. Such a gain is never clear."""
 
 UP_WAIT_S, DOWN_WAIT_S = 0.5, 1.0
-"""Shortest seconds between two trials of what is best alone, and of what is better beside other programs."""
+"""Shortest seconds before a trial of what is best alone, twice as many after one that failed; and between two of what
+is better beside other programs."""
 
 WAIT_FOR_LOST = 20
 """A trial without a gain is repeated no sooner than after so many times the seconds that it cost."""
@@ -71,7 +74,8 @@ class _Window:
     spent_s: float = 0.0
     waited_s: float = 0.0
     paces: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
-    """Seconds and tokens by the shape of steps: their chunks, and the magnitude of the prompt tokens."""
+    """Seconds and tokens by the shape of steps: their chunks, and the magnitude of the prompt tokens. And of all steps
+    with prompts, and all without, as if they had no chunk."""
 
     def learn(self, plan: StepPlan, result: StepResult, cpu_s: float) -> None:
         spent_s = result.decode_s + result.sample_s
@@ -84,18 +88,24 @@ class _Window:
             self._add((n_chunks, 0), result.later_s, n_chunks * (result.n_steps - 1))
 
     def _add(self, shape: tuple[int, int], seconds: float, n_tokens: int) -> None:
-        before_s, n_before = self.paces.get(shape, (0.0, 0))
-        self.paces[shape] = before_s + seconds, n_before + n_tokens
+        for key in (shape, (0, min(1, shape[1]))):
+            before_s, n_before = self.paces.get(key, (0.0, 0))
+            self.paces[key] = before_s + seconds, n_before + n_tokens
 
-    def share_of(self, other: _Window) -> float | None:
-        """Return the time of this window's steps over that of the other's, by common shapes; None without one."""
+    def share_of(self, other: _Window) -> tuple[float | None, bool]:
+        """Return the time of this window's steps over that of the other's, and whether it is of steps of equal shape.
+
+        Without those, steps with prompts count as alike, and those without. None if these have none in common either.
+        """
+        common = [shape for shape in self.paces if shape in other.paces]
+        alike = [shape for shape in common if shape[0]]
         own_s = others_s = 0.0
-        for shape, (seconds, n_tokens) in self.paces.items():
-            if shape in other.paces:
-                before_s, n_before = other.paces[shape]
-                own_s += seconds
-                others_s += before_s / n_before * n_tokens
-        return own_s / others_s if others_s else None
+        for shape in alike or common:
+            seconds, n_tokens = self.paces[shape]
+            before_s, n_before = other.paces[shape]
+            own_s += seconds
+            others_s += before_s / n_before * n_tokens
+        return own_s / others_s if others_s else None, bool(alike)
 
 
 class ElasticThreads:
@@ -130,7 +140,7 @@ class ElasticThreads:
         """Compute a plan with the setting that is best now, or that is tried."""
         window, most_s = self._window, WINDOW_S
         if self._trial is not None:
-            window, most_s = self._trial, TRIAL_S
+            window, most_s = self._trial, CLEAR_S
         if plan.n_steps > 1 and not 0 < plan.slice_s <= most_s:
             plan = replace(plan, slice_s=most_s)
         if self._waits is not None:
@@ -143,7 +153,7 @@ class ElasticThreads:
         window.learn(plan, result, cpu_s)
         if window is self._trial:
             self._judge(window)
-        elif window.spent_s >= WINDOW_S:
+        elif window.spent_s >= (WINDOW_S if self._now == self._best_alone else TRIAL_S):
             self._decide(window)
         return result
 
@@ -190,13 +200,15 @@ class ElasticThreads:
 
     def _judge(self, trial: _Window) -> None:
         """Take over the trial's setting if its steps are faster; go on if it is too early to say."""
-        share = trial.share_of(self._window)
-        if trial.spent_s < (TRIAL_S if share else LONGEST_TRIAL * TRIAL_S):
+        share, are_alike = trial.share_of(self._window)
+        would_wait = self._would_wait(trial)
+        is_clear = share is not None and (share > 1 / CLEAR or (share < CLEAR and not would_wait))
+        if trial.spent_s < (CLEAR_S if is_clear and are_alike else TRIAL_S):
             return
         is_up = trial.setting == self._best_alone or trial.setting.n_threads > self._now.n_threads
         # beside other programs waits are short unless long ones are faster
         most = 1 / MOST_OF_OTHER if trial.setting.is_short and not is_up else MOST_OF_OTHER
-        if self._would_wait(trial):
+        if would_wait:
             most = MOST_IF_WAITED
         if share is not None and share <= most:
             self._now = trial.setting
@@ -207,7 +219,7 @@ class ElasticThreads:
             lost_s = trial.spent_s * (1 - 1 / share) if share and share > 1 else 0.0
             if is_up:
                 self._n_failed_ups += 1
-                self._up_wait_s = max(UP_WAIT_S, WAIT_FOR_LOST * lost_s)
+                self._up_wait_s = max(2 * UP_WAIT_S, WAIT_FOR_LOST * lost_s)
             else:
                 wait_s = max(DOWN_WAIT_S, WAIT_FOR_LOST * lost_s)
                 self._down_wait_s = wait_s * 2 ** min(self._n_failed_downs, MOST_DOUBLED)

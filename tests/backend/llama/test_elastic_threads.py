@@ -10,7 +10,6 @@ import pytest
 from cbatch.backend.llama import llama_backend
 from cbatch.backend.llama.elastic_threads import (
     DOWN_WAIT_S,
-    LONGEST_TRIAL,
     TRIAL_S,
     UP_WAIT_S,
     WINDOW_S,
@@ -153,15 +152,18 @@ def test_many_taken_cores_are_given_up_one_after_another() -> None:
     assert max(do(found, machine, WINDOW_S, plan(1)), key=machine.runs.count) == 1
 
 
-def test_trial_without_a_step_of_equal_shape_ends_undecided() -> None:
+@pytest.mark.parametrize(("n_before", "then"), [(8, [3, 3, 3]), (1, [3, 3, 4])])
+def test_trial_without_a_step_of_equal_shape_is_compared_by_kind(
+    n_before: int, then: list[int]
+) -> None:
     machine = Machine(BESIDE_ONE, {4: 0.4})
     found = threads(machine)
-    do(found, machine, WINDOW_S)
-    n_before, start_s = len(machine.runs), machine.now
-    for n in (30, 60, 8):  # magnitudes of prompts that no step had before
+    do(found, machine, WINDOW_S, plan(1, n_before))
+    n_runs, start_s = len(machine.runs), machine.now
+    for n in (30, 60, 16):  # magnitudes of prompts that no step had before
         found.run(plan(1, n), machine.compute)
-    assert machine.runs[n_before:] == [3, 3, 4]
-    assert machine.now - start_s >= LONGEST_TRIAL * TRIAL_S
+    assert machine.runs[n_runs:] == then
+    assert machine.now - start_s >= TRIAL_S
 
 
 def test_mixed_steps_are_compared_by_their_shapes() -> None:
@@ -185,7 +187,7 @@ def test_trial_waits_for_computing_not_for_the_clock() -> None:
     machine = Machine(BESIDE_ONE, {4: 0.4})
     found = threads(machine)
     do(found, machine, 1)
-    runs = do(found, machine, UP_WAIT_S - WINDOW_S - 2 * TRIAL_S)
+    runs = do(found, machine, UP_WAIT_S - TRIAL_S)
     assert runs.count(3) >= len(runs) - 1
 
 
