@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from cbatch.errors import ELSEWHERE, ConfigError, UnsupportedOptionError
 from cbatch.options import RunOptions
@@ -29,9 +30,6 @@ from cbatch.support.checks import (
     shown,
 )
 from cbatch.support.plain import int_of, list_of, text_of
-
-if TYPE_CHECKING:
-    import os
 
 MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""

@@ -9,14 +9,12 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.named_library import backend_folders
 from cbatch.errors import CBatchError, IncompatibleLlamaError, words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MODEL = Path(__file__).parents[1] / "models" / "chat.gguf"
 _PROMPT = b"<|im_start|>user\nCount from 3 to 7.<|im_end|>\n<|im_start|>assistant\n"

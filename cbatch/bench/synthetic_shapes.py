@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from cbatch.bench.weight_types import WEIGHT_TYPES, WeightType
 from cbatch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 # Source: llama-hparams.h, LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS; more end the process that loads them.
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.errors import ConfigError, words_of
 from cbatch.options import MAX_PRIORITY
 from cbatch.support.checks import check_seconds
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from cbatch.support.checks import MAX_INT, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 MAX_ID = 0x3FFFFFFF
 """The largest id of a request. Source: system 002's daemon, which reads ids up to this one."""

@@ -8,13 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError, words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _GLANCE_S = 0.2
 _CRASHES = {

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 SPACE = "▁"  # SentencePiece writes a space as U+2581
 N_VOCAB = 1536
