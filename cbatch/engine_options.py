@@ -141,7 +141,6 @@ class ScheduleOptions:
         return n_mib * 2**20
 
     def __post_init__(self) -> None:
-        """Check every value, and options that contradict each other."""
         check_fields(self)
         self._check_pairs()
 
@@ -302,7 +301,6 @@ class EngineOptions(ScheduleOptions):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check all that can be checked without the model."""
         super().__post_init__()
         self._check_devices()
         self._check_rope()

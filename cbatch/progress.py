@@ -408,7 +408,6 @@ def _cached(s: BatchSnapshot) -> str:
 
 
 def _parts(s: BatchSnapshot) -> dict[str, str]:
-    """Return the parts of a line by name, in order."""
     is_generating = not s.has_texts_alone
     parts = {
         "items": _items(s.counts),

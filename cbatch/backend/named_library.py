@@ -245,7 +245,6 @@ def lent(file: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _variable(value: str) -> Iterator[None]:
-    """Set the variable in the block."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = value
     try:

@@ -152,8 +152,6 @@ class PrefixLoop:
 
 @dataclass(frozen=True, slots=True)
 class _TokenRow:
-    """One token of a batch."""
-
     token: int
     position: int
     slot: int

@@ -373,8 +373,6 @@ class OpenAIClient:
 
 @dataclass(slots=True)
 class _HeardAnswer:
-    """What has come of one answer."""
-
     arrivals: Arrivals
     pieces: list[str] = field(default_factory=list)
     finish: str | None = None
@@ -382,7 +380,6 @@ class _HeardAnswer:
     """Tokens of prompt and answer, as the server counts them."""
 
     def take(self, data: Mapping[str, Any], now_s: float) -> None:
-        """Take an event of a stream, or a whole answer."""
         for choice in data.get("choices") or ():
             if choice.get("text"):
                 self.pieces.append(choice["text"])

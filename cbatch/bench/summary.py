@@ -367,7 +367,6 @@ def _width_of(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of columns of equally many cells."""
     shown = []
     for column in columns:
         n = max(map(len, column))

@@ -75,7 +75,6 @@ class Shape:
     full_every: int = 2
 
     def __post_init__(self) -> None:
-        """Check that the sizes fit together."""
         if self.type not in WEIGHT_TYPES:
             raise ConfigError(
                 f"unknown weight type {self.type!r}; known are {', '.join(WEIGHT_TYPES)}"

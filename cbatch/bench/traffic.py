@@ -38,7 +38,6 @@ class Arrival:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the values, which no later code does."""
         if type(self.at_s) not in (int, float) or not 0 <= self.at_s < math.inf:
             raise ConfigError(f"at_s must be seconds from the beginning, not {self.at_s!r}")
         for name in ("n_prompt", "n_output"):

@@ -116,7 +116,6 @@ class Worth:
         return (self.ratio > 1 + self.noise) - (self.ratio < 1 - self.noise)
 
     def __str__(self) -> str:
-        """Say both."""
         return f"{self.ratio:.2f} ± {self.noise:.2f}"
 
 
@@ -208,7 +207,6 @@ class Tuner:
     _end_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Make the engine with the given settings."""
         self._given = self.make_side({})
 
     def run(self) -> None:

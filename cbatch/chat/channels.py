@@ -29,7 +29,6 @@ class ChannelSplitter:
     """Splits an answer in channels."""
 
     def __init__(self, parts: Parts, tools: Tools, *, splits_reasoning: bool) -> None:
-        """Make one."""
         self._parts, self._tools, self._splits = parts, tools, splits_reasoning
         self._recipient: str | None = None
         """The function that the message calls."""

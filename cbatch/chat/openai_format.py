@@ -93,7 +93,6 @@ class TextPlace:
     """A place in a text, in characters, that moves token by token."""
 
     def __init__(self) -> None:
-        """Make one at the beginning."""
         self._decoder, self._n = getincrementaldecoder("utf-8")("replace"), 0
 
     def pass_by(self, token: TokenLogprob) -> int:

@@ -48,7 +48,6 @@ class Written:
     """
 
     def __init__(self) -> None:
-        """Make an empty one."""
         self.text, self.at = "", 0
         self._n_left_out = 0
         """Characters before `text`."""

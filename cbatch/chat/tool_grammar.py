@@ -108,8 +108,6 @@ def _is_line(value: object) -> bool:
 
 @dataclass(slots=True)
 class _GrammarWriter:
-    """Writes the rules of one grammar."""
-
     syntax: CallSyntax
     named_token: NamedToken
     n_thought: int | None = None

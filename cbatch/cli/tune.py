@@ -184,7 +184,6 @@ def _advised(tuner: "Tuner", *, is_noted: bool) -> str:
 
 
 def _flags(settings: Mapping[str, Any]) -> str:
-    """Return settings as a command line has them."""
     names = {o.setting or o.name: f"--{o.name.replace('_', '-')}" for o in OPTIONS}
     return " ".join(f"{names[name]} {value}" for name, value in settings.items())
 
@@ -204,7 +203,6 @@ def _remarks(tuner: "Tuner", *, is_noted: bool) -> Iterator[str]:
 
 
 def _show(tuner: "Tuner", facts: Mapping[str, Any], *, is_noted: bool) -> None:
-    """Print the table, what is to be known of it, and the flags to use."""
     from cbatch.bench.summary import TextTable
 
     names = [job.name for job in tuner.jobs]

@@ -23,7 +23,6 @@ class LineError(Exception):
     """A line that says nothing that can be done."""
 
     def __init__(self, id: int | None, words: str) -> None:
-        """Keep the id that the line gave, if it could be read, and what is wrong."""
         self.id = id
         super().__init__(words)
 

@@ -265,7 +265,6 @@ class FileStream:
             self._open.callback(thing.close)
 
     def __iter__(self) -> Iterator[Ended]:
-        """Yield each pair."""
         with self._open, closing(self._begun().as_completed()) as results:
             for result in results:
                 yield from self._work.take(result, gives_left=True)
@@ -273,7 +272,6 @@ class FileStream:
             self._work.check_engine()
 
     async def __aiter__(self) -> AsyncIterator[Ended]:
-        """Yield each pair, in an event loop."""
         with self._open, closing(self._begun().as_completed()) as results:
             async for result in results:
                 for ended in self._work.take(result, gives_left=True):

@@ -117,7 +117,6 @@ class Interrupted(KeyboardInterrupt):
     """A signal ended a run over a file; the records of ended items are written."""
 
     def __init__(self, summary: RunSummary) -> None:
-        """Keep the summary."""
         self.summary = summary
         super().__init__(summary.resume_hint)
 

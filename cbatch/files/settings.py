@@ -102,7 +102,6 @@ class FileOptions:
     replicas: int | Literal["auto"] | None = checked(check_replicas)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_fields(self)
         if self.adopt and self.force:
             raise ConfigError(

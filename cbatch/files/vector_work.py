@@ -161,7 +161,6 @@ class _TextGroup:
         )
 
     def cancel(self) -> None:
-        """End its texts."""
         for response in self.responses:
             if not isinstance(response, list):  # of texts that were refused
                 with suppress(CBatchError):

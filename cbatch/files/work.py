@@ -142,7 +142,6 @@ class Work:
         asked: FileOptions,
         stop: Stopper,
     ) -> None:
-        """Read nothing yet."""
         self.tally = RunTally()
         self.has_read_all = False
         self._stream, self._context, self._engine, self._stop = stream, context, engine, stop

@@ -125,7 +125,6 @@ class ChatCbatch(BaseChatModel):
         return ChatResult(generations=made)
 
     def _last_chunk(self, result: BatchResult) -> Any:
-        """Return what a stream ends with: calls, usage and finish reason."""
         message = AIMessageChunk("", **_usage(result), **_calls(result), chunk_position="last")
         return ChatGenerationChunk(message=message, generation_info=self._end(result))
 

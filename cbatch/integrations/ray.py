@@ -168,7 +168,6 @@ class Served:
     """A replica of `served`."""
 
     def __init__(self, spec: EngineSpec, server: dict[str, Any]) -> None:
-        """Load nothing yet."""
         self._spec, self._server = spec, server
 
     async def __serve_build_asgi_app__(self) -> Any:

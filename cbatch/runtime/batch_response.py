@@ -266,7 +266,6 @@ class OneAnswer:
     """
 
     def __init__(self, response: BatchResponse) -> None:
-        """Make the answer to a batch of one."""
         self._response = response
         self._result: BatchResult | None = None
 
@@ -295,7 +294,6 @@ class OneAnswer:
         return self._result
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field of the result."""
         if name not in _FIELDS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.result, name)

@@ -472,7 +472,6 @@ class InFlight:
 
 
 def _member_ids(route: Route) -> list[str]:
-    """Return the ids of a request's sequences."""
     target, place, id = route
     return target.member_ids if isinstance(target, Members) and place < 0 else [id]
 

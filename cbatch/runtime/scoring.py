@@ -194,7 +194,6 @@ class _ScoreBook:
                     )
 
     def take(self, result: BatchResult) -> None:
-        """Note the scores of a request."""
         i, j, k, start = self._places.pop(result.id)
         scored = (result.prompt_logprobs or ())[start:]
         error = result.error
@@ -205,7 +204,6 @@ class _ScoreBook:
         self._found[i][j][k] = Score(() if error else tuple(filter(None, scored)), error)
 
     def scores(self) -> list[list[Score]]:
-        """Return the scores of each item."""
         return [[_merged(windows) for windows in item] for item in self._found]
 
 

@@ -62,7 +62,6 @@ class TextResponse(ABC, Generic[R]):
     """
 
     def __init__(self, response: BatchResponse) -> None:
-        """Make one of a batch of texts."""
         self._response = response
 
     def __del__(self) -> None:

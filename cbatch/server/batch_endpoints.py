@@ -278,7 +278,6 @@ class Query:
     """The fields behind the question mark."""
 
     def __init__(self, exchange: Exchange) -> None:
-        """Read them."""
         self._given = parse_qs(exchange.scope["query_string"].decode("latin-1"))
 
     def text(self, name: str) -> str | None:

@@ -316,7 +316,6 @@ class Answering:
         return dumps(self._call.body(results, self._model))
 
     def _count(self, results: Sequence[BatchResult]) -> None:
-        """Count prompts that were answered."""
         self._desk.meters.count_answers(results)
         if (span := self._exchange.record.span) is not None:
             add_answers(span, results, self._model)

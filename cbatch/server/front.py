@@ -64,7 +64,6 @@ class _RunningApp:
 
     @property
     def desk(self) -> Desk:
-        """What its calls share."""
         desk: Desk = self.app.state.desk
         return desk
 
@@ -205,7 +204,6 @@ class Front:
         self._own = [own for own in self._own if own is not engine]
 
     def _serve(self, new: _RunningApp) -> None:
-        """Have new calls go to an application."""
         new.desk.front = self
         self._served.append(new)
         if self._is_draining:

@@ -110,7 +110,6 @@ class ServerSettings:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check every value."""
         check_fields(self)
 
     @property

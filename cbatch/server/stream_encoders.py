@@ -44,7 +44,6 @@ class BlockStream(StreamEncoder):
     """Encodes an answer as blocks, one after another: text, thinking, calls."""
 
     def __init__(self) -> None:
-        """Make one; the beginning is not sent."""
         self._has_begun = False
 
     @abstractmethod

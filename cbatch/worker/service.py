@@ -209,7 +209,6 @@ class _Kept(logging.Handler):
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
         self.records.append(record)
 
 

@@ -371,7 +371,6 @@ class _Batch:
     """The arrays of a `llama_batch`, written anew for each run."""
 
     def __init__(self, n_most: int) -> None:
-        """Make arrays for `n_most` tokens."""
         self.n_most = n_most
         self._tokens, self._positions, self._ones = (np.zeros(n_most, np.int32) for _ in range(3))
         self._ones[:] = 1

@@ -155,7 +155,6 @@ class _FileCursor:
         return start
 
     def number(self, kind: struct.Struct) -> int:
-        """Return an unsigned integer."""
         value: int = kind.unpack_from(self.data, self.skip(kind.size))[0]
         return value
 

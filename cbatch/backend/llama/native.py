@@ -320,7 +320,6 @@ class NativeStepper:
         )
 
     def _counts(self, n_spans: int) -> list[DraftCounts]:
-        """Return the counts of draft tokens of each span."""
         found = self._drafted[: _N_COUNTS * n_spans]
         return [DraftCounts(*found[i : i + _N_COUNTS]) for i in range(0, len(found), _N_COUNTS)]
 
@@ -380,7 +379,6 @@ class _Scoring:
         self.at = ctypes.addressof(self._native)
 
     def found(self) -> dict[Slot, list[TokenLogprobs]]:
-        """Return the log-probabilities of each slot's targets."""
         each = map(as_logprobs, self._out)
         return {c.slot: [next(each) for _ in c.targets] for c in self._chunks if c.targets}
 

@@ -45,7 +45,6 @@ class ShortWaits:
     """
 
     def __init__(self, gnu: Any) -> None:
-        """Take a handle of GNU's runtime."""
         self._gnu = gnu
         self._begin()
         os.register_at_fork(after_in_child=self._begin)

@@ -82,7 +82,6 @@ class AttentionFinding:
         return replace(self, due_s=self.made_s + _SOON_S) if self.rounds and is_first else self
 
     def __str__(self) -> str:
-        """Say why flash attention is on or off."""
         if not self.rounds:
             return "llama.cpp's default; not measured: steps are slow, or other programs were busy"
         ratios = sorted(g if self.is_off else 1 / g for g in map(_gain, self.rounds))

@@ -64,7 +64,6 @@ class TrialShape:
         return cls(n_rows, max(1, min(_N_HISTORY, n_most)), options.n_threads or 0)
 
     def __str__(self) -> str:
-        """Describe the trial, for a note."""
         threads = f"{self.n_threads} threads" if self.n_threads else "all threads"
         return (
             f"{self.n_rows} rows of up to {self.n_history} cells, prompts of {_N_PROMPT}, {threads}"
@@ -180,7 +179,6 @@ class _Way:
             raise DecodeError(result.code)
 
     def close(self) -> None:
-        """Free the context."""
         self._backend.close()
 
 

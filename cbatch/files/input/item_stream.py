@@ -270,7 +270,6 @@ class Spool:
         random.Random(seed).shuffle(self._starts)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield every item, once."""
         return map(self._at, self._starts)
 
     def as_read(self) -> Iterator[Item]:

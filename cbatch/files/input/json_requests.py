@@ -109,7 +109,6 @@ class RequestReader(ABC):
     columns = None  # items are no rows
 
     def __init__(self) -> None:
-        """Read nothing yet."""
         self._known: dict[str, RunOptions] = {}
 
     def items(self, file: InputFile, n_before: int) -> Iterator[Item]:

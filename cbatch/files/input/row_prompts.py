@@ -71,7 +71,6 @@ class Asking:
     """The column with a sound for each row, as `image_column`."""
 
     def __post_init__(self) -> None:
-        """Check the texts, and that they fit together."""
         check_string("template", self.template)
         check_string("system", self.system)
         check_string("options_column", self.options_column)

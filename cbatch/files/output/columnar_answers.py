@@ -281,12 +281,10 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _digest(row: object) -> str:
-    """Return a digest of a row's values."""
     return blake2b(as_json(row).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
-    """Return columns of rows."""
     return [[row[i] for row in rows] for i in range(n_columns)]
 
 

@@ -289,7 +289,6 @@ class RowEncoder(Encoder, ABC):
     """Writes an item's own columns, then its answer."""
 
     def __init__(self, layout: AnswerColumns) -> None:
-        """Take the columns."""
         self.layout = layout
 
     def result(

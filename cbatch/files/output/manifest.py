@@ -92,7 +92,6 @@ class LostError(ConfigError):
     """There is no manifest that fits the records: it may be made again, or replaced together with them."""
 
     def __init__(self, what: str, ways_out: str) -> None:
-        """Keep the problem, for people."""
         self.what = what
         super().__init__(f"{what}: {ways_out}")
 
