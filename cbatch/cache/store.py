@@ -104,7 +104,7 @@ class CacheStore:
         Raises:
             CacheError: there are none, only those of another fingerprint, or the file is damaged or not this user's.
         """
-        path = self._path(key, fingerprint)
+        path = self._folder / file_name(key, fingerprint)
         try:
             with opened_file(path) as reader:
                 header, tokens = reader.head()
@@ -162,9 +162,6 @@ class CacheStore:
         return None
 
     # ---- the folder ----
-
-    def _path(self, key: str, fingerprint: Fingerprint) -> Path:
-        return self._folder / file_name(key, fingerprint)
 
     def _found(self, pattern: re.Pattern[str], key: str | None = None) -> list[os.DirEntry[str]]:
         """Return the entries with such a name, of any kind; entries with other names are never touched."""

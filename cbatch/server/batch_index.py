@@ -282,10 +282,6 @@ def _connected(path: Path | str) -> sqlite3.Connection:
     return db
 
 
-def _read_only(path: Path) -> sqlite3.Connection:
-    return _connected(f"{path.absolute().as_uri()}?mode=ro")
-
-
 def _opened(path: Path) -> sqlite3.Connection:
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size and not (path.exists() and path.stat().st_size):
@@ -339,7 +335,7 @@ def _salvaged(path: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """Yield the readable rows of an index, from both ends of each table: table, columns, values."""
     if not path.is_file() or not path.stat().st_size:
         return  # SQLite would remove its log
-    with suppress(*_DAMAGE), closing(_read_only(path)) as db:
+    with suppress(*_DAMAGE), closing(_connected(f"{path.absolute().as_uri()}?mode=ro")) as db:
         for table, columns in _COLUMNS.items():
             names, seen = ", ".join(columns), set[Any]()
             for order in ("ASC", "DESC"):

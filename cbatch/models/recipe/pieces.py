@@ -42,7 +42,7 @@ def learn_pieces(texts: Iterable[str], n_vocab: int = N_VOCAB) -> list[str]:
     known, n_least = set(pieces), spaced.total() * _RARE
     common = [word for word, n in _ranked(spaced) if word in known and n >= n_least]
     pieces += [SPACE + word for word in common[:n_spaced]]
-    return pieces + _unused(n_vocab - len(pieces))
+    return pieces + [f"<unused {i}>" for i in range(n_vocab - len(pieces))]
 
 
 def _count(texts: Iterable[str]) -> tuple[Counter[str], Counter[str]]:
@@ -91,8 +91,3 @@ def _merge(word: Word, pair: Pair) -> Word:
 def _ranked(counts: Counter[Key]) -> list[tuple[Key, int]]:
     """Return the most frequent first; equals in the order of their letters."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _unused(n: int) -> list[str]:
-    """Return pieces that no text has, to fill up a vocabulary learned from little text."""
-    return [f"<unused {i}>" for i in range(n)]
