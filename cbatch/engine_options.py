@@ -314,7 +314,6 @@ class EngineOptions(ScheduleOptions):
         """Return the options of these names.
 
         Args:
-            settings: by name.
             others: names that have another place: they may be there, and are left out.
 
         Raises:

@@ -85,7 +85,6 @@ def wrong_answer(llama: Any, device: Any, *, repacks: bool = False) -> str | Non
     """Return how the answer of the model that ships differs from what it is; None: it does not.
 
     Args:
-        llama: the bindings.
         device: the device that computes; None for the CPU.
         repacks: weights may lie in memory in another way than in the file; the AMX trap has a trial of its own.
     """

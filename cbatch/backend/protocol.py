@@ -69,7 +69,6 @@ class Vocab(Protocol):
         """Return the tokens of a chat with pictures or sounds, whose rows have ids of their own; encodes nothing.
 
         Args:
-            messages: the chat.
             variables: further variables of the template.
             check_length: called with the tokens so far after each picture or sound; raises where these are too many.
 

@@ -64,8 +64,6 @@ class ComparisonPlan:
     """What is measured.
 
     Args:
-        workloads: kinds of requests, in this order.
-        loads: for each of them.
         n_rounds: rounds of each load.
         seed: of everything that is drawn.
         n_requests: of a round; None: four for each at once, at least eight, and 32 in an open loop.
@@ -123,9 +121,7 @@ class Comparison:
     """Measures by a plan; what is measured so far is there at any moment.
 
     Args:
-        plan: what is measured.
         sides: who answers, the first one ours.
-        n_slots: slots of each side.
         text: writes prompts.
         tokenize: counts tokens by the model's vocabulary.
         bare: the loop to measure shares of, or None.

@@ -121,7 +121,6 @@ class OpenAIClient:
     """Asks one server.
 
     Args:
-        address: of the server.
         tokenize: gives the tokens of an answer's text, by the vocabulary that is measured with.
         model: the name to ask for; None: the first that the server lists.
         key: for the header `authorization`.

@@ -41,7 +41,6 @@ class Shape:
         n_kv_head: key and value heads.
         n_ff: width of the feed-forward layer, or of each expert, in a mamba of its own one: then `2 * n_embd`; a
             multiple of what the weights' type takes together.
-        n_vocab: tokens.
         type: of the weight matrices, a name in `WEIGHT_TYPES`.
         n_ctx_train: positions the file says it was trained for.
         tied: whether the output uses the embedding's weights.

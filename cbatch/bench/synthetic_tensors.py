@@ -199,7 +199,6 @@ def random_rows(tensor: RandomTensor, seed: int, loudness: Floats) -> Iterator[F
     """Yield a tensor's rows, `(n, n_columns)` float32, a few at once; each tensor has a generator of its own.
 
     Args:
-        tensor: which.
         seed: of all tensors.
         loudness: `(n_vocab,)` float32, by which the rows that give logits are multiplied.
     """

@@ -170,7 +170,6 @@ class Tuner:
     """Measures changes until the time is up; what was found so far is there at any moment.
 
     Args:
-        jobs: what is measured.
         make_side: makes an engine with the given settings and these changed.
         chains: the requests of a job, `n` of them, by a seed.
         changes: what to try, asked for once an engine with the given settings is loaded.

@@ -31,9 +31,7 @@ class VectorPlan:
     """What is measured.
 
     Args:
-        workloads: kinds of calls, in this order.
         loads: calls at once, one after another.
-        n_rounds: of each load.
         seed: of everything that is drawn.
         n_calls: of a round; None: four for each at once, at least eight.
     """
@@ -66,7 +64,6 @@ class VectorComparison:
     """Measures workload by workload; what is measured so far is there at any moment.
 
     Args:
-        plan: what is measured.
         sides_of: makes the sides of a workload, the first one ours.
         tokenize: counts tokens by the model's vocabulary.
         say: takes a line about each round.

@@ -44,7 +44,6 @@ class Workload:
     """A kind of requests. Sizes are tokens; two of them are the least and the most.
 
     Args:
-        name: what it is called.
         told: one line about it.
         own: of each prompt, behind what is common to all.
         output: of each answer.

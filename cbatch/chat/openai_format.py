@@ -73,7 +73,6 @@ def completion_logprobs(
     """Return log-probabilities as a completion has them, with ids of tokens: lists of equal length.
 
     Args:
-        tokens: the tokens.
         has_tops: whether the likeliest were asked for. Default: whether there are any.
         place: where the tokens begin in the text, which moves past them. Default: at its beginning.
     """

@@ -77,7 +77,6 @@ class ReplyText:
         """Give out all of an output that has ended; return whether the answer calls tools.
 
         Args:
-            output: all tokens of it.
             is_cut: whether it ended neither by a token nor by a stop string.
         """
         self.feed(output)

@@ -116,7 +116,6 @@ class Trimmed:
     """Text on its way to a part; whitespace is held back where the end of the part may strip it.
 
     Args:
-        out: the part.
         strips_begin: whether whitespace at the beginning is left out.
         strips_end: whether whitespace at the end may be left out.
     """

@@ -95,7 +95,6 @@ class VectorCall(ABC):
 
         Args:
             results: of each response, in the order of its texts, without errors.
-            model: the model's name.
         """
 
     def place(self, i_text: int) -> str:

@@ -114,7 +114,6 @@ class MultiRequestBatcher:
         Args:
             ledger: slots and cells, all of them free.
             wants: gets what sequences need from outside.
-            options: how requests are scheduled.
             cuts: where prompts may be cut.
         """
         self.in_flight: dict[str, SequenceDriver] = {}
@@ -482,9 +481,6 @@ class MultiRequestBatcher:
 
         Args:
             slot_plan: the changes of slots.
-            step: the step that was run.
-            result: the result. If a load failed, nothing was copied, and requests that require the cells of their file
-                end.
             made_s: when the plan was made, which is the time of its admissions.
             now: when the run ended.
         """

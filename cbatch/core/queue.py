@@ -109,7 +109,6 @@ class AdmissionQueue:
         """Yield in order the sequences that may get a slot; for each chosen slot, only the first sequence.
 
         Args:
-            holders: the sequence in each slot.
             ending: holders that are about to leave.
         """
         slots = [slot for slot in self.chosen_slots if is_to_be_had(holders[slot], ending)]

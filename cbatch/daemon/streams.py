@@ -36,7 +36,6 @@ def lines_of(source: BinaryIO, head: bytes = b"") -> Iterator[bytes]:
     """Yield lines as they come; one that is longer than `MAX_LINE` is cut to one byte more than that.
 
     Args:
-        source: where they come from.
         head: bytes that were taken from there; none but the last is the end of a line.
     """
     if head and not head.endswith(b"\n"):

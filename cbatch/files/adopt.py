@@ -42,7 +42,6 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: Traceable
         files: the output and, if there is one, the file of errors. Their lines stay unchanged. They are locked
             meanwhile. A missing output is created.
         settings: of the run that will continue.
-        encoder: of the records.
 
     Raises:
         ConfigError: a line is no record of cbatch, there is no record at all, or another run has a file open.

@@ -56,7 +56,6 @@ class VectorEngine:
         """Take an engine.
 
         Args:
-            engine: computes.
             settings: of `Engine.embed`, for texts that are no calls.
             is_dry: whether reading the next prompt may wait: then no group waits for more.
             is_patient: of `Engine.embed` and `rerank`, for all calls.

@@ -24,9 +24,7 @@ def output_cap(
     """Return the maximum output length for a prompt of `n_prompt` tokens, with a warning if more was asked for.
 
     Args:
-        request: what was asked.
         n_prompt: tokens of its prompt.
-        n_window: cells of a slot.
         n_first: tokens that a moving window keeps by default.
 
     Raises:

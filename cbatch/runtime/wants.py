@@ -250,10 +250,8 @@ class SequenceWants:
         """Give a result to the sequences that wait for it.
 
         Args:
-            want: what they wait for.
             found: the compiled grammar, or a `GrammarError`; for a file to read or write its `CacheEntry`, or a
                 `CacheError`; None if nothing was compiled or read because no sequence waited any more.
-            now: the time of the result.
 
         Returns:
             The sequences for which the backend must load cells of the file, with a key for each. A negative key is that
@@ -323,7 +321,6 @@ class FileWants:
         """Whether a sequence that could get a slot should wait for cells from disk. Changes nothing.
 
         Args:
-            driver: a waiting sequence.
             n_found: how many leading cells of its prompt are in memory.
         """
         if not _may_read(driver) or self.why_useless(driver) is not None:

@@ -206,7 +206,6 @@ def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[st
     """Make the views `shown_files` and `shown_batches` of the rows that can be served; note the others.
 
     Args:
-        db: of an index.
         folder: takes the notes.
         sizes: bytes of contents, by file id.
     """

@@ -107,7 +107,6 @@ def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engi
 
     Args:
         batch: its endpoint is one of `ENDPOINTS`, or that of messages.
-        settings: of the server.
         model: name of the model in answers to lines that name none.
         engine: answers the requests; `model` may name one of its adapters.
     """

@@ -88,7 +88,6 @@ class BatchStore:
         Args:
             folder: private to the user where it is new; so are all folders below it.
             n_bytes_max: of all files together; what batches write may exceed it, and then no more files are taken.
-            clock: seconds since 1970.
 
         Raises:
             ConfigError: another server has it open, cbatch did not make it, or it cannot be written.

@@ -65,8 +65,6 @@ def run_apart(
     """Run a module's `main` to its end in a separate process, and capture its output.
 
     Args:
-        module: the module whose `main` runs.
-        words: arguments of `main`.
         wall_s: seconds after which the process is killed.
         is_stopped: called now and then; once it is true, the process is killed.
 

@@ -130,8 +130,6 @@ def prove(
     """Prove a model's `exact=True` at length; where it is refused, say why and which steps are alike.
 
     Args:
-        path: of the model.
-        parallel: slots.
         n_prompts: different prompts of 3 to 600 tokens, as far as a window has room.
         tell: called with what comes next.
 

@@ -94,7 +94,6 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
     """Load what a client's first line says and serve it; end when the client has no more lines.
 
     Args:
-        source: where lines come from.
         sink: descriptor for frames.
         leave: called at the end, where nobody hears what more there is to say.
     """
@@ -127,7 +126,6 @@ def serve_client(
 
     Args:
         runtime: nobody else gives it requests meanwhile; it stays open, without requests.
-        source: where lines come from.
         sink: descriptor for frames.
         options: defaults for every request.
         hang_up: ends `source` where the reader has left, or takes nothing for a while at the end; None for a
@@ -161,13 +159,8 @@ def serve(
     """Serve a runtime to a client whose first line is known; see `serve_client`.
 
     Args:
-        runtime: as there.
-        hello: the client's first line.
-        source: where the other lines come from.
         sink: descriptor for frames.
-        options: as there.
         finishes: finish the requests in flight when the input ends; else they are cancelled.
-        hang_up: as there.
         said: lines of the log that the client gets first.
     """
     frames = FrameSink(sink, hello.frames)

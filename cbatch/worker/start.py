@@ -56,9 +56,6 @@ def open_workers(
     Args:
         model: a path; None for the model that ships inside.
         options: of all processes together.
-        look_ahead: prompts that will come.
-        is_stopped: tells whether to stop.
-        n: number of processes.
         n_sharing: engines that share the free memory; the processes are one of them.
 
     Raises:

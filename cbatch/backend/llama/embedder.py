@@ -79,8 +79,6 @@ class LlamaEmbedder:
         Args:
             model: a loaded model, which outlives it.
             options: how to compute; with `exact` each text is computed alone.
-            n_threads: threads that compute.
-            pooling: how a text's vector is made.
         """
         self._model, self._options, self._n_threads = model, options, n_threads
         self._pooling = pooling

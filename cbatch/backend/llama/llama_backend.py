@@ -83,9 +83,7 @@ class LlamaBackend:
         """Make a context for `tuning.options.parallel` sequences.
 
         Args:
-            model: a loaded model.
             tuning: sizes and settings, and what was found out about the model.
-            owns_model: close the model with the backend.
             stepper: what runs steps, called as `NativeStepper` is; None for that.
             adapters: what plans may compute with; closed with the backend.
 

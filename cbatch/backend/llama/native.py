@@ -89,7 +89,6 @@ class NativeStepper:
             ctx: address of the `llama_context`, for `n_slots + N_TARGETS_MAX` outputs where spans have targets; must
                 outlive the stepper.
             n_slots: llama.cpp's sequence ids `0 … n_slots − 1`: the slots, and those for pad rows.
-            n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
             n_threads: most threads that sample; give what decoding uses.
             has_silent_rows: compute the logits of spans of one token without output too, so that the shape of a step
@@ -152,8 +151,6 @@ class NativeStepper:
         Args:
             ctx: its `llama_context *`, which has the slots as sequences; nobody else computes in it. It is emptied.
             n_batch: most tokens of one call.
-            n_window: cells of each slot.
-            n_vocab: tokens of its vocabulary.
 
         Raises:
             PlanError: memory cannot be cut, or there is none for it.

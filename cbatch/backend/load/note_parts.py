@@ -26,7 +26,6 @@ def note_parts(name: str, options: EngineOptions, **sizes: object) -> Sequence[s
     """Return what a finding depends on, for `notes`; empty if the model's file is missing, or RPC servers compute.
 
     Args:
-        name: path of the model.
         options: sizes, and options that change no bits, are left out.
         sizes: those on which the finding depends.
     """

@@ -46,7 +46,6 @@ def compare(
     Args:
         engine: the engine that answers, for this benchmark alone.
         constraint: options that make the constraint.
-        n_tokens: tokens of each answer.
         n_rounds: rounds after the one that warms up.
         n_bound: how many of the prompts have the constraint in its turn.
 

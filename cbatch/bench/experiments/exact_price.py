@@ -56,11 +56,7 @@ Turn: TypeAlias = "tuple[float, float]"
 def _turn(
     path: str, job: PriceJob, prompts: Sequence[BatchPrompt], n_slots: int, *, exact: bool
 ) -> Turn:
-    """Answer the requests with a fresh engine.
-
-    Raises:
-        CBatchError: a request failed.
-    """
+    """Answer the requests with a fresh engine."""
     n_window = job.prompt[1] + job.output[1]
     with load(path, parallel=n_slots, ctx_per_seq=n_window, exact=exact) as engine:
         engine.submit(BatchPrompt(tokens=[FIRST_TOKEN]), options={"max_tokens": 2}).result()

@@ -104,7 +104,6 @@ class LlamaChain:
 
         Args:
             sampling: how to choose; `dry_breakers` is not looked at.
-            n_vocab: logits in a row.
             vocab: `llama_vocab *`, where there are breakers.
             breakers: DRY's strings.
         """

@@ -95,7 +95,6 @@ class ColumnarEncoder(RowEncoder):
         Args:
             records: one for each item, in the order of the items.
             target: is replaced when all rows are written.
-            n_items: of the input.
 
         Raises:
             ConfigError: the input, which is read again, was changed; or pyarrow cannot write the output.

@@ -68,7 +68,6 @@ def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
     killed process has left beside the file is removed.
 
     Args:
-        path: of the file.
         mode: permission bits of a new file, before the user's mask.
     """
     path = Path(os.path.realpath(path))

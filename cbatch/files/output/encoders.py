@@ -64,7 +64,6 @@ class Encoder:
         """Return the record of an item that ran, failed or not.
 
         Args:
-            item: as it was read.
             result: of the item; its id is not used.
             digest: of the item, for formats that repeat it.
             created: seconds since 1970.

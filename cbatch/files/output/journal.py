@@ -84,7 +84,6 @@ class Journal:
         """Continue the files of an earlier run, or begin them; they are locked until `close`.
 
         Args:
-            spec: of the files.
             retry_errors: whether an item whose record is an error is "new".
             clock: in seconds, for syncs.
             sync_s: seconds between two syncs.
@@ -129,7 +128,6 @@ class Journal:
         Args:
             id: of the item, any text.
             digest: of the item, 16 bytes.
-            number: of the item in the input.
             rival: another id of the same item in its record: the first item that claims one of both has it.
             place: of the item, for people; the error of a duplicate names it.
 

@@ -126,8 +126,6 @@ class Manifest:
         """Open or create a manifest; its readers are those of the output.
 
         Args:
-            path: of the manifest.
-            output: of the manifest.
             home: for a copy, the place of the original: errors name it, and paths are relative to it.
 
         Raises:

@@ -51,7 +51,6 @@ class Records:
     Args:
         counts: of the records.
         pieces: their bytes, the header first.
-        format: of the output.
     """
 
     counts: Sorted
@@ -99,7 +98,6 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
     """Write the records of an output in the order of the input to another file; return the counts.
 
     Args:
-        output: of a run.
         target: appears whole or not at all, with the mode of the output.
         by: the input, for an output without its manifest.
         force: replace a file.

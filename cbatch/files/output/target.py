@@ -49,8 +49,6 @@ class RunOutputs:
 
     Attributes:
         path: of the output; `-` is stdout.
-        format: of the output.
-        encoder: of the format.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class RunOutputs:
         """Check, long before the first record, that records can be written as the options ask.
 
         Args:
-            path, source, options: of the run.
             extra: columns of a table of answers beside those that every table has.
             has_vectors: whether rows get embeddings instead of answers.
 

@@ -30,10 +30,7 @@ def measure(
     """Say how many held-out questions get a right answer, by task, and how often the draft agrees.
 
     Args:
-        model: the chat model's GGUF.
         draft: the draft's; where it is missing it is left out.
-        n: questions.
-        seed: of the questions.
         say: takes a line.
     """
     examples = held_out_chats(seed, n)

@@ -32,7 +32,6 @@ def learn_pieces(texts: Iterable[str], n_vocab: int = N_VOCAB) -> list[str]:
     """Return `n_vocab` pieces by id: control, 256 bytes, letters, joined pieces in the order of joining.
 
     Args:
-        texts: what to learn from.
         n_vocab: how many, at least the 356 that are always there.
     """
     groups, spaced = _count(texts)
