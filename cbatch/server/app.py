@@ -33,7 +33,6 @@ from cbatch.server.responses_api import ResponsesCall, count_input
 from cbatch.server.server_settings import ServerSettings
 from cbatch.server.telemetry import find_tracer
 from cbatch.server.vector_endpoints import answer_vectors
-from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
 from cbatch.support.garbage import drop_frames
 from cbatch.support.thread_start import is_lack_of_threads
@@ -129,8 +128,8 @@ _HANDLES: list[tuple[str, str, Handle]] = [
     ("GET", "/models/{name:path}", small.model),
     ("POST", "/models/load", small.load_model),
     ("GET", "/health", small.health),
-    ("GET", "/metrics", metrics),
-    ("GET", "/slots", slots),
+    ("GET", "/metrics", small.metrics),
+    ("GET", "/slots", small.slots),
     ("POST", "/slots/{id}", small.change_slot),
     ("GET", "/lora-adapters", small.adapters),
     ("POST", "/lora-adapters", small.set_adapters),
