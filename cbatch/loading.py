@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from cbatch.backend.named_library import use_library
-from cbatch.engine import Engine, cache_folder, open_local
+from cbatch.engine import Engine, IsStopped, Opener, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
@@ -26,7 +26,6 @@ MAX_REPLICAS = 64
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.engine import IsStopped, Opener
     from cbatch.messages import LookAhead
     from cbatch.runtime.interface import Runtime
 

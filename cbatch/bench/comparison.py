@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.bench.measured import Figures, WorkRequest
+from cbatch.bench.measured import Chains, Figures, MeasuredAnswer, WorkRequest
 from cbatch.bench.pacing import Pace
-from cbatch.bench.sides import ONE_BY_ONE, BareSide, HttpSide, ProcessSide, SideError
+from cbatch.bench.sides import ONE_BY_ONE, BareSide, HttpSide, ProcessSide, Side, SideError
 from cbatch.bench.verdict import (
     degenerate,
     differences,
@@ -19,15 +19,12 @@ from cbatch.bench.verdict import (
     unlikely,
     unlikely_text,
 )
-from cbatch.bench.workloads import n_distinct
+from cbatch.bench.workloads import Workload, n_distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.bench.exact_text import ExactText
-    from cbatch.bench.measured import Chains, MeasuredAnswer
-    from cbatch.bench.sides import Side
-    from cbatch.bench.workloads import Workload
 
 T = TypeVar("T")
 

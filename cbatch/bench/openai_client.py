@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cbatch.bench.measured import Arrivals, MeasuredAnswer, per_token
+from cbatch.bench.measured import Arrivals, MeasuredAnswer, WorkRequest, per_token
 from cbatch.errors import CBatchError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from cbatch.bench.measured import WorkRequest
     from cbatch.bench.pacing import Now
     from cbatch.bench.text_work import TextCall
     from cbatch.bench.vector_process import Rows

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cbatch.bench.comparison import COLD
+from cbatch.bench.comparison import COLD, Comparison, Load, Measured
 from cbatch.bench.measured import PERCENTS
 from cbatch.bench.sides import ONE_BY_ONE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from cbatch.bench.comparison import Comparison, Load, Measured
 
 OURS = ("engine", "serve", "one", "static")
 

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from cbatch.bench.synthetic_shapes import BERTS
+from cbatch.bench.synthetic_shapes import BERTS, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cbatch.bench.synthetic_shapes import Shape
 
     Floats = npt.NDArray[np.float32]
 

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.sides import SideError
+from cbatch.bench.sides import SideError, VectorSide
 from cbatch.bench.summary import Middle, TextTable, shown_middle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cbatch.bench.sides import VectorSide
     from cbatch.bench.text_work import TextCall, Tokenize, VectorWorkload
     from cbatch.bench.vector_process import Rows
 

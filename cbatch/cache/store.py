@@ -12,16 +12,18 @@ import secrets
 import stat
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import platformdirs
 
 from cbatch.cache.cell_file import (
     BadFileError,
     CachedCells,
+    Fingerprint,
     digest_of,
     file_name,
     file_parts,
@@ -30,12 +32,6 @@ from cbatch.cache.cell_file import (
 from cbatch.errors import CacheError, ConfigError
 from cbatch.support.folders import sync_folder
 from cbatch.support.logs import Log
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import NoReturn
-
-    from cbatch.cache.cell_file import Fingerprint
 
 _log = Log("cbatch.store")
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from cbatch.chat.call_parser import read_call
 from cbatch.chat.marks import Marks
-from cbatch.chat.split_text import CUT_THINKING, Trimmed
+from cbatch.chat.split_text import CUT_THINKING, Parts, Trimmed, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.chat.split_text import Parts, Written
     from cbatch.tools import Tools
 
 _MARKS = Marks(re.compile(r"<\|(?P<name>start|channel|message|end|call|return)\|>"))

@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from cbatch.core.books import KvLedger, find_imbalance
 from cbatch.core.cell_ops import SlotCells
-from cbatch.core.driver import BY_AGE, Event, Status, Wait
-from cbatch.core.plan import Slot
+from cbatch.core.driver import BY_AGE, Event, SequenceDriver, Status, Wait
+from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.core.prefix import PrefixCache
 from cbatch.core.queue import BY_PROMPT, AdmissionQueue, Deadlines
 from cbatch.core.saved_cells import SavedCells, ToStore
-from cbatch.core.slots import KvDemandEstimator, SlotPlan
-from cbatch.core.span import ANYWHERE
+from cbatch.core.slots import KvDemandEstimator, Leave, Place, SlotPlan
+from cbatch.core.span import ANYWHERE, PromptCuts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.core.slots import Leave, Place
-    from cbatch.core.span import PromptCuts
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CBatchError
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.embedding import RerankResult, as_text
-from cbatch.engine import judge_of
+from cbatch.engine import Engine, judge_of
 from cbatch.errors import CBatchError, RequestCancelledError
 from cbatch.files.input.item import in_own_words
-from cbatch.files.vector_work import VectorEngine, result_of
+from cbatch.files.vector_work import VectorEngine, VectorResults, result_of
 from cbatch.options import RunOptions
 from cbatch.runtime.reranking import judged
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
 
     from cbatch.chat.vector_calls import RerankCall, ScoreCall
-    from cbatch.engine import Engine
-    from cbatch.files.vector_work import VectorResults
     from cbatch.files.work import RunGate
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult

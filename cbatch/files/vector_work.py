@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cbatch.chat.vector_calls import EmbedCall, VectorPrompt, error_in, n_tokens_of
+from cbatch.chat.vector_calls import EmbedCall, VectorCall, VectorPrompt, error_in, n_tokens_of
 from cbatch.embedding import EmbedResult
 from cbatch.errors import (
     CBatchError,
@@ -27,7 +27,6 @@ from cbatch.response import BatchResult, Timings, Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-    from cbatch.chat.vector_calls import VectorCall
     from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions

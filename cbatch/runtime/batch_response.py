@@ -6,14 +6,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cbatch.errors import ConfigError
-from cbatch.response import BatchError, BatchResult
+from cbatch.response import BatchError, BatchOutputChunk, BatchResult
 from cbatch.support.checks import check_flag, check_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from cbatch.progress import Progress
-    from cbatch.response import BatchOutputChunk
     from cbatch.runtime.mailbox import Mailbox
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.runtime.choices import Choices, Labels, Members, request_id
-from cbatch.runtime.ids import check_own, is_meant
+from cbatch.runtime.ids import RequestId, check_own, is_meant
 from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import BatchTarget, Target
     from cbatch.runtime.loop import Loop
     from cbatch.runtime.row_comparison import RowComparison

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import MovingWindow
+from cbatch.core.driver import MovingWindow, SequenceDriver
 from cbatch.core.span import PromptScores
 from cbatch.errors import PromptError, PromptTooLongError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
 
 MAX_OUTPUT = 2**31 - 1

@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from cbatch.core.driver import Status, Wait
+from cbatch.core.driver import SequenceDriver, Status, Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.core.saved_cells import ToStore
 from cbatch.core.slots import N_LOOK
-from cbatch.errors import CacheError, GrammarError
+from cbatch.errors import CacheError, CBatchError, GrammarError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
-    from cbatch.errors import CBatchError
     from cbatch.options import AdapterSet, DryBreakers, Grammar
 
 C = TypeVar("C", bound="Hashable")

@@ -20,7 +20,7 @@ from cbatch.server import batch_endpoints as kept
 from cbatch.server import message_batches
 from cbatch.server import small_endpoints as small
 from cbatch.server.anthropic_messages import MessagesCall, count_tokens
-from cbatch.server.call import Answering
+from cbatch.server.call import Answering, Call
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.gate import Gate
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from cbatch.engine import Engine
-    from cbatch.server.call import Call
 
     Handle = Callable[[Desk, Exchange], Awaitable[None]]
 

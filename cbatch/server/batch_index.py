@@ -8,20 +8,16 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from cbatch.server.files_folder import BATCH_ID, FILE_ID
+from cbatch.server.files_folder import BATCH_ID, FILE_ID, FilesFolder
 from cbatch.support.typed import known
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from cbatch.server.files_folder import FilesFolder
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from cbatch.server.http_errors import (
 )
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import EngineQuestion, Pulse
-from cbatch.server.server_settings import MIB
+from cbatch.server.server_settings import MIB, ServerSettings
 from cbatch.support.checks import shown
 from cbatch.support.logs import Log
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.front import Front
     from cbatch.server.request_fields import RequestFields
-    from cbatch.server.server_settings import ServerSettings
     from cbatch.support.model_facts import ModelFacts
 
     T = TypeVar("T")

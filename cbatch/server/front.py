@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from cbatch.errors import words_of
-from cbatch.server.desk import ASK_S
+from cbatch.server.desk import ASK_S, Desk
 from cbatch.server.gate import OPEN_PATHS
 from cbatch.server.http_errors import draining, reloading
 from cbatch.support.logs import Log
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from cbatch.engine import Engine
-    from cbatch.server.desk import Desk
 
 _log = Log("cbatch.reload")
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 import cbatch
 from cbatch.errors import CBatchError, PromptError
 from cbatch.options import RunOptions, Sampling
-from cbatch.server.exchange import dumps
+from cbatch.server.exchange import Exchange, dumps
 from cbatch.server.exposition import CONTENT_TYPE
 from cbatch.server.http_errors import (
     HttpProblemError,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.call import Call
     from cbatch.server.desk import Desk, EngineSizes
-    from cbatch.server.exchange import Exchange
 
 
 async def health(desk: Desk, exchange: Exchange) -> None:

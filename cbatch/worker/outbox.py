@@ -8,13 +8,12 @@ from collections import deque
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from cbatch.response import BatchOutputChunk
+from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, TokenLogprob
 from cbatch.worker.wire import encode, told_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from cbatch.response import BatchResult, FinishReason, TokenLogprob
     from cbatch.worker.framing import FrameSink
 
 N_FRAME_BYTES = 2**20

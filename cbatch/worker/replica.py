@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from cbatch.errors import CBatchError, EngineError, words_of
 from cbatch.support.logs import Log
-from cbatch.worker.connection import Connection, FrameThread
+from cbatch.worker.connection import Connection, FrameThread, Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.worker.connection import Link
     from cbatch.worker.wire import Frame
 
 _log = Log("cbatch.worker")

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
@@ -30,6 +30,7 @@ from cbatch.worker.placement import place
 from cbatch.worker.protocol_commands import Hello, LoadCommand, LookedAhead
 from cbatch.worker.wire import (
     VERSION,
+    Frames,
     Ready,
     WireItem,
     as_text,
@@ -43,11 +44,9 @@ from cbatch.worker.wire import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from typing import BinaryIO
 
     from cbatch.options import RunOptions
     from cbatch.runtime.local import LocalRuntime
-    from cbatch.worker.wire import Frames
 
 STALL_S = 30.0
 """A client of a socket that takes nothing of its last output for so long is left, for others wait. Our choice."""

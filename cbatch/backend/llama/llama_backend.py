@@ -33,8 +33,8 @@ from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.memory import SavedState, find_memory
-from cbatch.backend.llama.model import facts_of
+from cbatch.backend.llama.memory import FoundMemory, SavedState, find_memory
+from cbatch.backend.llama.model import LlamaModel, facts_of
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.openmp import end_team, short_waits
 from cbatch.backend.llama.pad_rows import PadRows
@@ -43,7 +43,7 @@ from cbatch.backend.llama.projector import Projector
 from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
-from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
+from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, Binding, Slot, StepPlan, StepResult
 from cbatch.core.span import ANYWHERE, Span
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
@@ -57,10 +57,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Embedder, Vocab
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.draft_model import DraftModel
-    from cbatch.backend.llama.memory import FoundMemory
-    from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.model_tuning import Tuning
-    from cbatch.core.plan import Binding, Slot
     from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet
     from cbatch.support.model_facts import ModelFacts

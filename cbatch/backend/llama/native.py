@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from cbatch.errors import EngineClosedError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from typing import TypeAlias
 
     from numpy.typing import NDArray
 

@@ -19,13 +19,12 @@ from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.probe import COULD_NOT_RUN
 from cbatch.backend.load.row_shapes import confirm, find_exact
-from cbatch.engine_options import BITWISE
+from cbatch.engine_options import BITWISE, EngineOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.engine_options import EngineOptions
 
 _NAME = "exact"
 _CONFIRMED = "exact-threads"

@@ -13,14 +13,13 @@ from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
-from cbatch.options import GREEDY
+from cbatch.options import GREEDY, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.engine_options import EngineOptions
-    from cbatch.options import Sampling
 
 _DECODE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, llama_cpp.llama_batch)
 

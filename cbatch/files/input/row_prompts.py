@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import InputLineError
+from cbatch.files.input.item import InputLineError, ItemError
 from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.files.units import listed
-from cbatch.messages import BatchPrompt
+from cbatch.messages import BatchPrompt, Message
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.pictures import url_part
 from cbatch.sounds import data_part
 from cbatch.support.checks import check_string, shown, why_unread
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from cbatch.files.input.item import ItemError
-    from cbatch.messages import Message
 
 Row: TypeAlias = "Mapping[str, object]"
 

@@ -16,7 +16,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, rows_of, types_of
 from cbatch.files.input.row_prompts import as_text
 from cbatch.files.output.durable import mode_of, whole
-from cbatch.files.output.encoders import RowEncoder, Vector, dump
+from cbatch.files.output.encoders import AnswerColumns, RowEncoder, Vector, dump
 from cbatch.files.output.identity import as_json
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.item import Item
     from cbatch.files.input.source import Source
-    from cbatch.files.output.encoders import AnswerColumns
 
 
 _Record: TypeAlias = "tuple[int, list[Any]]"

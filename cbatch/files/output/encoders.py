@@ -7,22 +7,19 @@ import io
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import key_of_id
-from cbatch.files.input.row_prompts import as_text
+from cbatch.files.input.item import Item, ItemError, key_of_id
+from cbatch.files.input.row_prompts import Row, as_text
 from cbatch.files.units import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from cbatch.files.input.item import Item, ItemError
-    from cbatch.files.input.row_prompts import Row
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from cbatch.files.output.identity import ERRORS, placed
 from cbatch.files.output.manifest import DELETE, GONE, INSERT, NUMBERED, record_key
-from cbatch.files.output.opening import open_outputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cbatch.files.output.opening import OutputSpec
+from cbatch.files.output.opening import OutputSpec, open_outputs
 
 SYNC_S = 5.0
 """Seconds between two syncs: a loss of power costs the records since the last one."""

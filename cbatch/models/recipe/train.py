@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from cbatch.models.recipe.net import halved, hidden, logits, new_weights
-from cbatch.models.recipe.rows import IGNORED, padded
+from cbatch.models.recipe.rows import IGNORED, Batch, padded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from cbatch.bench.synthetic_shapes import Shape
     from cbatch.models.recipe.net import Weights
-    from cbatch.models.recipe.rows import Batch
 
     Say = Callable[[str], None]
     LossOf = Callable[[Weights, Tensor, Tensor], Tensor]
