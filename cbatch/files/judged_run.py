@@ -165,15 +165,9 @@ class JudgingEngine(VectorEngine):
         super().__init__(engine)
         self._gate = gate
 
-    def run(
-        self,
-        prompts: Iterable[BatchPrompt],
-        *,
-        options: RunOptions,
-        max_time_s: float | None,
-        ask_again: bool,
-        dedupe: bool,
+    def begun(
+        self, prompts: Iterable[BatchPrompt], options: RunOptions, max_time_s: float | None
     ) -> VectorResults:
-        """Begin to compute."""
+        """Return what computes the prompts."""
         calls = ((str(prompt.id), self.call_of(prompt)) for prompt in prompts)
         return JudgedRun(self.engine, calls, self._gate, options, max_time_s)

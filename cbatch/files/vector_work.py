@@ -76,6 +76,12 @@ class VectorEngine:
         dedupe: bool,
     ) -> VectorResults:
         """Begin to compute; equal texts of a group are computed once by the engine itself."""
+        return self.begun(prompts, options, max_time_s)
+
+    def begun(
+        self, prompts: Iterable[BatchPrompt], options: RunOptions, max_time_s: float | None
+    ) -> VectorResults:
+        """Return what computes the prompts."""
         return VectorRun(self, iter(prompts), max_time_s)
 
     def call_of(self, prompt: BatchPrompt) -> VectorCall:

@@ -258,13 +258,7 @@ def _default_column(columns: Collection[str], name: str) -> str:
 
 def _with_options(prompt: BatchPrompt, value: object) -> BatchPrompt:
     """Return a prompt with the options in a cell: JSON text, or a mapping, in which null counts as not given."""
-    if isinstance(value, str):
-        text = value
-        try:
-            value = decoded(text)
-        except ValueError as error:
-            message = f"options: {why_unread(error, text)}"
-            raise InputLineError("invalid_request", message, "options") from None
+    value = _from_json("options", value)
     if value is None:
         return prompt
     if not isinstance(value, dict):
@@ -275,13 +269,17 @@ def _with_options(prompt: BatchPrompt, value: object) -> BatchPrompt:
 
 def _chat(value: object) -> Sequence[Message]:
     """Return the chat in a cell: JSON text, or a list, whose messages may have nulls."""
-    if isinstance(value, str):
-        text = value
-        try:
-            value = decoded(text)
-        except ValueError as error:
-            message = f"messages: {why_unread(error, text)}"
-            raise InputLineError("invalid_request", message, "messages") from None
+    value = _from_json("messages", value)
     if not isinstance(value, list):
         raise InputLineError("invalid_request", "messages must be a list of messages", "messages")
     return [without_nulls(message) for message in value]
+
+
+def _from_json(name: str, value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return decoded(value)
+    except ValueError as error:
+        message = f"{name}: {why_unread(error, value)}"
+        raise InputLineError("invalid_request", message, name) from None
