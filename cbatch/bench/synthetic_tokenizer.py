@@ -206,7 +206,6 @@ def take_tokenizer(path: Path, n_vocab: int | None = None) -> TokenizerData:
 
 
 def _faults(header: Header) -> Iterator[str]:
-    """Yield why a file's vocabulary cannot be taken."""
     kind, n = header.values.get("tokenizer.ggml.model"), len(header.tokens)
     if not n or kind is None or kind in _NO_VOCABULARY:
         yield "has no vocabulary; give a .gguf file that has one"

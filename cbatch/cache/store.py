@@ -324,7 +324,6 @@ def _write_part(path: Path, parts: Sequence[bytes | memoryview], now_s: float) -
 
 
 def _tried_to_remove(path: Path) -> OSError | None:
-    """Remove a file; return the error if it stays."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

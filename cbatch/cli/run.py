@@ -118,7 +118,6 @@ def finish_run(
 def _answer_on_ray(
     source: list[str], target: Path, view: View, address: str, *, is_dry: bool, call: dict[str, Any]
 ) -> None:
-    """Run the rows on a cluster and report the end."""
     from cbatch.integrations.ray_run import run_on_ray  # Ray is slow to import
 
     if is_dry:

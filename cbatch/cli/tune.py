@@ -136,7 +136,6 @@ def _tuner(
 
 
 def _check_window(jobs: "list[Workload]", n_window: int) -> None:
-    """Raise ConfigError if a slot is too small for the jobs."""
     n_needed = max(job.n_window for job in jobs) + _N_SLACK
     if n_needed > n_window:
         raise ConfigError(
@@ -176,7 +175,6 @@ def _note(tuner: "Tuner", path: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _advised(tuner: "Tuner", *, is_noted: bool) -> str:
-    """Return the flags to use, in words."""
     advice = dict(tuner.advice())
     if is_noted:
         advice.pop("flash_attn", None)

@@ -231,7 +231,6 @@ def _number(name: str, word: str, low: int, high: int, *, before: int | None = N
 
 
 def _command(text: str, prefix: _Prefix) -> Command:
-    """Return the command of a line without its prefix."""
     if not text:
         raise _WrongError("no command after REQ or SLOT")
     word, rest = (*text.split(None, 1), "")[:2]

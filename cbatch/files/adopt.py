@@ -56,7 +56,6 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: Traceable
 
 
 def _adopt(rows: Sequence[FileRow], settings: Mapping[str, str], encoder: TraceableEncoder) -> str:
-    """Make the manifest of locked files."""
     output = rows[0].path
     home = manifest_of(output)
     part = part_of(home)

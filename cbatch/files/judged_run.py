@@ -34,8 +34,6 @@ _OF_REQUEST = ("priority", "timeout_s")
 
 @dataclass(eq=False)
 class _JudgedCall:
-    """A call whose documents are being judged."""
-
     id: str
     call: RerankCall | ScoreCall
     found: list[list[Any]]

@@ -221,7 +221,6 @@ class _ServedEncoder(Encoder):
     def result(
         self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
     ) -> bytes:
-        """Return a result as a line."""
         question: Any = item.extra
         reply: ServedReply = question.reply(result)
         return line_of(item, reply.status, reply.body, digest.hex())
@@ -261,7 +260,6 @@ class _RequestLines:
         """Estimate nothing."""
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -89,7 +89,6 @@ class ChatCbatch(BaseChatModel):
         return [c | {"max_concurrency": c.get("max_concurrency") or n_most} for c in found]
 
     def _asked(self, messages: Any, stop: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the chat and the options of a request."""
         options = {**self.options, **given} | ({} if stop is None else {"stop": stop})
         settled = {name: value for name, value in options.items() if name not in HOSTS_OWN}
         return convert_to_openai_messages(list(messages)), settled

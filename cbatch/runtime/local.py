@@ -107,7 +107,6 @@ class LocalRuntime:
             loop.start()
 
     def _made_loop(self, store: CacheStore | NoStore) -> Loop:
-        """Return what does the steps, over a batcher and a scheduler of the backend."""
         backend, schedule, lanes = self.backend, self._schedule, self._lanes
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
         wants = SequenceWants(lanes.order, n_ahead=lanes.n_ahead, takes_long=lanes.takes_long)

@@ -444,7 +444,6 @@ class Texts:
             self._end(text, "stop", None, vector)
 
     def _drop(self, text: WaitingText, error: BaseException) -> None:
-        """End a text that cannot be computed."""
         if self._take(text.route.id) is text:
             self._end(text, "error", _failure(error))
 

@@ -217,7 +217,6 @@ def _tool(tool: _Tool) -> dict[str, Any]:
 
 
 def _variables(said: MessagesBody) -> tuple[str, dict[str, Any]]:
-    """Return variables of the chat template."""
     variables: dict[str, Any] = {}
     if isinstance(said.thinking, _Enabled | _Disabled):
         variables["enable_thinking"] = isinstance(said.thinking, _Enabled)

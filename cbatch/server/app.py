@@ -103,7 +103,6 @@ def _routes(desk: Desk) -> list[Route]:
 
 
 async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) -> None:
-    """Answer a call of some dialect."""
     body = await small.body_of(desk, exchange)
     call = await exchange.aside(call_of, body, is_strict=desk.settings.strict_fields)
     await Answering(desk, exchange, call).run()

@@ -301,7 +301,6 @@ class Answering:
         return engine.run(self._named(), options=asked.options, streamed=asked.common.stream)
 
     async def _send(self, response: BatchResponse) -> None:
-        """Send the whole answer."""
         results = await results_of(response)
         self._count(results)
         content = await self._exchange.aside(self._content, results)

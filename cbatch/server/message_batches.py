@@ -206,7 +206,6 @@ def _results_in(file: BinaryIO) -> bytes:
 
 
 def _result(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result that a line of a batch's answers or errors tells."""
     response = line["response"]
     result: dict[str, Any]
     if response is None and (kind := _UNASKED.get(line["error"]["code"])):

@@ -259,7 +259,6 @@ def _called(id: str, call: ToolCall, arguments: str, status: str) -> dict[str, A
 def _ended(
     response: Mapping[str, Any], output: Sequence[Any], result: BatchResult
 ) -> dict[str, Any]:
-    """Return a response that has ended."""
     usage, status = _usage(result), _status(result)
     is_cut = status == "incomplete"
     return {
@@ -273,7 +272,6 @@ def _ended(
 
 
 def _usage(result: BatchResult) -> dict[str, Any]:
-    """Return the tokens of a response."""
     usage = result.usage
     return {
         "input_tokens": usage.prompt_tokens,

@@ -90,7 +90,6 @@ class ToldError(Struct, omit_defaults=True):
 
 @lru_cache(maxsize=1)
 def _error_types() -> dict[str, type[CBatchError]]:
-    """Return cbatch's errors by name."""
     found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     return {name: kind for name, kind in found.items() if issubclass(kind, CBatchError)}
 

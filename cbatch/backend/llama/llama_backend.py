@@ -431,7 +431,6 @@ class LlamaBackend:
         return self._run_steps(plan)
 
     def _run_steps(self, plan: StepPlan) -> StepResult:
-        """Run a plan's chunks with its adapters, where slots' cells are now."""
         if self._adapters is not None:
             self._adapters.use(self._current, plan.adapters)
         is_pooled = self.short_pool is not None and self.short_pool.is_used

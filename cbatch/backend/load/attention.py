@@ -243,5 +243,4 @@ def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
 
 
 def _noted(*depends: str) -> AttentionFinding | None:
-    """Return the finding of a note; None if there is no readable one."""
     return notes.read_as(AttentionFinding, _NAME, *depends)

@@ -229,7 +229,6 @@ _OF_VECTORS = ("can_generate", "can_embed", "can_rerank", "pooling", "n_embeddin
 
 
 def _told_of_file(loaded: LlamaModel, options: EngineOptions) -> dict[str, Any]:
-    """Return what the file itself says of the model."""
     return {
         "path": loaded.name,
         "name": loaded.metadata.get("general.name", ""),
@@ -248,7 +247,6 @@ def _told_of_file(loaded: LlamaModel, options: EngineOptions) -> dict[str, Any]:
 
 
 def _told_of_projector(options: EngineOptions) -> dict[str, Any]:
-    """Return what a projector's file has; None without one."""
     if options.mmproj is None:
         return {"mmproj": None, "n_mmproj_bytes": None, "mmproj_takes": None}
     path = check_path("mmproj", options.mmproj)
@@ -484,7 +482,6 @@ def _make_backend(
     draft: DraftModel | None,
     stepper: Callable[..., NativeStepper] | None,
 ) -> LlamaBackend:
-    """Make the backend with its adapters, draft model and projector."""
     options = tuning.options
     with ExitStack() as undo:
         adapters = Adapters(loaded, options.adapters or {})

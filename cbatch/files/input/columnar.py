@@ -108,7 +108,6 @@ def _values(column: Any) -> list[Any]:
 
 
 def _value(column: Any, i: int, odd: tuple[type[Exception], ...]) -> Any:
-    """Return the value of one cell."""
     cell = column[i]
     try:
         return cell.as_py()

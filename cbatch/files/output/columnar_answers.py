@@ -228,8 +228,6 @@ def _packed(values: tuple[Any, ...]) -> tuple[object, ...]:
 
 
 class _Embeddings(NamedTuple):
-    """The embeddings of an output."""
-
     n_numbers: int
     """Numbers of each; 0 where no row has one."""
     has_all: bool
@@ -252,7 +250,6 @@ def _n_numbers(records: Path, place: int) -> int:
 
 
 def _lists(column: Sequence[str | None], embeddings: _Embeddings) -> Any:
-    """Return packed embeddings as a column of lists."""
     pyarrow, n_numbers = import_pyarrow(), embeddings.n_numbers
     data = b"".join(base64.b64decode(packed) for packed in column if packed is not None)
     numbers = pyarrow.Array.from_buffers(

@@ -183,7 +183,6 @@ class InputIdentity:
 
 
 def _place(path: str, folder: Path) -> str:
-    """Return the place of a file relative to a folder."""
     if is_dash(path) or not Path(path).is_file():
         return _PIPE
     return os.path.relpath(os.path.realpath(path), folder)

@@ -221,7 +221,6 @@ class Journal:
         self._count()
 
     def _count(self) -> None:
-        """Update the counts after a commit."""
         for record, key, *_, is_error in self._added:
             self._marks.add(record)
             self._claimed_keys.pop(key, None)

@@ -42,7 +42,6 @@ _TIMINGS = tuple(f.name for f in fields(Timings) if f.name not in DRAFT_COUNTS)
 
 
 def _error_as_json(error: CBatchError) -> dict[str, object]:
-    """Return the error of a failed item."""
     return {"type": type(error).__name__, "message": str(error)}
 
 
@@ -286,6 +285,5 @@ def _extensions(result: BatchResult) -> dict[str, Any]:
 
 
 def _digest_in(text: object) -> bytes | None:
-    """Return the digest in a record; None where there is none."""
     is_digest = isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text)
     return bytes.fromhex(str(text)) if is_digest else None
