@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cbatch.core.driver import MovingWindow, SequenceDriver
+from cbatch.core.request import Request
 from cbatch.core.span import PromptScores
 from cbatch.errors import PromptError, PromptTooLongError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.core.request import Request
 
 MAX_OUTPUT = 2**31 - 1
 """The cap of an unlimited output, possible with a moving window."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.chat.openai_format import chat_logprobs
+from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
+from cbatch.options import RunOptions
+from cbatch.response import BatchResult, TokenLogprob
 from cbatch.server.answer_events import Ended, Event, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
@@ -18,12 +21,7 @@ from cbatch.server.small_endpoints import settings_of
 from cbatch.server.sse import frame
 from cbatch.server.stream_encoders import StreamEncoder
 from cbatch.support.checks import shown, strings_of, token_ids
-
-if TYPE_CHECKING:
-    from cbatch.engine import Engine
-    from cbatch.options import RunOptions
-    from cbatch.response import BatchResult, TokenLogprob
-    from cbatch.support.model_facts import ModelFacts
+from cbatch.support.model_facts import ModelFacts
 
 DIALECT = Dialect(own=("prompt", "response_fields"), defaults=OF_TEXT)
 """Without `n_predict`, an answer may fill the window."""

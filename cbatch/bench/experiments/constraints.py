@@ -7,19 +7,16 @@ number of tokens.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
 from cbatch.bench.workloads import RECORDS
+from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cbatch.engine import Engine
 
 CONSTRAINTS: dict[str, Mapping[str, Any]] = {
     "records": {"json_schema": RECORDS},

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_vocabulary import TURN_END
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 from cbatch.models.recipe.tasks import SHORT_TASKS, Example, held_out_chats, is_right
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from cbatch.response import BatchResult
+from cbatch.response import BatchResult
 
 _GREEDY = {"temperature": 0, "max_tokens": 400}
 _N_SLOTS = 16
