@@ -151,7 +151,6 @@ _MODULES = {
 if not TYPE_CHECKING:  # so that types are checked by the imports above
 
     def __getattr__(name: str) -> object:
-        """Return a public name from its module."""
         if name in __all__:
             module = next((m for m, names in _MODULES.items() if name in names), "errors")
             globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), name)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from cbatch.errors import ELSEWHERE, ConfigError, UnsupportedOptionError
 from cbatch.options import RunOptions
@@ -29,9 +30,6 @@ from cbatch.support.checks import (
     shown,
 )
 from cbatch.support.plain import int_of, list_of, text_of
-
-if TYPE_CHECKING:
-    import os
 
 MAX_PARALLEL = 256
 """llama.cpp's LLAMA_MAX_SEQ. Source: src/llama-cparams.h."""
@@ -143,7 +141,6 @@ class ScheduleOptions:
         return n_mib * 2**20
 
     def __post_init__(self) -> None:
-        """Check every value, and options that contradict each other."""
         check_fields(self)
         self._check_pairs()
 
@@ -304,7 +301,6 @@ class EngineOptions(ScheduleOptions):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check all that can be checked without the model."""
         super().__post_init__()
         self._check_devices()
         self._check_rope()
@@ -318,7 +314,6 @@ class EngineOptions(ScheduleOptions):
         """Return the options of these names.
 
         Args:
-            settings: by name.
             others: names that have another place: they may be there, and are left out.
 
         Raises:

@@ -7,8 +7,9 @@ import os
 import threading
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cbatch.engine import Engine
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.loading import load
@@ -16,9 +17,6 @@ from cbatch.options import RunOptions
 from cbatch.runtime.waking import do_to_end
 from cbatch.support.checks import check_path, reading, shown
 from cbatch.support.hub import is_hub_name
-
-if TYPE_CHECKING:
-    from cbatch.engine import Engine
 
 _OF_LOAD = ("options", "threaded", "replicas", "n_sharing")
 

@@ -8,13 +8,11 @@ the tree: they are always a bug of cbatch.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 
 class CBatchError(Exception):

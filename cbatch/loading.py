@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from cbatch.backend.named_library import use_library
-from cbatch.engine import Engine, cache_folder, open_local
+from cbatch.engine import Engine, IsStopped, Opener, cache_folder, open_local
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
+from cbatch.messages import LookAhead
 from cbatch.options import RunOptions
+from cbatch.runtime.interface import Runtime
 from cbatch.runtime.waking import call_soon_here, do_to_end, is_in_event_loop
 from cbatch.support.checks import MAX_INT, check_flag, check_int, readable, reading, shown
 from cbatch.support.hub import local_model
@@ -22,13 +25,6 @@ from cbatch.support.plain import text_of
 
 MAX_REPLICAS = 64
 """Our choice: machines with several hundred cores have some eight NUMA nodes."""
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cbatch.engine import IsStopped, Opener
-    from cbatch.messages import LookAhead
-    from cbatch.runtime.interface import Runtime
 
 
 def load(

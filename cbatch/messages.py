@@ -60,7 +60,6 @@ class BatchPrompt:
     __repr__ = given_only
 
     def __post_init__(self) -> None:
-        """Check everything that can be checked without the model."""
         given = [n for n in ("messages", "prompt", "tokens") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ConfigError(f"give one of messages, prompt and tokens, not {given or 'none'}")
@@ -117,7 +116,6 @@ class LookAhead:
     is_all: bool = False
 
     def __post_init__(self) -> None:
-        """Check the pairs."""
         pairs = list_of(self.prompts)
         if pairs is None:
             raise ConfigError(

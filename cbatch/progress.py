@@ -9,7 +9,7 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,8 +21,6 @@ from cbatch.support.logs import Log
 from cbatch.support.plain import flag_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.console import Console
 
 LIVE_INTERVAL_S = 0.5
@@ -408,7 +406,6 @@ def _cached(s: BatchSnapshot) -> str:
 
 
 def _parts(s: BatchSnapshot) -> dict[str, str]:
-    """Return the parts of a line by name, in order."""
     is_generating = not s.has_texts_alone
     parts = {
         "items": _items(s.counts),

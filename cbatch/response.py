@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping  # noqa: TC003  # what crosses to other processes is read by its annotations
+from collections.abc import (
+    Mapping,  # what crosses to other processes is read by its annotations
+    Sequence,
+)
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cbatch.errors import CBatchError, words_of
 from cbatch.support.checks import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FinishReason = Literal["stop", "length", "window", "tool_calls", "cancelled", "timeout", "error"]
 """`stop`: end of generation, a stop string or a stop token; `length`: the cap; `window`: the slot's context is full;

@@ -13,10 +13,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.named_library import (
     VARIABLE,
@@ -30,9 +31,6 @@ from cbatch.backend.named_library import (
 from cbatch.backend.native_file import native_file
 from cbatch.backend.param_layout import fit_structures
 from cbatch.errors import IncompatibleLlamaError, words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _SPIN_S = 3e-4
 """How long a thread spins before it sleeps. Source: docs/understand/performance.md."""

@@ -9,14 +9,12 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.named_library import backend_folders
 from cbatch.errors import CBatchError, IncompatibleLlamaError, words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MODEL = Path(__file__).parents[1] / "models" / "chat.gguf"
 _PROMPT = b"<|im_start|>user\nCount from 3 to 7.<|im_end|>\n<|im_start|>assistant\n"
@@ -87,7 +85,6 @@ def wrong_answer(llama: Any, device: Any, *, repacks: bool = False) -> str | Non
     """Return how the answer of the model that ships differs from what it is; None: it does not.
 
     Args:
-        llama: the bindings.
         device: the device that computes; None for the CPU.
         repacks: weights may lie in memory in another way than in the file; the AMX trap has a trial of its own.
     """

@@ -111,7 +111,6 @@ def _take(found: object, row: NDArray[np.float32]) -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the type and the words of an error, whose class may be of any kind."""
     try:
         return f"{type(error).__name__}: {words_of(error)}"
     except Exception:  # its own code runs as it is shown

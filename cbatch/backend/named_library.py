@@ -14,16 +14,14 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.errors import ConfigError, IncompatibleLlamaError
 from cbatch.support.processes import run_apart
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 VARIABLE = "LLAMA_CPP_LIB_PATH"
 """The environment variable that names a library: llama-cpp-python's own, which takes a folder with `libllama.so`."""
@@ -247,7 +245,6 @@ def lent(file: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _variable(value: str) -> Iterator[None]:
-    """Set the variable in the block."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = value
     try:

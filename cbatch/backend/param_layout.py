@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "llama_context_params": {

@@ -16,7 +16,6 @@ class PlanCheck:
     """Checks plans of one backend; llama.cpp would end the process at some that this refuses."""
 
     def __init__(self, memory: KvCapabilities, n_slots: int, n_window: int) -> None:
-        """Take what the memory can do, and the sizes that are fixed from construction on."""
         self._memory, self._n_slots, self._n_window = memory, n_slots, n_window
 
     def check(self, plan: StepPlan, n_cells: Sequence[int], saved: Mapping[int, int]) -> None:

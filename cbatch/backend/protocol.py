@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -69,7 +67,6 @@ class Vocab(Protocol):
         """Return the tokens of a chat with pictures or sounds, whose rows have ids of their own; encodes nothing.
 
         Args:
-            messages: the chat.
             variables: further variables of the template.
             check_length: called with the tokens so far after each picture or sound; raises where these are too many.
 

@@ -12,15 +12,13 @@ import functools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from cbatch.errors import EngineError
 from cbatch.support.interrupts import Latch, Postponed
 from cbatch.support.thread_start import start
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 T = TypeVar("T")
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.memory import LlamaCells
+from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.load.attention import settle_attention
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, DecodeError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from cbatch.backend.llama.model import LlamaModel
-    from cbatch.engine_options import EngineOptions
 
 
 class BareLoop:
@@ -152,8 +149,6 @@ class PrefixLoop:
 
 @dataclass(frozen=True, slots=True)
 class _TokenRow:
-    """One token of a batch."""
-
     token: int
     position: int
     slot: int

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from cbatch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
 
 _EXPERIMENTS = (
     *("staggered", "steps", "streaming", "shared_prefix", "prompts_first"),

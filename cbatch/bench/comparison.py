@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from cbatch.bench.measured import Figures, WorkRequest
+from cbatch.bench.measured import Chains, Figures, MeasuredAnswer, WorkRequest
 from cbatch.bench.pacing import Pace
-from cbatch.bench.sides import ONE_BY_ONE, BareSide, HttpSide, ProcessSide, SideError
+from cbatch.bench.sides import ONE_BY_ONE, BareSide, HttpSide, ProcessSide, Side, SideError
 from cbatch.bench.verdict import (
     degenerate,
     differences,
@@ -19,15 +19,12 @@ from cbatch.bench.verdict import (
     unlikely,
     unlikely_text,
 )
-from cbatch.bench.workloads import n_distinct
+from cbatch.bench.workloads import Workload, n_distinct
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.bench.exact_text import ExactText
-    from cbatch.bench.measured import Chains, MeasuredAnswer
-    from cbatch.bench.sides import Side
-    from cbatch.bench.workloads import Workload
 
 T = TypeVar("T")
 
@@ -64,8 +61,6 @@ class ComparisonPlan:
     """What is measured.
 
     Args:
-        workloads: kinds of requests, in this order.
-        loads: for each of them.
         n_rounds: rounds of each load.
         seed: of everything that is drawn.
         n_requests: of a round; None: four for each at once, at least eight, and 32 in an open loop.
@@ -123,9 +118,7 @@ class Comparison:
     """Measures by a plan; what is measured so far is there at any moment.
 
     Args:
-        plan: what is measured.
         sides: who answers, the first one ours.
-        n_slots: slots of each side.
         text: writes prompts.
         tokenize: counts tokens by the model's vocabulary.
         bare: the loop to measure shares of, or None.

@@ -13,7 +13,7 @@ from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.books import KvLedger
 from cbatch.core.driver import SequenceDriver
 from cbatch.core.request import Request
-from cbatch.core.scheduler import ContinuousBatchScheduler
+from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
 from cbatch.messages import BatchPrompt
 from cbatch.options import GREEDY, RunOptions
 from cbatch.runtime.prompts import PromptTokenizer
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from cbatch.bench.traffic import Arrival
     from cbatch.core.plan import KvCapabilities, StepResult
-    from cbatch.core.scheduler import Plan
     from cbatch.engine_options import ScheduleOptions
 
     Cost = Callable[[int, int], float]

@@ -39,7 +39,6 @@ def parser(
     """Return a parser of arguments, described by the first line of a module's docstring.
 
     Args:
-        doc: the docstring.
         model: what is loaded where no model is given; empty where one must be given, None where there is none.
         n_rounds: the default of `--rounds`, None for a benchmark without rounds.
     """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.bench.harness import percentile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 PERCENTS = (50, 90, 99)
 
@@ -38,18 +36,13 @@ class MeasuredAnswer:
     """What a client saw of one request. Seconds count from the round's beginning.
 
     Args:
-        id: the request's.
         sent_s: when it was sent; in an open loop, when it was due.
         first_s: when the first token came; None where none did.
         end_s: when the answer ended.
-        n_output: tokens of the answer.
         n_prompt: tokens of the prompt as the other side counts them; None where it does not say.
         gaps_s: times between two tokens; tokens that are delivered together have equal gaps.
         n_distinct: how many different tokens, or pieces of text, the answer has.
         finish: the finish reason; None where the answer ended without one.
-        tokens: the answer's, where they are known.
-        text: the answer's.
-        error: what went wrong.
     """
 
     id: str

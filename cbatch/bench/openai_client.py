@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cbatch.bench.measured import Arrivals, MeasuredAnswer, per_token
+from cbatch.bench.measured import Arrivals, MeasuredAnswer, WorkRequest, per_token
 from cbatch.errors import CBatchError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from cbatch.bench.measured import WorkRequest
     from cbatch.bench.pacing import Now
     from cbatch.bench.text_work import TextCall
     from cbatch.bench.vector_process import Rows
@@ -121,7 +120,6 @@ class OpenAIClient:
     """Asks one server.
 
     Args:
-        address: of the server.
         tokenize: gives the tokens of an answer's text, by the vocabulary that is measured with.
         model: the name to ask for; None: the first that the server lists.
         key: for the header `authorization`.
@@ -373,8 +371,6 @@ class OpenAIClient:
 
 @dataclass(slots=True)
 class _HeardAnswer:
-    """What has come of one answer."""
-
     arrivals: Arrivals
     pieces: list[str] = field(default_factory=list)
     finish: str | None = None
@@ -382,7 +378,6 @@ class _HeardAnswer:
     """Tokens of prompt and answer, as the server counts them."""
 
     def take(self, data: Mapping[str, Any], now_s: float) -> None:
-        """Take an event of a stream, or a whole answer."""
         for choice in data.get("choices") or ():
             if choice.get("text"):
                 self.pieces.append(choice["text"])

@@ -26,7 +26,6 @@ class Pace:
     """A closed loop of `n_clients`, each of which sends its next request when it has its answer; or arrivals.
 
     Args:
-        n_clients: of the closed loop.
         arrivals_s: when each chain begins in an open loop, whatever else is answered.
     """
 

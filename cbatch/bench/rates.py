@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.bench.comparison import Load
-from cbatch.bench.summary import Middle, SideRow, Width
+from cbatch.bench.summary import Middle, SideRow, Summary, Width
 from cbatch.errors import ConfigError
 from cbatch.support.checks import reading
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from cbatch.bench.summary import Summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.bench.harness import FIRST_TOKEN, emit
 from cbatch.bench.measured import Arrivals, MeasuredAnswer, WorkRequest
-from cbatch.bench.pacing import Pace, drive
+from cbatch.bench.pacing import Ask, Now, Pace, drive
 from cbatch.bench.vector_process import engine_answer, llama_embed_side
 from cbatch.bench.verdict import N_MOST_LIKELY
 from cbatch.engine_options import EngineOptions
@@ -32,7 +32,6 @@ from cbatch.worker.placement import my_cores
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from cbatch.bench.pacing import Ask, Now
     from cbatch.engine import Engine
 
     Do = Callable[[Mapping[str, Any]], Mapping[str, Any]]

@@ -7,13 +7,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from cbatch.bench.measured import MeasuredAnswer
+from cbatch.bench.measured import Chains, MeasuredAnswer, WorkRequest
 from cbatch.bench.openai_client import MOST_BOS, Address, OpenAIClient, ServerProblemError
-from cbatch.bench.pacing import drive
+from cbatch.bench.pacing import Now, Pace, drive
 from cbatch.bench.server_process import cpu_s_of, rss_mib, served
 from cbatch.bench.vector_process import all_answered
 from cbatch.errors import CBatchError, ConfigError
@@ -24,10 +24,7 @@ from cbatch.worker.placement import my_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
-    from cbatch.bench.measured import Chains, WorkRequest
-    from cbatch.bench.pacing import Now, Pace
     from cbatch.bench.text_work import TextCall
     from cbatch.bench.vector_process import Rows
     from cbatch.engine_options import EngineOptions

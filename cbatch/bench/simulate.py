@@ -138,8 +138,6 @@ def simulate(
 
 
 class _Simulation:
-    """A trace that is being served."""
-
     def __init__(self, trace: Iterator[Arrival], server: FakeServer, *, is_watched: bool) -> None:
         self._trace, self._server, self._is_watched = trace, server, is_watched
         self._next = next(trace, None)
@@ -147,7 +145,6 @@ class _Simulation:
         self._n_read = self._n_rejected = self._n_in_flight_max = 0
 
     def run(self) -> None:
-        """Serve all there is."""
         server = self._server
         while True:
             self._submit()
@@ -158,7 +155,6 @@ class _Simulation:
                 return
 
     def report(self, real_s: float) -> Report:
-        """Return what was found."""
         stats, now = self._server.stats, self._server.now
         return Report(
             n_finished=dict(stats.n_finished),

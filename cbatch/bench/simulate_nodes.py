@@ -67,7 +67,6 @@ class Fleet:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check what would never end or mean nothing."""
         for f in fields(self):
             least = 0 if f.name in ("n_common", "n_kept", "seed") else 1
             if f.type == "int":
@@ -195,8 +194,6 @@ class _Node:
 
 
 class _NodesSimulation:
-    """Nodes at work."""
-
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._chance = fleet, random.Random(fleet.seed)
         n_slow = round(fleet.slow_share * fleet.n_nodes)
@@ -217,7 +214,6 @@ class _NodesSimulation:
             self._at(fleet.start_s * self._chance.uniform(1, 2), self._up, node)
 
     def run(self) -> None:
-        """Do all work."""
         if self._fleet.is_job:
             self._waiting.extend(self._task(i) for i in range(self._n_tasks))
         else:
@@ -233,7 +229,6 @@ class _NodesSimulation:
         heappush(self._events, (when_s, self._n_events, action, node, change))
 
     def _task(self, i: int) -> _Task:
-        """Return the work number `i`: a job is sorted by its prefixes, requests have any."""
         n, n_prefixes = self._fleet.n_rows - i * self._size, self._fleet.n_prefixes
         sorted_prefix = i * n_prefixes // self._n_tasks
         prefix = sorted_prefix if self._fleet.is_job else self._chance.randrange(n_prefixes)

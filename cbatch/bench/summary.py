@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cbatch.bench.comparison import COLD
+from cbatch.bench.comparison import COLD, Comparison, Load, Measured
 from cbatch.bench.measured import PERCENTS
 from cbatch.bench.sides import ONE_BY_ONE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from cbatch.bench.comparison import Comparison, Load, Measured
 
 OURS = ("engine", "serve", "one", "static")
 
@@ -106,25 +102,24 @@ class Summary:
 
     # ---- rows ----
 
-    def _rounds(self, workload: str, load: Load, state: str, side: str) -> dict[int, Measured]:
-        """Return the rounds that count, by their number."""
-        return {
-            m.i_round: m
-            for m in self._measured
-            if (m.workload, m.load, m.state, m.side) == (workload, load, state, side) and m.counts
-        }
+    def _rounds(self, workload: str, load: Load, state: str, side: str) -> list[Measured]:
+        key = workload, load, state, side
+        return [m for m in self._measured if (m.workload, m.load, m.state, m.side) == key]
+
+    def _counted(self, row: SideRow, load: Load, side: str) -> dict[int, Measured]:
+        """Return the rounds that count, by their number, of a row with this load and side."""
+        found = self._rounds(row.workload, load, row.state, side)
+        return {m.i_round: m for m in found if m.counts}
 
     def _row(self, workload: str, load: Load, state: str, side: str) -> SideRow:
-        counted = self._rounds(workload, load, state, side)
-        n_rounds = sum(
-            (m.workload, m.load, m.state, m.side) == (workload, load, state, side)
-            for m in self._measured
-        )
-        row = SideRow(workload, load, state, side, len(counted), n_rounds)
+        n_rounds = len(self._rounds(workload, load, state, side))
+        row = SideRow(workload, load, state, side, 0, n_rounds)
+        counted = self._counted(row, load, side)
+        row = replace(row, n_counted=len(counted))
         figures = [m.figures for m in counted.values() if m.figures is not None]
         if not figures:
             return row
-        ours = self._ours_of(workload, load, state, side)
+        ours = self._ours_of(side)
         return replace(
             row,
             output_tps=Middle.of(f.output_tps for f in figures),
@@ -133,7 +128,7 @@ class Summary:
             ttft_ms=_percentiles(f.ttft_ms for f in figures),
             itl_ms=_percentiles(f.itl_ms for f in figures),
             total_ms=_percentiles(f.total_ms for f in figures),
-            wall_ratio=self._wall_ratio(counted, workload, load, state, side),
+            wall_ratio=self._wall_ratio(counted, row),
             of_bare=Middle.of(
                 _tps(m) / m.bare_tps
                 for m in counted.values()
@@ -141,19 +136,17 @@ class Summary:
             ),
             of_ideal=self._of_ideal(counted.values()),
             ours=ours,
-            ratio=None if ours is None else self._ratio(counted, workload, load, state, ours),
-            over_one=self._over_one(counted, workload, load, state, side),
+            ratio=None if ours is None else _over(self._counted(row, load, ours), counted),
+            over_one=self._over_one(counted, row),
             memory_mib=_last(m.memory_mib for m in counted.values()),
         )
 
-    def _wall_ratio(
-        self, counted: dict[int, Measured], workload: str, load: Load, state: str, side: str
-    ) -> float | None:
+    def _wall_ratio(self, counted: dict[int, Measured], row: SideRow) -> float | None:
         """Return wall(c) / wall(1) of equal requests: by tokens, so that a round may have any number of them."""
-        n = load.at_once
-        if n is None or side in ONE_BY_ONE:
+        n = row.load.at_once
+        if n is None or row.side in ONE_BY_ONE:
             return None
-        alone = self._rounds(workload, type(load)(at_once=1), state, side)
+        alone = self._counted(row, type(row.load)(at_once=1), row.side)
         found = Middle.of(n * _tps(alone[i]) / _tps(m) for i, m in counted.items() if i in alone)
         return None if found is None else found.median
 
@@ -168,31 +161,22 @@ class Summary:
         )
         return None if found is None else found.median
 
-    def _ours_of(self, workload: str, load: Load, state: str, side: str) -> str | None:
+    def _ours_of(self, side: str) -> str | None:
         """Return which side of ours a side is compared with: a server with our server, all else with the engine."""
         there = {m.side for m in self._measured}
         first = "engine" if side in (*OURS, *ONE_BY_ONE) else "serve"
         found = [name for name in (first, "engine", "serve") if name in there and name != side]
         return None if side in ("engine", "serve") or not found else found[0]
 
-    def _ratio(
-        self, theirs: dict[int, Measured], workload: str, load: Load, state: str, ours: str
-    ) -> Middle | None:
-        found = self._rounds(workload, load, state, ours)
-        return Middle.of(_tps(found[i]) / _tps(m) for i, m in theirs.items() if i in found)
-
-    def _over_one(
-        self, counted: dict[int, Measured], workload: str, load: Load, state: str, side: str
-    ) -> Middle | None:
+    def _over_one(self, counted: dict[int, Measured], row: SideRow) -> Middle | None:
         """Return tokens a second over those of one request after another, where that was measured."""
-        if side in ONE_BY_ONE:
+        if row.side in ONE_BY_ONE:
             return None
         there = {m.side for m in self._measured}
         one = next((name for name in ("llama", "one") if name in there), "")
         loads = dict.fromkeys(m.load for m in self._measured if m.side == one)
-        at = load if load in loads else next(iter(loads), load)
-        alone = self._rounds(workload, at, state, one)
-        return Middle.of(_tps(m) / _tps(alone[i]) for i, m in counted.items() if i in alone)
+        at = row.load if row.load in loads else next(iter(loads), row.load)
+        return _over(counted, self._counted(row, at, one))
 
     # ---- problems ----
 
@@ -298,6 +282,10 @@ def _percentiles(rounds: Iterable[Any]) -> dict[int, float] | None:
     return {p: statistics.median(times[p] for times in found) for p in PERCENTS} if found else None
 
 
+def _over(these: dict[int, Measured], those: dict[int, Measured]) -> Middle | None:
+    return Middle.of(_tps(these[i]) / _tps(m) for i, m in those.items() if i in these)
+
+
 def _tps(m: Measured) -> float:
     return 0.0 if m.figures is None else m.figures.output_tps
 
@@ -367,7 +355,6 @@ def _width_of(columns: Sequence[Sequence[str]]) -> int:
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of columns of equally many cells."""
     shown = []
     for column in columns:
         n = max(map(len, column))

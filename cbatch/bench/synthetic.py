@@ -124,8 +124,6 @@ def _import_gguf() -> ModuleType:
 
 
 class _Writing:
-    """One model on its way to the disk."""
-
     tokenizer: TokenizerData
 
     def __init__(self, gguf: ModuleType, shape: Shape, seed: int, show: Show) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cbatch.bench import synthetic_ears
 from cbatch.errors import ConfigError
 from cbatch.support.folders import part_beside, told
 
@@ -35,6 +34,19 @@ _MEAN, _DEVIATION = (
     (0.48, 0.46, 0.41),
     (0.27, 0.26, 0.28),
 )  # Source: CLIP's preprocessor_config.json
+_N_EAR_LAYER, _N_MEL, _N_FRAMES = 2, 16, 1500
+"""Layers, bands of a spectrogram, and frames of half a minute behind the convolutions, which libmtmd fills up with
+silence."""
+_N_STACK = 50
+"""Frames of a row: a half minute has 30 rows."""
+_EAR_SIZES = {
+    "embedding_length": _N_EMBD,
+    "attention.head_count": _N_HEAD,
+    "feed_forward_length": _N_FF,
+    "block_count": _N_EAR_LAYER,
+    "num_mel_bins": _N_MEL,
+    "projector.stack_factor": _N_STACK,
+}
 _TYPES = {"qwen2-vl": "qwen2vl_merger", "qwen2-omni": "qwen2vl_merger", "gemma3": "gemma3"}
 """By which llama.cpp knows projectors that are not LLaVA's. Source: llama.cpp, tools/mtmd/clip-impl.h."""
 
@@ -71,10 +83,8 @@ def write_projector(
                     for name, values in _tensors(random, n_embd, kind):
                         writer.add_tensor(name, values)
                 if kind not in KINDS:
-                    _write_encoder(
-                        writer, "audio", synthetic_ears.TYPE, n_embd, synthetic_ears.SIZES
-                    )
-                    for name, values in synthetic_ears.ear_tensors(random, n_embd):
+                    _write_encoder(writer, "audio", "ultravox", n_embd, _EAR_SIZES)
+                    for name, values in _ear_tensors(random, n_embd):
                         writer.add_tensor(name, values)
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()
@@ -120,23 +130,32 @@ def _write_eyes(writer: Any, n_embd: int, kind: str) -> None:
         writer.add_array("clip.vision.image_grid_pinpoints", sides)
 
 
-def _tensors(
-    random: np.random.Generator, n_embd: int, kind: str
-) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield the weights by name. Source: llama.cpp, tools/mtmd/clip.cpp, load_tensors."""
+Tensors: TypeAlias = "Iterator[tuple[str, NDArray[Any]]]"
 
-    def matrix(*shape: int, scale: float | None = None) -> NDArray[np.float32]:
+
+class _Weights:
+    """Random weights by name."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self._random = random
+
+    def matrix(self, *shape: int, scale: float | None = None) -> NDArray[np.float32]:
         factor = shape[-1] ** -0.5 if scale is None else scale
-        return (random.standard_normal(shape) * factor).astype(np.float32)
+        return (self._random.standard_normal(shape) * factor).astype(np.float32)
 
-    def linear(name: str, n_out: int, n_in: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        yield f"{name}.weight", matrix(n_out, n_in)
+    def linear(self, name: str, n_out: int, n_in: int) -> Tensors:
+        yield f"{name}.weight", self.matrix(n_out, n_in)
         yield f"{name}.bias", np.zeros(n_out, np.float32)
 
-    def norm(name: str) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    def norm(self, name: str) -> Tensors:
         yield f"{name}.weight", np.ones(_N_EMBD, np.float32)
         yield f"{name}.bias", np.zeros(_N_EMBD, np.float32)
 
+
+def _tensors(random: np.random.Generator, n_embd: int, kind: str) -> Tensors:
+    """Yield the weights by name. Source: llama.cpp, tools/mtmd/clip.cpp, load_tensors."""
+    weights = _Weights(random)
+    matrix, linear, norm = weights.matrix, weights.linear, weights.norm
     has_class = kind not in _TYPES
     n_patches = (_n_side(kind) // _N_PATCH) ** 2 + has_class
     if has_class:
@@ -165,3 +184,29 @@ def _tensors(
     yield from linear("mm.2", n_embd, n_embd)
     if kind == "llava-tiles":
         yield "model.image_newline", matrix(n_embd, scale=1.0)
+
+
+def _ear_tensors(random: np.random.Generator, n_embd: int) -> Tensors:
+    """Yield the weights by name. Source: llama.cpp, tools/mtmd/clip.cpp, load_tensors, and models/whisper-enc.cpp."""
+    weights = _Weights(random)
+    matrix, linear, norm = weights.matrix, weights.linear, weights.norm
+    for i, n_in in ((1, _N_MEL), (2, _N_EMBD)):
+        # ggml's convolution takes halves
+        yield f"a.conv1d.{i}.weight", matrix(_N_EMBD, n_in, 3, scale=n_in**-0.5).astype(np.float16)
+        yield f"a.conv1d.{i}.bias", np.zeros((_N_EMBD, 1), np.float32)
+    yield "a.position_embd.weight", matrix(_N_FRAMES, _N_EMBD, scale=0.3)
+    yield from norm("a.post_ln")
+    for i in range(_N_EAR_LAYER):
+        layer = f"a.blk.{i}"
+        yield from linear(f"{layer}.attn_q", _N_EMBD, _N_EMBD)
+        yield f"{layer}.attn_k.weight", matrix(_N_EMBD, _N_EMBD)
+        yield from linear(f"{layer}.attn_v", _N_EMBD, _N_EMBD)
+        yield from linear(f"{layer}.attn_out", _N_EMBD, _N_EMBD)
+        yield from norm(f"{layer}.ln1")
+        yield from norm(f"{layer}.ln2")
+        yield from linear(f"{layer}.ffn_up", _N_FF, _N_EMBD)
+        yield from linear(f"{layer}.ffn_down", _N_EMBD, _N_FF)
+    yield "mm.a.norm_pre.weight", np.ones(_N_EMBD * _N_STACK, np.float32)
+    yield "mm.a.mlp.1.weight", matrix(2 * n_embd, _N_EMBD * _N_STACK)
+    yield "mm.a.norm_mid.weight", np.ones(n_embd, np.float32)
+    yield "mm.a.mlp.2.weight", matrix(n_embd, n_embd)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from cbatch.bench.weight_types import WEIGHT_TYPES, WeightType
 from cbatch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 # Source: llama-hparams.h, LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS; more end the process that loads them.
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024
@@ -43,7 +41,6 @@ class Shape:
         n_kv_head: key and value heads.
         n_ff: width of the feed-forward layer, or of each expert, in a mamba of its own one: then `2 * n_embd`; a
             multiple of what the weights' type takes together.
-        n_vocab: tokens.
         type: of the weight matrices, a name in `WEIGHT_TYPES`.
         n_ctx_train: positions the file says it was trained for.
         tied: whether the output uses the embedding's weights.
@@ -77,7 +74,6 @@ class Shape:
     full_every: int = 2
 
     def __post_init__(self) -> None:
-        """Check that the sizes fit together."""
         if self.type not in WEIGHT_TYPES:
             raise ConfigError(
                 f"unknown weight type {self.type!r}; known are {', '.join(WEIGHT_TYPES)}"

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from cbatch.bench.synthetic_shapes import BERTS
+from cbatch.bench.synthetic_shapes import BERTS, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cbatch.bench.synthetic_shapes import Shape
 
     Floats = npt.NDArray[np.float32]
 
@@ -199,7 +197,6 @@ def random_rows(tensor: RandomTensor, seed: int, loudness: Floats) -> Iterator[F
     """Yield a tensor's rows, `(n, n_columns)` float32, a few at once; each tensor has a generator of its own.
 
     Args:
-        tensor: which.
         seed: of all tensors.
         loudness: `(n_vocab,)` float32, by which the rows that give logits are multiplied.
     """

@@ -21,7 +21,7 @@ from cbatch.backend.llama.gguf import (
     read_header,
 )
 from cbatch.backend.load.gguf_check import vocabulary_faults
-from cbatch.bench.synthetic_shapes import BERTS
+from cbatch.bench.synthetic_shapes import BERTS, Shape
 from cbatch.bench.synthetic_vocabulary import (
     BOS,
     CONTROL_TOKENS,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from cbatch.bench.synthetic_shapes import Shape
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -207,7 +206,6 @@ def take_tokenizer(path: Path, n_vocab: int | None = None) -> TokenizerData:
 
 
 def _faults(header: Header) -> Iterator[str]:
-    """Yield why a file's vocabulary cannot be taken."""
     kind, n = header.values.get("tokenizer.ggml.model"), len(header.tokens)
     if not n or kind is None or kind in _NO_VOCABULARY:
         yield "has no vocabulary; give a .gguf file that has one"

@@ -31,7 +31,6 @@ class VectorWorkload:
     """A kind of calls. Sizes are tokens; two of them are the least and the most.
 
     Args:
-        name: what it is called.
         told: one line about it.
         n_texts: texts, or documents, of a call.
         own: of each text.
@@ -90,7 +89,6 @@ def vector_workload(
     """Return a workload by name, with other sizes where they are given.
 
     Args:
-        name: of the workload.
         own: tokens of each text.
         n_common: tokens of the query.
 

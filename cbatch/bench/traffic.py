@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.errors import ConfigError, words_of
 from cbatch.options import MAX_PRIORITY
 from cbatch.support.checks import check_seconds
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,6 @@ class Arrival:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the values, which no later code does."""
         if type(self.at_s) not in (int, float) or not 0 <= self.at_s < math.inf:
             raise ConfigError(f"at_s must be seconds from the beginning, not {self.at_s!r}")
         for name in ("n_prompt", "n_output"):

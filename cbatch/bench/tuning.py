@@ -116,7 +116,6 @@ class Worth:
         return (self.ratio > 1 + self.noise) - (self.ratio < 1 - self.noise)
 
     def __str__(self) -> str:
-        """Say both."""
         return f"{self.ratio:.2f} ± {self.noise:.2f}"
 
 
@@ -171,7 +170,6 @@ class Tuner:
     """Measures changes until the time is up; what was found so far is there at any moment.
 
     Args:
-        jobs: what is measured.
         make_side: makes an engine with the given settings and these changed.
         chains: the requests of a job, `n` of them, by a seed.
         changes: what to try, asked for once an engine with the given settings is loaded.
@@ -208,7 +206,6 @@ class Tuner:
     _end_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Make the engine with the given settings."""
         self._given = self.make_side({})
 
     def run(self) -> None:

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.sides import SideError
+from cbatch.bench.sides import SideError, VectorSide
 from cbatch.bench.summary import Middle, TextTable, shown_middle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cbatch.bench.sides import VectorSide
     from cbatch.bench.text_work import TextCall, Tokenize, VectorWorkload
     from cbatch.bench.vector_process import Rows
 
@@ -31,9 +30,7 @@ class VectorPlan:
     """What is measured.
 
     Args:
-        workloads: kinds of calls, in this order.
         loads: calls at once, one after another.
-        n_rounds: of each load.
         seed: of everything that is drawn.
         n_calls: of a round; None: four for each at once, at least eight.
     """
@@ -66,7 +63,6 @@ class VectorComparison:
     """Measures workload by workload; what is measured so far is there at any moment.
 
     Args:
-        plan: what is measured.
         sides_of: makes the sides of a workload, the first one ours.
         tokenize: counts tokens by the model's vocabulary.
         say: takes a line about each round.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.measured import WorkRequest
+from cbatch.bench.measured import Chains, WorkRequest
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.options import RunOptions
 from cbatch.support.checks import read_json, why_unread
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.bench.exact_text import ExactText
-    from cbatch.bench.measured import Chains
 
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.0}
 
@@ -44,7 +43,6 @@ class Workload:
     """A kind of requests. Sizes are tokens; two of them are the least and the most.
 
     Args:
-        name: what it is called.
         told: one line about it.
         own: of each prompt, behind what is common to all.
         output: of each answer.

@@ -12,16 +12,18 @@ import secrets
 import stat
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import platformdirs
 
 from cbatch.cache.cell_file import (
     BadFileError,
     CachedCells,
+    Fingerprint,
     digest_of,
     file_name,
     file_parts,
@@ -30,12 +32,6 @@ from cbatch.cache.cell_file import (
 from cbatch.errors import CacheError, ConfigError
 from cbatch.support.folders import sync_folder
 from cbatch.support.logs import Log
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import NoReturn
-
-    from cbatch.cache.cell_file import Fingerprint
 
 _log = Log("cbatch.store")
 
@@ -104,7 +100,7 @@ class CacheStore:
         Raises:
             CacheError: there are none, only those of another fingerprint, or the file is damaged or not this user's.
         """
-        path = self._path(key, fingerprint)
+        path = self._folder / file_name(key, fingerprint)
         try:
             with opened_file(path) as reader:
                 header, tokens = reader.head()
@@ -162,9 +158,6 @@ class CacheStore:
         return None
 
     # ---- the folder ----
-
-    def _path(self, key: str, fingerprint: Fingerprint) -> Path:
-        return self._folder / file_name(key, fingerprint)
 
     def _found(self, pattern: re.Pattern[str], key: str | None = None) -> list[os.DirEntry[str]]:
         """Return the entries with such a name, of any kind; entries with other names are never touched."""
@@ -331,7 +324,6 @@ def _write_part(path: Path, parts: Sequence[bytes | memoryview], now_s: float) -
 
 
 def _tried_to_remove(path: Path) -> OSError | None:
-    """Remove a file; return the error if it stays."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from cbatch.chat.call_parser import read_call
 from cbatch.chat.marks import Marks
-from cbatch.chat.split_text import CUT_THINKING, Trimmed
+from cbatch.chat.split_text import CUT_THINKING, Parts, Trimmed, Written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.chat.split_text import Parts, Written
     from cbatch.tools import Tools
 
 _MARKS = Marks(re.compile(r"<\|(?P<name>start|channel|message|end|call|return)\|>"))
@@ -29,7 +28,6 @@ class ChannelSplitter:
     """Splits an answer in channels."""
 
     def __init__(self, parts: Parts, tools: Tools, *, splits_reasoning: bool) -> None:
-        """Make one."""
         self._parts, self._tools, self._splits = parts, tools, splits_reasoning
         self._recipient: str | None = None
         """The function that the message calls."""

@@ -7,19 +7,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from cbatch.chat.answers import AnswerReader
-from cbatch.chat.formats import AnswerFormat, answer_format
+from cbatch.chat.formats import AnswerFormat, Thinking, answer_format
 from cbatch.chat.thinking_budget import budget_grammar
 from cbatch.chat.tool_grammar import call_grammar
 from cbatch.errors import UnsupportedOptionError
-from cbatch.tools import read_choice
+from cbatch.tools import Tools, read_choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.chat.formats import Thinking
     from cbatch.messages import BatchPrompt, Message
     from cbatch.options import Grammar, RunOptions
-    from cbatch.tools import Tools
 
 _N_GRAMMARS_MAX = 64
 

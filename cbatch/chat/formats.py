@@ -9,21 +9,18 @@ Source: llama.cpp, common/chat.cpp, common/chat-diff-analyzer.cpp and docs/funct
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cbatch.chat.call_parser import (
+    CallReader,
     TaggedArguments,
     read_arguments,
     read_json_calls,
     read_mistral_calls,
 )
 from cbatch.chat.marks import Marks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cbatch.chat.call_parser import CallReader
 
 Thinking = Literal["may", "must end", "none"]
 """Whether an answer may begin with thinking, begins within thinking, or has none."""

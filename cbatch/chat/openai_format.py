@@ -73,7 +73,6 @@ def completion_logprobs(
     """Return log-probabilities as a completion has them, with ids of tokens: lists of equal length.
 
     Args:
-        tokens: the tokens.
         has_tops: whether the likeliest were asked for. Default: whether there are any.
         place: where the tokens begin in the text, which moves past them. Default: at its beginning.
     """
@@ -93,7 +92,6 @@ class TextPlace:
     """A place in a text, in characters, that moves token by token."""
 
     def __init__(self) -> None:
-        """Make one at the beginning."""
         self._decoder, self._n = getincrementaldecoder("utf-8")("replace"), 0
 
     def pass_by(self, token: TokenLogprob) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from cbatch.chat.answers import N_TAIL, AnswerParts
+from cbatch.chat.answers import N_TAIL, AnswerParts, AnswerReader
 from cbatch.chat.text import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from cbatch.chat.answers import AnswerReader
     from cbatch.response import TokenLogprob
 
 
@@ -77,7 +76,6 @@ class ReplyText:
         """Give out all of an output that has ended; return whether the answer calls tools.
 
         Args:
-            output: all tokens of it.
             is_cut: whether it ended neither by a token nor by a stop string.
         """
         self.feed(output)

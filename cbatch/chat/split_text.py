@@ -48,7 +48,6 @@ class Written:
     """
 
     def __init__(self) -> None:
-        """Make an empty one."""
         self.text, self.at = "", 0
         self._n_left_out = 0
         """Characters before `text`."""
@@ -117,7 +116,6 @@ class Trimmed:
     """Text on its way to a part; whitespace is held back where the end of the part may strip it.
 
     Args:
-        out: the part.
         strips_begin: whether whitespace at the beginning is left out.
         strips_end: whether whitespace at the end may be left out.
     """

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import codecs
 from array import array
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 
 class StopStrings:

@@ -10,18 +10,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.chat.call_parser import ParsedCall, find_calls
-from cbatch.chat.formats import BARE
+from cbatch.chat.formats import BARE, AnswerFormat, CallSyntax, Thinking
 from cbatch.chat.thinking_budget import limited, mark_tokens
 from cbatch.errors import UnsupportedOptionError
 from cbatch.options import Grammar
-from cbatch.tools import arguments_schema
-
-if TYPE_CHECKING:
-    from cbatch.chat.formats import AnswerFormat, CallSyntax, Thinking
-    from cbatch.tools import Tools
+from cbatch.tools import Tools, arguments_schema
 
 NamedToken = Callable[[str], "int | None"]
 """Returns the token that is a mark and no text to a grammar; None where the vocabulary has none."""
@@ -108,8 +104,6 @@ def _is_line(value: object) -> bool:
 
 @dataclass(slots=True)
 class _GrammarWriter:
-    """Writes the rules of one grammar."""
-
     syntax: CallSyntax
     named_token: NamedToken
     n_thought: int | None = None

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cbatch.errors import ConfigError
+from cbatch.errors import CBatchError, ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.options import MAX_PRIORITY
 from cbatch.support.checks import (
@@ -29,8 +29,6 @@ from cbatch.support.plain import int_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from cbatch.errors import CBatchError
 
     Check = Callable[..., object]
 
@@ -95,7 +93,6 @@ class VectorCall(ABC):
 
         Args:
             results: of each response, in the order of its texts, without errors.
-            model: the model's name.
         """
 
     def place(self, i_text: int) -> str:

@@ -237,7 +237,6 @@ def _first_question(prompt: str | None) -> str:
 
 
 def _next_question() -> str:
-    """Return the next line of input, empty at its end."""
     if not stdin().isatty():
         return _decode(stdin().readline()).strip()
     try:

@@ -267,7 +267,6 @@ def _run(comparison: "Comparison | VectorComparison") -> bool:
 
 
 def _exit(*, is_broken_off: bool, has_problems: bool) -> None:
-    """Exit with a code that says how it went."""
     if is_broken_off:
         raise typer.Exit(ExitCode.INTERRUPTED)
     if has_problems:
@@ -513,7 +512,6 @@ class Beside:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        """Check what can be checked before anything is started."""
         from cbatch.bench.openai_client import Address
 
         for url in self.urls:
@@ -615,7 +613,6 @@ def _line_of(facts: Mapping[str, Any]) -> str:
 
 
 def _draw(sources: Sequence[str], workloads: Sequence[str], path: Path) -> None:
-    """Draw the rates of earlier runs."""
     from cbatch.bench.rates import merged, read_rates
     from cbatch.cli.bench_page import bench_picture
 

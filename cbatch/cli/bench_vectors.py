@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cbatch.bench.sides import VECTOR_KINDS, ProcessSide
+from cbatch.bench.sides import VECTOR_KINDS, ProcessSide, VectorSide
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cbatch.bench.model_text import ModelText
-    from cbatch.bench.sides import VectorSide
     from cbatch.bench.text_work import VectorWorkload
     from cbatch.cli.bench import Beside
     from cbatch.support.model_facts import ModelFacts

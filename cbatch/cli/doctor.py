@@ -81,7 +81,6 @@ def _instructions(system: str) -> str:
 
 
 def _findings(advice: "Sequence[Advice]") -> Iterator[str]:
-    """Yield each finding with what to do."""
     if not advice:
         yield "nothing is wrong"
     for a in advice:

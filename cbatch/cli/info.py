@@ -175,7 +175,6 @@ def _rows_of_slots(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _cost_rows(costs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what steps cost, and what follows from it."""
     from cbatch.bench.tuning import LEAST_CPU
 
     rows = ", ".join(f"{_ms(s)} with {n}" for n, s in costs["rows_s"].items())
@@ -210,7 +209,6 @@ def _by(why: str) -> str:
 
 
 def _cells(found: Mapping[str, Any]) -> str:
-    """Return the bytes of one cell, of one state and of all of them."""
     if found["n_cell_bytes"] is None:
         return "not known from the file"
     about = "about " * found["is_about"]

@@ -371,7 +371,6 @@ def _show_version(is_asked: bool) -> None:
 
 
 def _llama_versions() -> Iterator[str]:
-    """Yield the versions of llama-cpp-python and of the library of llama.cpp, or why there is none."""
     yield f"llama-cpp-python {bindings_version() or 'is not installed'}"
     try:
         from cbatch.backend.bindings import (  # llama_cpp is slow to import

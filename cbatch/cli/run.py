@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,15 +11,22 @@ import typer
 
 import cbatch
 from cbatch.cli.demo import run_demo
-from cbatch.cli.events import EventView
 from cbatch.cli.main import ExitCode, leave_stdout
 from cbatch.cli.option_table import FILES, NAMES, RUN, Given, names_in, option, takes
-from cbatch.cli.terminal import busy, note_at_once, say
+from cbatch.cli.terminal import busy, note_at_once, say, tell
 from cbatch.files.file_run import run_file
 from cbatch.files.outcome import Interrupted, RunSummary, Stopper
 from cbatch.files.places import STDOUT, is_dash
 from cbatch.files.preview import SAMPLE_S, CheckSummary, Estimate, check_file, estimate_file
-from cbatch.progress import LiveView, PlainView, View, choose_view, summary_lines
+from cbatch.progress import (
+    PLAIN_INTERVAL_S,
+    BatchSnapshot,
+    LiveView,
+    PlainView,
+    View,
+    choose_view,
+    summary_lines,
+)
 
 _FOR_DEMO = ("demo", "json", "quiet", "force")
 _NOT_FOR_DEMO = names_in(RUN, FILES, without=_FOR_DEMO)
@@ -110,7 +118,6 @@ def finish_run(
 def _answer_on_ray(
     source: list[str], target: Path, view: View, address: str, *, is_dry: bool, call: dict[str, Any]
 ) -> None:
-    """Run the rows on a cluster and report the end."""
     from cbatch.integrations.ray_run import run_on_ray  # Ray is slow to import
 
     if is_dry:
@@ -234,3 +241,49 @@ def _check_call(
         raise cbatch.ConfigError("give a batch file, or --demo to see what the model inside can do")
     if output is None and not demo and needs_output:
         raise cbatch.ConfigError("give --output (-o) a file for the answers, or - for stdout")
+
+
+# ---- progress for programs ----
+
+
+class EventView:
+    """A progress view that prints JSON objects, one a line, with their kind under `event`."""
+
+    interval_s = PLAIN_INTERVAL_S
+
+    def say(self, line: str) -> None:
+        """Print a note."""
+        tell("note", text=line)
+
+    def tell(self, kind: str, found: Any) -> None:
+        """Print the values of a dataclass."""
+        tell(kind, **{f.name: getattr(found, f.name) for f in fields(found)})
+
+    def show(self, snapshot: BatchSnapshot) -> None:
+        """Print the progress."""
+        tell("progress", **as_json(snapshot))
+
+    def finish(self, snapshot: BatchSnapshot) -> None:
+        """Print the summary."""
+        tell("summary", **as_json(snapshot))
+
+
+def as_json(s: BatchSnapshot) -> dict[str, Any]:
+    """Return the progress of a run as JSON values."""
+    counts = s.counts
+    return {
+        "n_total": counts.n_total,
+        "n_about": counts.n_about,
+        "n_done": counts.n_done,
+        "n_before": counts.n_before,
+        "n_failed": counts.n_failed,
+        "n_running": s.n_running,
+        "n_waiting": s.n_waiting,
+        "n_slots": s.n_slots,
+        "prompt_tokens": s.n_prompt_tokens,
+        "cached_tokens": s.n_cached_tokens,
+        "output_tokens": s.n_output_tokens,
+        "elapsed_s": round(s.elapsed_s, 3),
+        "ending": counts.ending,
+        "left_s": None if s.left_s is None else round(s.left_s, 1),
+    }

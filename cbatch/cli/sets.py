@@ -107,7 +107,6 @@ def read_text(place: str, path: str) -> str:
 
 @cache
 def _kinds() -> dict[str, frozenset[type]]:
-    """Return the types that each option may have."""
     hints = get_type_hints(RunOptions)
     names = [f.name for f in fields(RunOptions)]
     return {name: frozenset(map(_kind_of, get_args(hints[name]))) for name in names}

@@ -136,7 +136,6 @@ def _tuner(
 
 
 def _check_window(jobs: "list[Workload]", n_window: int) -> None:
-    """Raise ConfigError if a slot is too small for the jobs."""
     n_needed = max(job.n_window for job in jobs) + _N_SLACK
     if n_needed > n_window:
         raise ConfigError(
@@ -176,7 +175,6 @@ def _note(tuner: "Tuner", path: str, settings: Mapping[str, Any]) -> bool:
 
 
 def _advised(tuner: "Tuner", *, is_noted: bool) -> str:
-    """Return the flags to use, in words."""
     advice = dict(tuner.advice())
     if is_noted:
         advice.pop("flash_attn", None)
@@ -184,7 +182,6 @@ def _advised(tuner: "Tuner", *, is_noted: bool) -> str:
 
 
 def _flags(settings: Mapping[str, Any]) -> str:
-    """Return settings as a command line has them."""
     names = {o.setting or o.name: f"--{o.name.replace('_', '-')}" for o in OPTIONS}
     return " ".join(f"{names[name]} {value}" for name, value in settings.items())
 
@@ -204,7 +201,6 @@ def _remarks(tuner: "Tuner", *, is_noted: bool) -> Iterator[str]:
 
 
 def _show(tuner: "Tuner", facts: Mapping[str, Any], *, is_noted: bool) -> None:
-    """Print the table, what is to be known of it, and the flags to use."""
     from cbatch.bench.summary import TextTable
 
     names = [job.name for job in tuner.jobs]

@@ -67,7 +67,6 @@ def verify(
 
 
 def _check_page(html: Path | None) -> None:
-    """Raise ConfigError if the file exists and is not a page of cbatch."""
     from cbatch.files.report.page import is_report
 
     if html is not None:

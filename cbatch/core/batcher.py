@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from cbatch.core.books import KvLedger, find_imbalance
 from cbatch.core.cell_ops import SlotCells
-from cbatch.core.driver import BY_AGE, Event, Status, Wait
-from cbatch.core.plan import Slot
+from cbatch.core.driver import BY_AGE, Event, SequenceDriver, Status, Wait
+from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.core.prefix import PrefixCache
 from cbatch.core.queue import BY_PROMPT, AdmissionQueue, Deadlines
 from cbatch.core.saved_cells import SavedCells, ToStore
-from cbatch.core.slots import KvDemandEstimator, SlotPlan
-from cbatch.core.span import ANYWHERE
+from cbatch.core.slots import KvDemandEstimator, Leave, Place, SlotPlan
+from cbatch.core.span import ANYWHERE, PromptCuts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import StepPlan, StepResult
-    from cbatch.core.slots import Leave, Place
-    from cbatch.core.span import PromptCuts
     from cbatch.engine_options import ScheduleOptions
     from cbatch.errors import CBatchError
 
@@ -114,7 +110,6 @@ class MultiRequestBatcher:
         Args:
             ledger: slots and cells, all of them free.
             wants: gets what sequences need from outside.
-            options: how requests are scheduled.
             cuts: where prompts may be cut.
         """
         self.in_flight: dict[str, SequenceDriver] = {}
@@ -482,9 +477,6 @@ class MultiRequestBatcher:
 
         Args:
             slot_plan: the changes of slots.
-            step: the step that was run.
-            result: the result. If a load failed, nothing was copied, and requests that require the cells of their file
-                end.
             made_s: when the plan was made, which is the time of its admissions.
             now: when the run ended.
         """

@@ -6,8 +6,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import Status
-from cbatch.core.plan import Slot
+from cbatch.core.driver import SequenceDriver, Status
+from cbatch.core.plan import KvCapabilities, Slot
 from cbatch.core.saved_cells import N_CHECKPOINTS_MAX
 from cbatch.errors import LedgerError
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import KvCapabilities
 
 
 @dataclass(eq=False, slots=True)

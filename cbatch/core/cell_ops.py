@@ -5,12 +5,11 @@ from __future__ import annotations
 from copy import copy
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import StepPlan
+from cbatch.core.plan import Binding, Slot, StepPlan
 
 if TYPE_CHECKING:
     from cbatch.core.books import KvLedger
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import Binding, Slot
     from cbatch.core.prefix import PrefixCache, PrefixSource
     from cbatch.core.span import Span
     from cbatch.options import AdapterSet

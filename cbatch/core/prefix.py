@@ -6,18 +6,16 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.driver import Status
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.core.plan import Slot
 from cbatch.core.saved_cells import Checkpoints, KeptCheckpoint
-from cbatch.core.span import ANYWHERE
+from cbatch.core.span import ANYWHERE, PromptCuts
 from cbatch.support.prefix_index import PrefixIndex, n_common
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Sequence
 
     from cbatch.core.books import KvLedger
-    from cbatch.core.driver import SequenceDriver
-    from cbatch.core.span import PromptCuts
     from cbatch.options import AdapterSet
 
 MIN_SHARED_TOKENS = 32

@@ -9,13 +9,12 @@ from collections import defaultdict, deque
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
-from cbatch.core.driver import Status
+from cbatch.core.driver import SequenceDriver, Status
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.plan import Slot
     from cbatch.engine_options import ScheduleOptions
     from cbatch.options import RunOptions
@@ -109,7 +108,6 @@ class AdmissionQueue:
         """Yield in order the sequences that may get a slot; for each chosen slot, only the first sequence.
 
         Args:
-            holders: the sequence in each slot.
             ending: holders that are about to leave.
         """
         slots = [slot for slot in self.chosen_slots if is_to_be_had(holders[slot], ending)]

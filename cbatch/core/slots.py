@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from cbatch.core.driver import BY_AGE, Status, Wait
+from cbatch.core.driver import BY_AGE, SequenceDriver, Status, Wait
 from cbatch.core.plan import Slot
-from cbatch.core.prefix import with_mark
+from cbatch.core.prefix import PrefixMatch, PrefixSource, with_mark
 from cbatch.core.queue import is_to_be_had
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.books import KvLedger
     from cbatch.core.cell_ops import SlotCells
-    from cbatch.core.driver import SequenceDriver
-    from cbatch.core.prefix import PrefixMatch, PrefixSource
 
 N_LOOK = 4
 """How many waiting sequences are tried if the first cannot get a slot."""

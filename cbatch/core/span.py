@@ -84,11 +84,9 @@ class PromptCuts:
         return cls(n, n)
 
     def __bool__(self) -> bool:
-        """Whether there are any rules."""
         return self.multiple > 0
 
     def __str__(self) -> str:
-        """Return a description in words."""
         return str(self.multiple) if self.is_every else f"any multiple of {self.multiple}"
 
     @property

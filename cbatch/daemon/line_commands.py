@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from cbatch.support.checks import MAX_INT, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 MAX_ID = 0x3FFFFFFF
 """The largest id of a request. Source: system 002's daemon, which reads ids up to this one."""
@@ -25,7 +23,6 @@ class LineError(Exception):
     """A line that says nothing that can be done."""
 
     def __init__(self, id: int | None, words: str) -> None:
-        """Keep the id that the line gave, if it could be read, and what is wrong."""
         self.id = id
         super().__init__(words)
 
@@ -234,7 +231,6 @@ def _number(name: str, word: str, low: int, high: int, *, before: int | None = N
 
 
 def _command(text: str, prefix: _Prefix) -> Command:
-    """Return the command of a line without its prefix."""
     if not text:
         raise _WrongError("no command after REQ or SLOT")
     word, rest = (*text.split(None, 1), "")[:2]

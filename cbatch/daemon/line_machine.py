@@ -10,14 +10,13 @@ from cbatch.errors import EngineClosedError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.ids import own_id
-from cbatch.runtime.interface import Submission
+from cbatch.runtime.interface import Runtime, Submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.daemon.lines import Row
     from cbatch.response import BatchOutputChunk, BatchResult
-    from cbatch.runtime.interface import Runtime
 
     Take = Callable[[Sequence[BatchOutputChunk], Sequence[tuple[int, BatchResult]]], object]
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 from cbatch.daemon.line_machine import EngineMachine
 from cbatch.daemon.lines import Lines
 from cbatch.daemon.streams import FrameOutput, StreamWriter
 from cbatch.errors import EngineClosedError
+from cbatch.options import RunOptions
+from cbatch.runtime.interface import Runtime
 from cbatch.worker.host import SessionEnd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from cbatch.options import RunOptions
-    from cbatch.runtime.interface import Runtime
-
 
 _LONGEST_WAIT_S = 1.0
 """Ctrl-C that comes just before a wait is noticed after it."""

@@ -7,18 +7,15 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError, NoThreadError
 from cbatch.support.checks import readable
 from cbatch.support.thread_start import started
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from pathlib import Path
 
 _LOOPBACK = "127.0.0.1"
 """The one address that is listened on: whoever may connect may use the engine."""

@@ -56,7 +56,6 @@ class SlotTable:
     """The slots with their active requests and their epochs, and a cursor that goes round over them."""
 
     def __init__(self, n_slots: int) -> None:
-        """Make one without requests."""
         self._owners: list[SlotRequest | None] = [None] * n_slots
         self._epochs = [0] * n_slots
         self._cursor = 0

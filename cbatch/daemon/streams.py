@@ -5,16 +5,13 @@ from __future__ import annotations
 import struct
 import threading
 from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 from cbatch.daemon.line_commands import MAX_LINE
 from cbatch.daemon.lines import END
 from cbatch.worker.framing import write_some
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import BinaryIO
 
 N_BACKLOG_MAX = 2**24
 """Bytes that may wait for a reader before no more lines are taken: our choice, over a million frames."""
@@ -39,7 +36,6 @@ def lines_of(source: BinaryIO, head: bytes = b"") -> Iterator[bytes]:
     """Yield lines as they come; one that is longer than `MAX_LINE` is cut to one byte more than that.
 
     Args:
-        source: where they come from.
         head: bytes that were taken from there; none but the last is the end of a line.
     """
     if head and not head.endswith(b"\n"):

@@ -69,7 +69,6 @@ _MODULES = {
 if not TYPE_CHECKING:  # so that types are checked by the imports above
 
     def __getattr__(name: str) -> object:
-        """Return a public name of this room, from its module."""
         for module, names in _MODULES.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{module}"), name)

@@ -42,7 +42,6 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: Traceable
         files: the output and, if there is one, the file of errors. Their lines stay unchanged. They are locked
             meanwhile. A missing output is created.
         settings: of the run that will continue.
-        encoder: of the records.
 
     Raises:
         ConfigError: a line is no record of cbatch, there is no record at all, or another run has a file open.
@@ -57,7 +56,6 @@ def adopt(files: Sequence[Path], settings: Mapping[str, str], encoder: Traceable
 
 
 def _adopt(rows: Sequence[FileRow], settings: Mapping[str, str], encoder: TraceableEncoder) -> str:
-    """Make the manifest of locked files."""
     output = rows[0].path
     home = manifest_of(output)
     part = part_of(home)

@@ -9,13 +9,12 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import InputLineError
 from cbatch.files.input.json_requests import KEYS, load
 from cbatch.files.input.raw_streams import COMPRESSED, UNREAD
-from cbatch.files.input.text_files import LongLine
+from cbatch.files.input.text_files import InputFile, LongLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cbatch.files.input.source import Source
-    from cbatch.files.input.text_files import InputFile
 
 Format: TypeAlias = Literal[
     "openai", "cbatch", "jsonl", "csv", "tsv", "text", "parquet", "arrow", "npy"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.vector_calls import EmbedCall, VectorPrompt
-from cbatch.engine import run_options_of
+from cbatch.engine import Engine, run_options_of
 from cbatch.errors import ConfigError
 from cbatch.files.input.item import item_key
 from cbatch.files.input.item_stream import N_LOOKED_AHEAD, ItemStream
 from cbatch.files.input.row_prompts import MEDIA_COLUMNS
-from cbatch.files.outcome import Interrupted, Stopper
+from cbatch.files.outcome import Interrupted, RunSummary, Stopper
 from cbatch.files.output.encoders import Encoder, RowEncoder, columns_asked
 from cbatch.files.output.identity import Digests, InputIdentity
 from cbatch.files.output.opening import OUTPUT_FORMAT
@@ -36,20 +36,16 @@ from cbatch.files.vector_work import VectorEngine
 from cbatch.files.work import RunContext, Work
 from cbatch.loading import model_name
 from cbatch.options import RunOptions, check_runs_through
-from cbatch.progress import Progress, SilentView, check_view, choose_view, closing_line
+from cbatch.progress import Progress, SilentView, View, check_view, choose_view, closing_line
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.support.checks import check_path, readable, shown
 from cbatch.support.hub import local_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
-    from cbatch.engine import Engine
     from cbatch.files.input.item_stream import Paths
-    from cbatch.files.outcome import RunSummary
     from cbatch.files.work import Ended, Ledger, OnEnded
-    from cbatch.progress import View
 
 _OF_OUTPUT = (
     "output_format",
@@ -265,7 +261,6 @@ class FileStream:
             self._open.callback(thing.close)
 
     def __iter__(self) -> Iterator[Ended]:
-        """Yield each pair."""
         with self._open, closing(self._begun().as_completed()) as results:
             for result in results:
                 yield from self._work.take(result, gives_left=True)
@@ -273,7 +268,6 @@ class FileStream:
             self._work.check_engine()
 
     async def __aiter__(self) -> AsyncIterator[Ended]:
-        """Yield each pair, in an event loop."""
         with self._open, closing(self._begun().as_completed()) as results:
             async for result in results:
                 for ended in self._work.take(result, gives_left=True):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.errors import ConfigError
 from cbatch.files import places
@@ -23,9 +24,6 @@ from cbatch.files.output.record_file import CUT_OFF
 from cbatch.files.output.run_paths import manifest_at, records_of
 from cbatch.files.places import file_of, real
 from cbatch.support.checks import readable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _N_TRIES = 10
 """Most tries to copy a manifest: a run changes more than the end of its log every few seconds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from cbatch.errors import ConfigError, EngineClosedError, RequestCancelledError, RequestFailedError
 from cbatch.files.input.columnar import rows_of
@@ -13,17 +13,15 @@ from cbatch.files.input.tables import check_unique, item_of_row
 from cbatch.files.output.encoders import AnswerColumns, columns_asked
 from cbatch.files.settings import check_engine
 from cbatch.options import RunOptions
-from cbatch.response import BatchError
+from cbatch.response import BatchError, BatchResult
 from cbatch.support.checks import check_flag, check_string, strings_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
-    from typing import TypeAlias
 
     from cbatch.engine import Engine
     from cbatch.files.input.item import ItemError
     from cbatch.messages import BatchPrompt
-    from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
 
     Rows: TypeAlias = "Iterator[tuple[dict[str, object] | None, ItemError | None]]"

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.embedding import RerankResult, as_text
-from cbatch.engine import judge_of
+from cbatch.engine import Engine, judge_of
 from cbatch.errors import CBatchError, RequestCancelledError
 from cbatch.files.input.item import in_own_words
-from cbatch.files.vector_work import VectorEngine, result_of
+from cbatch.files.vector_work import VectorEngine, VectorResults, result_of
 from cbatch.options import RunOptions
 from cbatch.runtime.reranking import judged
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping
 
     from cbatch.chat.vector_calls import RerankCall, ScoreCall
-    from cbatch.engine import Engine
-    from cbatch.files.vector_work import VectorResults
     from cbatch.files.work import RunGate
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
@@ -36,8 +34,6 @@ _OF_REQUEST = ("priority", "timeout_s")
 
 @dataclass(eq=False)
 class _JudgedCall:
-    """A call whose documents are being judged."""
-
     id: str
     call: RerankCall | ScoreCall
     found: list[list[Any]]
@@ -167,15 +163,9 @@ class JudgingEngine(VectorEngine):
         super().__init__(engine)
         self._gate = gate
 
-    def run(
-        self,
-        prompts: Iterable[BatchPrompt],
-        *,
-        options: RunOptions,
-        max_time_s: float | None,
-        ask_again: bool,
-        dedupe: bool,
+    def begun(
+        self, prompts: Iterable[BatchPrompt], options: RunOptions, max_time_s: float | None
     ) -> VectorResults:
-        """Begin to compute."""
+        """Return what computes the prompts."""
         calls = ((str(prompt.id), self.call_of(prompt)) for prompt in prompts)
         return JudgedRun(self.engine, calls, self._gate, options, max_time_s)

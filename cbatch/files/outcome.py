@@ -7,17 +7,13 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.files.units import cut
-from cbatch.progress import ENDINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from cbatch.progress import Ending
+from cbatch.progress import ENDINGS, Ending
 
 _N_MESSAGE = 300  # characters of the first error in a message: our choice
 _N_NOTED = 2000  # characters of it that are kept for later runs: our choice
@@ -117,7 +113,6 @@ class Interrupted(KeyboardInterrupt):
     """A signal ended a run over a file; the records of ended items are written."""
 
     def __init__(self, summary: RunSummary) -> None:
-        """Keep the summary."""
         self.summary = summary
         super().__init__(summary.resume_hint)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from cbatch.errors import ConfigError
 from cbatch.support.checks import check_path, reading
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 STDOUT = Path("-")
 

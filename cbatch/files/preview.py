@@ -13,9 +13,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.vector_calls import VectorPrompt
-from cbatch.engine import checked_tokens, run_options_of
+from cbatch.engine import Engine, checked_tokens, run_options_of
 from cbatch.errors import CBatchError, ConfigError, EngineClosedError, PromptTooLongError
-from cbatch.files.input.item import ItemError, Seen, in_own_words
+from cbatch.files.input.item import Item, ItemError, Seen, in_own_words
 from cbatch.files.input.item_stream import ItemStream, ahead_of
 from cbatch.files.settings import engine_for, split_settings
 from cbatch.files.units import duration
@@ -26,8 +26,6 @@ from cbatch.support.checks import MAX_INT, check_int, check_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from cbatch.engine import Engine
-    from cbatch.files.input.item import Item
     from cbatch.files.input.item_stream import Paths
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult

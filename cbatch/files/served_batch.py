@@ -137,10 +137,8 @@ def check_requests(
     """Return what a file of requests holds, without looking into bodies.
 
     Args:
-        path: of the file.
         url: that every line must have.
         n_problems: most problems to return.
-        max_line_bytes: of a line.
         is_stopped: tells whether to break off; what was found until then is returned.
 
     Raises:
@@ -223,7 +221,6 @@ class _ServedEncoder(Encoder):
     def result(
         self, item: Item, result: BatchResult, *, digest: bytes, created: int, model: str
     ) -> bytes:
-        """Return a result as a line."""
         question: Any = item.extra
         reply: ServedReply = question.reply(result)
         return line_of(item, reply.status, reply.body, digest.hex())
@@ -263,7 +260,6 @@ class _RequestLines:
         """Estimate nothing."""
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -277,13 +273,11 @@ class ServedBatch:
     """The run of one batch over an engine that others use too. `stop`, `cancel` and the counts are for any thread.
 
     Args:
-        engine: computes.
         places: of the files; a run continues what another has written there.
         url: that every line has.
         ask: says what bodies ask.
         gate: says when an item may go to the engine.
         prefix: of the items' ids in the engine.
-        max_line_bytes: of a line.
         has_one_model: whether all lines name the same model.
         n_done: answers on disk.
         n_failed: errors on disk.

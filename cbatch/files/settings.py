@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from cbatch.backend.named_library import use_library
 from cbatch.engine import Engine
@@ -13,6 +15,7 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError
 from cbatch.files.places import file_of
 from cbatch.loading import check_replicas, check_structure, load
+from cbatch.messages import LookAhead
 from cbatch.options import MAX_SEED, RunOptions
 from cbatch.support.checks import (
     check_fields,
@@ -25,12 +28,6 @@ from cbatch.support.checks import (
     shown,
     strings_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from cbatch.messages import LookAhead
 
 MAX_WINDOW = 65_536
 """Most items of a window: more would not be ordered better."""
@@ -102,7 +99,6 @@ class FileOptions:
     replicas: int | Literal["auto"] | None = checked(check_replicas)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_fields(self)
         if self.adopt and self.force:
             raise ConfigError(

@@ -14,10 +14,10 @@ from cbatch.files.file_run import run_file
 from cbatch.files.input.item_stream import ItemStream
 from cbatch.files.outcome import RunSummary
 from cbatch.files.output.durable import whole
-from cbatch.files.output.encoders import ScoreColumns
+from cbatch.files.output.encoders import Encoder, ScoreColumns
 from cbatch.files.output.target import encoder
 from cbatch.files.places import check_apart, check_new, file_of, is_dash, stdout
-from cbatch.files.settings import engine_for, split_settings
+from cbatch.files.settings import FileOptions, engine_for, split_settings
 from cbatch.files.vector_work import in_order, result_of
 from cbatch.files.work import RunTally
 from cbatch.options import NO_OPTIONS
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
     from cbatch.files.input.item import Item
     from cbatch.files.input.item_stream import Paths
-    from cbatch.files.output.encoders import Encoder
-    from cbatch.files.settings import FileOptions
 
 _NOT_OF_VECTORS = (
     "adopt",

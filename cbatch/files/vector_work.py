@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cbatch.chat.vector_calls import EmbedCall, VectorPrompt, error_in, n_tokens_of
+from cbatch.chat.vector_calls import EmbedCall, VectorCall, VectorPrompt, error_in, n_tokens_of
 from cbatch.embedding import EmbedResult
 from cbatch.errors import (
     CBatchError,
@@ -27,7 +27,6 @@ from cbatch.response import BatchResult, Timings, Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-    from cbatch.chat.vector_calls import VectorCall
     from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
     from cbatch.options import RunOptions
@@ -56,7 +55,6 @@ class VectorEngine:
         """Take an engine.
 
         Args:
-            engine: computes.
             settings: of `Engine.embed`, for texts that are no calls.
             is_dry: whether reading the next prompt may wait: then no group waits for more.
             is_patient: of `Engine.embed` and `rerank`, for all calls.
@@ -78,6 +76,12 @@ class VectorEngine:
         dedupe: bool,
     ) -> VectorResults:
         """Begin to compute; equal texts of a group are computed once by the engine itself."""
+        return self.begun(prompts, options, max_time_s)
+
+    def begun(
+        self, prompts: Iterable[BatchPrompt], options: RunOptions, max_time_s: float | None
+    ) -> VectorResults:
+        """Return what computes the prompts."""
         return VectorRun(self, iter(prompts), max_time_s)
 
     def call_of(self, prompt: BatchPrompt) -> VectorCall:
@@ -161,7 +165,6 @@ class _TextGroup:
         )
 
     def cancel(self) -> None:
-        """End its texts."""
         for response in self.responses:
             if not isinstance(response, list):  # of texts that were refused
                 with suppress(CBatchError):

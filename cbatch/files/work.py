@@ -142,7 +142,6 @@ class Work:
         asked: FileOptions,
         stop: Stopper,
     ) -> None:
-        """Read nothing yet."""
         self.tally = RunTally()
         self.has_read_all = False
         self._stream, self._context, self._engine, self._stop = stream, context, engine, stop
@@ -270,7 +269,12 @@ class Work:
         finally:
             with self._stop.guarded():
                 self.commit()
-        summary = self._summary(ending)
+        summary = RunSummary(
+            ending or self._ending(),
+            **asdict(self.tally),
+            n_left=self.tally.n_items - self._n_settled,
+            elapsed_s=time.perf_counter() - self._start_s,
+        )
         self._ended = summary.ending
         return summary
 
@@ -399,15 +403,6 @@ class Work:
     def _n_settled(self) -> int:
         """Items that have a record."""
         return self.tally.n_done + self.tally.n_before
-
-    def _summary(self, ending: Ending | None) -> RunSummary:
-        """Return the counts, and why the run ended."""
-        return RunSummary(
-            ending or self._ending(),
-            **asdict(self.tally),
-            n_left=self.tally.n_items - self._n_settled,
-            elapsed_s=time.perf_counter() - self._start_s,
-        )
 
 
 def _named(entry: Entry, result: BatchResult) -> Ended:

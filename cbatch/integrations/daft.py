@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from daft.ai.metrics import record_token_metrics
 from daft.ai.protocols import Prompter, PrompterDescriptor
 from daft.ai.provider import PROVIDERS, Provider
 from daft.ai.typing import UDFOptions
 
+from cbatch.engine import Engine
 from cbatch.engine_spec import EngineSpec
 from cbatch.errors import CBatchError, ConfigError
 from cbatch.options import RunOptions
-
-if TYPE_CHECKING:
-    from cbatch.engine import Engine
-    from cbatch.response import BatchResult
+from cbatch.response import BatchResult
 
 NAME = "cbatch"
 

@@ -185,7 +185,6 @@ def _schema(asked: Any) -> dict[str, Any]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return a message as OpenAI's API has it."""
     parts = message.content if isinstance(message.content, list) else []
     for part in parts:
         if not isinstance(part, ContentText | ContentReasoning):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import (
@@ -20,13 +21,9 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import ConfigDict, Field, model_validator
 
 from cbatch.chat.openai_format import chat_logprobs, finish_of
-from cbatch.engine import Engine  # noqa: TC001  # pydantic reads it
+from cbatch.engine import Engine  # pydantic reads it
 from cbatch.options import RunOptions
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-
-    from cbatch.response import BatchOutputChunk, BatchResult
+from cbatch.response import BatchOutputChunk, BatchResult
 
 N_AT_ONCE_PER_SLOT = 2
 """Threads of `batch` for each slot: two keep 15.5 of 16 slots busy, LangChain's own number 5.5."""
@@ -89,7 +86,6 @@ class ChatCbatch(BaseChatModel):
         return [c | {"max_concurrency": c.get("max_concurrency") or n_most} for c in found]
 
     def _asked(self, messages: Any, stop: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the chat and the options of a request."""
         options = {**self.options, **given} | ({} if stop is None else {"stop": stop})
         settled = {name: value for name, value in options.items() if name not in HOSTS_OWN}
         return convert_to_openai_messages(list(messages)), settled
@@ -125,7 +121,6 @@ class ChatCbatch(BaseChatModel):
         return ChatResult(generations=made)
 
     def _last_chunk(self, result: BatchResult) -> Any:
-        """Return what a stream ends with: calls, usage and finish reason."""
         message = AIMessageChunk("", **_usage(result), **_calls(result), chunk_position="last")
         return ChatGenerationChunk(message=message, generation_info=self._end(result))
 

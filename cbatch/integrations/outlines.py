@@ -119,5 +119,4 @@ AsyncVLLM.register(AsyncCbatch)
 
 
 def _texts(result: BatchResult) -> str | list[str]:
-    """Return the text of an answer, or those of all answers to one input."""
     return [choice.text for choice in result.choices] if result.choices else result.text

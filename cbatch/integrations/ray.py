@@ -7,7 +7,8 @@ llama.cpp costs its row, and the actor stays.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from cbatch.backend.host_limits import available_cores
 from cbatch.engine_options import DEFAULT_PARALLEL
@@ -24,10 +25,6 @@ from cbatch.integrations.ray_cluster import (
 from cbatch.loading import load_async
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.support.checks import check_int
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 _OF_ASKING = ("template", "system", "is_raw", "options_column")
 _OF_ROWS = (*_OF_ASKING, "options", "output_column", "keep_columns", "raise_errors")
@@ -171,7 +168,6 @@ class Served:
     """A replica of `served`."""
 
     def __init__(self, spec: EngineSpec, server: dict[str, Any]) -> None:
-        """Load nothing yet."""
         self._spec, self._server = spec, server
 
     async def __serve_build_asgi_app__(self) -> Any:

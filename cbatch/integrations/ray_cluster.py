@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from cbatch.errors import ConfigError
 from cbatch.support.checks import check_float, check_int
 from cbatch.support.hub import is_hub_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MAX_ACTORS = 10_000
 

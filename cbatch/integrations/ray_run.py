@@ -193,7 +193,6 @@ class _RayJob:
         return found
 
     def _inputs(self) -> Iterator[Any]:
-        """Yield the files of the input."""
         from pyarrow import fs
 
         for path in self._paths:
@@ -354,8 +353,6 @@ class _RayJob:
 
 @dataclass(frozen=True)
 class _Input:
-    """A file of the input."""
-
     files: Any
     path: str
     n_bytes: int

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 from anyio.lowlevel import current_token
 
 from cbatch.errors import RequestCancelledError
 from cbatch.runtime.waking import call_soon_here
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterable
 
 
 class _Read(NamedTuple):

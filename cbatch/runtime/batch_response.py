@@ -6,14 +6,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cbatch.errors import ConfigError
-from cbatch.response import BatchError, BatchResult
+from cbatch.response import BatchError, BatchOutputChunk, BatchResult
 from cbatch.support.checks import check_flag, check_wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from cbatch.progress import Progress
-    from cbatch.response import BatchOutputChunk
     from cbatch.runtime.mailbox import Mailbox
 
 T = TypeVar("T")
@@ -266,7 +265,6 @@ class OneAnswer:
     """
 
     def __init__(self, response: BatchResponse) -> None:
-        """Make the answer to a batch of one."""
         self._response = response
         self._result: BatchResult | None = None
 
@@ -295,7 +293,6 @@ class OneAnswer:
         return self._result
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field of the result."""
         if name not in _FIELDS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.result, name)

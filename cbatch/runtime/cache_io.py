@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.errors import CacheError, words_of
-from cbatch.runtime.wants import CacheEntry, CacheRead, CacheRef
+from cbatch.runtime.wants import CacheEntry, CacheRead, CacheRef, SequenceWants
 from cbatch.runtime.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
     from cbatch.core.saved_cells import ToStore
-    from cbatch.runtime.wants import SequenceWants
 
     Post = Callable[[Callable[[], object]], None]
     """Has something done by the owner thread."""

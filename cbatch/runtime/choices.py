@@ -83,7 +83,6 @@ class Labels(Members):
     """The members of a request whose `choice_probs` are asked for: one for each text, scored behind the prompt."""
 
     def __init__(self, target: Target, place: int, id: str, options: RunOptions) -> None:
-        """Make one for the request `id` at `place` in its batch."""
         self._texts, self._has_logprobs = tuple(options.choice or ()), bool(options.logprobs)
         super().__init__(target, place, id, len(self._texts))
 
@@ -140,7 +139,6 @@ class Choices(Members):
     """
 
     def __init__(self, target: Target, place: int, id: str, options: RunOptions) -> None:
-        """Make one for the request `id` at `place` in its batch."""
         super().__init__(target, place, id, options.n_choices)
         self.n_kept = options.n or 1
         self._held: dict[int, BatchOutputChunk] = {}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import heapq
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from cbatch.support.interrupts import HeldBack, Latch
 from cbatch.support.logs import HeldLogs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_type_hints
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, get_type_hints
 
 _Method = TypeVar("_Method", bound="Callable[..., Any]")
 

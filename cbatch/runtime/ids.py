@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.errors import DuplicateIdError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
 
 
 class RequestId(str):

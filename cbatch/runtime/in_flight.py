@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cbatch.errors import CacheError, ConfigError, EngineClosedError, QueueFullError, RequestError
 from cbatch.runtime.choices import Choices, Labels, Members, request_id
-from cbatch.runtime.ids import check_own, is_meant
+from cbatch.runtime.ids import RequestId, check_own, is_meant
 from cbatch.support.interrupts import HeldBack
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from cbatch.core.batcher import MultiRequestBatcher
     from cbatch.core.driver import SequenceDriver
-    from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import BatchTarget, Target
     from cbatch.runtime.loop import Loop
     from cbatch.runtime.row_comparison import RowComparison
@@ -472,7 +471,6 @@ class InFlight:
 
 
 def _member_ids(route: Route) -> list[str]:
-    """Return the ids of a request's sequences."""
     target, place, id = route
     return target.member_ids if isinstance(target, Members) and place < 0 else [id]
 

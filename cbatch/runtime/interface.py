@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Protocol, TypeAlias
 
@@ -12,19 +12,16 @@ from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
 from cbatch.runtime.crossings import ElsewhereError, crosses
 from cbatch.runtime.row_comparison import RowComparison
-from cbatch.runtime.step_record import SlotState
+from cbatch.runtime.step_record import SlotState, StepRecord
 from cbatch.stats import EngineStats
 from cbatch.support.checks import MAX_INT
 from cbatch.support.model_facts import ModelFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
-
     from cbatch.embedding import TextSettings
     from cbatch.errors import EngineClosedError
     from cbatch.response import BatchOutputChunk, BatchResult
     from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.step_record import StepRecord
 
     OnEnd: TypeAlias = Callable[[EngineClosedError | None], object]
     OnAdmit: TypeAlias = Callable[[Sequence[str]], object]

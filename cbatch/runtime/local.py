@@ -18,14 +18,14 @@ from cbatch.core.queue import head_start_s
 from cbatch.core.scheduler import ContinuousBatchScheduler
 from cbatch.errors import ConfigError, EngineClosedError, GrammarError, UnsupportedTaskError
 from cbatch.media import shown_messages
-from cbatch.runtime.ids import check_own, own_id
+from cbatch.runtime.ids import RequestId, check_own, own_id
 from cbatch.runtime.in_flight import InFlight, Route
 from cbatch.runtime.kept_rows import KeptRows
 from cbatch.runtime.loop import Loop
-from cbatch.runtime.mailbox import refused
+from cbatch.runtime.mailbox import Parcel, refused
 from cbatch.runtime.prompts import PromptLanes, PromptTokenizer, tokenize
 from cbatch.runtime.sequences import UNNAMED, SequenceMaker, check_in_vocab, extended
-from cbatch.runtime.step_record import slot_states
+from cbatch.runtime.step_record import SlotState, StepRecord, slot_states
 from cbatch.runtime.validation import (
     check_adapters,
     check_extension,
@@ -50,10 +50,7 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.options import DryBreakers, Grammar, RunOptions
     from cbatch.response import BatchResult
-    from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import OnAdmit, OnEnd, Submission, Target
-    from cbatch.runtime.mailbox import Parcel
-    from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.support.model_facts import ModelFacts
 
 _N_AHEAD = 16
@@ -110,7 +107,6 @@ class LocalRuntime:
             loop.start()
 
     def _made_loop(self, store: CacheStore | NoStore) -> Loop:
-        """Return what does the steps, over a batcher and a scheduler of the backend."""
         backend, schedule, lanes = self.backend, self._schedule, self._lanes
         ledger = KvLedger(backend.n_slots, backend.n_window, backend.memory)
         wants = SequenceWants(lanes.order, n_ahead=lanes.n_ahead, takes_long=lanes.takes_long)

@@ -19,9 +19,9 @@ from cbatch.runtime.commands import Command, Commands, FairLock
 from cbatch.runtime.compiler import Compiler
 from cbatch.runtime.delivery import deliver
 from cbatch.runtime.mailbox import refused
-from cbatch.runtime.row_comparison import check_comparable, check_room, compare_rows
+from cbatch.runtime.row_comparison import RowComparison, check_comparable, check_room, compare_rows
 from cbatch.runtime.side_work import SideWork
-from cbatch.runtime.step_record import record_of
+from cbatch.runtime.step_record import StepRecord, record_of
 from cbatch.support.interrupts import Latch, Postponed, Sleepers, is_locked_here
 from cbatch.support.logs import HeldLogs, Log, is_handling
 from cbatch.support.thread_start import started
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from cbatch.core.scheduler import ContinuousBatchScheduler, Plan
     from cbatch.runtime.in_flight import Route
     from cbatch.runtime.prompts import PromptLanes
-    from cbatch.runtime.row_comparison import RowComparison
-    from cbatch.runtime.step_record import StepRecord
     from cbatch.runtime.wants import SequenceWants
     from cbatch.stats import EngineStats
 

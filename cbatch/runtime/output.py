@@ -116,8 +116,6 @@ def timings_of(
     Args:
         clock: when it passed its stations.
         n_computed: tokens that were computed for the first one to be sampled.
-        n_output: tokens that were sampled.
-        drafted: its draft tokens.
     """
     total_s = clock.after_s(clock.finished_s) or 0.0
     queue_s = clock.after_s(clock.admitted_s)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from cbatch.core.driver import MovingWindow
+from cbatch.core.driver import MovingWindow, SequenceDriver
+from cbatch.core.request import Request
 from cbatch.core.span import PromptScores
 from cbatch.errors import PromptError, PromptTooLongError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.core.driver import SequenceDriver
-    from cbatch.core.request import Request
 
 MAX_OUTPUT = 2**31 - 1
 """The cap of an unlimited output, possible with a moving window."""
@@ -24,9 +19,7 @@ def output_cap(
     """Return the maximum output length for a prompt of `n_prompt` tokens, with a warning if more was asked for.
 
     Args:
-        request: what was asked.
         n_prompt: tokens of its prompt.
-        n_window: cells of a slot.
         n_first: tokens that a moving window keeps by default.
 
     Raises:

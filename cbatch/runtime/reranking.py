@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.embedding import logit, sigmoid
+from cbatch.embedding import TextSettings, logit, sigmoid
 from cbatch.errors import PromptError, RequestFailedError, TextTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
@@ -14,7 +14,6 @@ from cbatch.options import RunOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cbatch.embedding import TextSettings
     from cbatch.response import BatchResult
     from cbatch.runtime.interface import Runtime
     from cbatch.support.model_facts import ModelFacts

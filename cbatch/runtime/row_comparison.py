@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import Binding, StepPlan
+from cbatch.core.plan import Binding, KvCapabilities, Slot, StepPlan
 from cbatch.errors import DecodeError, RequestFailedError, UnsupportedOptionError
-from cbatch.options import GREEDY
+from cbatch.options import GREEDY, AdapterSet
 from cbatch.runtime.choices import display_id
 
 if TYPE_CHECKING:
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
     from cbatch.backend import Backend
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import KvCapabilities, Slot
     from cbatch.core.span import Span
-    from cbatch.options import AdapterSet
 
     _Row = tuple[int, float]
 

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from cbatch.errors import CBatchError, ConfigError, PromptError
 from cbatch.messages import BatchPrompt, Prompt, as_prompt
-from cbatch.response import Score
+from cbatch.response import BatchResult, Score
 from cbatch.support.checks import check_flag, reading, shown, token_ids
 from cbatch.support.plain import int_of, list_of, text_of
 from cbatch.support.prefix_index import n_common
@@ -15,7 +15,6 @@ from cbatch.support.prefix_index import n_common
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-    from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
 
 T = TypeVar("T")
@@ -194,7 +193,6 @@ class _ScoreBook:
                     )
 
     def take(self, result: BatchResult) -> None:
-        """Note the scores of a request."""
         i, j, k, start = self._places.pop(result.id)
         scored = (result.prompt_logprobs or ())[start:]
         error = result.error
@@ -205,7 +203,6 @@ class _ScoreBook:
         self._found[i][j][k] = Score(() if error else tuple(filter(None, scored)), error)
 
     def scores(self) -> list[list[Score]]:
-        """Return the scores of each item."""
         return [[_merged(windows) for windows in item] for item in self._found]
 
 

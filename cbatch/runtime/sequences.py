@@ -15,7 +15,7 @@ from cbatch.errors import (
     PromptError,
     UnsupportedOptionError,
 )
-from cbatch.options import MAX_SEED, NO_OPTIONS, RunOptions
+from cbatch.options import MAX_SEED, NO_OPTIONS, Grammar, RunOptions
 from cbatch.runtime.choices import member_id
 from cbatch.runtime.no_effect import idle_options
 from cbatch.runtime.validation import check_chat, check_fits, check_labels
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from cbatch.chat.chat_format import ChatFormat
     from cbatch.engine_options import ScheduleOptions
     from cbatch.messages import BatchPrompt
-    from cbatch.options import Grammar
     from cbatch.response import BatchResult
     from cbatch.runtime.output import Origin
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from cbatch.core.plan import FREE
+from cbatch.core.plan import FREE, GrammarStep, StepResult
 from cbatch.runtime.choices import display_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.core.driver import SequenceDriver
-    from cbatch.core.plan import GrammarStep, StepResult
     from cbatch.core.scheduler import Plan
     from cbatch.core.span import Span
 

@@ -11,11 +11,11 @@ from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import CBatchError, EngineClosedError, RequestFailedError, words_of
-from cbatch.messages import as_id, as_prompt
+from cbatch.messages import BatchPrompt, Prompt, as_id, as_prompt
 from cbatch.runtime.async_source import AsyncSource
-from cbatch.runtime.ids import Ids, check_own, own_id
-from cbatch.runtime.interface import Submission
-from cbatch.runtime.mailbox import refused
+from cbatch.runtime.ids import Ids, RequestId, check_own, own_id
+from cbatch.runtime.interface import Runtime, Submission
+from cbatch.runtime.mailbox import Mailbox, refused
 from cbatch.runtime.waking import is_in_event_loop
 from cbatch.support.interrupts import HeldBack
 from cbatch.support.thread_start import started
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from cbatch.embedding import TextSettings
-    from cbatch.messages import BatchPrompt, Prompt
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
-    from cbatch.runtime.ids import RequestId
-    from cbatch.runtime.interface import Runtime
-    from cbatch.runtime.mailbox import Mailbox
 
 
 CLOSED_EARLY = "the engine was closed before all prompts were read"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from cbatch.embedding import EmbedResult, RerankResult, embed_result
 from cbatch.errors import CBatchError, ConfigError
-from cbatch.response import BatchError
+from cbatch.response import BatchError, BatchResult
 from cbatch.support.checks import check_flag
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse, Reader
 
 R = TypeVar("R", bound=EmbedResult | RerankResult)
@@ -62,7 +61,6 @@ class TextResponse(ABC, Generic[R]):
     """
 
     def __init__(self, response: BatchResponse) -> None:
-        """Make one of a batch of texts."""
         self._response = response
 
     def __del__(self) -> None:

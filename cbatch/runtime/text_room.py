@@ -33,7 +33,7 @@ from cbatch.errors import (
     TextTooLongError,
     words_of,
 )
-from cbatch.response import BatchResult, Timings, Usage
+from cbatch.response import BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.commands import FairLock
 from cbatch.runtime.sequences import check_in_vocab
 from cbatch.runtime.work_thread import be_nice
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from cbatch.backend import Backend, Embedder
     from cbatch.embedding import Pooling, TextSettings
     from cbatch.messages import BatchPrompt
-    from cbatch.response import FinishReason
     from cbatch.runtime.in_flight import Route
     from cbatch.stats import EngineStats
 
@@ -445,7 +444,6 @@ class Texts:
             self._end(text, "stop", None, vector)
 
     def _drop(self, text: WaitingText, error: BaseException) -> None:
-        """End a text that cannot be computed."""
         if self._take(text.route.id) is text:
             self._end(text, "error", _failure(error))
 

@@ -7,20 +7,18 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from anyio.lowlevel import RunVar, checkpoint, current_token
 
 from cbatch.errors import EngineClosedError, EngineError
 from cbatch.support.interrupts import Sleepers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class LoopWaker:

@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from cbatch.core.driver import Status, Wait
+from cbatch.core.driver import SequenceDriver, Status, Wait
 from cbatch.core.prefix import MIN_SHARED_TOKENS
 from cbatch.core.saved_cells import ToStore
 from cbatch.core.slots import N_LOOK
-from cbatch.errors import CacheError, GrammarError
+from cbatch.errors import CacheError, CBatchError, GrammarError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from cbatch.core.batcher import MultiRequestBatcher
-    from cbatch.core.driver import SequenceDriver
     from cbatch.core.request import Request
-    from cbatch.errors import CBatchError
     from cbatch.options import AdapterSet, DryBreakers, Grammar
 
 C = TypeVar("C", bound="Hashable")
@@ -250,10 +248,8 @@ class SequenceWants:
         """Give a result to the sequences that wait for it.
 
         Args:
-            want: what they wait for.
             found: the compiled grammar, or a `GrammarError`; for a file to read or write its `CacheEntry`, or a
                 `CacheError`; None if nothing was compiled or read because no sequence waited any more.
-            now: the time of the result.
 
         Returns:
             The sequences for which the backend must load cells of the file, with a key for each. A negative key is that
@@ -323,7 +319,6 @@ class FileWants:
         """Whether a sequence that could get a slot should wait for cells from disk. Changes nothing.
 
         Args:
-            driver: a waiting sequence.
             n_found: how many leading cells of its prompt are in memory.
         """
         if not _may_read(driver) or self.why_useless(driver) is not None:

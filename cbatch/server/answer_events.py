@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from cbatch.response import BatchError
+from cbatch.response import BatchError, BatchOutputChunk, BatchResult, TokenLogprob, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.errors import CBatchError
-    from cbatch.response import BatchOutputChunk, BatchResult, TokenLogprob, ToolCall
     from cbatch.runtime.batch_response import BatchResponse
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from cbatch.messages import BatchPrompt
 from cbatch.pictures import url_part
 from cbatch.server.http_errors import bad_request
-from cbatch.server.request_fields import Dialect, RequestFields, asked_of, field_errors
+from cbatch.server.request_fields import Dialect, Options, RequestFields, asked_of, field_errors
 from cbatch.server.typed_bodies import Filled, read_body, unknown_in
 from cbatch.support.checks import shown
 from cbatch.support.plain import int_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cbatch.server.request_fields import Options
 
 BILLING = "x-anthropic-billing-header:"
 """How a line of Claude Code's system prompt begins that differs in each request, so that no prefix would be shared."""
@@ -221,7 +217,6 @@ def _tool(tool: _Tool) -> dict[str, Any]:
 
 
 def _variables(said: MessagesBody) -> tuple[str, dict[str, Any]]:
-    """Return variables of the chat template."""
     variables: dict[str, Any] = {}
     if isinstance(said.thinking, _Enabled | _Disabled):
         variables["enable_thinking"] = isinstance(said.thinking, _Enabled)

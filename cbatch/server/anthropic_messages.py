@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.server.anthropic_fields import read_messages
 from cbatch.server.call import Call
-from cbatch.server.exchange import dumps
+from cbatch.server.exchange import Exchange, dumps
 from cbatch.server.request_fields import check_continued
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import named_frame
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from cbatch.response import BatchResult, ToolCall
     from cbatch.server.desk import Desk
-    from cbatch.server.exchange import Exchange
     from cbatch.server.http_errors import HttpProblemError
     from cbatch.support.model_facts import ModelFacts
 

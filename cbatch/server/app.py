@@ -20,7 +20,7 @@ from cbatch.server import batch_endpoints as kept
 from cbatch.server import message_batches
 from cbatch.server import small_endpoints as small
 from cbatch.server.anthropic_messages import MessagesCall, count_tokens
-from cbatch.server.call import Answering
+from cbatch.server.call import Answering, Call
 from cbatch.server.desk import Desk
 from cbatch.server.exchange import JSON, ClientGoneError, Exchange, dumps
 from cbatch.server.gate import Gate
@@ -33,7 +33,6 @@ from cbatch.server.responses_api import ResponsesCall, count_input
 from cbatch.server.server_settings import ServerSettings
 from cbatch.server.telemetry import find_tracer
 from cbatch.server.vector_endpoints import answer_vectors
-from cbatch.server.watching import metrics, slots
 from cbatch.server.web_page import page_files
 from cbatch.support.garbage import drop_frames
 from cbatch.support.thread_start import is_lack_of_threads
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from cbatch.engine import Engine
-    from cbatch.server.call import Call
 
     Handle = Callable[[Desk, Exchange], Awaitable[None]]
 
@@ -105,7 +103,6 @@ def _routes(desk: Desk) -> list[Route]:
 
 
 async def _answer(call_of: Callable[..., Call], desk: Desk, exchange: Exchange) -> None:
-    """Answer a call of some dialect."""
     body = await small.body_of(desk, exchange)
     call = await exchange.aside(call_of, body, is_strict=desk.settings.strict_fields)
     await Answering(desk, exchange, call).run()
@@ -129,8 +126,8 @@ _HANDLES: list[tuple[str, str, Handle]] = [
     ("GET", "/models/{name:path}", small.model),
     ("POST", "/models/load", small.load_model),
     ("GET", "/health", small.health),
-    ("GET", "/metrics", metrics),
-    ("GET", "/slots", slots),
+    ("GET", "/metrics", small.metrics),
+    ("GET", "/slots", small.slots),
     ("POST", "/slots/{id}", small.change_slot),
     ("GET", "/lora-adapters", small.adapters),
     ("POST", "/lora-adapters", small.set_adapters),

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, quote
 
 from msgspec import Meta, Struct
 
-from cbatch.server.batch_index import BATCH, StoredBatch
+from cbatch.server.batch_index import BATCH, Kind, StoredBatch
 from cbatch.server.batch_questions import ENDPOINTS
 from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.batches import Batches
@@ -31,7 +31,6 @@ from cbatch.support.checks import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from cbatch.server.batch_index import Kind
     from cbatch.server.desk import Desk
     from cbatch.server.exchange import Exchange
 
@@ -278,7 +277,6 @@ class Query:
     """The fields behind the question mark."""
 
     def __init__(self, exchange: Exchange) -> None:
-        """Read them."""
         self._given = parse_qs(exchange.scope["query_string"].decode("latin-1"))
 
     def text(self, name: str) -> str | None:

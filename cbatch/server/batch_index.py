@@ -8,20 +8,16 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from cbatch.server.files_folder import BATCH_ID, FILE_ID
+from cbatch.server.files_folder import BATCH_ID, FILE_ID, FilesFolder
 from cbatch.support.typed import known
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from cbatch.server.files_folder import FilesFolder
 
 T = TypeVar("T")
 
@@ -206,7 +202,6 @@ def hide_bad_rows(db: sqlite3.Connection, folder: FilesFolder, sizes: Mapping[st
     """Make the views `shown_files` and `shown_batches` of the rows that can be served; note the others.
 
     Args:
-        db: of an index.
         folder: takes the notes.
         sizes: bytes of contents, by file id.
     """
@@ -282,10 +277,6 @@ def _connected(path: Path | str) -> sqlite3.Connection:
     return db
 
 
-def _read_only(path: Path) -> sqlite3.Connection:
-    return _connected(f"{path.absolute().as_uri()}?mode=ro")
-
-
 def _opened(path: Path) -> sqlite3.Connection:
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size and not (path.exists() and path.stat().st_size):
@@ -339,7 +330,7 @@ def _salvaged(path: Path) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """Yield the readable rows of an index, from both ends of each table: table, columns, values."""
     if not path.is_file() or not path.stat().st_size:
         return  # SQLite would remove its log
-    with suppress(*_DAMAGE), closing(_read_only(path)) as db:
+    with suppress(*_DAMAGE), closing(_connected(f"{path.absolute().as_uri()}?mode=ro")) as db:
         for table, columns in _COLUMNS.items():
             names, seen = ", ".join(columns), set[Any]()
             for order in ("ASC", "DESC"):

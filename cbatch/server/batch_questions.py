@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.vector_calls import CALLS as VECTOR_CALLS
-from cbatch.chat.vector_calls import VectorPrompt, error_in
+from cbatch.chat.vector_calls import VectorCall, VectorPrompt, error_in
 from cbatch.errors import CBatchError
-from cbatch.files.served_batch import ServedReply
+from cbatch.files.served_batch import Ask, ServedReply
 from cbatch.server.anthropic_messages import MessagesCall
-from cbatch.server.batch_index import MESSAGES
-from cbatch.server.call import fingerprint_of
+from cbatch.server.batch_index import MESSAGES, StoredBatch
+from cbatch.server.call import Call, fingerprint_of
 from cbatch.server.exchange import dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused, told
 from cbatch.server.openai_chat import ChatCall
@@ -27,13 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from cbatch.chat.vector_calls import VectorCall
     from cbatch.engine import Engine
-    from cbatch.files.served_batch import Ask
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
-    from cbatch.server.batch_index import StoredBatch
-    from cbatch.server.call import Call
     from cbatch.server.server_settings import ServerSettings
 
 CALLS: Mapping[str, Callable[..., Call]] = {
@@ -107,7 +103,6 @@ def asker(batch: StoredBatch, settings: ServerSettings, model: str, engine: Engi
 
     Args:
         batch: its endpoint is one of `ENDPOINTS`, or that of messages.
-        settings: of the server.
         model: name of the model in answers to lines that name none.
         engine: answers the requests; `model` may name one of its adapters.
     """

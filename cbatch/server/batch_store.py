@@ -14,10 +14,11 @@ import shutil
 import sqlite3
 import stat
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import platformdirs
@@ -27,6 +28,7 @@ from cbatch.server.batch_index import (
     BATCH,
     BATCH_OUTPUT,
     MESSAGES,
+    Kind,
     StoredBatch,
     StoredFile,
     batch_of,
@@ -38,11 +40,6 @@ from cbatch.server.files_folder import FilesFolder, is_full
 from cbatch.server.http_errors import NO_RETRY, HttpProblemError, draining
 from cbatch.support.folders import sync_folder
 from cbatch.support.logs import Log
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from cbatch.server.batch_index import Kind
 
 _log = Log("cbatch.server")
 
@@ -88,7 +85,6 @@ class BatchStore:
         Args:
             folder: private to the user where it is new; so are all folders below it.
             n_bytes_max: of all files together; what batches write may exceed it, and then no more files are taken.
-            clock: seconds since 1970.
 
         Raises:
             ConfigError: another server has it open, cbatch did not make it, or it cannot be written.

@@ -30,7 +30,6 @@ class BatchTurns:
     """The batches at work. For one thread at a time; never waits."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._n = Counter[BatchLane]()
         self._n_of = Counter[tuple[BatchLane, str]]()
         self._last: dict[tuple[BatchLane, str], int] = {}

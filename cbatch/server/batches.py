@@ -26,10 +26,10 @@ from cbatch.errors import (
     RequestCancelledError,
 )
 from cbatch.files.served_batch import CHANGED, BatchPlaces, ServedBatch, check_requests
-from cbatch.server.batch_index import storable_now
+from cbatch.server.batch_index import Kind, StoredBatch, StoredFile, storable_now
 from cbatch.server.batch_questions import asker, n_never_ran_in, usage_of
-from cbatch.server.batch_room import ItemGate
-from cbatch.server.batch_store import new_file_id
+from cbatch.server.batch_room import BatchRoom, ItemGate
+from cbatch.server.batch_store import BatchStore, Page, new_file_id
 from cbatch.server.batch_turns import READING, RUNNING, BatchLane, BatchTurns
 from cbatch.server.files_folder import is_full
 from cbatch.server.http_errors import LATER, NO_RETRY, HttpProblemError, draining
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
     from cbatch.engine import Engine
     from cbatch.response import BatchResult
-    from cbatch.server.batch_index import Kind, StoredBatch, StoredFile
-    from cbatch.server.batch_room import BatchRoom
-    from cbatch.server.batch_store import BatchStore, Page
     from cbatch.server.server_settings import ServerSettings
 
 _log = Log("cbatch.server")

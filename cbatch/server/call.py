@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import anyio
 
 import cbatch
-from cbatch.engine import checked_tokens, run_options_of, run_soon
+from cbatch.engine import Engine, checked_tokens, run_options_of, run_soon
 from cbatch.errors import CBatchError, NoThreadError
-from cbatch.options import NO_OPTIONS, Sampling
+from cbatch.options import NO_OPTIONS, RunOptions, Sampling
 from cbatch.server.answer_events import Ended, Events, Failed, results_of
-from cbatch.server.exchange import ClientGoneError, dumps
+from cbatch.server.exchange import ClientGoneError, Exchange, dumps
 from cbatch.server.http_errors import HttpProblemError, bad_request, problem_of, refused
 from cbatch.server.prompt_size import check_prompts
-from cbatch.server.request_fields import field_errors, ignored_header, with_param
+from cbatch.server.request_fields import RequestFields, field_errors, ignored_header, with_param
 from cbatch.server.sse import COMMENT, EventStream
 from cbatch.server.telemetry import add_answers
 from cbatch.support.checks import MAX_KEY_LENGTH, shown
@@ -30,15 +30,11 @@ from cbatch.support.thread_start import is_lack_of_threads
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cbatch.engine import Engine
     from cbatch.messages import BatchPrompt
-    from cbatch.options import RunOptions
     from cbatch.response import BatchResult
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import SlotState
     from cbatch.server.desk import Desk, Visit
-    from cbatch.server.exchange import Exchange
-    from cbatch.server.request_fields import RequestFields
     from cbatch.server.server_settings import ServerSettings
     from cbatch.server.stream_encoders import StreamEncoder
     from cbatch.support.model_facts import ModelFacts
@@ -305,7 +301,6 @@ class Answering:
         return engine.run(self._named(), options=asked.options, streamed=asked.common.stream)
 
     async def _send(self, response: BatchResponse) -> None:
-        """Send the whole answer."""
         results = await results_of(response)
         self._count(results)
         content = await self._exchange.aside(self._content, results)
@@ -316,7 +311,6 @@ class Answering:
         return dumps(self._call.body(results, self._model))
 
     def _count(self, results: Sequence[BatchResult]) -> None:
-        """Count prompts that were answered."""
         self._desk.meters.count_answers(results)
         if (span := self._exchange.record.span) is not None:
             add_answers(span, results, self._model)

@@ -11,7 +11,6 @@ class Chunks:
     """Follows a body in chunks, which a parser reads and checks."""
 
     def __init__(self) -> None:
-        """Wait for the first chunk."""
         self._n_left = 0  # bytes of the chunk, with its line end
         self._line = b""  # the beginning of a line
         self._is_last = self.has_ended = False

@@ -16,6 +16,7 @@ from cbatch.server.batch_room import BatchRoom
 from cbatch.server.batch_store import BatchStore
 from cbatch.server.batches import CLOSE_S, Batches
 from cbatch.server.call import fingerprint_of
+from cbatch.server.exchange import Exchange, Threads
 from cbatch.server.exposition import Exposition
 from cbatch.server.http_errors import (
     NO_WORKER,
@@ -28,8 +29,7 @@ from cbatch.server.http_errors import (
 )
 from cbatch.server.meters import Meters
 from cbatch.server.pulse import EngineQuestion, Pulse
-from cbatch.server.server_settings import MIB
-from cbatch.server.work_threads import Threads
+from cbatch.server.server_settings import MIB, ServerSettings
 from cbatch.support.checks import shown
 from cbatch.support.logs import Log
 
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
     from cbatch.runtime.step_record import SlotState
-    from cbatch.server.exchange import Exchange
     from cbatch.server.front import Front
     from cbatch.server.request_fields import RequestFields
-    from cbatch.server.server_settings import ServerSettings
     from cbatch.support.model_facts import ModelFacts
 
     T = TypeVar("T")

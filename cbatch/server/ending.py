@@ -8,14 +8,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from types import FrameType
 
 from cbatch.support.interrupts import Sleepers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
 
 _LAST_S = 1.5
 """Seconds from the end of the grace period to the end of the process, whatever still runs. Our choice."""

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+from anyio.lowlevel import RunVar
 
 from cbatch.server.http_errors import HttpProblemError, bad_request, told, too_large
-from cbatch.server.work_threads import Threads
 from cbatch.support.checks import MAX_DEPTH, is_text_too_deep, read_json, why_unread
 from cbatch.support.garbage import uncollected
 
@@ -35,6 +35,29 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 _N_SMALL = 2**16
 """Bytes of a body above which a thread parses it, and what else takes a millisecond or so."""
+
+
+class Threads:
+    """At most a number of threads in each event loop: further work of this kind waits, and no other kind does."""
+
+    def __init__(self, name: str, n: int) -> None:
+        """Make them; `n` is the most at once."""
+        self._limiter: RunVar[anyio.CapacityLimiter] = RunVar(f"cbatch.server.{name}")
+        self._n = n
+
+    @property
+    def limiter(self) -> anyio.CapacityLimiter:
+        """What the event loop that runs here counts them by."""
+        try:
+            return self._limiter.get()
+        except LookupError:
+            limiter = anyio.CapacityLimiter(self._n)
+            self._limiter.set(limiter)
+            return limiter
+
+    async def run(self, work: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Return what `work` returns; the wait for a thread can be cancelled, the work itself cannot."""
+        return await anyio.to_thread.run_sync(partial(work, *args, **named), limiter=self.limiter)
 
 
 _LARGE_BODIES = Threads("large_bodies", 1)

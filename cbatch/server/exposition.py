@@ -6,11 +6,11 @@ Source of the names: vLLM's v1 metrics; llama.cpp tools/server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -18,10 +18,6 @@ from cbatch.server.batch_index import ENDED
 from cbatch.server.meters import ITL_S, Histogram, Meters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from prometheus_client import Metric
-
     from cbatch.server.batches import Batches
     from cbatch.server.pulse import Pulse
     from cbatch.stats import EngineStats

@@ -15,16 +15,13 @@ import sqlite3
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cbatch.errors import ConfigError, OutputError
 from cbatch.support.folders import sync_folder
 from cbatch.support.logs import Log
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 _log = Log("cbatch.server")
 

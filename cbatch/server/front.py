@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 
 from cbatch.errors import words_of
-from cbatch.server.desk import ASK_S
+from cbatch.server.desk import ASK_S, Desk
 from cbatch.server.gate import OPEN_PATHS
 from cbatch.server.http_errors import draining, reloading
 from cbatch.support.logs import Log
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from cbatch.engine import Engine
-    from cbatch.server.desk import Desk
 
 _log = Log("cbatch.reload")
 
@@ -64,7 +63,6 @@ class _RunningApp:
 
     @property
     def desk(self) -> Desk:
-        """What its calls share."""
         desk: Desk = self.app.state.desk
         return desk
 
@@ -205,7 +203,6 @@ class Front:
         self._own = [own for own in self._own if own is not engine]
 
     def _serve(self, new: _RunningApp) -> None:
-        """Have new calls go to an application."""
         new.desk.front = self
         self._served.append(new)
         if self._is_draining:

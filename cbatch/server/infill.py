@@ -13,14 +13,13 @@ from cbatch.messages import BatchPrompt
 from cbatch.server.http_errors import absent
 from cbatch.server.llama_completions import LlamaCall, wanted_in
 from cbatch.server.openai_completions import OF_TEXT, moot_in
-from cbatch.server.request_fields import Dialect, asked_of
+from cbatch.server.request_fields import Dialect, RequestFields, asked_of
 from cbatch.server.typed_bodies import read_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from cbatch.engine import Engine
-    from cbatch.server.request_fields import RequestFields
     from cbatch.support.model_facts import ModelFacts
 
     Tokens = Callable[[str], list[int]]

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cbatch.chat.openai_format import chat_logprobs
+from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
-from cbatch.server.answer_events import Ended, Text, choices_of
+from cbatch.options import RunOptions
+from cbatch.response import BatchResult, TokenLogprob
+from cbatch.server.answer_events import Ended, Event, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.openai_answers import extensions, timings_of
 from cbatch.server.openai_completions import OF_TEXT, begun, is_token, moot_in, prompt_of
-from cbatch.server.request_fields import Dialect, asked_of, field_errors
+from cbatch.server.request_fields import Dialect, RequestFields, asked_of, field_errors
 from cbatch.server.small_endpoints import settings_of
 from cbatch.server.sse import frame
 from cbatch.server.stream_encoders import StreamEncoder
 from cbatch.support.checks import shown, strings_of, token_ids
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.engine import Engine
-    from cbatch.options import RunOptions
-    from cbatch.response import BatchResult, TokenLogprob
-    from cbatch.server.answer_events import Event
-    from cbatch.server.request_fields import RequestFields
-    from cbatch.support.model_facts import ModelFacts
+from cbatch.support.model_facts import ModelFacts
 
 DIALECT = Dialect(own=("prompt", "response_fields"), defaults=OF_TEXT)
 """Without `n_predict`, an answer may fill the window."""

@@ -19,10 +19,10 @@ from cbatch.server.batch_endpoints import (
     new_batch_body,
     tell_batch,
 )
-from cbatch.server.batch_index import MESSAGES
+from cbatch.server.batch_index import MESSAGES, Kind, StoredBatch
 from cbatch.server.batch_store import Page, disk_problems
 from cbatch.server.batches import Batches
-from cbatch.server.exchange import dumps
+from cbatch.server.exchange import Exchange, dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
     bad_request,
@@ -36,9 +36,7 @@ from cbatch.server.typed_bodies import read_body
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.server.batch_index import Kind, StoredBatch
     from cbatch.server.desk import Desk
-    from cbatch.server.exchange import Exchange
     from cbatch.server.server_settings import SizeLimit
 
 _KIND: Kind = "msgbatch"
@@ -208,7 +206,6 @@ def _results_in(file: BinaryIO) -> bytes:
 
 
 def _result(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result that a line of a batch's answers or errors tells."""
     response = line["response"]
     result: dict[str, Any]
     if response is None and (kind := _UNASKED.get(line["error"]["code"])):

@@ -6,15 +6,13 @@ Source: RFC 7578; OpenAI's API reference, files.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from cbatch.server.http_errors import HttpProblemError, bad_request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # it warns of broken forms, whose senders get an error; without a log set up, warnings would go to stderr
 logging.getLogger("python_multipart").addHandler(logging.NullHandler())

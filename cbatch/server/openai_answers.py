@@ -5,20 +5,16 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from cbatch.chat.openai_format import NEAREST_FINISH, finish_of, tokens_as_json
-from cbatch.server.answer_events import Ended, Text, choices_of
+from cbatch.response import BatchResult, Timings, TokenLogprob
+from cbatch.server.answer_events import Ended, Event, Said, Text, choices_of
 from cbatch.server.call import Call
 from cbatch.server.exchange import dumps
 from cbatch.server.sse import DONE, frame, frame_around
 from cbatch.server.stream_encoders import StreamEncoder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cbatch.response import BatchResult, Timings, TokenLogprob
-    from cbatch.server.answer_events import Event, Said
 
 
 def head_of(call: OpenAICall, object: str, model: str) -> dict[str, Any]:

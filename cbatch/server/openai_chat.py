@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cbatch.chat.openai_format import chat_logprobs, chat_message
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
-from cbatch.server.answer_events import Called, Reasoning
-from cbatch.server.http_errors import bad_request
+from cbatch.response import BatchResult, TokenLogprob
+from cbatch.server.answer_events import Called, Event, Reasoning, Said
+from cbatch.server.http_errors import HttpProblemError, bad_request
 from cbatch.server.openai_answers import OpenAICall, OpenAIStream, head_of
 from cbatch.server.request_fields import Dialect, asked_of, check_continued
 from cbatch.support.checks import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cbatch.response import BatchResult, TokenLogprob
-    from cbatch.server.answer_events import Event, Said
-    from cbatch.server.http_errors import HttpProblemError
 
 DIALECT = Dialect(own=("messages",))
 

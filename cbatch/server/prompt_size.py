@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cbatch.media import shown_messages
-from cbatch.server.http_errors import bad_request
+from cbatch.server.http_errors import HttpProblemError, bad_request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from cbatch.messages import BatchPrompt
-    from cbatch.server.http_errors import HttpProblemError
 
 MIN_CHARACTERS = 2**20
 """Characters of a text that are always read. Our choice: about a second of tokenizing."""

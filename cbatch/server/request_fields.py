@@ -200,8 +200,6 @@ def asked_of(
     """Return the fields of a body; null means that a field is not said.
 
     Args:
-        body: the request.
-        dialect: its format.
         options: those that the dialect has read itself.
         variables: those of the chat template that the dialect has read itself, after the name of their field.
         ignored: what the dialect has ignored itself.

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cbatch.chat.openai_format import chat_logprobs
-from cbatch.server.answer_events import Said
+from cbatch.server.answer_events import Event, Said
 from cbatch.server.call import Call
-from cbatch.server.exchange import dumps
-from cbatch.server.request_fields import check_continued
+from cbatch.server.exchange import Exchange, dumps
+from cbatch.server.request_fields import RequestFields, check_continued
 from cbatch.server.responses_fields import read_response, repeated
 from cbatch.server.small_endpoints import body_of, tell_n_tokens
 from cbatch.server.sse import named_frame
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult, ToolCall
-    from cbatch.server.answer_events import Event
     from cbatch.server.desk import Desk
-    from cbatch.server.exchange import Exchange
     from cbatch.server.http_errors import HttpProblemError
-    from cbatch.server.request_fields import RequestFields
 
 _CUT = ("length", "window", "timeout", "cancelled")
 """Finish reasons of answers that are not complete."""
@@ -262,7 +259,6 @@ def _called(id: str, call: ToolCall, arguments: str, status: str) -> dict[str, A
 def _ended(
     response: Mapping[str, Any], output: Sequence[Any], result: BatchResult
 ) -> dict[str, Any]:
-    """Return a response that has ended."""
     usage, status = _usage(result), _status(result)
     is_cut = status == "incomplete"
     return {
@@ -276,7 +272,6 @@ def _ended(
 
 
 def _usage(result: BatchResult) -> dict[str, Any]:
-    """Return the tokens of a response."""
     usage = result.usage
     return {
         "input_tokens": usage.prompt_tokens,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -13,6 +14,7 @@ from cbatch.server.http_errors import bad_request, refused
 from cbatch.server.request_fields import (
     MAX_TOKENS,
     Dialect,
+    Options,
     RequestFields,
     asked_of,
     effort_variables,
@@ -20,11 +22,6 @@ from cbatch.server.request_fields import (
 )
 from cbatch.server.typed_bodies import Filled, read_body, unknown_in
 from cbatch.support.checks import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cbatch.server.request_fields import Options
 
 LOGPROBS = "message.output_text.logprobs"
 

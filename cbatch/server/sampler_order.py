@@ -5,14 +5,12 @@ Source: llama.cpp common/sampling.cpp, common_sampler_types_from_names and commo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.server.http_errors import bad_request, refused
 from cbatch.support.checks import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SAMPLERS: Mapping[str, Mapping[str, float]] = {
     "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cbatch.errors import ConfigError
 from cbatch.support.checks import (
@@ -23,10 +25,6 @@ from cbatch.support.checks import (
     strings_of,
 )
 from cbatch.support.plain import list_of, text_of
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Sequence
 
 MIB = 2**20
 
@@ -112,7 +110,6 @@ class ServerSettings:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check every value."""
         check_fields(self)
 
     @property

@@ -63,7 +63,6 @@ class Tls:
     """What the files hold; None without a certificate."""
 
     def __post_init__(self) -> None:
-        """Read the files."""
         if self.key and not self.certificate:
             raise ConfigError("--tls-key needs --tls-cert")
         if self.certificate is None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import anyio
 
-from cbatch.server.exchange import dumps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from cbatch.server.exchange import Exchange
+from cbatch.server.exchange import Exchange, dumps
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n\n"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from cbatch.server.answer_events import Called, Ended, Reasoning, Text
+from cbatch.server.answer_events import Called, Ended, Event, Reasoning, Text
 from cbatch.server.sse import COMMENT, frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from cbatch.response import BatchResult, ToolCall
-    from cbatch.server.answer_events import Event
     from cbatch.server.http_errors import HttpProblemError
 
 
@@ -44,7 +43,6 @@ class BlockStream(StreamEncoder):
     """Encodes an answer as blocks, one after another: text, thinking, calls."""
 
     def __init__(self) -> None:
-        """Make one; the beginning is not sent."""
         self._has_begun = False
 
     @abstractmethod

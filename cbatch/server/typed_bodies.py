@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, inspect
 
-from cbatch.server.http_errors import bad_request
+from cbatch.server.http_errors import HttpProblemError, bad_request
 from cbatch.support.checks import shown
 from cbatch.support.typed import known
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from cbatch.server.http_errors import HttpProblemError
 
 T = TypeVar("T", bound=Struct)
 

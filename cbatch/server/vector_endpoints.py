@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from cbatch.chat.vector_calls import error_in
+from cbatch.chat.vector_calls import VectorCall, error_in
 from cbatch.errors import CBatchError, ConfigError, PromptTooLongError, UnsupportedTaskError
 from cbatch.files.judged_run import judge_prompts
 from cbatch.runtime.reranking import N_SEQUENCES
-from cbatch.server.exchange import ClientGoneError, dumps
+from cbatch.server.exchange import ClientGoneError, Exchange, dumps
 from cbatch.server.http_errors import (
     HttpProblemError,
     absent,
@@ -26,10 +26,8 @@ from cbatch.server.small_endpoints import body_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cbatch.chat.vector_calls import VectorCall
     from cbatch.engine import Engine
     from cbatch.server.desk import Desk
-    from cbatch.server.exchange import Exchange
     from cbatch.server.server_settings import ServerSettings
 
 

@@ -8,14 +8,11 @@ import os
 import re
 import resource
 import secrets
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cbatch.errors import OutputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ANYBODY = 0o666
 """Permission bits of a new file, before the user's mask."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from cbatch.support.interrupts import Postponed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class _Blocks:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def file_bytes(what: str, value: object, check_size: Callable[[int], object]) -> bytes | None:

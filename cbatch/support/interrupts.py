@@ -9,12 +9,10 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from types import FrameType
+from types import FrameType
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
 
 _N_BLOCK = 16
 """Tokens in the first comparison. Each further comparison has four times as many; list comparison is fast."""

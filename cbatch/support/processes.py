@@ -8,13 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError, words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _GLANCE_S = 0.2
 _CRASHES = {
@@ -68,8 +65,6 @@ def run_apart(
     """Run a module's `main` to its end in a separate process, and capture its output.
 
     Args:
-        module: the module whose `main` runs.
-        words: arguments of `main`.
         wall_s: seconds after which the process is killed.
         is_stopped: called now and then; once it is true, the process is killed.
 

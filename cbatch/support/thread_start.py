@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from cbatch.errors import NoThreadError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def started(work: Callable[[], object], name: str) -> threading.Thread:

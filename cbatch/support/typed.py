@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Hashable
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 T = TypeVar("T")
 

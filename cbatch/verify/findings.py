@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.engine_options import BITWISE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _HEADINGS = (
     *("model", "loads", "alone equals company", "shares", "checkpoints", "exact"),

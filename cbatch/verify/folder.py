@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from cbatch.errors import ConfigError
 from cbatch.support.processes import run_apart
 from cbatch.verify.findings import Finding
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 
 def models_in(folder: Path) -> list[Path]:

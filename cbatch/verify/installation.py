@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.named_library import VARIABLE, tried
 from cbatch.errors import CBatchError, words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _DEVICE_FILES = ("nvidia[0-9]*", "dri/renderD*", "kfd", "dxg")
 """Files in /dev of GPUs. Source: the drivers of NVIDIA, of Linux's DRM, of AMD's compute devices, and of WSL."""

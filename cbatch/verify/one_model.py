@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cbatch.backend.load.loader import describe_model, load_backend
 from cbatch.engine import Engine
@@ -16,13 +16,9 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError, ConfigError, ModelLoadError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
+from cbatch.response import BatchResult, TokenLogprob
 from cbatch.verify.findings import Finding
 from cbatch.verify.rate import output_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.response import BatchResult, TokenLogprob
 
 _N_WINDOW = 512
 _N_PROMPTS = 8

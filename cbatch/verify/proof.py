@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.llama.row_digests import DigestingStepper, RowDigests
 from cbatch.backend.load.loader import describe_model, find_widths, load_backend
@@ -15,13 +17,8 @@ from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.errors import UnsupportedTaskError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
+from cbatch.response import BatchResult
 from cbatch.verify.rate import output_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from cbatch.response import BatchResult
 
 _SHORTEST, _LONGEST = 3, 600
 _N_OUTPUT, _N_TIMED = 12, 48
@@ -130,8 +127,6 @@ def prove(
     """Prove a model's `exact=True` at length; where it is refused, say why and which steps are alike.
 
     Args:
-        path: of the model.
-        parallel: slots.
         n_prompts: different prompts of 3 to 600 tokens, as far as a window has room.
         tell: called with what comes next.
 

@@ -10,13 +10,9 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 GRACE_S = 2.0
 """Seconds that a worker has to end after its client is gone. Our choice."""

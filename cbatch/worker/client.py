@@ -14,12 +14,12 @@ from msgspec import Raw
 
 from cbatch.errors import EngineClosedError, InsideStepError, WorkerDiedError
 from cbatch.options import NO_OPTIONS, RunOptions
-from cbatch.runtime.ids import is_meant, own_id
+from cbatch.runtime.ids import RequestId, is_meant, own_id
 from cbatch.runtime.interface import Orders, Questions
 from cbatch.runtime.validation import check_extension, origin_of
 from cbatch.support.interrupts import Postponed, is_locked_here
-from cbatch.worker.connection import FrameThread
-from cbatch.worker.pool import Pool, by_worker, read_texts
+from cbatch.worker.connection import Connection, FrameThread
+from cbatch.worker.pool import Launch, Pool, by_worker, read_texts
 from cbatch.worker.protocol_commands import (
     COMMAND_OF,
     CancelCommand,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from cbatch.messages import BatchPrompt
     from cbatch.response import BatchResult
     from cbatch.runtime.crossings import Crossing
-    from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import (
         BatchTarget,
         OnAdmit,
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from cbatch.runtime.step_record import SlotState, StepRecord
     from cbatch.stats import EngineStats
     from cbatch.support.model_facts import ModelFacts
-    from cbatch.worker.connection import Connection
-    from cbatch.worker.pool import Launch
 
 
 _Slot = TypeVar("_Slot", "SlotState", "RowComparison")

@@ -9,25 +9,22 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-from msgspec import structs
+from msgspec import Raw, structs
 
 from cbatch.errors import CBatchError, ConfigError, EngineError, WorkerDiedError, words_of
 from cbatch.support.checks import MAX_INT, check_int
 from cbatch.support.interrupts import HeldBack, Latch
 from cbatch.support.thread_start import started
 from cbatch.worker.framing import N_LINE_MAX, framed
-from cbatch.worker.wire import VERSION, Frame, Ready, decode, encode_call
+from cbatch.worker.wire import VERSION, Frame, Ready, WireAnswer, decode, encode_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from msgspec import Raw
 
     from cbatch.stats import EngineStats
     from cbatch.support.model_facts import ModelFacts
     from cbatch.worker.protocol_commands import ProtocolCommand
     from cbatch.worker.requests import Asked
-    from cbatch.worker.wire import WireAnswer
 
 
 class Link(Protocol):

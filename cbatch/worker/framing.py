@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import select
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from cbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import BinaryIO
 
     from cbatch.worker.wire import Frames
 

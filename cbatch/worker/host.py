@@ -28,7 +28,7 @@ from cbatch.errors import (
 )
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.response import BatchResult, Timings
+from cbatch.response import BatchOutputChunk, BatchResult, Timings
 from cbatch.runtime.choices import request_id
 from cbatch.runtime.ids import Ids, check_own
 from cbatch.runtime.interface import Submission
@@ -57,16 +57,14 @@ from cbatch.worker.protocol_commands import (
     TakeBack,
     made_tokens,
 )
-from cbatch.worker.wire import LogLine, decode, heard_options, reader
+from cbatch.worker.wire import Frames, LogLine, WireItem, decode, heard_options, reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from cbatch.response import BatchOutputChunk
     from cbatch.runtime.crossings import Crossing
     from cbatch.runtime.local import LocalRuntime
     from cbatch.worker.outbox import Outbox
-    from cbatch.worker.wire import Frames, WireItem
 
 DEBUG = "CBATCH_DEBUG"
 """The environment variable that is 1 where the command `abort` is known, for tests."""

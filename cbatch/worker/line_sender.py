@@ -5,13 +5,10 @@ from __future__ import annotations
 import select
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from cbatch.support.thread_start import started
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _LAST_S = 1.0
 

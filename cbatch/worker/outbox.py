@@ -8,13 +8,12 @@ from collections import deque
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from cbatch.response import BatchOutputChunk
+from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, TokenLogprob
 from cbatch.worker.wire import encode, told_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from cbatch.response import BatchResult, FinishReason, TokenLogprob
     from cbatch.worker.framing import FrameSink
 
 N_FRAME_BYTES = 2**20
@@ -239,7 +238,6 @@ class _Merged:
         self.add(chunk)
 
     def add(self, chunk: BatchOutputChunk) -> _Merged:
-        """Take the next one."""
         if self._parts is None and (chunk.reasoning or chunk.content != chunk.text):
             self._parts = StringIO(), StringIO()
             self._parts[0].write(self._text.getvalue())
@@ -255,7 +253,6 @@ class _Merged:
         return self
 
     def chunk(self) -> BatchOutputChunk:
-        """Return all of them as one chunk."""
         text, tokens, index = self._text.getvalue(), tuple(self._tokens), self._index
         content, thought = (p.getvalue() for p in self._parts) if self._parts else (text, "")
         reason, logprobs = self._finish_reason, self._logprobs

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.support.checks import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 _NODES = Path("/sys/devices/system/node")
 _STAT = Path("/proc/stat")

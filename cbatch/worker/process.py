@@ -6,22 +6,17 @@ import os
 import signal
 import subprocess
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import BinaryIO, cast
 
 from cbatch.errors import ConfigError, NoThreadError, words_of
 from cbatch.support.processes import command_of, environment
 from cbatch.support.thread_start import started
 from cbatch.worker.framing import read_frames
 from cbatch.worker.line_sender import LineSender
-from cbatch.worker.protocol_commands import first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import BinaryIO
-
-    from cbatch.worker.protocol_commands import Hello
+from cbatch.worker.protocol_commands import Hello, first_line
 
 N_LAST_WORDS = 20
 """Lines of a worker's stderr that are kept, to say why it died. Our choice."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 from msgspec import Meta, Struct, defstruct
 
@@ -18,10 +19,6 @@ from cbatch.runtime.crossings import Crossing, crossings_of
 from cbatch.runtime.interface import Count, Id, Orders, Questions, TokenId
 from cbatch.support.checks import MAX_INT, MAX_TIME_S
 from cbatch.worker.wire import Frames, WireItem, encode_call, told_options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 Options: TypeAlias = "dict[str, Any] | None"
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_TIME_S)]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cbatch.errors import CBatchError, EngineError, words_of
 from cbatch.support.logs import Log
-from cbatch.worker.connection import Connection, FrameThread
+from cbatch.worker.connection import Connection, FrameThread, Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cbatch.worker.connection import Link
-    from cbatch.worker.wire import Frame
+    from cbatch.worker.pool import Pool
 
 _log = Log("cbatch.worker")
 
@@ -31,29 +30,10 @@ _NOT_TOLD = "the system does not say how"
 """Why a worker died if the program ignores SIGCHLD, so that the system forgets it. Source: man 2 wait, notes."""
 
 
-class Owner(Protocol):
-    """Who a place tells of its workers, in the place's own thread."""
-
-    def join(self, connection: Connection) -> None:
-        """Take a worker that is ready."""
-
-    def take(self, connection: Connection, said: Frame) -> None:
-        """Take what a frame holds."""
-
-    def leave(self, connection: Connection) -> bool:
-        """Do without a worker that is gone; return whether it is to be replaced."""
-
-    def miss(self, error: CBatchError) -> bool:
-        """Note a worker that could not be started; return whether to try again."""
-
-    def fail(self, error: CBatchError) -> None:
-        """End every request and worker: this replica cannot go on."""
-
-
 class Replica:
     """Keeps one worker of a pool alive, in a thread of its own."""
 
-    def __init__(self, pool: Owner, i: int, launch: Callable[[], Link]) -> None:
+    def __init__(self, pool: Pool, i: int, launch: Callable[[], Link]) -> None:
         self.i = i
         self.connection: Connection | None = None
         """The worker, while there is one."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Raw, structs
 
 from cbatch.core.request import Request
-from cbatch.errors import ConfigError, RequestCancelledError
+from cbatch.errors import CBatchError, ConfigError, RequestCancelledError
 from cbatch.options import RunOptions
 from cbatch.response import BatchOutputChunk, BatchResult, FinishReason, Timings, Usage
 from cbatch.runtime.output import Origin
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cbatch.embedding import TextSettings
-    from cbatch.errors import CBatchError
     from cbatch.messages import BatchPrompt
     from cbatch.runtime.ids import RequestId
     from cbatch.runtime.interface import Submission, Target

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from cbatch.support.interrupts import HeldBack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Work: TypeAlias = "Callable[[], Callable[[], object]]"
 """Changes what is known of requests, and returns what is to be done without the lock."""

@@ -79,7 +79,6 @@ class Routing:
         the worker with the least; without a known beginning, the worker with the least.
 
         Args:
-            keys: of `beginnings`.
             loads: for each worker, its requests in flight per slot; infinite for one that takes none.
         """
         least = min(range(len(loads)), key=lambda i: loads[i])

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from msgspec import Struct
 
@@ -30,6 +30,7 @@ from cbatch.worker.placement import place
 from cbatch.worker.protocol_commands import Hello, LoadCommand, LookedAhead
 from cbatch.worker.wire import (
     VERSION,
+    Frames,
     Ready,
     WireItem,
     as_text,
@@ -43,11 +44,9 @@ from cbatch.worker.wire import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from typing import BinaryIO
 
     from cbatch.options import RunOptions
     from cbatch.runtime.local import LocalRuntime
-    from cbatch.worker.wire import Frames
 
 STALL_S = 30.0
 """A client of a socket that takes nothing of its last output for so long is left, for others wait. Our choice."""
@@ -94,7 +93,6 @@ def load_and_serve(source: BinaryIO, sink: int, leave: Callable[[], object]) -> 
     """Load what a client's first line says and serve it; end when the client has no more lines.
 
     Args:
-        source: where lines come from.
         sink: descriptor for frames.
         leave: called at the end, where nobody hears what more there is to say.
     """
@@ -127,7 +125,6 @@ def serve_client(
 
     Args:
         runtime: nobody else gives it requests meanwhile; it stays open, without requests.
-        source: where lines come from.
         sink: descriptor for frames.
         options: defaults for every request.
         hang_up: ends `source` where the reader has left, or takes nothing for a while at the end; None for a
@@ -161,13 +158,8 @@ def serve(
     """Serve a runtime to a client whose first line is known; see `serve_client`.
 
     Args:
-        runtime: as there.
-        hello: the client's first line.
-        source: where the other lines come from.
         sink: descriptor for frames.
-        options: as there.
         finishes: finish the requests in flight when the input ends; else they are cancelled.
-        hang_up: as there.
         said: lines of the log that the client gets first.
     """
     frames = FrameSink(sink, hello.frames)
@@ -209,7 +201,6 @@ class _Kept(logging.Handler):
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
         self.records.append(record)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.engine import Engine
 from cbatch.engine_options import DEFAULT_PARALLEL, EngineOptions
 from cbatch.errors import ConfigError, EngineError, NoThreadError, words_of
+from cbatch.messages import LookAhead
+from cbatch.options import RunOptions
 from cbatch.runtime.interface import Questions
 from cbatch.support.checks import check_path, reading, shown
 from cbatch.support.processes import current_folder
@@ -23,12 +26,6 @@ from cbatch.worker.process import ProcessLink
 from cbatch.worker.protocol_commands import Hello, first_line
 from cbatch.worker.service import hello_of
 from cbatch.worker.wire import VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from cbatch.messages import LookAhead
-    from cbatch.options import RunOptions
 
 _SHARED = (
     "parallel",
@@ -56,9 +53,6 @@ def open_workers(
     Args:
         model: a path; None for the model that ships inside.
         options: of all processes together.
-        look_ahead: prompts that will come.
-        is_stopped: tells whether to stop.
-        n: number of processes.
         n_sharing: engines that share the free memory; the processes are one of them.
 
     Raises:

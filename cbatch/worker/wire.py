@@ -5,10 +5,11 @@ from __future__ import annotations
 import builtins
 import json
 import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 from msgspec import Raw, Struct
@@ -29,9 +30,6 @@ from cbatch.runtime.step_record import StepRecord
 from cbatch.support.checks import MAX_TIME_S, shown
 from cbatch.support.model_facts import ModelFacts
 from cbatch.support.typed import known
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 VERSION = 2
 """Of the protocol; both sides say theirs first."""
@@ -92,7 +90,6 @@ class ToldError(Struct, omit_defaults=True):
 
 @lru_cache(maxsize=1)
 def _error_types() -> dict[str, type[CBatchError]]:
-    """Return cbatch's errors by name."""
     found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     return {name: kind for name, kind in found.items() if issubclass(kind, CBatchError)}
 

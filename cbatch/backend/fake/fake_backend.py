@@ -481,7 +481,6 @@ class FakeBackend:
 
 
 def _is_picture(spans: Sequence[Span]) -> bool:
-    """Whether a step is a single picture and nothing else."""
     return len(spans) == 1 and edges_of(spans[0].inputs) == (0, len(spans[0].inputs))
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from cbatch.backend.fake.fake_tokens import state_after
 from cbatch.backend.plan_check import PlanCheck
+from cbatch.core.plan import KvCapabilities, Slot, StepPlan
+from cbatch.core.span import Span
 from cbatch.errors import PlanError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cbatch.core.plan import KvCapabilities, Slot, StepPlan
-    from cbatch.core.span import Span
 
 
 class FakeCells:

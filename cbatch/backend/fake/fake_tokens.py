@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cbatch.core.plan import GrammarStep, TokenLogprobs
+from cbatch.core.plan import Binding, GrammarStep, TokenLogprobs
 from cbatch.errors import GrammarError, PlanError
 from cbatch.media import marked_messages, medium_of
 from cbatch.pictures import NO_PROJECTOR
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cbatch.core.plan import Binding
     from cbatch.options import AdapterSet, Grammar
 
 END_TOKEN = 256

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cbatch.backend.llama.pad_rows import N_GROUP, PAD_TOKEN
-from cbatch.core.plan import Slot
+from cbatch.core.plan import Slot, StepPlan, StepResult
 from cbatch.core.span import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cbatch.backend.llama.context_memory import ContextMemory
-    from cbatch.core.plan import StepPlan, StepResult
 
 N_PAIRS = 4
 """Pairs of series, without and with pad rows, that all must show a gain."""

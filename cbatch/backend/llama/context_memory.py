@@ -272,7 +272,6 @@ class ContextMemory:
 
     @property
     def _held(self) -> Sequence[Slot]:
-        """Slots that hold cells."""
         return [Slot(slot) for slot, n in enumerate(self.n_cells) if n]
 
     def copy(self, copies: Sequence[tuple[Slot, Slot, int]]) -> float:

@@ -122,10 +122,8 @@ class ElasticThreads:
         """Make one.
 
         Args:
-            n_most: the most threads.
             cpu_clock: the clock of the calling thread's CPU time.
             waits: what makes waits short; None where nothing can.
-            is_fixed: whether the number of threads never changes.
         """
         self._n_most, self._cpu_clock, self._waits = n_most, cpu_clock, waits
         self._is_fixed = is_fixed

@@ -10,10 +10,10 @@ from cbatch.backend.llama.fingerprint import fingerprint, model_parts
 from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.model import facts_of
+from cbatch.backend.llama.model import LlamaModel, facts_of
 from cbatch.core.plan import KvCapabilities, StepPlan, StepResult
 from cbatch.core.span import ANYWHERE
-from cbatch.engine_options import MAX_THREADS
+from cbatch.engine_options import MAX_THREADS, EngineOptions
 from cbatch.errors import PlanError
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend import Embedder, Vocab
-    from cbatch.backend.llama.model import LlamaModel
     from cbatch.embedding import Pooling
-    from cbatch.engine_options import EngineOptions
     from cbatch.options import AdapterSet
     from cbatch.support.model_facts import ModelFacts
 

@@ -79,8 +79,6 @@ class LlamaEmbedder:
         Args:
             model: a loaded model, which outlives it.
             options: how to compute; with `exact` each text is computed alone.
-            n_threads: threads that compute.
-            pooling: how a text's vector is made.
         """
         self._model, self._options, self._n_threads = model, options, n_threads
         self._pooling = pooling
@@ -371,7 +369,6 @@ class _Batch:
     """The arrays of a `llama_batch`, written anew for each run."""
 
     def __init__(self, n_most: int) -> None:
-        """Make arrays for `n_most` tokens."""
         self.n_most = n_most
         self._tokens, self._positions, self._ones = (np.zeros(n_most, np.int32) for _ in range(3))
         self._ones[:] = 1

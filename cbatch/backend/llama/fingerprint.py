@@ -48,7 +48,6 @@ def fingerprint(parts: Parts, options: EngineOptions) -> dict[str, str]:
 
     Args:
         parts: the model's files, as `model_parts` found them when it was loaded.
-        options: those of the context.
 
     Raises:
         OSError: the files are gone, or are not the files that were loaded.

@@ -88,7 +88,6 @@ def read_header(path: Path, way_out: str) -> Header | None:
     """Return what a file says of itself; None if its format is newer than this reader, for llama.cpp to decide.
 
     Args:
-        path: the file.
         way_out: what to do where it is no GGUF file: the end of a sentence.
 
     Raises:
@@ -155,7 +154,6 @@ class _FileCursor:
         return start
 
     def number(self, kind: struct.Struct) -> int:
-        """Return an unsigned integer."""
         value: int = kind.unpack_from(self.data, self.skip(kind.size))[0]
         return value
 

@@ -44,8 +44,6 @@ class Constraint:
 
 @dataclass(eq=False, slots=True)
 class _SlotMatcher:
-    """The matcher of one slot."""
-
     matcher: Any
     banned: NDArray[np.uint32] | None
     """Bits of end tokens that must not be sampled."""

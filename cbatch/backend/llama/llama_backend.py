@@ -33,8 +33,8 @@ from cbatch.backend.llama.grammar import LlamaGrammars
 from cbatch.backend.llama.grammar_matchers import GrammarMatchers
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.memory import SavedState, find_memory
-from cbatch.backend.llama.model import facts_of
+from cbatch.backend.llama.memory import FoundMemory, SavedState, find_memory
+from cbatch.backend.llama.model import LlamaModel, facts_of
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.backend.llama.openmp import end_team, short_waits
 from cbatch.backend.llama.pad_rows import PadRows
@@ -43,7 +43,7 @@ from cbatch.backend.llama.projector import Projector
 from cbatch.backend.llama.short_pool import ShortPool, may_have_short_pool
 from cbatch.backend.llama.step_runner import StepRunner
 from cbatch.backend.threads import teams
-from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, StepPlan, StepResult
+from cbatch.core.plan import BROKEN_ROW, N_STEPS_MAX, UNCHANGED, Binding, Slot, StepPlan, StepResult
 from cbatch.core.span import ANYWHERE, Span
 from cbatch.engine_options import MAX_THREADS
 from cbatch.errors import EngineClosedError, EngineError, ModelLoadError, PlanError
@@ -57,10 +57,7 @@ if TYPE_CHECKING:
     from cbatch.backend import Embedder, Vocab
     from cbatch.backend.llama.adapters import Adapters
     from cbatch.backend.llama.draft_model import DraftModel
-    from cbatch.backend.llama.memory import FoundMemory
-    from cbatch.backend.llama.model import LlamaModel
     from cbatch.backend.llama.model_tuning import Tuning
-    from cbatch.core.plan import Binding, Slot
     from cbatch.embedding import Pooling
     from cbatch.options import AdapterSet
     from cbatch.support.model_facts import ModelFacts
@@ -83,9 +80,7 @@ class LlamaBackend:
         """Make a context for `tuning.options.parallel` sequences.
 
         Args:
-            model: a loaded model.
             tuning: sizes and settings, and what was found out about the model.
-            owns_model: close the model with the backend.
             stepper: what runs steps, called as `NativeStepper` is; None for that.
             adapters: what plans may compute with; closed with the backend.
 
@@ -436,7 +431,6 @@ class LlamaBackend:
         return self._run_steps(plan)
 
     def _run_steps(self, plan: StepPlan) -> StepResult:
-        """Run a plan's chunks with its adapters, where slots' cells are now."""
         if self._adapters is not None:
             self._adapters.use(self._current, plan.adapters)
         is_pooled = self.short_pool is not None and self.short_pool.is_used

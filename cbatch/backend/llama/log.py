@@ -6,16 +6,14 @@ import ctypes
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import library
 from cbatch.backend.threads import once
 from cbatch.support.interrupts import note
 from cbatch.support.logs import Log
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _CONTINUATION = 5
 # Source: ggml.h, enum ggml_log_level (llama_cpp._logger has the table of an older one). What has no

@@ -13,8 +13,8 @@ import numpy as np
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.layout import CELL_TYPES, read_layout
 from cbatch.backend.llama.native import NativeStepper
-from cbatch.backend.llama.positions import n_positions
-from cbatch.backend.llama.saved import read_format
+from cbatch.backend.llama.positions import FlatPictures, n_positions
+from cbatch.backend.llama.saved import SavedFormat, read_format
 from cbatch.core.plan import Binding, KvCapabilities, Slot
 from cbatch.core.span import Span
 from cbatch.errors import IncompatibleLlamaError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.backend.llama.positions import FlatPictures
-    from cbatch.backend.llama.saved import SavedFormat
     from cbatch.engine_options import EngineOptions
 
 _N_KEPT = 3

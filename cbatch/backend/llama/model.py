@@ -103,10 +103,8 @@ class LlamaModel:
         Args:
             pointer: `llama_model *` as ctypes gives it.
             name: its path; error messages begin with it.
-            placement: where its layers were put.
             owner: the object that frees it; `None` for this object.
             template: Jinja that replaces the model's own chat template.
-            has_weights: whether its weights are in memory.
         """
         self.placement = placement or Placement()
         self.has_weights = has_weights

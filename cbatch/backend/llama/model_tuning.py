@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cbatch.backend.llama.pad_rows import ANY_SHAPE
+from cbatch.backend.llama.pad_rows import ANY_SHAPE, RowShape
 
 if TYPE_CHECKING:
-    from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.engine_options import EngineOptions
 
 NOT_TRIED = "together: not tried"

@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from cbatch.errors import EngineClosedError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
@@ -89,7 +88,6 @@ class NativeStepper:
             ctx: address of the `llama_context`, for `n_slots + N_TARGETS_MAX` outputs where spans have targets; must
                 outlive the stepper.
             n_slots: llama.cpp's sequence ids `0 … n_slots − 1`: the slots, and those for pad rows.
-            n_batch: most tokens in one step.
             n_vocab: floats in one row of logits.
             n_threads: most threads that sample; give what decoding uses.
             has_silent_rows: compute the logits of spans of one token without output too, so that the shape of a step
@@ -152,8 +150,6 @@ class NativeStepper:
         Args:
             ctx: its `llama_context *`, which has the slots as sequences; nobody else computes in it. It is emptied.
             n_batch: most tokens of one call.
-            n_window: cells of each slot.
-            n_vocab: tokens of its vocabulary.
 
         Raises:
             PlanError: memory cannot be cut, or there is none for it.
@@ -320,7 +316,6 @@ class NativeStepper:
         )
 
     def _counts(self, n_spans: int) -> list[DraftCounts]:
-        """Return the counts of draft tokens of each span."""
         found = self._drafted[: _N_COUNTS * n_spans]
         return [DraftCounts(*found[i : i + _N_COUNTS]) for i in range(0, len(found), _N_COUNTS)]
 
@@ -380,7 +375,6 @@ class _Scoring:
         self.at = ctypes.addressof(self._native)
 
     def found(self) -> dict[Slot, list[TokenLogprobs]]:
-        """Return the log-probabilities of each slot's targets."""
         each = map(as_logprobs, self._out)
         return {c.slot: [next(each) for _ in c.targets] for c in self._chunks if c.targets}
 

@@ -14,17 +14,15 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.bindings import POLICIES, llama_cpp
 from cbatch.errors import NoThreadError
 from cbatch.support.thread_start import started
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _NAME = "cbatch-short-waits"
 
@@ -47,7 +45,6 @@ class ShortWaits:
     """
 
     def __init__(self, gnu: Any) -> None:
-        """Take a handle of GNU's runtime."""
         self._gnu = gnu
         self._begin()
         os.register_at_fork(after_in_child=self._begin)

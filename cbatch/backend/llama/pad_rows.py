@@ -60,7 +60,6 @@ class RowShape:
         return max(self.least, self.multiple) > 1
 
     def __str__(self) -> str:
-        """Say it in words."""
         if not self.has_pads:
             return "any number of rows"
         by = f", in multiples of {self.multiple}" if self.multiple > 1 else ""
@@ -101,7 +100,6 @@ class PadRows:
     """Adds pad rows to the decoding rows of a step, and removes their cells after it."""
 
     def __init__(self, shape: RowShape, memory: ContextMemory, n_sequences: int) -> None:
-        """Take the shape of steps, the memory whose cells are counted, and the context's sequences."""
         self._shape, self._memory, self._n_sequences = shape, memory, n_sequences
 
     def beside(self, rows: Sequence[Span]) -> Sequence[Span]:

@@ -7,10 +7,8 @@ Source: llama.cpp, tools/mtmd/mtmd.cpp, mtmd_image_tokens_get_decoder_pos and mt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 
 class FlatPicture(NamedTuple):

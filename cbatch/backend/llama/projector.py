@@ -92,7 +92,6 @@ class _Rows:
 
         Args:
             number: of the picture's part; see `ids_of`.
-            n: rows.
             offsets: (4, n) int32: of time, height, width and one more; None where each has the next position.
             n_positions: how many positions further on the sequence goes on behind them, with `offsets`.
             attends_ahead: each row attends to later ones too.
@@ -198,10 +197,7 @@ class Projector:
 
         Args:
             model: whose embeddings it gives.
-            path: the GGUF file.
-            n_threads: that encode.
             n_ubatch: most rows that llama.cpp computes together.
-            is_on_device: a device encodes.
 
         Raises:
             ModelLoadError: it is no projector, not of this model, or of a kind that is not supported.

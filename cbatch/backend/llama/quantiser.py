@@ -12,16 +12,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from cbatch.backend.llama.gguf import read_header
 from cbatch.errors import ConfigError
 from cbatch.support.processes import command_of, environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _BUFFER_BYTES = 2**28
 """Of rows that the quantiser keeps in memory at once; llama.cpp's own default is 8 GiB."""

@@ -28,7 +28,6 @@ class RowChanges:
     def __init__(
         self, processors: LogitsProcessors, slots: Collection[Slot], chunks: Sequence[Span]
     ) -> None:
-        """Take the slots whose rows change, and all chunks of the step."""
         self._processors, self._slots = processors, slots
         self._outputs = [c.slot for c in chunks if c.has_output]
         self._rows: list[NDArray[np.float32]] = []

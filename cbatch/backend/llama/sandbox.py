@@ -16,12 +16,10 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 _N_BYTES_KEPT = 2**28
 """A process larger than this ends after its answer, so that the next question has enough memory."""

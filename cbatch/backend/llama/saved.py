@@ -191,7 +191,6 @@ class _LayerRows:
 
     @property
     def is_across(self) -> bool:
-        """Whether values lie across."""
         return self.n_rows > 1
 
     def turned(self) -> _LayerRows | None:
@@ -286,7 +285,6 @@ class _StateCursor:
         return len(self._data) - self._start
 
     def take(self, n_bytes: int) -> Bytes:
-        """Return the next bytes where they stand."""
         if not 0 <= n_bytes <= self.n_left:
             raise ValueError("are cut off")
         self._start += n_bytes

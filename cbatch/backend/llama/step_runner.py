@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cbatch.backend.llama.pad_rows import N_GROUP
+from cbatch.backend.llama.pad_rows import N_GROUP, PadRows
 from cbatch.backend.llama.row_changes import RowChanges, without_failed
 from cbatch.backend.logits_processors import LogitsProcessors
 from cbatch.core.plan import Binding, Slot, StepPlan, StepResult, TokenLogprobs
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from cbatch.backend.llama.cheaper_widths import CheaperWidths
     from cbatch.backend.llama.grammar_matchers import GrammarMatchers
     from cbatch.backend.llama.native import NativeStepper
-    from cbatch.backend.llama.pad_rows import PadRows
     from cbatch.backend.llama.picture_rows import PictureRows
     from cbatch.core.span import PromptCuts, Span
     from cbatch.errors import RequestFailedError

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ctypes
 from array import array
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cbatch.core.plan import TokenLogprobs
+from cbatch.core.plan import Binding, TokenLogprobs
 from cbatch.options import Sampling
 from cbatch.support.picture_tokens import without_pictures
-
-if TYPE_CHECKING:
-    from cbatch.core.plan import Binding
 
 
 class NativeApi(ctypes.Structure):

@@ -445,7 +445,6 @@ class LlamaVocab:
         return text.decode(errors="replace")
 
     def _fim_tokens(self) -> dict[str, int]:
-        """Return the model's fill-in-the-middle tokens by name."""
         names = ("pre", "suf", "mid", "rep", "sep")
         found = {n: int(getattr(llama_cpp, f"llama_vocab_fim_{n}")(self._pointer)) for n in names}
         return {name: token for name, token in found.items() if token >= 0}

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import address, library
 from cbatch.backend.llama.structs import NativeWatchParams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 VECTORS = b"result_embd_pooled"
 """The name of the vectors in a graph. Source: llama.cpp's src/llama-graph.cpp, build_pooling."""

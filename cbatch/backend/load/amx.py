@@ -10,15 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.load import notes
 from cbatch.errors import ConfigError
 from cbatch.support.processes import has_crashed, run_apart
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AMX_ADVICE = (
     "llama.cpp's AMX code ends the process here, as builds by GCC 12 do, so weights are not repacked, and prompts "

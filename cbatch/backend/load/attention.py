@@ -14,24 +14,20 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from statistics import median
-from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.context import DEFAULT_WINDOW
+from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.load import notes
 from cbatch.backend.load.attention_trial import TrialRound, TrialShape, rounds
 from cbatch.backend.load.devices import free_on_devices
+from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from cbatch.backend.llama.model import LlamaModel
-    from cbatch.engine_options import EngineOptions
 
 GAIN, LEAST = 1.05, 0.95
 """Time with flash attention over time without, from which a round counts for turning it off: least average, and least
@@ -82,7 +78,6 @@ class AttentionFinding:
         return replace(self, due_s=self.made_s + _SOON_S) if self.rounds and is_first else self
 
     def __str__(self) -> str:
-        """Say why flash attention is on or off."""
         if not self.rounds:
             return "llama.cpp's default; not measured: steps are slow, or other programs were busy"
         ratios = sorted(g if self.is_off else 1 / g for g in map(_gain, self.rounds))
@@ -244,5 +239,4 @@ def _depends(model: LlamaModel, options: EngineOptions) -> Sequence[str]:
 
 
 def _noted(*depends: str) -> AttentionFinding | None:
-    """Return the finding of a note; None if there is no readable one."""
     return notes.read_as(AttentionFinding, _NAME, *depends)

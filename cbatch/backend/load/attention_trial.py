@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.context import DEFAULT_WINDOW
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import DecodeError
 from cbatch.options import GREEDY
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from cbatch.backend.llama.model import LlamaModel
 
 _N_ROWS = 16
 """Rows that decode, if there are several slots. Fewer rows show a smaller difference of the same sign."""
@@ -64,7 +61,6 @@ class TrialShape:
         return cls(n_rows, max(1, min(_N_HISTORY, n_most)), options.n_threads or 0)
 
     def __str__(self) -> str:
-        """Describe the trial, for a note."""
         threads = f"{self.n_threads} threads" if self.n_threads else "all threads"
         return (
             f"{self.n_rows} rows of up to {self.n_history} cells, prompts of {_N_PROMPT}, {threads}"
@@ -180,7 +176,6 @@ class _Way:
             raise DecodeError(result.code)
 
     def close(self) -> None:
-        """Free the context."""
         self._backend.close()
 
 

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.host_limits import host_free
-from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB
+from cbatch.engine_options import DEFAULT_CHECKPOINT_MIB, EngineOptions
 from cbatch.support.logs import Log
 
 if TYPE_CHECKING:
     from cbatch.backend.llama.embed_only import EmbedOnlyBackend
     from cbatch.backend.llama.llama_backend import LlamaBackend
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.engine_options import EngineOptions
 
 _log = Log("cbatch.load")
 

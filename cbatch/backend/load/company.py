@@ -254,7 +254,6 @@ class _CompanyTrial:
             yield place, len(slots), slot, found[slot]
 
     def _run(self, chunks: Sequence[Span]) -> list[Logits]:
-        """Run one step; return the logits of each chunk."""
         if self._is_stopped():
             raise EngineError("it was stopped")
         if not chunks:

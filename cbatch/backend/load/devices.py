@@ -71,7 +71,6 @@ class Device:
         takes_layers: whether layers can be put there: it is none of the processors of this machine.
         n_free: bytes of its memory that are free.
         n_total: bytes of its memory.
-        handle: its address.
     """
 
     name: str

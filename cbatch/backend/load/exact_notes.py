@@ -7,25 +7,21 @@ all processes of a machine compute the same bits.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cbatch.backend.host_limits import available_cores
 from cbatch.backend.llama.context import sequences_of
+from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.pad_rows import ANY_SHAPE, LAST_CHUNKS, RowShape, n_sequences
 from cbatch.backend.load import notes
 from cbatch.backend.load.note_parts import note_parts
 from cbatch.backend.load.probe import COULD_NOT_RUN
 from cbatch.backend.load.row_shapes import confirm, find_exact
-from cbatch.engine_options import BITWISE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cbatch.backend.llama.model import LlamaModel
-    from cbatch.engine_options import EngineOptions
+from cbatch.engine_options import BITWISE, EngineOptions
 
 _NAME = "exact"
 _CONFIRMED = "exact-threads"

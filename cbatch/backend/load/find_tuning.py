@@ -39,9 +39,7 @@ def find_tuning(
 
     Args:
         model: a loaded model; without weights nothing can be tried.
-        asked: what the caller set.
         settled: the same, with sizes and the like; see `settle`.
-        room: the memory for cells.
         is_stopped: called now and then; once it is true, trials end with a `CBatchError`.
         tries: try whether sequences are computed rightly together where that is not known.
         proves: with `exact`, find the shape of steps; `exactness` tells whether there is one.

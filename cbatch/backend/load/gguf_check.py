@@ -7,15 +7,12 @@ are checked here; assertions of single architectures are tried in a separate pro
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.gguf import AGAIN, DamagedError, Header, read_header
 from cbatch.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # Source: llama-hparams.h; larger ones end the process
 _MAP_ALIGNMENT = 32  # Source: ggml-impl.h, TENSOR_ALIGNMENT

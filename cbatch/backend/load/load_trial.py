@@ -61,10 +61,7 @@ def check_load(
     If the process cannot start, is killed or refuses the file, nothing is known: the load itself decides.
 
     Args:
-        path: the model's file.
-        options: those of the load.
         is_stopped: called now and then; once it is true, the process is killed.
-        has_weights: read the weights.
         projector: a projector's file to encode with, in place of the sequence: then it is the file that is tried.
 
     Raises:

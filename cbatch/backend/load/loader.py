@@ -24,8 +24,8 @@ from cbatch.backend.llama.fingerprint import model_parts
 from cbatch.backend.llama.library import handshake
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
-from cbatch.backend.llama.model import facts_of
-from cbatch.backend.llama.model_tuning import NOT_TRIED
+from cbatch.backend.llama.model import LlamaModel, facts_of
+from cbatch.backend.llama.model_tuning import NOT_TRIED, Tuning
 from cbatch.backend.llama.short_pool import N_CELLS
 from cbatch.backend.load.attention import keep_attention, why_attention
 from cbatch.backend.load.checkpoint_budget import described_mib
@@ -38,6 +38,7 @@ from cbatch.backend.load.probe import probe
 from cbatch.backend.load.projector_check import check_projector, read_projector_file
 from cbatch.backend.load.row_shapes import width_classes
 from cbatch.backend.load.sizing import (
+    Room,
     check_fits,
     find_room,
     settle,
@@ -45,7 +46,7 @@ from cbatch.backend.load.sizing import (
     warn_past_training,
 )
 from cbatch.backend.threads import run_in_fresh_thread
-from cbatch.engine_options import BITWISE, DEFAULT_PARALLEL, MAX_THREADS
+from cbatch.engine_options import BITWISE, DEFAULT_PARALLEL, MAX_THREADS, EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 from cbatch.messages import LookAhead
 from cbatch.support.checks import check_path, readable, reading
@@ -55,12 +56,8 @@ from cbatch.support.logs import Log
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from cbatch.backend.llama.model import LlamaModel
-    from cbatch.backend.llama.model_tuning import Tuning
     from cbatch.backend.llama.native import NativeStepper
     from cbatch.backend.load.attention_trial import TrialRound
-    from cbatch.backend.load.sizing import Room
-    from cbatch.engine_options import EngineOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -232,7 +229,6 @@ _OF_VECTORS = ("can_generate", "can_embed", "can_rerank", "pooling", "n_embeddin
 
 
 def _told_of_file(loaded: LlamaModel, options: EngineOptions) -> dict[str, Any]:
-    """Return what the file itself says of the model."""
     return {
         "path": loaded.name,
         "name": loaded.metadata.get("general.name", ""),
@@ -251,7 +247,6 @@ def _told_of_file(loaded: LlamaModel, options: EngineOptions) -> dict[str, Any]:
 
 
 def _told_of_projector(options: EngineOptions) -> dict[str, Any]:
-    """Return what a projector's file has; None without one."""
     if options.mmproj is None:
         return {"mmproj": None, "n_mmproj_bytes": None, "mmproj_takes": None}
     path = check_path("mmproj", options.mmproj)
@@ -487,7 +482,6 @@ def _make_backend(
     draft: DraftModel | None,
     stepper: Callable[..., NativeStepper] | None,
 ) -> LlamaBackend:
-    """Make the backend with its adapters, draft model and projector."""
     options = tuning.options
     with ExitStack() as undo:
         adapters = Adapters(loaded, options.adapters or {})

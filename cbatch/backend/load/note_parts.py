@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from cbatch.backend.llama.fingerprint import file_digest, model_parts
 from cbatch.backend.load.packed import kernels
 from cbatch.engine_options import EngineOptions, ScheduleOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SIZES = ("parallel", "exact_slots", "n_ctx", "ctx_per_seq", "memory_mib", "n_threads")
 _NO_MATTER = (
@@ -29,7 +26,6 @@ def note_parts(name: str, options: EngineOptions, **sizes: object) -> Sequence[s
     """Return what a finding depends on, for `notes`; empty if the model's file is missing, or RPC servers compute.
 
     Args:
-        name: path of the model.
         options: sizes, and options that change no bits, are left out.
         sizes: those on which the finding depends.
     """

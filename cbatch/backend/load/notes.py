@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 import platformdirs
@@ -21,9 +22,6 @@ from cbatch.backend.bindings import LIBRARY, llama_cpp
 from cbatch.backend.load.devices import device_names
 from cbatch.support.folders import part_beside
 from cbatch.support.typed import known
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 T = TypeVar("T")
 _N_NAME = 16

@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.backend.bindings import bounded_spins, llama_cpp
 from cbatch.backend.llama.chat_template import parse_override
@@ -25,9 +26,6 @@ from cbatch.engine_options import EngineOptions
 from cbatch.errors import ConfigError, ModelLoadError
 from cbatch.support.interrupts import Postponed
 from cbatch.support.logs import Log
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 FOLDER = Path(__file__).parents[2] / "models"
 CHAT = "chat.gguf"

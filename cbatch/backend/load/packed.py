@@ -47,8 +47,6 @@ def why_not_packed(path: str, options: EngineOptions, n_sharing: int = 1) -> str
     """Return why a model's weights are not packed, in words for `cbatch info`; empty if they are.
 
     Args:
-        path: its file.
-        options: where it computes, and what is asked for.
         n_sharing: processes that load it.
     """
     if options.repack != "auto":

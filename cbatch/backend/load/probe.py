@@ -18,10 +18,10 @@ import numpy as np
 
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.model_tuning import Tuning
-from cbatch.backend.llama.pad_rows import ANY_SHAPE
+from cbatch.backend.llama.pad_rows import ANY_SHAPE, RowShape
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
-from cbatch.engine_options import BITWISE
+from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.errors import CBatchError, EngineError
 from cbatch.options import GREEDY
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.backend.llama.pad_rows import RowShape
-    from cbatch.engine_options import EngineOptions
 
     Logits = NDArray[np.float32]
 

@@ -19,6 +19,7 @@ from cbatch.backend.llama.pad_rows import (
     LAST_CHUNKS,
     N_CUT_LEAST,
     PAD_TOKEN,
+    RowShape,
     n_sequences,
     shapes,
 )
@@ -32,7 +33,7 @@ from cbatch.backend.load.probe import (
 from cbatch.backend.load.weight_kernels import has_plain_weights, may_cut_anywhere, tiled_experts
 from cbatch.core.plan import Slot, StepPlan
 from cbatch.core.span import Span
-from cbatch.engine_options import BITWISE
+from cbatch.engine_options import BITWISE, EngineOptions
 from cbatch.errors import CBatchError, EngineError
 
 if TYPE_CHECKING:
@@ -41,9 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cbatch.backend.llama.model import LlamaModel
-    from cbatch.backend.llama.pad_rows import RowShape
     from cbatch.backend.load.probe import Logits
-    from cbatch.engine_options import EngineOptions
 
 N_ROWS_MAX = 32
 """Widest step that is tried: CPU kernels change at 16 rows at most. Source: docs/understand/exactness.md."""

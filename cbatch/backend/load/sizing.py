@@ -22,7 +22,7 @@ from cbatch.backend.llama.context import (
     padded,
     sequences_of,
 )
-from cbatch.backend.llama.layout import footprint, read_layout
+from cbatch.backend.llama.layout import Footprint, footprint, read_layout
 from cbatch.backend.load.attention import settle_attention
 from cbatch.backend.load.free_memory import free_for_cells, share_on_host
 from cbatch.engine_options import DEFAULT_PARALLEL, MAX_PARALLEL, EngineOptions
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.backend import Vocab
-    from cbatch.backend.llama.layout import Footprint
     from cbatch.backend.llama.model import LlamaModel
     from cbatch.messages import BatchPrompt, LookAhead
     from cbatch.options import RunOptions

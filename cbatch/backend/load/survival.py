@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.host_limits import available_cores
@@ -25,6 +25,7 @@ from cbatch.backend.llama.context import (
 from cbatch.backend.llama.embed_only import EmbedOnlyBackend
 from cbatch.backend.llama.llama_backend import LlamaBackend
 from cbatch.backend.llama.log import llama_log
+from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.projector import Projector
 from cbatch.backend.load.load_trial import KEPT, N_WINDOW, NO_WEIGHTS, SURVIVED, outcome
@@ -35,11 +36,6 @@ from cbatch.core.span import Span
 from cbatch.engine_options import EngineOptions
 from cbatch.errors import CBatchError
 from cbatch.options import GREEDY
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from cbatch.backend.llama.model import LlamaModel
 
 _NOTE = "survival"
 

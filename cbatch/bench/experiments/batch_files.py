@@ -11,12 +11,13 @@ import resource
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench.harness import command_again, parser, show
+from cbatch.core.plan import StepPlan, StepResult
 from cbatch.engine import Engine
 from cbatch.files.file_run import run_file
 from cbatch.files.input.item import item_key
@@ -28,11 +29,6 @@ from cbatch.files.output.target import encoder
 from cbatch.files.work import N_COMMIT
 from cbatch.options import RunOptions
 from cbatch.response import BatchResult, Timings, Usage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.core.plan import StepPlan, StepResult
 
 _ANSWER = BatchResult(
     "0", "An answer.", (1,), "length", None, Usage(8, 1), Timings(0, 0, 0, None, None), seed=0

@@ -10,19 +10,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import CodeType, FrameType
 
 import cbatch
 from cbatch.backend.fake import FakeBackend
 from cbatch.bench.harness import parser, show
 from cbatch.engine import Engine
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import CodeType, FrameType
 
 _N_WARM_UP = 20
 _PACKAGE = Path(cbatch.__file__).parent

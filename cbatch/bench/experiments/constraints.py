@@ -7,19 +7,16 @@ number of tokens.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
 from cbatch.bench.workloads import RECORDS
+from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cbatch.engine import Engine
 
 CONSTRAINTS: dict[str, Mapping[str, Any]] = {
     "records": {"json_schema": RECORDS},
@@ -46,7 +43,6 @@ def compare(
     Args:
         engine: the engine that answers, for this benchmark alone.
         constraint: options that make the constraint.
-        n_tokens: tokens of each answer.
         n_rounds: rounds after the one that warms up.
         n_bound: how many of the prompts have the constraint in its turn.
 

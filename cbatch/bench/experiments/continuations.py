@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from cbatch.bench.harness import FIRST_TOKEN, emit, in_model, median, parser, ratios, take_turns
+from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cbatch.engine import Engine
 
 Task = tuple[BatchPrompt, list[list[int]]]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from cbatch.bench.harness import (
     CHAIN,
@@ -25,9 +26,6 @@ from cbatch.bench.harness import (
 from cbatch.errors import ConfigError
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,7 @@ Turn: TypeAlias = "tuple[float, float]"
 def _turn(
     path: str, job: PriceJob, prompts: Sequence[BatchPrompt], n_slots: int, *, exact: bool
 ) -> Turn:
-    """Answer the requests with a fresh engine.
-
-    Raises:
-        CBatchError: a request failed.
-    """
+    """Answer the requests with a fresh engine."""
     n_window = job.prompt[1] + job.output[1]
     with load(path, parallel=n_slots, ctx_per_seq=n_window, exact=exact) as engine:
         engine.submit(BatchPrompt(tokens=[FIRST_TOKEN]), options={"max_tokens": 2}).result()

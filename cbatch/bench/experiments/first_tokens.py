@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.bench.harness import FIRST_TOKEN, emit, median, parser, percentile, take_turns
+from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.engine import Engine
 
 SIZES = (4, 16, 64)
 BUDGETS = (64, 128, 256, 512)

@@ -16,19 +16,14 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cbatch.bench.experiments.http_load import CHAT, ask, get, request
+from cbatch.bench.experiments.http_load import CHAT, Heard, ask, get, request
 from cbatch.bench.harness import emit, median, parser
-from cbatch.bench.server_process import n_open_files, rss_mib, served
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cbatch.bench.experiments.http_load import Heard
-    from cbatch.bench.server_process import Server
+from cbatch.bench.server_process import Server, n_open_files, rss_mib, served
 
 _GOES_AT_ONCE = struct.pack("ii", 1, 0)
 """The value of SO_LINGER with which a closed socket is reset."""

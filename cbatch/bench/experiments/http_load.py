@@ -10,16 +10,14 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.bench.harness import compare, emit, parser
 from cbatch.bench.server_process import served
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CHAT = "/v1/chat/completions"
 

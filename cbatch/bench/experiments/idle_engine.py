@@ -7,16 +7,13 @@ has answered, and once it is closed.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from cbatch.bench.harness import CHAIN, emit, median, parser
+from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.engine import Engine
 
 _WAIT_S = 0.2
 """Longer than an engine waits before its backend rests."""

@@ -29,11 +29,7 @@ Turn: TypeAlias = "tuple[float, float]"
 
 
 def _turn(backend: Backend, n_rows: int, n_prompt: int, n_output: int) -> Turn:
-    """Decode `n_output` tokens of each row behind prompts in empty slots.
-
-    Raises:
-        DecodeError: llama.cpp failed.
-    """
+    """Decode `n_output` tokens of each row behind prompts in empty slots."""
     slots = [Slot(i) for i in range(n_rows)]
     binds = tuple(Binding(slot, 0, GREEDY, ()) for slot in slots)
     prompt = (FIRST_TOKEN,) * n_prompt

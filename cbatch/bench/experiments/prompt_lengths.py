@@ -6,19 +6,15 @@ and what a decoding step takes after such a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from cbatch.bench.experiments.prompt_scores import prompts_of
 from cbatch.bench.harness import CHAIN, emit, in_model, median, parser, take_turns
+from cbatch.engine import Engine
 from cbatch.errors import ConfigError
 from cbatch.loading import load
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.engine import Engine
-    from cbatch.messages import BatchPrompt
+from cbatch.messages import BatchPrompt
 
 LENGTHS = (64, 256, 1024, 4096)
 

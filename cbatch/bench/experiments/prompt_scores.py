@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.bench.harness import FIRST_TOKEN, compare, emit, in_model, parser
+from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cbatch.engine import Engine
 
 PLAIN: Mapping[str, Any] = {"prefill_only": True}
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import count, product
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from cbatch.backend.fake import StepCost
 from cbatch.bench.fake_server import FakeServer
 from cbatch.bench.harness import emit, parser, percentile
 from cbatch.bench.traffic import Arrival
+from cbatch.core.driver import SequenceDriver
 from cbatch.engine_options import Policy, ScheduleOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.core.driver import SequenceDriver
 
 Case = Literal["decode", "admission"]
 

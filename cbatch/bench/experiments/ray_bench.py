@@ -7,9 +7,10 @@ started here. Rates count from the first answers on: processes have started by t
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from cbatch.backend.host_limits import available_cores
@@ -17,9 +18,6 @@ from cbatch.bench.harness import emit, parser
 from cbatch.files.input.columnar import import_pyarrow
 from cbatch.integrations import ray as integration
 from cbatch.integrations.ray_cluster import import_ray
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class AnswerTimes:

@@ -8,24 +8,21 @@ cores, slots and memory divided, `auto` the number that `load` chooses then.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cbatch.bench.experiments.neighbours import busy_loops
 from cbatch.bench.harness import emit, median, parser, ratios, take_turns
 from cbatch.bench.model_text import model_text
 from cbatch.bench.side_process import options_of
 from cbatch.bench.workloads import read_requests
+from cbatch.engine import Engine
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cbatch.engine import Engine
 
 THREAD = "thread"
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cbatch.backend.bindings import llama_cpp
 from cbatch.backend.llama.library import LlamaApi
 from cbatch.backend.llama.llama_backend import LlamaBackend
+from cbatch.backend.llama.model import LlamaModel
 from cbatch.backend.llama.model_tuning import Tuning
 from cbatch.backend.llama.native import NativeStepper
 from cbatch.core.plan import Binding, Slot, StepPlan
 from cbatch.core.span import Span
-from cbatch.options import GREEDY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cbatch.backend.llama.model import LlamaModel
-    from cbatch.engine_options import EngineOptions
-    from cbatch.options import Sampling
+from cbatch.engine_options import EngineOptions
+from cbatch.options import GREEDY, Sampling
 
 _DECODE = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, llama_cpp.llama_batch)
 
@@ -104,7 +100,6 @@ class LlamaChain:
 
         Args:
             sampling: how to choose; `dry_breakers` is not looked at.
-            n_vocab: logits in a row.
             vocab: `llama_vocab *`, where there are breakers.
             breakers: DRY's strings.
         """

@@ -54,11 +54,7 @@ class PrefixJob:
     slots: int
 
     def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ConfigError: one is too small to run.
-        """
+        """Check the sizes."""
         least = {"requests": 1, "common": 0, "own": 1, "output": 1, "slots": 1}
         for name, low in least.items():
             if getattr(self, name) < low:

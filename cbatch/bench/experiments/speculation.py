@@ -211,7 +211,6 @@ def _against(a: argparse.Namespace, n: int) -> None:
 
 
 def _prompts(text: str, n: int, a: argparse.Namespace) -> list[BatchPrompt]:
-    """Return the prompts of a job for `n` slots."""
     make, _ = TEXTS[text]
     if a.tail:
         # most are short, one in ten is long

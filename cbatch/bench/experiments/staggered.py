@@ -16,14 +16,13 @@ from cbatch.bench.model_text import model_text
 from cbatch.bench.pacing import Pace
 from cbatch.bench.sides import BareSide, ProcessSide, SideError
 from cbatch.bench.verdict import problems
-from cbatch.bench.workloads import workload_of
+from cbatch.bench.workloads import Workload, workload_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cbatch.bench.exact_text import ExactText
     from cbatch.bench.measured import Chains, MeasuredAnswer
-    from cbatch.bench.workloads import Workload
 
 
 def _answers(side: ProcessSide, chains: Chains, pace: Pace) -> dict[str, MeasuredAnswer]:

@@ -95,8 +95,6 @@ def measure(
 
     Args:
         engine: an engine for this benchmark alone, with more than `n_decoders` slots and room for the prompt in each.
-        n_decoders: requests that decode.
-        n_prompt: prompt tokens of the newcomer.
         n_around: steps before it comes, and tokens that it generates; at least 2.
 
     Raises:

@@ -7,7 +7,7 @@ task.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,8 +18,6 @@ from cbatch.loading import load
 from cbatch.messages import BatchPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
 

@@ -9,14 +9,13 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.item import ItemError
 from cbatch.files.input.row_prompts import Unread
 from cbatch.files.input.tables import InputTable, check_unique
-from cbatch.files.input.text_files import not_utf8
+from cbatch.files.input.text_files import InputFile, not_utf8
 from cbatch.support.checks import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cbatch.files.input.tables import Rows
-    from cbatch.files.input.text_files import InputFile
 
 N_ROWS = 1024  # rows in memory at once: our choice
 _N_LARGE_ROWS = 16  # of a table with files in its cells, such as pictures
@@ -109,7 +108,6 @@ def _values(column: Any) -> list[Any]:
 
 
 def _value(column: Any, i: int, odd: tuple[type[Exception], ...]) -> Any:
-    """Return the value of one cell."""
     cell = column[i]
     try:
         return cell.as_py()

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from cbatch.errors import ConfigError, UnsupportedOptionError
+from cbatch.errors import CBatchError, ConfigError, UnsupportedOptionError
 from cbatch.files.units import cut
 from cbatch.support.checks import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from cbatch.errors import CBatchError
     from cbatch.messages import BatchPrompt
 
 

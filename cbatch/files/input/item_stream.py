@@ -13,13 +13,13 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from queue import Empty, Queue
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import ItemError, Seen
+from cbatch.files.input.item import Item, ItemError, Seen
 from cbatch.files.input.source import open_source
 from cbatch.files.window import MAX_CHARS, length
-from cbatch.messages import LookAhead
+from cbatch.messages import BatchPrompt, LookAhead
 from cbatch.options import RunOptions
 from cbatch.support.folders import told
 from cbatch.support.thread_start import started
@@ -27,11 +27,8 @@ from cbatch.support.thread_start import started
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-    from typing import TypeAlias
 
-    from cbatch.files.input.item import Item
     from cbatch.files.settings import FileOptions
-    from cbatch.messages import BatchPrompt
 
     Paths: TypeAlias = "str | Path | Sequence[str | Path]"
 
@@ -270,7 +267,6 @@ class Spool:
         random.Random(seed).shuffle(self._starts)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield every item, once."""
         return map(self._at, self._starts)
 
     def as_read(self) -> Iterator[Item]:

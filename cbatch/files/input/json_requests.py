@@ -8,22 +8,17 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from cbatch.chat.vector_calls import CALLS, VectorPrompt
+from cbatch.chat.vector_calls import CALLS, VectorCall, VectorPrompt
 from cbatch.errors import ConfigError, near
 from cbatch.files.input.item import WRONG, InputLineError, Item, unlabelled, what_is_wrong
-from cbatch.files.input.text_files import LongLine, not_utf8, numbered
+from cbatch.files.input.text_files import InputFile, LongLine, not_utf8, numbered
 from cbatch.files.units import cut
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.support.checks import is_text_too_deep, json_reader, why_unread
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
-
-    from cbatch.chat.vector_calls import VectorCall
-    from cbatch.files.input.text_files import InputFile
 
 KEYS = ("id", "messages", "prompt", "tokens", "options")  # keys of a cbatch request
 _N_SHOWN = 60  # characters of a line in an error
@@ -109,7 +104,6 @@ class RequestReader(ABC):
     columns = None  # items are no rows
 
     def __init__(self) -> None:
-        """Read nothing yet."""
         self._known: dict[str, RunOptions] = {}
 
     def items(self, file: InputFile, n_before: int) -> Iterator[Item]:

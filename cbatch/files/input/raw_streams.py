@@ -8,17 +8,15 @@ import re
 import select
 import threading
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from cbatch.errors import ConfigError
 from cbatch.files.places import is_dash, stdin
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # endings of the names of files that are decompressed
 

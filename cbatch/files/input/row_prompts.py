@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import InputLineError
+from cbatch.files.input.item import InputLineError, ItemError
 from cbatch.files.input.json_requests import decoded, without_nulls
 from cbatch.files.units import listed
-from cbatch.messages import BatchPrompt
+from cbatch.messages import BatchPrompt, Message
 from cbatch.options import RunOptions, check_runs_through
 from cbatch.pictures import url_part
 from cbatch.sounds import data_part
 from cbatch.support.checks import check_string, shown, why_unread
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from cbatch.files.input.item import ItemError
-    from cbatch.messages import Message
 
 Row: TypeAlias = "Mapping[str, object]"
 
@@ -71,7 +66,6 @@ class Asking:
     """The column with a sound for each row, as `image_column`."""
 
     def __post_init__(self) -> None:
-        """Check the texts, and that they fit together."""
         check_string("template", self.template)
         check_string("system", self.system)
         check_string("options_column", self.options_column)
@@ -264,13 +258,7 @@ def _default_column(columns: Collection[str], name: str) -> str:
 
 def _with_options(prompt: BatchPrompt, value: object) -> BatchPrompt:
     """Return a prompt with the options in a cell: JSON text, or a mapping, in which null counts as not given."""
-    if isinstance(value, str):
-        text = value
-        try:
-            value = decoded(text)
-        except ValueError as error:
-            message = f"options: {why_unread(error, text)}"
-            raise InputLineError("invalid_request", message, "options") from None
+    value = _from_json("options", value)
     if value is None:
         return prompt
     if not isinstance(value, dict):
@@ -281,13 +269,17 @@ def _with_options(prompt: BatchPrompt, value: object) -> BatchPrompt:
 
 def _chat(value: object) -> Sequence[Message]:
     """Return the chat in a cell: JSON text, or a list, whose messages may have nulls."""
-    if isinstance(value, str):
-        text = value
-        try:
-            value = decoded(text)
-        except ValueError as error:
-            message = f"messages: {why_unread(error, text)}"
-            raise InputLineError("invalid_request", message, "messages") from None
+    value = _from_json("messages", value)
     if not isinstance(value, list):
         raise InputLineError("invalid_request", "messages must be a list of messages", "messages")
     return [without_nulls(message) for message in value]
+
+
+def _from_json(name: str, value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return decoded(value)
+    except ValueError as error:
+        message = f"{name}: {why_unread(error, value)}"
+        raise InputLineError("invalid_request", message, name) from None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
-from cbatch.files.file_formats import COLUMNAR, check_format, format_of
-from cbatch.files.input.json_requests import CbatchReader, OpenAIReader
+from cbatch.files.file_formats import COLUMNAR, Format, check_format, format_of
+from cbatch.files.input.json_requests import CbatchReader, OpenAIReader, RequestReader
 from cbatch.files.input.row_prompts import Asking
 from cbatch.files.input.tables import RowReader, csv_table, object_table, text_table
 from cbatch.files.input.text_files import MAX_LINE_BYTES, InputFile, find_files
@@ -19,12 +19,9 @@ from cbatch.support.checks import check_flag, check_path, reading, shown
 from cbatch.support.plain import is_table, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
-    from cbatch.files.file_formats import Format
     from cbatch.files.input.item import Item
-    from cbatch.files.input.json_requests import RequestReader
 
 
 class Source:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import csv
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import first_object
 from cbatch.files.input.item import WRONG, Item, ItemError, what_is_wrong
 from cbatch.files.input.json_requests import loaded, mended
-from cbatch.files.input.row_prompts import RowPrompts
-from cbatch.files.input.text_files import LongLine, not_utf8, numbered
+from cbatch.files.input.row_prompts import Asking, Row, RowPrompts
+from cbatch.files.input.text_files import InputFile, LongLine, not_utf8, numbered
 from cbatch.files.units import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from typing import TypeAlias
-
-    from cbatch.files.input.row_prompts import Asking, Row
-    from cbatch.files.input.text_files import InputFile
 
     Lines: TypeAlias = "Iterator[bytes | LongLine]"
 

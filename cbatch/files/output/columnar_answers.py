@@ -16,7 +16,7 @@ from cbatch.errors import ConfigError
 from cbatch.files.input.columnar import N_ROWS, import_pyarrow, open_table, rows_of, types_of
 from cbatch.files.input.row_prompts import as_text
 from cbatch.files.output.durable import mode_of, whole
-from cbatch.files.output.encoders import RowEncoder, Vector, dump
+from cbatch.files.output.encoders import AnswerColumns, RowEncoder, Vector, dump
 from cbatch.files.output.identity import as_json
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from cbatch.files.input.item import Item
     from cbatch.files.input.source import Source
-    from cbatch.files.output.encoders import AnswerColumns
 
 
 _Record: TypeAlias = "tuple[int, list[Any]]"
@@ -95,7 +94,6 @@ class ColumnarEncoder(RowEncoder):
         Args:
             records: one for each item, in the order of the items.
             target: is replaced when all rows are written.
-            n_items: of the input.
 
         Raises:
             ConfigError: the input, which is read again, was changed; or pyarrow cannot write the output.
@@ -230,8 +228,6 @@ def _packed(values: tuple[Any, ...]) -> tuple[object, ...]:
 
 
 class _Embeddings(NamedTuple):
-    """The embeddings of an output."""
-
     n_numbers: int
     """Numbers of each; 0 where no row has one."""
     has_all: bool
@@ -254,7 +250,6 @@ def _n_numbers(records: Path, place: int) -> int:
 
 
 def _lists(column: Sequence[str | None], embeddings: _Embeddings) -> Any:
-    """Return packed embeddings as a column of lists."""
     pyarrow, n_numbers = import_pyarrow(), embeddings.n_numbers
     data = b"".join(base64.b64decode(packed) for packed in column if packed is not None)
     numbers = pyarrow.Array.from_buffers(
@@ -281,12 +276,10 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _digest(row: object) -> str:
-    """Return a digest of a row's values."""
     return blake2b(as_json(row).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _turned(rows: Sequence[Sequence[Any]], n_columns: int) -> list[list[Any]]:
-    """Return columns of rows."""
     return [[row[i] for row in rows] for i in range(n_columns)]
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cbatch.support import folders
 from cbatch.support.folders import ANYBODY as ANYBODY
 from cbatch.support.folders import part_beside
 from cbatch.support.folders import sync_folder as sync_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
 _PRIVATE = 0o600
 
@@ -68,7 +64,6 @@ def whole(path: Path, *, mode: int = ANYBODY) -> Iterator[Path]:
     killed process has left beside the file is removed.
 
     Args:
-        path: of the file.
         mode: permission bits of a new file, before the user's mask.
     """
     path = Path(os.path.realpath(path))

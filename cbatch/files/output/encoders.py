@@ -7,22 +7,19 @@ import io
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from cbatch.errors import ConfigError
-from cbatch.files.input.item import key_of_id
-from cbatch.files.input.row_prompts import as_text
+from cbatch.files.input.item import Item, ItemError, key_of_id
+from cbatch.files.input.row_prompts import Row, as_text
 from cbatch.files.units import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from cbatch.files.input.item import Item, ItemError
-    from cbatch.files.input.row_prompts import Row
     from cbatch.options import RunOptions
     from cbatch.response import BatchResult
 
@@ -64,7 +61,6 @@ class Encoder:
         """Return the record of an item that ran, failed or not.
 
         Args:
-            item: as it was read.
             result: of the item; its id is not used.
             digest: of the item, for formats that repeat it.
             created: seconds since 1970.
@@ -289,7 +285,6 @@ class RowEncoder(Encoder, ABC):
     """Writes an item's own columns, then its answer."""
 
     def __init__(self, layout: AnswerColumns) -> None:
-        """Take the columns."""
         self.layout = layout
 
     def result(

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from hashlib import blake2b
 from json import JSONEncoder
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cbatch.files.input.item import bytes_of
-from cbatch.files.output.manifest import NUMBERED, record_key
+from cbatch.files.input.item import Item, bytes_of
+from cbatch.files.output.manifest import NUMBERED, Manifest, record_key
 from cbatch.files.places import is_dash, real
 from cbatch.files.units import cut
 from cbatch.options import STRUCTURE, RunOptions
 from cbatch.support.checks import readable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cbatch.files.input.item import Item
-    from cbatch.files.output.manifest import Manifest
 
 _N_BYTES = 16
 
@@ -189,7 +183,6 @@ class InputIdentity:
 
 
 def _place(path: str, folder: Path) -> str:
-    """Return the place of a file relative to a folder."""
     if is_dash(path) or not Path(path).is_file():
         return _PIPE
     return os.path.relpath(os.path.realpath(path), folder)

@@ -8,17 +8,13 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from cbatch.files.output.identity import ERRORS, placed
 from cbatch.files.output.manifest import DELETE, GONE, INSERT, NUMBERED, record_key
-from cbatch.files.output.opening import open_outputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cbatch.files.output.opening import OutputSpec
+from cbatch.files.output.opening import OutputSpec, open_outputs
 
 SYNC_S = 5.0
 """Seconds between two syncs: a loss of power costs the records since the last one."""
@@ -84,7 +80,6 @@ class Journal:
         """Continue the files of an earlier run, or begin them; they are locked until `close`.
 
         Args:
-            spec: of the files.
             retry_errors: whether an item whose record is an error is "new".
             clock: in seconds, for syncs.
             sync_s: seconds between two syncs.
@@ -129,7 +124,6 @@ class Journal:
         Args:
             id: of the item, any text.
             digest: of the item, 16 bytes.
-            number: of the item in the input.
             rival: another id of the same item in its record: the first item that claims one of both has it.
             place: of the item, for people; the error of a duplicate names it.
 
@@ -227,7 +221,6 @@ class Journal:
         self._count()
 
     def _count(self) -> None:
-        """Update the counts after a commit."""
         for record, key, *_, is_error in self._added:
             self._marks.add(record)
             self._claimed_keys.pop(key, None)

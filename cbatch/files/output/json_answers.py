@@ -6,9 +6,10 @@ Source: OpenAI's API reference, batch: the request output object.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.chat.openai_format import (
     NEAREST_FINISH,
@@ -31,23 +32,16 @@ from cbatch.errors import (
     RequestFailedError,
     UnsupportedOptionError,
 )
-from cbatch.files.input.item import InputLineError, ItemError, bytes_of
+from cbatch.files.input.item import InputLineError, Item, ItemError, bytes_of
 from cbatch.files.input.json_requests import CHAT, COMPLETIONS, RequestEcho
 from cbatch.files.output.encoders import Known, TraceableEncoder, dump
-from cbatch.response import DRAFT_COUNTS, Timings, Usage
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cbatch.files.input.item import Item
-    from cbatch.response import BatchResult
+from cbatch.response import DRAFT_COUNTS, BatchResult, Timings, Usage
 
 _USAGE = tuple(f.name for f in fields(Usage))
 _TIMINGS = tuple(f.name for f in fields(Timings) if f.name not in DRAFT_COUNTS)
 
 
 def _error_as_json(error: CBatchError) -> dict[str, object]:
-    """Return the error of a failed item."""
     return {"type": type(error).__name__, "message": str(error)}
 
 
@@ -291,6 +285,5 @@ def _extensions(result: BatchResult) -> dict[str, Any]:
 
 
 def _digest_in(text: object) -> bytes | None:
-    """Return the digest in a record; None where there is none."""
     is_digest = isinstance(text, str) and re.fullmatch("[0-9a-f]{32}", text)
     return bytes.fromhex(str(text)) if is_digest else None

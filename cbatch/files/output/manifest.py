@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files.input.item import bytes_of
 from cbatch.files.output import durable as disk
 from cbatch.files.places import status_of
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping
 
 GONE = 2**40
 """Added to the number of a record whose item is not in the input any more, which orders it after all others."""
@@ -94,7 +92,6 @@ class LostError(ConfigError):
     """There is no manifest that fits the records: it may be made again, or replaced together with them."""
 
     def __init__(self, what: str, ways_out: str) -> None:
-        """Keep the problem, for people."""
         self.what = what
         super().__init__(f"{what}: {ways_out}")
 
@@ -129,8 +126,6 @@ class Manifest:
         """Open or create a manifest; its readers are those of the output.
 
         Args:
-            path: of the manifest.
-            output: of the manifest.
             home: for a copy, the place of the original: errors name it, and paths are relative to it.
 
         Raises:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cbatch.errors import ConfigError
 from cbatch.files.input.json_requests import shown
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
-from cbatch.files.output.identity import ERRORS, ORIGIN_NAMES
+from cbatch.files.output.identity import ERRORS, ORIGIN_NAMES, InputIdentity
 from cbatch.files.output.manifest import (
     FileRow,
     LostError,
@@ -21,12 +22,6 @@ from cbatch.files.output.manifest import (
 from cbatch.files.output.record_file import RecordFile, check_file, finish, fits
 from cbatch.files.output.run_paths import bring_manifest, point_to
 from cbatch.files.places import real
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from cbatch.files.output.identity import InputIdentity
 
 OUTPUT_FORMAT = "output format"
 """The setting that must be the same even by force: a file has one format."""

@@ -12,20 +12,16 @@ import fcntl
 import os
 import stat
 import zlib
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 from cbatch.errors import ConfigError, OutputError
 from cbatch.files.output import durable as disk
 from cbatch.files.output.durable import told
-from cbatch.files.output.manifest import DELETE, GONE, LostError
+from cbatch.files.output.manifest import DELETE, GONE, Count, FileRow, LostError, Manifest
 from cbatch.files.places import check_place, status_of
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
-    from pathlib import Path
-
-    from cbatch.files.output.manifest import Count, FileRow, Manifest
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _BUFFER = 2**20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cbatch.errors import ConfigError
 from cbatch.files.file_formats import check_name, is_columnar
@@ -15,16 +15,10 @@ from cbatch.files.input.item import bytes_of, scratch
 from cbatch.files.input.source import names_of, open_source
 from cbatch.files.output.durable import mode_of, told, whole
 from cbatch.files.output.opening import OUTPUT_FORMAT, reopened
-from cbatch.files.output.record_file import check_file, write_all
+from cbatch.files.output.record_file import RecordFile, check_file, write_all
 from cbatch.files.output.run_paths import manifest_at, records_at
 from cbatch.files.places import check_apart, check_new, file_of, real
 from cbatch.support.checks import check_flag
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from cbatch.files.output.record_file import RecordFile
-
 
 _NOTHING_TO_SORT = (
     "a run writes Parquet and Arrow in the order of the requests, there is nothing to sort"
@@ -51,7 +45,6 @@ class Records:
     Args:
         counts: of the records.
         pieces: their bytes, the header first.
-        format: of the output.
     """
 
     counts: Sorted
@@ -99,7 +92,6 @@ def sort_to(output: Path, target: Path, *, by: Sequence[Path] = (), force: bool 
     """Write the records of an output in the order of the input to another file; return the counts.
 
     Args:
-        output: of a run.
         target: appears whole or not at all, with the mode of the output.
         by: the input, for an output without its manifest.
         force: replace a file.

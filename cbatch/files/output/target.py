@@ -15,11 +15,12 @@ from cbatch.files.output.encoders import (
     WHERE_ASKED,
     AnswerColumns,
     CsvEncoder,
+    Encoder,
     ObjectEncoder,
     TraceableEncoder,
     VectorColumns,
 )
-from cbatch.files.output.journal import Journal
+from cbatch.files.output.journal import Claim, Journal
 from cbatch.files.output.json_answers import CbatchEncoder, OpenAIEncoder
 from cbatch.files.output.manifest import LostError
 from cbatch.files.output.opening import OutputSpec
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cbatch.files.input.source import Source
-    from cbatch.files.output.encoders import Encoder
     from cbatch.files.output.identity import InputIdentity
-    from cbatch.files.output.journal import Claim
     from cbatch.files.settings import FileOptions
 
 
@@ -49,8 +48,6 @@ class RunOutputs:
 
     Attributes:
         path: of the output; `-` is stdout.
-        format: of the output.
-        encoder: of the format.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class RunOutputs:
         """Check, long before the first record, that records can be written as the options ask.
 
         Args:
-            path, source, options: of the run.
             extra: columns of a table of answers beside those that every table has.
             has_vectors: whether rows get embeddings instead of answers.
 

@@ -51,8 +51,6 @@ def write_report(
     End recording first: `engine.record_steps(None)`.
 
     Args:
-        path: of the file.
-        recorder: of the run.
         title: of the page, such as the input's name.
         settings: of the run, such as model and options.
         facts: of the machine and the versions; None: those of this machine.

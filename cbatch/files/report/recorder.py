@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from cbatch.errors import ConfigError
 from cbatch.files.report.spans import SlotSpans, SpanStore
 from cbatch.files.units import cut
-from cbatch.response import DRAFT_COUNTS
+from cbatch.response import DRAFT_COUNTS, BatchResult
 from cbatch.stats import Percentiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
-    from cbatch.response import BatchResult
     from cbatch.runtime.step_record import StepRecord
 
     _Floats: TypeAlias = NDArray[Any]

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import ConfigError
-from cbatch.files.report.spans import SlotSpans
+from cbatch.files.report.spans import Change, SlotSpan, SlotSpans
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
-    from cbatch.files.report.spans import Change, SlotSpan
     from cbatch.runtime.step_record import StepRecord
 
 FLUSH_S = 1.0  # most seconds that a killed process loses

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cbatch.backend.load.open_model import open_model
 from cbatch.bench.synthetic_vocabulary import TURN_END
 from cbatch.loading import load
 from cbatch.messages import BatchPrompt
-from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from cbatch.models.recipe.tasks import Example
-    from cbatch.response import BatchResult
+from cbatch.models.recipe.tasks import SHORT_TASKS, Example, held_out_chats, is_right
+from cbatch.response import BatchResult
 
 _GREEDY = {"temperature": 0, "max_tokens": 400}
 _N_SLOTS = 16
@@ -30,10 +25,7 @@ def measure(
     """Say how many held-out questions get a right answer, by task, and how often the draft agrees.
 
     Args:
-        model: the chat model's GGUF.
         draft: the draft's; where it is missing it is left out.
-        n: questions.
-        seed: of the questions.
         say: takes a line.
     """
     examples = held_out_chats(seed, n)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from cbatch.bench.synthetic_vocabulary import CONTROL_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 SPACE = "▁"  # SentencePiece writes a space as U+2581
 N_VOCAB = 1536
@@ -34,7 +32,6 @@ def learn_pieces(texts: Iterable[str], n_vocab: int = N_VOCAB) -> list[str]:
     """Return `n_vocab` pieces by id: control, 256 bytes, letters, joined pieces in the order of joining.
 
     Args:
-        texts: what to learn from.
         n_vocab: how many, at least the 356 that are always there.
     """
     groups, spaced = _count(texts)
@@ -44,7 +41,7 @@ def learn_pieces(texts: Iterable[str], n_vocab: int = N_VOCAB) -> list[str]:
     known, n_least = set(pieces), spaced.total() * _RARE
     common = [word for word, n in _ranked(spaced) if word in known and n >= n_least]
     pieces += [SPACE + word for word in common[:n_spaced]]
-    return pieces + _unused(n_vocab - len(pieces))
+    return pieces + [f"<unused {i}>" for i in range(n_vocab - len(pieces))]
 
 
 def _count(texts: Iterable[str]) -> tuple[Counter[str], Counter[str]]:
@@ -93,8 +90,3 @@ def _merge(word: Word, pair: Pair) -> Word:
 def _ranked(counts: Counter[Key]) -> list[tuple[Key, int]]:
     """Return the most frequent first; equals in the order of their letters."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _unused(n: int) -> list[str]:
-    """Return pieces that no text has, to fill up a vocabulary learned from little text."""
-    return [f"<unused {i}>" for i in range(n)]

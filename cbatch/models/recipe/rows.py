@@ -68,9 +68,7 @@ def batches(
 
     Args:
         chats: read as needed.
-        maker: makes their rows.
         n_batch: most tokens of a batch, padding included.
-        seed: seed of the random order.
         n_pool: chats that are sorted by length together.
     """
     rng = random.Random(seed)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
 from cbatch.models.recipe.demo_chats import SHORT, STORIES, Shown
 from cbatch.models.recipe.reading import extract
@@ -27,9 +26,6 @@ from cbatch.models.recipe.talk import (
     styled,
 )
 from cbatch.models.recipe.turns import Turn, combination
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 Message = Mapping[str, str]
 

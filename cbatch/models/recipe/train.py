@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from cbatch.models.recipe.net import halved, hidden, logits, new_weights
-from cbatch.models.recipe.rows import IGNORED, padded
+from cbatch.models.recipe.rows import IGNORED, Batch, padded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from cbatch.bench.synthetic_shapes import Shape
     from cbatch.models.recipe.net import Weights
-    from cbatch.models.recipe.rows import Batch
 
     Say = Callable[[str], None]
     LossOf = Callable[[Weights, Tensor, Tensor], Tensor]
@@ -111,7 +110,7 @@ def _fit(
             losses, parts = zip(*pool.map(gradients, step), strict=True)
             for weight, *grads in zip(weights.values(), *parts, strict=True):
                 weight.grad = sum(grads) / len(grads)
-            share = _rate_share(plan, i_step, watch.n_seen)
+            share = min((i_step + 1) / plan.n_warm_up, 1 - watch.n_seen / plan.n_tokens)
             _update(optimizers, list(weights.values()), plan.rate * share)
             watch.note(sum(len(row.tokens) for batch in step for row in batch), losses)
     return {name: w.detach() for name, w in weights.items()}
@@ -135,10 +134,6 @@ def _optimizers(weights: Weights, rate: float) -> list[torch.optim.Optimizer]:
         torch.optim.Muon(inner, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(outer, lr=rate, betas=(0.9, 0.95), weight_decay=0.01),
     ]
-
-
-def _rate_share(plan: TrainingPlan, i_step: int, n_seen: int) -> float:
-    return min((i_step + 1) / plan.n_warm_up, 1 - n_seen / plan.n_tokens)
 
 
 class Watch:
