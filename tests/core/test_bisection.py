@@ -41,19 +41,6 @@ def search(drivers: list[SequenceDriver], culprit: int) -> tuple[SequenceDriver,
     raise AssertionError("nobody was found")
 
 
-def test_nobody_is_under_suspicion_at_first() -> None:
-    assert FaultBisection().suspects() == []
-
-
-def test_halves_stand_apart_and_the_first_comes_first() -> None:
-    bisection, drivers = FaultBisection(), running(5)
-    bisection.suspect(dict.fromkeys(drivers, 5))
-    assert ids(bisection.suspects()) == "012"
-    for driver in drivers[:3]:
-        driver.n_computed = 5
-    assert ids(bisection.suspects()) == "34"
-
-
 def test_who_is_past_the_failure_is_clear_and_the_others_are_not() -> None:
     bisection, drivers = FaultBisection(), running(4)
     bisection.suspect({d: 4 + i for i, d in enumerate(drivers)})
@@ -79,13 +66,6 @@ def test_who_was_cleared_stays_so_when_its_cells_are_lost() -> None:
     bisection.clear()
     drivers[0].n_computed = 0
     assert [ids(bisection.suspects()) for _ in range(2)] == ["1", "1"]
-
-
-def test_one_alone_that_fails_is_guilty() -> None:
-    bisection, [driver] = FaultBisection(), running(1)
-    bisection.suspect({driver: 5})
-    assert bisection.split({driver: 5}) is driver
-    assert bisection.suspects() == []
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 256])

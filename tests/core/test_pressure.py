@@ -33,7 +33,7 @@ from cbatch.response import BatchError
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord
 from tests.helpers import A_SECOND_A_STEP, partitioned
-from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
+from tests.kinds import Reason, engine_on, no_pool, thread_only
 from tests.places import wait_until
 from tests.runtime.backends import (
     PATIENCE_S,
@@ -54,7 +54,7 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
 
-pytestmark = each_kind
+pytestmark = no_pool(Reason.ONE_BACKEND)
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "seed": 1}
 ENDLESS = 10**6
@@ -201,7 +201,6 @@ def test_paused_ones_slot_counts_as_room(by_hand: MakeEngine) -> None:
 # ---- a full queue that lets wait ----
 
 
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("when_full", ["wait", "reject"])
 def test_generator_waits_for_room_whatever_a_full_queue_does(
     make: MakeEngine, when_full: str
@@ -213,7 +212,6 @@ def test_generator_waits_for_room_whatever_a_full_queue_does(
     assert max(r.n_waiting for r in records) <= 1
 
 
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("max_queue", [0, 3])
 def test_run_returns_when_the_last_one_is_in_and_never_more_wait(
     make: MakeEngine, max_queue: int
@@ -228,7 +226,6 @@ def test_run_returns_when_the_last_one_is_in_and_never_more_wait(
     assert response.ids == [*"abcdefghij"]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_waiting_for_room_changes_no_stream_and_no_order(make: MakeEngine) -> None:
     items = prompts(*"abcdefgh", max_tokens=4)
     narrow, wide = make(max_queue=1, when_full="wait"), make()
@@ -237,7 +234,6 @@ def test_waiting_for_room_changes_no_stream_and_no_order(make: MakeEngine) -> No
     assert streams(narrow.run(items)) == streams(wide.run(items))
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_two_threads_that_wait_for_room_both_get_in() -> None:
     backend = GatedBackend(1, 64, 64)
     with engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
@@ -259,7 +255,6 @@ def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> No
     assert population(engine) == (0, 1, ["a"])
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> None:
     engine = make(n_window=ENDLESS, max_queue=1)
     engine.run(prompts("a", "b"))
@@ -292,7 +287,6 @@ def crowd(make: MakeEngine) -> Crowd:
     return make_crowd
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_one_that_waits_for_room_can_be_cancelled(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.cancel("b") is True
@@ -305,7 +299,6 @@ def test_one_that_waits_for_room_can_be_cancelled(crowd: Crowd) -> None:
     assert engine.stats().n_finished == {"cancelled": 2, "length": 1}
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Crowd) -> None:
     engine, wait = crowd()
     with pytest.raises(DuplicateIdError):
@@ -318,7 +311,6 @@ def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Cr
     assert ends(again()) == [("length", 3)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.cancel_all() == 3
@@ -326,7 +318,6 @@ def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> N
     assert (ids_in_flight(engine), ids_outside(engine), population(engine)) == ([], [], (0, 0, []))
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.pause("b") is True
@@ -340,7 +331,6 @@ def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) 
     assert [(r.id, r.finish_reason) for r in reader] == [("b", "length")]
 
 
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("way", [BatchResponse.cancel, BatchResponse.wind_down])
 def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
     way: Callable[[BatchResponse], object],
@@ -354,7 +344,6 @@ def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
         assert ends(response) == [("cancelled", 0)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
     schedule, others = ScheduleOptions(max_queue=0), threading.enumerate()
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
@@ -368,7 +357,6 @@ def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
         assert [r.error is None for r in all_results(response)] == [True, False]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
     engine = engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
@@ -397,7 +385,6 @@ def test_failure_while_somebody_waits_for_room_tells_it() -> None:
     engine.close()
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     backend = GatedBackend(2, ENDLESS, 64)
     closing, told = threading.Event(), threading.Event()
@@ -425,7 +412,6 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     assert [(r.finish_reason, r.error) for r in all_results(other)] == [("cancelled", None)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_run_in_an_event_loop_returns_at_once_and_its_items_wait_for_room() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
     with engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
@@ -445,7 +431,6 @@ def test_run_in_an_event_loop_returns_at_once_and_its_items_wait_for_room() -> N
         assert (ids_in_flight(engine), ids_outside(engine)) == ([], [])
 
 
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("end", ["cancel", "batch", "close", "time"])
 def test_items_of_an_event_loop_that_wait_for_room_can_end(end: str) -> None:
     schedule = ScheduleOptions(max_queue=0)
@@ -549,7 +534,6 @@ def test_time_of_a_run_ends_the_reading_of_a_generator_that_never_ends(virtual: 
     assert is_closed.is_set()
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_time_of_a_run_ends_a_generator_that_is_read_in_a_thread() -> None:
     with engine_on(GatedBackend(1, 64, 64), options=GREEDY) as engine:
         response = engine.run(map(str, count()), options={"max_tokens": 4}, max_time_s=0.05)
@@ -566,7 +550,6 @@ def test_time_of_a_run_counts_while_it_waits_for_room(virtual: MakeEngine) -> No
     assert ends(response) == [("timeout", 0)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("max_time_s", [-1.0, float("nan"), "soon"])
 def test_wrong_time_of_a_run_is_refused_and_nothing_is_queued(
     make: MakeEngine, max_time_s: Any
@@ -642,7 +625,6 @@ def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
     engine.close()
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_engine_goes_on_when_failures_pass(make: MakeEngine) -> None:
     codes = iter([-3] * N_FAILURES_MAX)
     backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: next(codes, 0)))
@@ -675,7 +657,6 @@ def test_records_come_while_they_are_asked_for(by_hand: MakeEngine) -> None:
         )
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_recorder_that_raises_is_called_no_more_and_harms_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -713,7 +694,6 @@ def test_statistics_begun_anew_count_what_comes_later(by_hand: MakeEngine) -> No
     assert (stats.n_prompt_tokens, stats.itl_s.n, stats.ttft_s.n) == (0, 5, 1)
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     backend = SteppedBackend(1, 64, 64)
     engine = engine_on(backend, options=GREEDY)

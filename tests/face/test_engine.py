@@ -62,6 +62,7 @@ pytestmark = each_kind
 ROOT = Path(cbatch.__file__).parents[1]  # of the package under test, installed or not
 CAPS = (3, 9, 5, 2, 7, 4)
 MakeEngine = Callable[..., Engine]
+MakeGated = Callable[..., tuple[Engine, GatedBackend]]
 
 
 class RecordingBackend(LlamaBackend):
@@ -105,7 +106,7 @@ def make(request: pytest.FixtureRequest, test_model: Path) -> Iterator[MakeEngin
 
 
 @pytest.fixture
-def gated() -> Iterator[Callable[..., tuple[Engine, GatedBackend]]]:
+def gated() -> Iterator[MakeGated]:
     """Return a factory of engines that stop before a run."""
     made: list[tuple[Engine, GatedBackend]] = []
 
@@ -193,9 +194,7 @@ def test_stats_count_the_work(make: MakeEngine) -> None:
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_ids_are_known_at_once_and_results_come_in_input_order(
-    gated: Callable[..., tuple[Engine, GatedBackend]],
-) -> None:
+def test_ids_are_known_at_once_and_results_come_in_input_order(gated: MakeGated) -> None:
     engine, backend = gated()
     items: list[Prompt] = ["one", BatchPrompt(prompt="two", id="b"), "three"]
     response = engine.run(items)
@@ -353,9 +352,7 @@ def test_two_readers_by_hand_take_turns() -> None:
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_cancelled_running_item_keeps_its_text_and_harms_nobody(
-    gated: Callable[..., tuple[Engine, GatedBackend]],
-) -> None:
+def test_cancelled_running_item_keeps_its_text_and_harms_nobody(gated: MakeGated) -> None:
     engine, backend = gated(hold_at=5)
     alone = streams(
         engine_on(FakeBackend(2, 64, 16)).run(prompts(2, max_tokens=20, ignore_eos=True))
@@ -373,9 +370,7 @@ def test_cancelled_running_item_keeps_its_text_and_harms_nobody(
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_cancelled_queued_item_never_runs(
-    gated: Callable[..., tuple[Engine, GatedBackend]],
-) -> None:
+def test_cancelled_queued_item_never_runs(gated: MakeGated) -> None:
     engine, backend = gated(parallel=1)
     response = engine.run(prompts(2, max_tokens=5))
     backend.wait_until_held()
@@ -399,9 +394,7 @@ def test_cancel_twice_late_or_of_nobody_is_false(make: MakeEngine) -> None:
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_late_cancel_spares_the_next_occupant_of_the_slot(
-    gated: Callable[..., tuple[Engine, GatedBackend]],
-) -> None:
+def test_late_cancel_spares_the_next_occupant_of_the_slot(gated: MakeGated) -> None:
     engine, backend = gated(parallel=1, hold_at=4)
     first = BatchPrompt(prompt="first", id="first", options={"max_tokens": 2})
     response = engine.run([first, BatchPrompt(prompt="next", id="next", options={"max_tokens": 9})])
@@ -413,9 +406,7 @@ def test_late_cancel_spares_the_next_occupant_of_the_slot(
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_cancel_all_spares_what_comes_later(
-    gated: Callable[..., tuple[Engine, GatedBackend]],
-) -> None:
+def test_cancel_all_spares_what_comes_later(gated: MakeGated) -> None:
     engine, backend = gated(hold_at=2)
     response = engine.run(prompts(3))
     backend.wait_until_held()
@@ -427,9 +418,7 @@ def test_cancel_all_spares_what_comes_later(
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_response_cancels_its_own_items_only(
-    gated: Callable[..., tuple[Engine, GatedBackend]],
-) -> None:
+def test_response_cancels_its_own_items_only(gated: MakeGated) -> None:
     engine, backend = gated(hold_at=2)
     ours, other = engine.run(prompts(1)), engine.run(prompts(1, max_tokens=9))
     backend.wait_until_held()
@@ -656,7 +645,7 @@ def test_timeout_leaves_the_batch_running(is_threaded: bool) -> None:
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_close_ends_every_waiter(gated: Callable[..., tuple[Engine, GatedBackend]]) -> None:
+def test_close_ends_every_waiter(gated: MakeGated) -> None:
     engine, backend = gated(hold_at=4)
     ours = engine.run(prompts(4))
     backend.wait_until_held()
@@ -693,9 +682,7 @@ def test_close_is_idempotent_and_nothing_is_accepted_after_it(make: MakeEngine) 
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_close_from_several_threads_at_once(
-    gated: Callable[..., tuple[Engine, GatedBackend]],
-) -> None:
+def test_close_from_several_threads_at_once(gated: MakeGated) -> None:
     engine, backend = gated(hold_at=1)
     engine.run(prompts(4))
     backend.wait_until_held()
