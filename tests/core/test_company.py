@@ -316,7 +316,7 @@ def check_workload(engine: Engine, workload: Workload) -> None:
 
 
 @given(workloads())
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_choice_in_company_is_what_it_is_alone(workload: Workload) -> None:
     with tempfile.TemporaryDirectory() as folder:
         n_slots, memory = workload.n_slots, workload.memory
