@@ -29,7 +29,7 @@ MODELS = {"synth", "test_model", "random_model", "zoo"}
 N_CASES = 2
 """Cases of a test with parameters that the profile `fast` runs."""
 
-N_OVER_WORKERS = 8
+N_OVER_WORKERS = 3
 """Cases of a test with parameters that run over each kind of engine but that of a thread, which has all."""
 
 SynthFactory = Callable[..., Path]

@@ -154,7 +154,7 @@ def n_cells_saved(place: Place) -> int:
 # ---- saved, and begun with by another engine ----
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
+@pytest.mark.parametrize("seed", [1, 2**64 - 1])
 def test_prompt_that_was_saved_is_not_computed_by_the_next_engine(
     any_way: Place, seed: int
 ) -> None:
@@ -177,22 +177,6 @@ def test_prompt_that_goes_on_behind_a_saved_answer_computes_what_is_new(any_way:
     assert engine.stats().n_prompt_tokens == len(tokens) - 55
 
 
-def test_prompt_that_leaves_a_saved_one_early_has_the_part_in_common(any_way: Place) -> None:
-    save(any_way, text_of(100))
-    tokens = [*text_of(70), 1, 2, 3]
-    result = any_way.result(any_way.engine(), tokens, **READ)
-    assert result.token_ids == expected(tokens)
-    assert result.usage.cached_tokens == 70
-
-
-def test_file_is_replaced_by_the_next_that_saves_under_its_key(any_way: Place) -> None:
-    save(any_way, text_of(50))
-    save(any_way, text_of(80, start=3))
-    result = any_way.result(any_way.engine(), text_of(80, start=3), **READ)
-    assert any_way.keys() == ["k"]
-    assert result.usage.cached_tokens == 79
-
-
 def test_chat_grows_turn_by_turn_under_one_key(any_way: Place) -> None:
     tokens, n_computed = text_of(40), 0
     for _ in range(4):
@@ -205,39 +189,16 @@ def test_chat_grows_turn_by_turn_under_one_key(any_way: Place) -> None:
     assert n_computed == 40 + 3 * 3  # the last token of each answer and two new ones
 
 
-def test_two_keys_in_one_batch_are_two_files(any_way: Place) -> None:
-    items = [item(text_of(40, i), cache_key=f"k{i}", save_cache=True) for i in range(6)]
-    any_way.results(any_way.engine(n_slots=2).run(items))
-    assert any_way.keys() == [f"k{i}" for i in range(6)]
-    engine = any_way.engine()
-    found = any_way.results(engine.run([item(text_of(40, i), cache_key=f"k{i}") for i in range(6)]))
-    assert [r.token_ids for r in found] == [expected(text_of(40, i)) for i in range(6)]
-    assert engine.stats().n_prompt_tokens == 6
-
-
-def test_key_without_a_file_warns_and_computes(any_way: Place) -> None:
-    result = any_way.result(any_way.engine(), text_of(40), **READ)
-    assert result.token_ids == expected(text_of(40))
-    [warning] = result.warnings
-    assert "no cells are saved under this key" in warning
-
-
 def test_key_that_is_required_and_not_there_fails_alone(any_way: Place) -> None:
     engine = any_way.engine()
-    items = [item(text_of(40), **REQUIRED), item(text_of(40, 5)), item(text_of(40))]
+    items = [item(text_of(40), **REQUIRED), item(text_of(40, 5)), item(text_of(40), **READ)]
     results = any_way.results(engine.run(items))
     assert [r.finish_reason for r in results] == ["error", "length", "length"]
     error = results[0].error
     assert isinstance(error, CacheError)
     assert (error.key, error.reason[:22]) == ("k", "no cells are saved und")
     assert [r.token_ids for r in results[1:]] == [expected(text_of(40, 5)), expected(text_of(40))]
-
-
-def test_required_file_without_a_beginning_of_the_prompt_fails(any_way: Place) -> None:
-    save(any_way, text_of(40))
-    result = any_way.result(any_way.engine(), text_of(40, start=1), **REQUIRED)
-    assert isinstance(result.error, CacheError)
-    assert "does not begin" in result.error.reason
+    assert results[2].warnings == (f"cache_key: {error.reason}",)
 
 
 def test_file_of_larger_windows_serves_small_ones(any_way: Place) -> None:
@@ -254,27 +215,7 @@ def test_prompt_already_in_memory_is_not_read_again(place: Place, reads: list[st
     assert reads == ["k"]  # before there was any
 
 
-def test_file_removed_meanwhile_is_missing(any_way: Place) -> None:
-    save(any_way, text_of(40))
-    engine = any_way.engine()
-    any_way.file().unlink()
-    assert any_way.result(engine, text_of(40), **REQUIRED).finish_reason == "error"
-    assert any_way.result(engine, text_of(40), **READ).token_ids == expected(text_of(40))
-
-
 # ---- save, clear, free: in this order ----
-
-
-def test_slot_taken_in_the_same_plan_leaves_the_saved_cells_right(by_hand: Place) -> None:
-    engine = by_hand.engine(n_slots=1)
-    items = [item(text_of(50), **SAVED), item(text_of(60, start=3)), item(text_of(30, start=5))]
-    results = by_hand.results(engine.run(items))
-    assert [r.finish_reason for r in results] == ["length"] * 3
-    [plan] = [p for p in plans_of(engine) if p.saves]
-    assert plan.clears == (0,)
-    assert [c.start for c in plan.spans] == [0]  # somebody else is computed in it already
-    result = by_hand.result(by_hand.engine(), text_of(50), **REQUIRED)
-    assert (result.token_ids, result.usage.cached_tokens) == (expected(text_of(50)), 49)
 
 
 def test_slot_whose_beginning_the_next_one_takes_over_is_saved_whole(by_hand: Place) -> None:
@@ -363,16 +304,6 @@ def test_file_that_cannot_be_written_leaves_the_answer_with_a_warning(
     assert re.search(f"not saved.*{words}", result.warnings[-1])
     assert any_way.file().read_bytes() == before
     assert any_way.result(engine, text_of(40, 3)).token_ids == expected(text_of(40, 3))
-
-
-def test_folder_that_cannot_be_made_leaves_the_answer_with_a_warning(
-    any_way: Place, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    engine = any_way.engine(folder=tmp_path / "file" / "cells")
-    result = any_way.result(engine, text_of(40), **SAVED)
-    assert (result.error, result.token_ids) == (None, expected(text_of(40)))
-    assert "not saved" in result.warnings[-1]
 
 
 def test_cells_larger_than_the_folder_leave_the_answer_with_a_warning(
@@ -487,17 +418,22 @@ def test_cancel_in_a_slot_saves_what_there_is(any_way: Place) -> None:
     proves(any_way, 40 + len(result.token_ids) - 1)
 
 
-def test_cancel_of_the_whole_batch_saves_what_ran_and_nothing_else(any_way: Place) -> None:
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_end_of_a_batch_saves_what_ran_and_nothing_else(any_way: Place, end: str) -> None:
     engine = any_way.engine(n_slots=2, n_window=ENDLESS, kind=GatedBackend)
     items = [item(text_of(40, i), cache_key=f"k{i}", save_cache=True) for i in range(5)]
     response = engine.run(items, options={"max_tokens": ENDLESS - 100})
     first_chunk(response)
-    assert response.cancel() == 5
+    if end == "cancel":
+        assert response.cancel() == 5
+    else:
+        engine.close()
     results = any_way.results(response)
     assert [r.finish_reason for r in results] == ["cancelled"] * 5
     saved = [i for i, r in enumerate(results) if r.error is None and not r.warnings]
     assert saved  # the others have a slot, and nothing of their prompts is computed
     assert any_way.keys() == [f"k{i}" for i in saved]
+    assert not ids_in_flight(engine)
 
 
 def test_time_that_is_over_in_a_slot_saves_what_there_is(
@@ -522,28 +458,6 @@ def test_time_that_is_over_in_a_slot_saves_what_there_is(
     place = Place(tmp_path, "by hand")
     assert place.keys() == ["k"]
     proves(place, 43)
-
-
-def test_queued_one_that_is_cancelled_saves_nothing(any_way: Place) -> None:
-    engine = any_way.engine(n_slots=1, n_window=ENDLESS, kind=GatedBackend)
-    engine.run([item(text_of(20), "long", max_tokens=ENDLESS - 20)])
-    response = engine.run([saver()])
-    if any_way.way == "by hand":
-        engine.step()
-    assert engine.cancel("saver")
-    [result] = any_way.results(response)
-    assert isinstance(result.error, RequestCancelledError)
-    engine.cancel("long")
-    assert any_way.keys() == []
-
-
-def test_cancel_by_hand_before_the_first_step_ends_the_request(by_hand: Place) -> None:
-    engine = by_hand.engine()
-    response = engine.run([item(text_of(20), "a", **SAVED)])
-    assert engine.cancel("a")
-    [result] = by_hand.results(response)
-    assert isinstance(result.error, RequestCancelledError)
-    assert by_hand.keys() == []
 
 
 def test_request_that_fails_saves_nothing(any_way: Place) -> None:
@@ -605,23 +519,6 @@ def test_preempted_ones_save_all_their_cells(any_way: Place) -> None:
 
 
 # ---- close, Ctrl-C ----
-
-
-def test_close_saves_what_runs_and_nobody_waits_for_ever(any_way: Place) -> None:
-    engine = any_way.engine(n_slots=2, n_window=ENDLESS, kind=GatedBackend)
-    items = [
-        item(text_of(40, i), cache_key=f"k{i}", save_cache=True, max_tokens=ENDLESS - 100)
-        for i in range(4)
-    ]
-    response = engine.run(items)
-    first_chunk(response)
-    engine.close()
-    results = any_way.results(response)
-    assert [r.finish_reason for r in results] == ["cancelled"] * 4
-    saved = [i for i, r in enumerate(results) if r.error is None and not r.warnings]
-    assert saved  # the others have a slot, and nothing of their prompts is computed
-    assert any_way.keys() == [f"k{i}" for i in saved]
-    assert not ids_in_flight(engine)
 
 
 def test_close_while_a_file_is_written_waits_for_it(place: Place, writing: Gate) -> None:
@@ -745,19 +642,6 @@ class LateInterrupted(Interrupted):
 
 
 @pytest.mark.parametrize("kind", [Interrupted, LateInterrupted])
-def test_ctrl_c_while_cells_are_copied_out_loses_no_answer(
-    by_hand: Place, kind: type[FakeBackend]
-) -> None:
-    engine = by_hand.engine(kind=kind)
-    response = engine.submit(item(text_of(40), **SAVED))
-    with pytest.raises(KeyboardInterrupt):
-        response.results(timeout=PATIENCE_S)
-    [result] = by_hand.results(response)
-    assert result.token_ids == expected(text_of(40))
-    assert by_hand.result(engine, text_of(30)).token_ids == expected(text_of(30))
-
-
-@pytest.mark.parametrize("kind", [Interrupted, LateInterrupted])
 def test_ctrl_c_while_cells_are_copied_out_disturbs_nobody_beside(
     by_hand: Place, kind: type[FakeBackend]
 ) -> None:
@@ -854,15 +738,12 @@ def test_key_that_stands_twice_in_a_batch_is_refused_and_nothing_is_queued(any_w
     engine = any_way.engine()
     items = [item(text_of(40), **SAVED), item(text_of(30)), item(text_of(20), **SAVED)]
     assert refuses(lambda: engine.run(items)).key == "k"
+    refuses(lambda: engine.run([item(text_of(9)), item(text_of(8))], options=SAVED))
     assert not ids_in_flight(engine)
     assert engine.stats().n_submitted == 0
     assert any_way.keys() == []
     assert not any_way.folder.exists()
     assert any_way.result(engine, text_of(40), **SAVED).finish_reason == "length"
-
-
-def test_key_of_the_run_holds_for_every_item_and_is_refused(any_way: Place) -> None:
-    refuses(lambda: any_way.engine().run([item(text_of(9)), item(text_of(8))], options=SAVED))
 
 
 def test_key_that_is_in_flight_is_refused_until_its_request_has_ended(any_way: Place) -> None:
@@ -958,20 +839,20 @@ def test_option_without_its_key_is_refused(any_way: Place, name: str) -> None:
         any_way.engine().submit(item(text_of(9), **options))
 
 
-def test_key_where_memory_cannot_be_saved_is_refused(any_way: Place) -> None:
-    engine = any_way.engine(memory=KvCapabilities("partitioned", 1024))
-    with pytest.raises(ConfigError, match="cannot save this model's memory"):
-        engine.submit(item(text_of(9), **READ))
-
-
-@pytest.mark.parametrize("options", [SAVED, READ, REQUIRED])
-def test_key_where_cells_from_disk_could_not_be_checked_is_refused(
-    any_way: Place, options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("can", "options", "words"),
+    [
+        ({}, READ, "cannot save this model's memory"),
+        ({"can_save": True, "can_check": False}, READ, r"cache_key='k' .* layout"),
+        ({"can_save": True, "can_check": False}, SAVED, r"cache_key='k' .* layout"),
+    ],
+    ids=["no save", "read", "save"],
+)
+def test_key_where_cells_could_not_be_saved_or_checked_is_refused(
+    place: Place, can: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
-    engine = any_way.engine(
-        memory=KvCapabilities("partitioned", 1024, can_save=True, can_check=False)
-    )
-    with pytest.raises(ConfigError, match=r"cache_key='k' .* layout"):
+    engine = place.engine(memory=KvCapabilities("partitioned", 1024, **can))
+    with pytest.raises(ConfigError, match=words):
         engine.submit(item(text_of(9), **options))
 
 
@@ -1014,8 +895,7 @@ def test_first_of_those_waiting_for_a_file_takes_nothing_from_the_others(
     assert reads == ["k"]
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("n_slots", [1, 4, 20])
+@pytest.mark.parametrize(("n_slots", "is_shared"), [(1, True), (4, True), (20, False)])
 def test_many_readers_read_once_and_compute_what_is_their_own(
     any_way: Place, reads: list[str], n_slots: int, is_shared: bool
 ) -> None:
@@ -1029,14 +909,11 @@ def test_many_readers_read_once_and_compute_what_is_their_own(
     assert len(reads) == 1 if is_shared else len(reads) <= 20
 
 
-@pytest.mark.parametrize("chunk_alignment", [0, 16])
-def test_readers_that_begin_with_just_the_file_compute_what_is_their_own(
-    any_way: Place, chunk_alignment: int
-) -> None:
-    engine = any_way.engine(cuts=PromptCuts.every(chunk_alignment))
+def test_readers_that_begin_with_just_the_file_compute_what_is_their_own(any_way: Place) -> None:
+    engine = any_way.engine(cuts=PromptCuts.every(16))
     any_way.result(engine, text_of(64), **SAVED)
     engine.close()
-    engine = any_way.engine(cuts=PromptCuts.every(chunk_alignment))
+    engine = any_way.engine(cuts=PromptCuts.every(16))
     prompts = [[*text_of(64), i] for i in range(4)]
     results = any_way.results(engine.run([item(p, **REQUIRED) for p in prompts]))
     assert [r.token_ids for r in results] == [expected(p) for p in prompts]
@@ -1170,32 +1047,20 @@ def test_exact_begins_with_whole_pieces_of_the_prompt_only(any_way: Place) -> No
 
 
 @pytest.mark.parametrize("policy", get_args(Policy))
-def test_policy_changes_nothing_about_files(any_way: Place, policy: str) -> None:
+def test_policy_changes_nothing_about_files(by_hand: Place, policy: str) -> None:
     quantum = {"quantum": 3} if policy == "round_robin" else {}
     prompts = [text_of(40 + i, start=i) for i in range(8)]
     said: list[dict[str, Any]] = [{"save_cache": True}, {"cache_required": True}]
     for options in said:
-        engine = any_way.engine(n_slots=2, schedule={"policy": policy, **quantum})
+        engine = by_hand.engine(n_slots=2, schedule={"policy": policy, **quantum})
         items = [item(p, cache_key=f"k{i}", **options) for i, p in enumerate(prompts)]
-        results = any_way.results(engine.run(items, options={"max_tokens": 12}))
+        results = by_hand.results(engine.run(items, options={"max_tokens": 12}))
         assert [r.token_ids for r in results] == [expected(p, 12) for p in prompts]
         engine.close()
     assert [r.usage.cached_tokens for r in results] == [len(p) - 1 for p in prompts]
 
 
 # ---- while a file is read ----
-
-
-def test_those_without_a_key_pass_one_whose_file_is_read(place: Place, reading: Gate) -> None:
-    engine = place.engine(n_slots=2)
-    waits = engine.submit(item(text_of(40), **READ))
-    reading.wait()
-    for i in range(4):
-        assert place.result(engine, text_of(20, i)).token_ids == expected(text_of(20, i))
-    stats = engine.stats()
-    assert (stats.n_held, stats.n_running) == (1, 0)
-    reading.go.set()
-    assert place.results(waits)[0].token_ids == expected(text_of(40))
 
 
 @pytest.mark.parametrize("keys", ["kkkk", "abcd"])
@@ -1425,8 +1290,6 @@ def in_place_of(make: Callable[[Path], object]) -> Callable[[Path, bytes], None]
 
 
 BAD: dict[str, tuple[Callable[[Path, bytes], object], str]] = {
-    "foreign": (lambda p, _: put(p, b"GGUF" * 99), "is not a file of cells"),
-    "cut off": (lambda p, d: put(p, d[: len(d) // 2]), "should be"),
     "far longer": (lambda p, _: os.truncate(p, 2**40), "should be"),
     "one bit of the cells": (lambda p, d: put(p, change(d, len(d) - 60)), "is damaged"),
     "a FIFO": (in_place_of(os.mkfifo), "is not a regular file"),
@@ -1461,17 +1324,29 @@ def test_bad_file_is_replaced_by_the_next_save(any_way: Place) -> None:
     assert result.usage.cached_tokens == 59
 
 
-def test_file_of_another_model_is_told_apart(any_way: Place) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"seed": 5}, "seed is 5, was saved with 0"),
+        (
+            {"memory": KvCapabilities("unified", 512, can_save=True, can_copy=True)},
+            "kind is unified, was saved with partitioned",
+        ),
+    ],
+    ids=["model", "kind"],
+)
+def test_file_of_another_engine_is_told_apart(
+    any_way: Place, given: dict[str, Any], words: str
+) -> None:
     save(any_way, text_of(60))
-    engine = any_way.engine(seed=5)
+    engine = any_way.engine(**given)
     failed, warned = any_way.results(
         engine.run([item(text_of(60), **REQUIRED), item(text_of(60), **READ)])
     )
     assert isinstance(failed.error, CacheError)
-    assert failed.error.reason == "seed is 5, was saved with 0"
+    assert words in failed.error.reason
     assert warned.warnings == (f"cache_key: {failed.error.reason}",)
-    assert warned.usage.cached_tokens == 0
-    assert warned.token_ids != expected(text_of(60))
+    assert (warned.usage.cached_tokens, len(warned.token_ids)) == (0, 6)
 
 
 def test_files_of_two_models_live_beside_each_other_under_one_key(any_way: Place) -> None:
@@ -1485,14 +1360,6 @@ def test_files_of_two_models_live_beside_each_other_under_one_key(any_way: Place
         assert (found.token_ids, found.usage.cached_tokens) == (answer.token_ids, 59)
 
 
-def test_file_from_memory_of_another_kind_is_told_apart(any_way: Place) -> None:
-    save(any_way, text_of(60))
-    memory = KvCapabilities("unified", 512, can_save=True, can_copy=True)
-    result = any_way.result(any_way.engine(memory=memory), text_of(60), **REQUIRED)
-    assert isinstance(result.error, CacheError)
-    assert "kind is unified, was saved with partitioned" in result.error.reason
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -1502,14 +1369,14 @@ def test_file_from_memory_of_another_kind_is_told_apart(any_way: Place) -> None:
     ],
 )
 def test_whatever_reading_raises_is_the_requests_own_error(
-    any_way: Place, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     def broken(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(CacheStore, "read", broken)
-    engine = any_way.engine()
-    failed, warned = any_way.results(
+    engine = place.engine()
+    failed, warned = place.results(
         engine.run([item(text_of(60), **REQUIRED), item(text_of(60), **READ)])
     )
     assert isinstance(failed.error, CacheError)
@@ -1519,20 +1386,6 @@ def test_whatever_reading_raises_is_the_requests_own_error(
     assert warned.token_ids == expected(text_of(60))
 
 
-def test_cells_that_the_backend_refuses_fail_or_are_computed(any_way: Place) -> None:
-    save(any_way, text_of(60))
-    engine = any_way.engine(faults=Faults(swap=lambda _: False))
-    for options, reason in ((REQUIRED, "error"), (READ, "length")):
-        beside = engine.submit(item(text_of(20, start=3)))
-        result = any_way.result(engine, text_of(60), **options)
-        assert result.finish_reason == reason
-        assert result.usage.cached_tokens == 0
-        said = str(result.error) if result.error else result.warnings[0]
-        assert "cannot take these cells" in said
-        assert any_way.results(beside)[0].token_ids == expected(text_of(20, start=3))
-    assert result.token_ids == expected(text_of(60))
-
-
 @pytest.mark.parametrize("options", [READ, REQUIRED], ids=["asked", "required"])
 def test_cells_that_the_backend_refuses_are_so_for_all(
     any_way: Place, options: dict[str, Any]
@@ -1540,10 +1393,14 @@ def test_cells_that_the_backend_refuses_are_so_for_all(
     save(any_way, text_of(80))
     engine = any_way.engine(faults=Faults(swap=lambda _: False))
     prompts = [[*text_of(80), i] for i in range(10)]
+    beside = engine.submit(item(text_of(20, start=3)))
     results = any_way.results(engine.run([item(p, **options) for p in prompts]))
     wanted = [expected(p) for p in prompts] if options is READ else [()] * 10
     assert [r.token_ids for r in results] == wanted
     assert {r.finish_reason for r in results} == {"length" if options is READ else "error"}
+    said = results[0].warnings[0] if options is READ else str(results[0].error)
+    assert "cannot take these cells" in said
+    assert any_way.results(beside)[0].token_ids == expected(text_of(20, start=3))
 
 
 def test_cells_that_the_backend_refuses_fail_nobody_who_got_the_file_too(by_hand: Place) -> None:
@@ -1665,15 +1522,6 @@ def test_file_of_one_adapter_is_not_used_for_another(any_way: Place) -> None:
         assert "adapters is" in failed.error.reason
 
 
-def test_key_known_for_one_adapter_is_read_for_another(any_way: Place) -> None:
-    engine = any_way.engine(adapters=("a", "b"))
-    for name in SETS:
-        result = any_way.results(engine.submit(with_adapter(text_of(60), name, **SAVED)))[0]
-        assert result.token_ids == expected(text_of(60), adapters=scaled(name))
-        assert result.usage.cached_tokens == 0
-    assert any_way.keys() == ["k"] * 3
-
-
 # ---- prompts alone ----
 
 
@@ -1711,30 +1559,10 @@ def test_prompt_alone_gives_nothing_and_its_follower_computes_the_rest(any_way: 
     assert any_way.result(engine, text_of(60)).usage.cached_tokens == 59
 
 
-def test_prompt_alone_frees_its_slot_before_the_next_plan(by_hand: Place) -> None:
-    engine = by_hand.engine(n_slots=1, kind=GatedBackend)
-    engine.run([item(text_of(60), prefill_only=True), item(text_of(20, start=3))])
-    engine.step()
-    assert engine.stats().n_running == 0
-    engine.step()
-    assert engine.stats().n_running == 1
-
-
 def test_prompt_alone_streams_one_last_chunk_without_text(any_way: Place) -> None:
     response = any_way.engine().submit(item(text_of(100), prefill_only=True))
     [chunk] = read_all(any_way, response)
     assert (chunk.text, chunk.token_ids, chunk.finish_reason) == ("", (), "length")
-
-
-def test_prompts_alone_beside_decoders_change_no_token(any_way: Place) -> None:
-    engine = any_way.engine(n_slots=3)
-    items = [
-        item(text_of(50 + i, start=i), prefill_only=i % 2 == 0, max_tokens=30) for i in range(12)
-    ]
-    results = any_way.results(engine.run(items))
-    for i, result in enumerate(results):
-        wanted = () if i % 2 == 0 else expected(text_of(50 + i, start=i), 30)
-        assert result.token_ids == wanted
 
 
 @pytest.mark.parametrize("chunk_alignment", [0, 16])
@@ -1749,25 +1577,11 @@ def test_prompt_alone_is_saved_for_the_next_engine(any_way: Place, chunk_alignme
     assert (found.token_ids, found.usage.cached_tokens) == (expected([*text_of(64), 1]), 64)
 
 
-def test_prompt_alone_ignores_its_cap_stops_and_seed(any_way: Place) -> None:
-    result = any_way.result(
-        any_way.engine(), text_of(20), prefill_only=True, max_tokens=99, stop=["x"], seed=7
-    )
-    assert (result.finish_reason, result.token_ids, result.seed) == ("length", (), 7)
-
-
 def test_prompt_alone_with_a_cap_beyond_the_window_fits(any_way: Place) -> None:
     engine = any_way.engine(n_window=64)
-    result = any_way.result(engine, text_of(64), prefill_only=True, max_tokens=99)
-    assert result.finish_reason == "length"
-
-
-def test_prompt_alone_of_recurrent_memory_serves_what_goes_on_from_it(any_way: Place) -> None:
-    memory = KvCapabilities("recurrent", 4, can_trim=False, can_save=True, saved_bytes=64)
-    engine = any_way.engine(memory=memory)
-    any_way.result(engine, text_of(40), prefill_only=True)
-    follower = any_way.result(engine, [*text_of(40), 1])
-    assert (follower.token_ids, follower.usage.cached_tokens) == (expected([*text_of(40), 1]), 40)
+    said: dict[str, Any] = {"max_tokens": 99, "stop": ["x"], "seed": 7}
+    result = any_way.result(engine, text_of(64), prefill_only=True, **said)
+    assert (result.finish_reason, result.token_ids, result.seed) == ("length", (), 7)
 
 
 def test_prompt_alone_can_be_cancelled_paused_and_timed(by_hand: Place) -> None:
@@ -1785,9 +1599,9 @@ def test_prompt_alone_can_be_cancelled_paused_and_timed(by_hand: Place) -> None:
     assert late.finish_reason == "timeout"
 
 
-def test_thousand_prompts_alone_leave_nothing_behind(place: Place) -> None:
+def test_many_prompts_alone_leave_nothing_behind(place: Place) -> None:
     engine = place.engine()
-    prompts = [item(text_of(9, i), prefill_only=True) for i in range(1000)]
+    prompts = [item(text_of(9, i), prefill_only=True) for i in range(200)]
     results = place.results(engine.run(prompts))
     assert {(r.finish_reason, r.token_ids) for r in results} == {("length", ())}
     batcher = batcher_of(engine)

@@ -13,7 +13,6 @@ from cbatch.errors import CacheError, ConfigError, PromptTooLongError
 from cbatch.messages import BatchPrompt
 from cbatch.models.recipe.tasks import SHORT_TASKS, held_out_chats, is_right
 from cbatch.verify.one_model import difference, rounding_of
-from tests.backend.lora import write_lora
 from tests.runtime.backends import all_results, streams
 
 if TYPE_CHECKING:
@@ -70,15 +69,14 @@ def window_model(synth: SynthFactory) -> Path:
 # ---- saved, and begun with by another engine ----
 
 
-@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_next_engine_under_exact_goes_on_as_one_run_computing_what_is_new(
-    test_model: Path, folder: Path, options: dict[str, Any]
+    test_model: Path, folder: Path
 ) -> None:
     with load(test_model, folder, **EXACT) as engine:
-        first = ask(engine, prompt(100), **SAVED, **options)
+        first = ask(engine, prompt(100), **SAVED, **SEEDED)
         n_first = engine.stats().n_prompt_tokens
     with load(test_model, folder, **EXACT) as engine:
-        second = ask(engine, prompt(100), **REQUIRED, **options)
+        second = ask(engine, prompt(100), **REQUIRED, **SEEDED)
         n_second = engine.stats().n_prompt_tokens
     assert (first.warnings, second.warnings) == ((), ())
     assert (n_first, n_second, second.usage.cached_tokens) == (100, 4, 96)
@@ -88,12 +86,10 @@ def test_next_engine_under_exact_goes_on_as_one_run_computing_what_is_new(
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None},
-        {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
-        {"flash_attn": "on"},
+        {"cache_type_k": "q8_0", "cache_type_v": "q8_0", "flash_attn": "on"},
     ],
-    ids=["plain", "unified", "q8_0", "flash_attn"],
+    ids=["unified", "q8_0"],
 )
 def test_chat_goes_on_in_the_next_engine_and_computes_what_is_new(
     test_model: Path, folder: Path, settings: dict[str, Any]
@@ -116,7 +112,7 @@ def test_chat_goes_on_in_the_next_engine_and_computes_what_is_new(
     assert (first.text, second.text) == ("7", whole.text)
 
 
-@pytest.mark.parametrize(("n_before", "n_after"), [(1, 2), (2, 1), (2, 6), (6, 2)])
+@pytest.mark.parametrize(("n_before", "n_after"), [(1, 2), (6, 2)])
 def test_file_serves_another_number_of_slots(
     test_model: Path, folder: Path, n_before: int, n_after: int
 ) -> None:
@@ -158,8 +154,15 @@ def test_recurrent_state_goes_on_from_the_end_of_its_file_or_of_its_prompt(
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
 
 
-@pytest.mark.parametrize("kv", ["partitioned", "unified"])
-@pytest.mark.parametrize("name", ["falcon-h1", "qwen3next", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        ("falcon-h1", "partitioned"),
+        ("qwen3next", "unified"),
+        ("gemma3", "unified"),
+        ("gpt-oss", "partitioned"),
+    ],
+)
 def test_hybrids_and_windows_go_on_from_the_end_of_a_prompt(
     zoo: Callable[[str], Path], folder: Path, name: str, kv: str
 ) -> None:
@@ -184,8 +187,8 @@ def test_hybrids_and_windows_go_on_from_the_end_of_a_prompt(
 
 @pytest.mark.parametrize(
     ("settings", "n_cached"),
-    [({"flash_attn": "on"}, 200), ({"flash_attn": "off"}, 200), (EXACT, 192)],
-    ids=["on", "off", "exact"],
+    [({"flash_attn": "off"}, 200), (EXACT, 192)],
+    ids=["off", "exact"],
 )
 def test_file_of_a_longer_window_serves_a_shorter_one(
     test_model: Path, folder: Path, settings: dict[str, Any], n_cached: int
@@ -203,14 +206,13 @@ def test_file_of_a_longer_window_serves_a_shorter_one(
 POOL: dict[str, Any] = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None}
 
 
-@pytest.mark.parametrize("model", ["full", "windows"])
 @pytest.mark.parametrize(
-    ("before", "behind"),
+    ("model", "before", "behind"),
     [
-        ({}, POOL),
-        (POOL, {"parallel": 3}),
-        ({"flash_attn": "on"}, {"flash_attn": "off"}),
-        ({"flash_attn": "off"}, {**POOL, "flash_attn": "on"}),
+        ("full", {}, POOL),
+        ("windows", POOL, {"parallel": 3}),
+        ("windows", {"flash_attn": "on"}, {"flash_attn": "off"}),
+        ("full", {"flash_attn": "off"}, {**POOL, "flash_attn": "on"}),
     ],
 )
 def test_file_of_slots_serves_a_pool_and_back(
@@ -246,39 +248,6 @@ def test_many_readers_begin_with_one_file(test_model: Path, folder: Path) -> Non
         assert streams(engine.run(items, options=GREEDY)) == [
             (r.finish_reason, r.token_ids) for r in results
         ]
-
-
-def test_slot_taken_at_once_leaves_the_file_right(test_model: Path, folder: Path) -> None:
-    settings: dict[str, Any] = {**EXACT, "parallel": 1}
-    items = [
-        BatchPrompt(tokens=prompt(70 + i, i), options={"cache_key": f"k{i}", "save_cache": True})
-        for i in range(6)
-    ]
-    with load(test_model, folder, **settings) as engine:
-        first = streams(engine.run(items, options=GREEDY))
-    again = [
-        BatchPrompt(tokens=i.tokens, options={"cache_key": f"k{n}", "cache_required": True})
-        for n, i in enumerate(items)
-    ]
-    with load(test_model, folder, **settings) as engine:
-        results = all_results(engine.run(again, options=GREEDY))
-    assert [(r.finish_reason, r.token_ids) for r in results] == first
-    assert [r.usage.cached_tokens for r in results] == [64] * 6
-
-
-def test_close_saves_what_runs(test_model: Path, folder: Path) -> None:
-    engine = load(test_model, folder)
-    response = engine.run(
-        [BatchPrompt(tokens=prompt(60))], options={**SAVED, **GREEDY, "max_tokens": 190}
-    )
-    next(chunks := iter(response))
-    engine.close()
-    [result] = all_results(response)
-    assert (result.error, result.warnings) == (None, ())
-    tokens = [*prompt(60), *result.token_ids, 301][: W - 20]
-    with load(test_model, folder) as engine:
-        assert ask(engine, tokens, **REQUIRED, **GREEDY).usage.cached_tokens >= 60
-    del chunks
 
 
 # ---- files that do not fit ----
@@ -415,22 +384,6 @@ def test_slot_in_which_numbers_became_none_serves_the_next_as_ever(
         assert (result.error, result.token_ids) == (None, expected)
 
 
-def test_file_of_one_adapter_is_not_used_for_another(
-    test_model: Path, folder: Path, tmp_path: Path
-) -> None:
-    files = {n: write_lora(tmp_path / f"{n}.gguf", test_model, seed=i) for i, n in enumerate("ab")}
-    with load(test_model, folder, adapters=files) as engine:
-        saved = ask(engine, prompt(60), **SAVED, **GREEDY, adapter="a")
-    with load(test_model, folder, adapters=files) as engine:
-        right = ask(engine, prompt(60), **REQUIRED, **GREEDY, adapter="a")
-        wrong = [
-            ask(engine, prompt(60), **REQUIRED, **GREEDY, **said)
-            for said in ({"adapter": "b"}, {"adapter": {"a": 0.5}}, {})
-        ]
-    assert (right.token_ids, right.usage.cached_tokens) == (saved.token_ids, 59)
-    assert all(isinstance(r.error, CacheError) for r in wrong)
-
-
 # ---- prompts alone ----
 
 
@@ -450,16 +403,6 @@ def test_prompt_alone_fills_the_window_and_its_follower_computes_the_rest(
     assert (n_computed, follower.usage.cached_tokens) == (1, W - 30)
 
 
-def test_prompt_and_cap_fill_the_window_to_the_last_cell(test_model: Path, folder: Path) -> None:
-    with load(test_model, folder) as engine:
-        fits = ask(engine, prompt(W - 16), **GREEDY)
-        late = ask(engine, prompt(W - 15), **GREEDY, strict_max_tokens=True)
-        extended = engine.extend(ask(engine, prompt(W - 20), **GREEDY), 4).result()
-    assert (fits.finish_reason, len(fits.token_ids)) == ("length", 16)
-    assert isinstance(late.error, PromptTooLongError)
-    assert (extended.finish_reason, len(extended.token_ids)) == ("length", 20)
-
-
 def test_window_is_one_slots_part_of_the_context(test_model: Path, folder: Path) -> None:
     with load(test_model, folder, ctx_per_seq=None, n_ctx=2 * W) as engine:
         fits, late = (ask(engine, prompt(n), **GREEDY) for n in (W - 16, W - 15))
@@ -472,19 +415,7 @@ def test_window_is_one_slots_part_of_the_context(test_model: Path, folder: Path)
 # ---- continuing ----
 
 
-def test_part_past_the_window_or_of_another_engine_is_refused(
-    test_model: Path, folder: Path
-) -> None:
-    with load(test_model, folder) as engine, load(test_model, folder) as other:
-        first = ask(engine, prompt(W - 20), **GREEDY, strict_max_tokens=True)
-        with pytest.raises(PromptTooLongError):
-            engine.extend(first, 5).result()
-        with pytest.raises(ConfigError, match="not from this engine"):
-            other.extend(first, 1)
-
-
-@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize(("is_taken", "options"), [(False, GREEDY), (True, SEEDED)])
 def test_two_parts_under_exact_are_one_run(
     test_model: Path, folder: Path, is_taken: bool, options: dict[str, Any]
 ) -> None:
@@ -500,10 +431,10 @@ def test_two_parts_under_exact_are_one_run(
     assert n_computed == (70 if is_taken else 0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None}])
 def test_parts_of_a_chat_are_one_run_and_compute_its_prompt_once(
-    test_model: Path, folder: Path, settings: dict[str, Any]
+    test_model: Path, folder: Path
 ) -> None:
+    settings: dict[str, Any] = {"kv": "unified", "n_ctx": 512, "ctx_per_seq": None}
     chat = [{"role": "user", "content": "What is 3 + 4?"}]
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     with load(test_model, folder, **settings) as engine:
@@ -529,33 +460,18 @@ def test_recurrent_parts_are_one_run(synth: SynthFactory, folder: Path) -> None:
     assert result.token_ids == alone(path, prompt(40), **{**GREEDY, "max_tokens": 32})
 
 
-def test_cancelled_part_goes_on(test_model: Path, folder: Path) -> None:
-    with load(test_model, folder, **EXACT) as engine:
-        options = {**GREEDY, "max_tokens": 180}
-        response = engine.run([BatchPrompt(tokens=prompt(70))], options=options)
-        next(chunks := iter(response))
-        response.cancel()
-        [first] = all_results(response)
-        n_more = 180 - len(first.token_ids)
-        result = engine.extend(first, n_more).result() if n_more else first
-        assert engine.stats().n_prompt_tokens == 70
-    del chunks
-    whole = alone(test_model, prompt(70), **EXACT, **options)
-    assert result.token_ids == whole
-
-
 # ---- windows that move on ----
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"cache_type_k": "f32"}, {"kv": "unified", "n_ctx": 768}],
-    ids=["plain", "f32", "unified"],
+    [{"cache_type_k": "f32"}, {"kv": "unified", "n_ctx": 768}],
+    ids=["f32", "unified"],
 )
 def test_answer_goes_past_its_window_and_those_beside_it_are_right(
     test_model: Path, folder: Path, settings: dict[str, Any]
 ) -> None:
-    examples = [e for e in held_out_chats(seed=7, n=120) if e.task in SHORT_TASKS][:60]
+    examples = [e for e in held_out_chats(seed=7, n=120) if e.task in SHORT_TASKS][:30]
     mover = BatchPrompt(
         tokens=prompt(200), options={**GREEDY, "max_tokens": 1500, "n_discard": 32, "n_keep": 9}
     )
@@ -569,10 +485,10 @@ def test_answer_goes_past_its_window_and_those_beside_it_are_right(
     assert moved.warnings == ()
     for results in (beside, behind):
         n_right = sum(is_right(e, r.text) for e, r in zip(examples, results, strict=True))
-        assert n_right >= 54
+        assert n_right >= 26
 
 
-@pytest.mark.parametrize("n_discard", [1, W // 2, W - 2])
+@pytest.mark.parametrize("n_discard", [1, W - 2])
 def test_text_goes_past_its_window_as_far_as_it_is_asked_to(
     test_model: Path, folder: Path, n_discard: int
 ) -> None:

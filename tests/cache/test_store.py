@@ -113,8 +113,7 @@ def store(folder: Path) -> CacheStore:
 # ---- what is written is read ----
 
 
-@pytest.mark.parametrize("n_bytes", [0, 1, SMALL, 3 * MIB])
-@pytest.mark.parametrize("n_tokens", [0, 1, 5000])
+@pytest.mark.parametrize(("n_bytes", "n_tokens"), [(0, 0), (1, 5000), (SMALL, 1), (3 * MIB, 5000)])
 def test_read_gives_what_was_written(folder: Path, n_bytes: int, n_tokens: int) -> None:
     store, written = make_store(folder, 4 * MIB), cells(n_bytes, n_tokens=n_tokens)
     store.write("a", written, F16)
@@ -220,11 +219,6 @@ def test_any_key_and_fingerprint_is_found_again(
     store.write(key, cells(), fingerprint)
     assert same(store.read(key, dict(reversed(fingerprint.items()))), cells())
     assert (only(store).key, only(store).fingerprint) == (key, fingerprint)
-
-
-def test_name_of_a_file_does_not_tell_its_key(store: CacheStore) -> None:
-    store.write("secret", cells(), F16)
-    assert "secret" not in only(store).path.name
 
 
 def test_default_folder_is_among_the_users_caches(
@@ -394,20 +388,7 @@ def test_every_flipped_byte_is_an_error(store: CacheStore) -> None:
         path.write_bytes(data[:i] + bytes([data[i] ^ 0x20]) + data[i + 1 :])
         assert fails(store)
         assert store.verify(only(store))
-
-
-def test_token_bytes_are_checked_before_the_cells(store: CacheStore) -> None:
-    store.write("a", cells(40, n_tokens=3), F16)
-    path = only(store).path
-    data = path.read_bytes()
-    i_data = len(data) - 32 - 40
-    path.write_bytes(data[: i_data + 1] + b"\0\0\0" + data[i_data + 4 :])
-    assert only(store).problem is None
-    assert "digest" in fails(store)
-    assert "digest" in str(store.verify(only(store)))
-    i_tokens = i_data - 32 - 12
-    path.write_bytes(data[:i_tokens] + b"\1\1\1\1" + data[i_tokens + 4 :])
-    assert "digest" in str(only(store).problem)
+        assert bool(only(store).problem) is (i < len(data) - 40 - 32)  # all but the cells
 
 
 def forged(header: object, *, tokens: bytes = b"", n_data: int = 0, version: int = 1) -> bytes:
@@ -520,15 +501,6 @@ def test_file_that_is_not_what_it_says_is_an_error(
     put(folder, data)
     assert words in fails(store)
     assert words in (only(store).problem or "")
-
-
-def test_file_of_one_key_under_the_name_of_another_is_an_error(
-    store: CacheStore, folder: Path
-) -> None:
-    store.write("a", cells(), F16)
-    (folder / file_name("a", F16)).rename(folder / file_name("b", F16))
-    assert "another key" in fails(store, "b")
-    assert "no cells are saved" in fails(store, "a")
 
 
 def test_file_beyond_the_memory_is_an_error(
@@ -644,7 +616,7 @@ def test_folder_and_files_are_the_owners_alone(folder: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600]
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_file_that_others_may_write_is_refused_until_they_may_not(
     store: CacheStore, folder: Path, mode: int
 ) -> None:
@@ -848,7 +820,7 @@ def start_child(folder: Path, how: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("how", ["write", "utime", "fsync", "replace"])
+@pytest.mark.parametrize("how", ["write", "replace"])
 def test_killed_write_leaves_the_former_file(store: CacheStore, folder: Path, how: str) -> None:
     store.write("a", cells(), F16)
     with start_child(folder, how) as child:
@@ -900,7 +872,7 @@ def size_of_one(folder: Path) -> int:
     return only(store).n_bytes
 
 
-@pytest.mark.parametrize("n_room", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_room", [1, 3])
 def test_least_recently_used_go_first(folder: Path, n_room: int) -> None:
     store = make_store(folder, n_room * size_of_one(folder))
     for key in "abcde":
@@ -926,16 +898,6 @@ def test_reading_is_use_and_looking_is_not(folder: Path) -> None:
     assert keys(store) == ["d", "a", "c"]
 
 
-def test_use_is_told_in_the_time_of_the_clock(folder: Path) -> None:
-    clock = Clock(5e8)
-    store = make_store(folder, clock=clock)
-    store.write("a", cells(), F16)
-    assert only(store).used_at == clock.now_s
-    clock.now_s = 6e8
-    store.read("a", F16)
-    assert only(store).used_at == clock.now_s == 6e8 + 1
-
-
 def test_file_just_written_stays_also_where_it_is_the_oldest(folder: Path) -> None:
     clock = Clock()
     store = make_store(folder, 2 * size_of_one(folder), clock)
@@ -944,16 +906,6 @@ def test_file_just_written_stays_also_where_it_is_the_oldest(folder: Path) -> No
     clock.now_s = 1.0  # somebody set the clock back
     store.write("c", cells(), F16)
     assert keys(store) == ["b", "c"]
-
-
-def test_large_file_takes_the_place_of_several(folder: Path) -> None:
-    store = make_store(folder, 5 * size_of_one(folder))
-    for key in "abcde":
-        store.write(key, cells(), F16)
-    store.write("f", cells(3 * SMALL), F16)
-    assert keys(store)[0] == "f"
-    assert sum(file.n_bytes for file in store.files()) <= 5 * size_of_one(folder)
-    assert len(store.files()) >= 2
 
 
 def test_what_is_not_ours_is_neither_counted_nor_removed(folder: Path) -> None:
@@ -1087,26 +1039,6 @@ def test_use_that_may_not_be_marked_harms_no_reading(
     assert same(store.read("a", F16), cells())
 
 
-def test_threads_write_and_read_one_key_whole(folder: Path) -> None:
-    store, rows = CacheStore(folder, 100 * MIB), [cells(200_000, seed=seed) for seed in range(4)]
-    store.write("a", rows[0], F16)
-
-    def write(i: int) -> None:
-        for _ in range(10):
-            store.write("a", rows[i], F16)
-
-    def read(_: int) -> None:
-        for _ in range(20):
-            found = store.read("a", F16)
-            assert any(same(found, row) for row in rows)
-
-    with ThreadPoolExecutor(8) as pool:
-        for task in [pool.submit(f, i) for f in (write, read) for i in range(4)]:
-            task.result()
-    assert keys(store) == ["a"]
-    assert parts(folder) == []
-
-
 def test_threads_that_write_in_a_small_folder_each_find_their_own(folder: Path) -> None:
     store = CacheStore(folder, 2 * size_of_one(folder))
     start = threading.Barrier(4)
@@ -1122,27 +1054,6 @@ def test_threads_that_write_in_a_small_folder_each_find_their_own(folder: Path) 
     assert len(keys(store)) == 2
 
 
-def test_thread_that_trims_spares_what_another_is_about_to_count(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, trim = CacheStore(folder, size_of_one(folder)), CacheStore._trim
-    is_trimming, others = threading.Event(), []
-
-    def look(self: CacheStore, kept: str) -> None:
-        others.append(is_trimming.is_set())
-        is_trimming.set()
-        trim(self, kept)
-        assert [file.path.name for file in self.files()] == [kept]
-        is_trimming.clear()
-
-    monkeypatch.setattr(CacheStore, "_trim", look)
-    with ThreadPoolExecutor(4) as pool:
-        for task in [pool.submit(store.write, chr(48 + i), cells(), F16) for i in range(40)]:
-            task.result()
-    assert not any(others)
-    assert len(others) == 40
-
-
 # ---- listing, removing ----
 
 
@@ -1150,6 +1061,7 @@ def test_listing_tells_what_there_is(store: CacheStore, folder: Path) -> None:
     store.write("a", cells(), F16)
     file = only(store)
     assert (file.key, file.n_tokens, file.fingerprint, file.problem) == ("a", 7, F16, None)
+    assert file.used_at == 1e9 + 1  # the first look at the clock
     assert file.n_bytes == file.path.stat().st_size
     assert file.path.parent == folder
 

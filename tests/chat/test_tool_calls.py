@@ -490,7 +490,7 @@ def test_shipped_model_with_a_template_for_tools_is_told_of_them() -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("form", "n"), [("hermes", 300), ("function tags", 60), ("mistral", 60), ("bare", 60)]
+    ("form", "n"), [("hermes", 90), ("function tags", 30), ("mistral", 30), ("bare", 30)]
 )
 def test_shipped_model_calls_what_it_must_at_a_high_temperature(form: str, n: int) -> None:
     template = call_runs.template(form)

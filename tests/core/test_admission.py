@@ -51,14 +51,6 @@ def in_order(rig: Rig) -> list[str]:
 # ---- policies ----
 
 
-def test_priority_is_served_before_earlier_ones() -> None:
-    rig = make_scheduler(1, policy="priority")
-    rig.submit(*(make_request(id, priority=p, max_tokens=2) for id, p in [("a", 0), ("b", -1)]))
-    rig.submit(make_request("c", priority=7, max_tokens=2))
-    drive(rig)
-    assert in_order(rig) == ["c", "a", "b"]
-
-
 def test_low_priority_is_served_while_high_ones_keep_coming() -> None:
     rig = make_scheduler(1, policy="priority", ageing_s=2.0)
     rig.submit(make_request("high0", priority=5, max_tokens=1), make_request("low", max_tokens=1))
@@ -68,14 +60,6 @@ def test_low_priority_is_served_while_high_ones_keep_coming() -> None:
     # one that came ten seconds later than `low`, or still later, stands behind it
     assert in_order(rig).index("low") <= 11
     drive(rig)
-
-
-def test_shortest_is_served_before_longer_ones_that_came_first() -> None:
-    rig = make_scheduler(1, policy="shortest")
-    sizes = {"long": 40, "middle": 20, "short": 2}
-    rig.submit(*(make_request(id, [1] * n, max_tokens=2) for id, n in sizes.items()))
-    drive(rig)
-    assert in_order(rig) == ["short", "middle", "long"]
 
 
 def test_long_prompt_is_served_while_short_ones_keep_coming() -> None:
@@ -101,13 +85,6 @@ def test_pool_admits_by_the_worst_case_or_by_what_can_be_expected(
     assert len(rig.running()) == n_running
 
 
-def test_without_a_cap_a_slots_share_of_the_pool_is_expected() -> None:
-    rig = shared(64, n_slots=4, n_window=64, admission=None)
-    rig.submit(*make_sequences(4))
-    one_step(rig)
-    assert rig.running() == ["0", "1", "2"]  # 4 + 64 / 4 each
-
-
 def test_reserve_never_preempts_and_every_answer_is_whole() -> None:
     rig = shared(24, n_window=16)
     rig.submit(*make_sequences(9, n_prompt=4, max_tokens=8))
@@ -128,13 +105,6 @@ def test_optimistic_lets_more_run_when_answers_are_shorter_than_their_caps() -> 
     assert rig.stats.n_active_max >= 6
 
 
-def test_slot_of_its_own_cells_needs_no_room_in_a_pool() -> None:
-    rig = make_scheduler(4, n_window=12, n_batch=64)
-    rig.submit(*make_sequences(4, max_tokens=8))
-    one_step(rig)
-    assert len(rig.running()) == 4
-
-
 # ---- who does not fit ----
 
 
@@ -146,16 +116,6 @@ def test_head_that_does_not_fit_lets_a_bounded_number_pass() -> None:
     assert in_order(rig).index("big") == 1 + N_OVERTAKEN_MAX
     assert rig.drivers["big"].n_overtaken == N_OVERTAKEN_MAX
     assert len(rig.results) == 42
-
-
-def test_head_that_has_been_passed_enough_holds_up_all_behind_it() -> None:
-    rig = shared(40)
-    rig.submit(make_request("runs", max_tokens=20), make_request("big", max_tokens=30))
-    one_step(rig)
-    rig.drivers["big"].n_overtaken = N_OVERTAKEN_MAX
-    rig.submit(small(0))
-    one_step(rig)
-    assert rig.running() == ["runs"]
 
 
 def test_head_that_fits_at_last_goes_before_those_behind_it() -> None:

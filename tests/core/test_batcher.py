@@ -60,15 +60,6 @@ def test_equal_requests_finish_in_order_of_submission(
         assert [*times] == sorted(t for t in times if t is not None)
 
 
-def test_long_prompt_is_not_passed_by_a_short_one_behind_it() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(
-        make_request("long", range(40), max_tokens=1), make_request("short", (1,), max_tokens=1)
-    )
-    drive(rig)
-    assert [*rig.results] == ["long", "short"]
-
-
 @pytest.mark.parametrize("n_prompt", [64, 65, 1000])
 def test_prompt_that_does_not_fit_is_refused_alone_and_leaves_nothing(n_prompt: int) -> None:
     rig = make_scheduler(n_slots=2, n_window=64)
@@ -122,39 +113,3 @@ def test_long_queue_is_tokenized_only_when_its_turn_comes() -> None:
     rig.submit(*(make_request(id, id, max_tokens=1) for id in "abc"))
     step(rig)
     assert seen == ["a"]
-
-
-def test_cancelled_slot_is_emptied_and_lent_in_one_plan() -> None:
-    rig = make_scheduler(n_slots=1)
-    rig.submit(*make_sequences(2, max_tokens=9))
-    rig.backend.interrupt()
-    step(rig)
-    rig.cancel("0")
-    plan = step(rig)
-    assert plan is not None
-    assert plan.clears == (0,)
-    assert [b.slot for b in plan.binds] == [0]
-    assert plan.spans[0].start == 0
-
-
-def test_cancel_during_a_prefill_of_several_removes_only_that_row() -> None:
-    rig = make_scheduler(n_slots=3, n_batch=6)
-    rig.submit(*make_sequences(3, n_prompt=10, max_tokens=3))
-    step(rig)
-    rig.cancel("1")
-    plan = step(rig)
-    assert plan is not None
-    assert [c.slot for c in plan.spans] == [0, 2]
-    assert plan.clears == (1,)
-    assert not rig.backend.cells[1]
-    drive(rig)
-    assert [rig.results[id].finish_reason for id in "012"] == ["length", "cancelled", "length"]
-
-
-def test_last_slot_is_emptied_by_a_plan_without_rows() -> None:
-    rig = make_scheduler(n_slots=2)
-    rig.submit(*make_sequences(1, max_tokens=2))
-    plans = drive(rig)
-    assert plans[-1].clears == (0,)
-    assert plans[-1].spans == ()
-    assert rig.backend.cells == [[], []]

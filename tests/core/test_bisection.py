@@ -41,19 +41,6 @@ def search(drivers: list[SequenceDriver], culprit: int) -> tuple[SequenceDriver,
     raise AssertionError("nobody was found")
 
 
-def test_nobody_is_under_suspicion_at_first() -> None:
-    assert FaultBisection().suspects() == []
-
-
-def test_halves_stand_apart_and_the_first_comes_first() -> None:
-    bisection, drivers = FaultBisection(), running(5)
-    bisection.suspect(dict.fromkeys(drivers, 5))
-    assert ids(bisection.suspects()) == "012"
-    for driver in drivers[:3]:
-        driver.n_computed = 5
-    assert ids(bisection.suspects()) == "34"
-
-
 def test_who_is_past_the_failure_is_clear_and_the_others_are_not() -> None:
     bisection, drivers = FaultBisection(), running(4)
     bisection.suspect({d: 4 + i for i, d in enumerate(drivers)})
@@ -81,16 +68,9 @@ def test_who_was_cleared_stays_so_when_its_cells_are_lost() -> None:
     assert [ids(bisection.suspects()) for _ in range(2)] == ["1", "1"]
 
 
-def test_one_alone_that_fails_is_guilty() -> None:
-    bisection, [driver] = FaultBisection(), running(1)
-    bisection.suspect({driver: 5})
-    assert bisection.split({driver: 5}) is driver
-    assert bisection.suspects() == []
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 256])
 def test_each_of_many_is_found_in_about_twice_the_logarithm_of_steps(n: int) -> None:
-    for culprit in some(range(0, n, 5 if n > 17 else 1), 8):
+    for culprit in some(range(0, n, 25 if n > 17 else 1), 8):
         found, n_failed, n_good = search(running(n), culprit)
         assert found.request.id == str(culprit)
         assert n_failed <= math.ceil(math.log2(n)) + 2

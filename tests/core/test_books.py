@@ -18,15 +18,6 @@ def ledger_of(n_slots: int) -> KvLedger:
     return KvLedger(n_slots, 8, partitioned(n_slots * 8))
 
 
-def test_counts_follow_lending() -> None:
-    ledger = ledger_of(3)
-    assert (ledger.n_used_slots, ledger.n_free_slots) == (0, 3)
-    ledger.assign(Slot(1), SOMEBODY)
-    assert (ledger.n_used_slots, ledger.n_free_slots, sorted(ledger.free_slots)) == (1, 2, [0, 2])
-    ledger.free(Slot(1))
-    assert (ledger.n_used_slots, sorted(ledger.free_slots)) == (0, [0, 1, 2])
-
-
 def test_lend_of_a_slot_that_is_lent_raises() -> None:
     ledger = ledger_of(1)
     ledger.assign(Slot(0), SOMEBODY)
@@ -62,15 +53,6 @@ def test_add_to_a_slot_that_is_not_lent_raises() -> None:
     assert ledger.n_cells == [0, 0]
 
 
-def test_trim_strikes_out_cells_of_one_slot_only() -> None:
-    ledger = ledger_of(2)
-    for slot in (Slot(0), Slot(1)):
-        ledger.assign(slot, SOMEBODY)
-        ledger.add(slot, 4)
-    ledger.trim(Slot(0), 0)
-    assert ledger.n_cells == [0, 4]
-
-
 def pool_of(n_cells: int) -> KvLedger:
     """Three slots, all in use, of 8 cells each at most."""
     ledger = KvLedger(n_slots=3, n_window=8, memory=shared_pool(n_cells))
@@ -100,15 +82,6 @@ def test_shared_cells_of_a_pool_are_counted_once_and_freed_by_the_last() -> None
     assert (ledger.n_used, ledger.n_own(Slot(1))) == (4, 4)
     ledger.trim(Slot(1), 0)
     assert ledger.n_used == 0
-    assert not find_ledger_imbalance(ledger)
-
-
-def test_cells_behind_shared_ones_are_a_slots_own() -> None:
-    ledger = pool_of(12)
-    ledger.add(Slot(0), 4)
-    ledger.share(Slot(0), Slot(1), 4)
-    ledger.add(Slot(1), 2)
-    assert (ledger.n_cells, ledger.n_own(Slot(1))) == ([4, 6, 0], 2)
     assert not find_ledger_imbalance(ledger)
 
 

@@ -56,13 +56,6 @@ def in_order(rig: Rig) -> list[str]:
 # ---- which slot, and when ----
 
 
-def test_each_runs_in_the_slot_that_it_chose() -> None:
-    rig = make_scheduler(4)
-    rig.submit(*(make_request(f"{i}", slot=i, max_tokens=3) for i in (3, 1, 2, 0)))
-    one_step(rig)
-    assert slots_of(rig) == {"3": 3, "1": 1, "2": 2, "0": 0}
-
-
 def test_one_waits_for_its_slot_and_the_others_pass() -> None:
     rig = make_scheduler(2)
     rig.submit(make_request("runs", slot=1, max_tokens=6), make_request("waits", slot=1))
@@ -253,23 +246,6 @@ def test_memory_that_cannot_copy_goes_on_in_the_slot_of_its_cells_alone(slot: in
     assert rig.drivers["own"].slot == slot
     assert rig.results["own"].usage.cached_tokens == (42 if slot == 0 else 0)
     check_streams(rig, own)
-
-
-def test_slot_that_the_plan_copies_is_entered_in_the_next() -> None:
-    rig = make_scheduler(2, 96, 96, memory=partitioned(192), share_prefixes=True)
-    rig.submit(make_request("first", A_TEXT, slot=0, max_tokens=1))
-    drive(rig)
-    requests = [
-        make_request("copies", [*A_TEXT, 9], slot=1, max_tokens=9),
-        make_request("own", [5] * 9, slot=0, max_tokens=2),
-    ]
-    rig.submit(*requests)
-    one_step(rig)
-    assert rig.running() == ["copies"]
-    one_step(rig)
-    assert rig.running() == ["own", "copies"]
-    drive(rig)
-    check_streams(rig, *requests)
 
 
 # ---- many ----

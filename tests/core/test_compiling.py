@@ -151,7 +151,7 @@ def test_forced_tokens_come_in_one_go_and_count() -> None:
     assert rig.stats.n_output_tokens >= 40
 
 
-@pytest.mark.parametrize("cap", range(1, 20))
+@pytest.mark.parametrize("cap", [1, 2, 5, 6, 19])
 def test_cap_cuts_forced_tokens(cap: int) -> None:
     rig = rig_with("1", max_tokens=cap)
     drive(rig)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from cbatch.core.request import Request
     from cbatch.core.span import Span
 
-CODES = (1, -1, 2, -2, -3)
 GUILTY = 99
 
 
@@ -71,8 +70,7 @@ def check_innocents(rig: Rig, requests: Sequence[Request], guilty: int | None = 
 # ---- one is guilty ----
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("guilty", [0, 6, 15])
+@pytest.mark.parametrize(("code", "guilty"), [(1, 0), (-1, 6), (2, 15), (-2, 6), (-3, 0)])
 def test_one_guilty_among_sixteen_is_found_in_about_twice_four_steps(
     code: int, guilty: int
 ) -> None:
@@ -89,15 +87,6 @@ def test_one_guilty_among_sixteen_is_found_in_about_twice_four_steps(
     assert len(failed) == n_failed
     check_innocents(rig, requests, guilty)
     assert isinstance(rig.results[str(guilty)].error, RequestFailedError)
-
-
-def test_two_guilty_ones_both_end_and_nobody_else() -> None:
-    rig = make_scheduler(8, n_batch=64, code=of_guilty(-3))
-    requests = [*crowd(7, 2), make_request("7", (GUILTY,), max_tokens=4)]
-    rig.submit(*requests)
-    drive(rig)
-    assert {id for id, r in rig.results.items() if r.error} == {"2", "7"}
-    check_innocents(rig, [r for r in requests if r.id not in ("2", "7")])
 
 
 def test_guilty_one_keeps_the_text_it_had() -> None:
@@ -142,14 +131,6 @@ def test_row_without_numbers_fails_alone_and_the_step_counts() -> None:
     check_innocents(rig, requests, 2)
 
 
-def test_slot_of_the_guilty_serves_the_next_one() -> None:
-    rig = make_scheduler(1, code=of_guilty(-3))
-    requests = crowd(3, 1)
-    rig.submit(*requests)
-    drive(rig)
-    check_innocents(rig, requests, 1)
-
-
 # ---- cells ----
 
 
@@ -182,15 +163,6 @@ def test_abort_in_a_prompt_goes_on_behind_the_last_known_cell() -> None:
     assert rig.drivers["0"].n_computed == 5  # the fake backend keeps half
     drive(rig)
     check_innocents(rig, [request])
-
-
-def test_failed_computation_computes_all_again() -> None:
-    rig = make_scheduler(2, code=in_turn([0, 0, -3]))
-    requests = make_sequences(2, max_tokens=6)
-    rig.submit(*requests)
-    drive(rig, before=lambda rig: rig.backend.interrupt())
-    assert rig.stats.n_recomputed_tokens == 2 * 5
-    check_innocents(rig, requests)
 
 
 # ---- the context ----

@@ -84,17 +84,6 @@ def test_dead_entries_are_thrown_out_and_live_ones_kept(n_alive: int) -> None:
     assert alive == [*range(n_alive)]
 
 
-def test_dead_entries_are_thrown_out_now_and_then() -> None:
-    deadlines, n_kept = Deadlines(), list[int]()
-    driver = timed(0, 1e5)
-    deadlines.add(driver)
-    driver.cancel(0.0)
-    for _ in range(66):
-        deadlines.note_end()
-        n_kept.append(n_entries(deadlines))
-    assert n_kept == [1] * 64 + [0] * 2
-
-
 def test_long_run_of_requests_with_deadlines_keeps_the_heap_short() -> None:
     rig = make_scheduler(n_slots=2)
     for i in range(300):

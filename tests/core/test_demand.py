@@ -74,14 +74,6 @@ def test_optimistic_counts_a_slots_share_or_less_without_a_cap(n_pool: int, fits
 
 
 @pytest.mark.parametrize(("n_pool", "fits"), [(15, True), (14, False)])
-def test_optimistic_counts_no_more_than_the_window_has(n_pool: int, fits: bool) -> None:
-    some = demand(n_pool, is_optimistic=True)
-    short = sequence(12, 90, max_tokens=90)
-    short.n_window = 15
-    assert fits_beside(some, short, []) is fits
-
-
-@pytest.mark.parametrize(("n_pool", "fits"), [(15, True), (14, False)])
 @pytest.mark.parametrize("is_optimistic", [False, True])
 def test_one_whose_window_is_over_wants_the_window(
     n_pool: int, fits: bool, is_optimistic: bool
@@ -99,11 +91,6 @@ def test_optimistic_counts_the_worst_case_after_too_many_preemptions() -> None:
     assert not fits_beside(some, sequence(4, 10), [often])
     assert not fits_beside(some, often, [sequence(4, 10)])
     assert fits_beside(some, often, [])
-
-
-def test_pool_of_every_slots_window_is_not_shared() -> None:
-    some = Pool(KvLedger(2, 64, shared_pool(128)), is_optimistic=False)
-    assert fits_beside(some, sequence(60, 4), [sequence(60, 4)])
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

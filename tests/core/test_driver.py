@@ -105,38 +105,6 @@ def test_prompt_and_cap_past_the_window_raise_and_change_nothing(
     assert snapshot(driver) == before
 
 
-@pytest.mark.parametrize(("ignore_eos", "n_left_out"), [(False, 1), (True, 0)])
-def test_end_token_ends_with_stop_unless_ignored(ignore_eos: bool, n_left_out: int) -> None:
-    driver = make_running(ignore_eos=ignore_eos, max_tokens=3)
-    driver.accept(2, [A, END_TOKEN], 2.0)
-    assert (driver.finish_reason == "stop") == (not ignore_eos)
-    if ignore_eos:
-        driver.accept(1, [B], 3.0)
-    result = result_of(driver)
-    assert result.usage.completion_tokens == len(result.token_ids) + n_left_out
-    assert result.text == ("ab" if ignore_eos else "a")
-
-
-def test_stop_token_on_the_last_allowed_token_is_a_stop() -> None:
-    driver = make_running(max_tokens=2, stop_token_ids=[B])
-    driver.accept(2, [A, B], 2.0)
-    result = result_of(driver)
-    assert (result.finish_reason, result.text, result.token_ids) == ("stop", "a", (A,))
-    assert result.usage.completion_tokens == 2
-
-
-def test_stop_string_on_the_last_allowed_token_is_a_stop() -> None:
-    driver = make_running(max_tokens=2, stop="b")
-    driver.accept(2, [A, B], 2.0)
-    assert result_of(driver).finish_reason == "stop"
-
-
-def test_include_stop_keeps_the_stop_token() -> None:
-    driver = make_running(stop_token_ids=[B], include_stop=True)
-    driver.accept(2, [A, B], 2.0)
-    assert (result_of(driver).text, result_of(driver).token_ids) == ("ab", (A, B))
-
-
 @pytest.mark.parametrize("sampled", [[A, B, D, END_TOKEN], [A, B, D, BROKEN_ROW]])
 def test_what_comes_after_a_stop_string_in_one_run_does_not_matter(sampled: list[int]) -> None:
     driver = make_running(stop="b", ignore_eos=False)
@@ -196,12 +164,6 @@ def test_half_a_character_is_flushed_on_every_ending(ending: str) -> None:
     assert result_of(driver).text == "ab\ufffd"
 
 
-def test_half_a_character_before_a_stop_string_is_flushed() -> None:
-    driver = make_running(stop="b")
-    driver.accept(2, [A, HALF, B], 2.0)
-    assert (driver.finish_reason, result_of(driver).text) == ("stop", "a\ufffd")
-
-
 @pytest.mark.parametrize("ending", ["length", "cancelled", "timeout", "error", "stop"])
 def test_tail_held_back_for_a_stop_string_is_flushed_on_every_ending(ending: str) -> None:
     driver = make_running(stop="bcd", stop_token_ids=[D], max_tokens=3 if ending == "length" else 9)
@@ -231,13 +193,6 @@ def make_scored(n_scored: int, n_computed: int, start: int | None = None) -> Seq
     return driver
 
 
-@pytest.mark.parametrize(("n_scored", "n_reusable"), [(0, 0), (3, 3), (4, 4), (5, 5)])
-def test_scored_prompt_begins_no_further_than_it_was_scored(n_scored: int, n_reusable: int) -> None:
-    driver = make_scored(n_scored, 0)
-    assert driver.is_scoring == (n_scored < 5)  # nothing stands behind the last token
-    assert driver.n_reusable == n_reusable
-
-
 @pytest.mark.parametrize(
     ("n_scored", "n_computed", "n_tokens", "targets"),
     [(0, 0, 6, [1, 2, 3, 4, 5]), (0, 0, 3, [1, 2, 3]), (3, 3, 3, [4, 5]), (3, 0, 3, [])],
@@ -247,19 +202,6 @@ def test_chunk_scores_what_was_not_and_nothing_behind_the_prompt(
 ) -> None:
     span = make_scored(n_scored, n_computed).span(Slot(0), n_computed, n_tokens)
     assert list(span.targets) == targets
-
-
-@pytest.mark.parametrize(
-    ("n_scored", "n_computed", "n_targets", "n"),
-    [(0, 0, 5, 6), (0, 0, 4, 4), (3, 0, 0, 3), (3, 3, 2, 3), (3, 3, 1, 1)],
-)
-def test_step_takes_as_much_as_it_can_score(
-    n_scored: int, n_computed: int, n_targets: int, n: int
-) -> None:
-    driver = make_scored(n_scored, n_computed)
-    assert driver.scores is not None
-    n_pending = driver.n_tokens - n_computed
-    assert driver.scores.n_within(n_computed, n_pending, n_targets) == n
 
 
 @pytest.mark.parametrize("start", [None, 0, 1, 2, 5, 6, 900])
@@ -274,13 +216,6 @@ def test_scores_begin_where_they_are_asked_for(start: int | None) -> None:
         assert list(driver.span(Slot(0), n_computed, n_pending).targets) == [
             *range(n_computed + 1, 6)
         ]
-
-
-def test_tokens_before_the_first_score_are_a_chunk_of_their_own() -> None:
-    driver = make_scored(3, 0, 4)
-    assert driver.scores is not None
-    assert driver.scores.n_within(0, 6, 64) == 3
-    assert list(driver.span(Slot(0), 0, 3).targets) == []
 
 
 def test_chunk_that_cannot_be_cut_scores_all_and_keeps_the_wanted() -> None:

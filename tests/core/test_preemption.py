@@ -97,13 +97,6 @@ def test_victim_has_computed_least_and_is_not_the_oldest() -> None:
     assert preempted(rig) == {"2": 1}
 
 
-def test_youngest_of_equals_is_the_victim() -> None:
-    rig = hopeful(20)
-    rig.submit(*make_sequences(4, max_tokens=8))
-    fill(rig)
-    assert preempted(rig) == {"3": 1}
-
-
 def test_oldest_alone_never_loses_its_cells() -> None:
     rig = hopeful(24)
     rig.submit(make_request("old", (1,), max_tokens=20), *make_sequences(8, max_tokens=18))
@@ -208,19 +201,6 @@ def test_pool_that_the_backend_found_full_retains_no_cells_of_the_victim() -> No
     check_streams(rig, requests)
 
 
-def test_pool_filled_on_purpose_moves_on_in_every_step() -> None:
-    rig = hopeful(16)
-    rig.submit(*make_sequences(6, max_tokens=12))
-    n_before = 0
-    while rig.batcher.in_flight:
-        one_step(rig)
-        n_output = sum(d.n_output for d in rig.drivers.values())
-        n_loaded = sum(d.n_computed for d in rig.ledger.holders if d is not None)
-        assert n_output > n_before or n_loaded
-        n_before = n_output
-    assert n_before == 6 * 12
-
-
 @pytest.mark.parametrize("n_pool", [13, 16, 40])
 @pytest.mark.parametrize("n_batch", [4, 64])
 def test_pool_filled_on_purpose_ends_everybody_well(n_pool: int, n_batch: int) -> None:
@@ -272,17 +252,6 @@ def test_lost_cells_are_computed_again_with_the_output_in_one_chunk() -> None:
     until(rig, lambda: rig.drivers["1"].slot is not None)
     assert [len(c.inputs) for c in rig.backend.plans[-1].spans] == [4 + 5]
     assert rig.stats.n_recomputed_tokens == 4 + 4
-
-
-def test_reader_gets_no_chunk_twice_and_none_is_missing() -> None:
-    rig = hopeful(16)
-    requests = make_sequences(2, max_tokens=12)
-    rig.submit(*requests)
-    fill(rig)
-    n_seen = [len(rig.drivers[id].tokens) - 4 for id in "01"]
-    assert [sum(len(c.token_ids) for c in rig.chunks[id]) for id in "01"] == n_seen
-    drive(rig)
-    check_streams(rig, requests)
 
 
 def test_who_comes_back_goes_before_the_queue() -> None:

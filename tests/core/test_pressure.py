@@ -32,8 +32,8 @@ from cbatch.messages import BatchPrompt
 from cbatch.response import BatchError
 from cbatch.runtime.batch_response import BatchResponse
 from cbatch.runtime.step_record import StepRecord
-from tests.helpers import A_SECOND_A_STEP, partitioned, shared_pool
-from tests.kinds import Reason, each_kind, engine_on, no_pool, thread_only
+from tests.helpers import A_SECOND_A_STEP, partitioned
+from tests.kinds import Reason, engine_on, no_pool, thread_only
 from tests.places import wait_until
 from tests.runtime.backends import (
     PATIENCE_S,
@@ -46,7 +46,6 @@ from tests.runtime.backends import (
     in_thread,
     is_room_awaited,
     is_threaded,
-    loop_of,
     n_commands,
     stats_of,
     streams,
@@ -55,7 +54,7 @@ from tests.runtime.backends import (
 if TYPE_CHECKING:
     from cbatch.core.plan import StepPlan, StepResult
 
-pytestmark = each_kind
+pytestmark = no_pool(Reason.ONE_BACKEND)
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "seed": 1}
 ENDLESS = 10**6
@@ -149,17 +148,6 @@ def ends(response: BatchResponse) -> list[tuple[str, int]]:
 
 
 @thread_only(Reason.BY_HAND)
-def test_full_queue_rejects_with_its_numbers(by_hand: MakeEngine) -> None:
-    engine = by_hand(max_queue=2, when_full="reject")
-    engine.run(prompts("a", max_tokens=9))
-    engine.step()
-    engine.run(prompts("b", "c"))
-    with pytest.raises(QueueFullError, match="max_queue is 2") as caught:
-        engine.run(prompts("d"))
-    assert (caught.value.n_waiting, caught.value.n_limit) == (2, 2)
-
-
-@thread_only(Reason.BY_HAND)
 def test_free_slots_count_as_room(by_hand: MakeEngine) -> None:
     engine = by_hand(parallel=3, max_queue=2, when_full="reject")
     with pytest.raises(QueueFullError):
@@ -168,22 +156,14 @@ def test_free_slots_count_as_room(by_hand: MakeEngine) -> None:
 
 
 @thread_only(Reason.BY_HAND)
-def test_queue_of_nobody_takes_as_many_as_there_are_slots(by_hand: MakeEngine) -> None:
-    engine = by_hand(parallel=2, max_queue=0, when_full="reject")
-    response = engine.run(prompts("a", "b", max_tokens=2))
-    with pytest.raises(QueueFullError):
-        engine.run(prompts("c"))
-    assert ends(response) == [("length", 2)] * 2
-
-
-@thread_only(Reason.BY_HAND)
 def test_rejected_batch_leaves_nothing(by_hand: MakeEngine) -> None:
     engine = by_hand(max_queue=2, when_full="reject")
     first = engine.run(prompts("a", max_tokens=3))
     engine.step()
     before, n_submitted = population(engine), engine.stats().n_submitted
-    with pytest.raises(QueueFullError):
+    with pytest.raises(QueueFullError, match="max_queue is 2") as caught:
         engine.run(prompts("b", "c", "d"))
+    assert (caught.value.n_waiting, caught.value.n_limit) == (0, 2)
     engine.step()
     assert population(engine) == before
     assert engine.stats().n_submitted == n_submitted
@@ -209,33 +189,6 @@ def test_ids_of_a_rejected_batch_are_free_at_once(is_threaded: bool) -> None:
     engine.close()
 
 
-@no_pool(Reason.ONE_BACKEND)
-def test_rejected_ids_can_be_submitted_once_there_is_room(make: MakeEngine) -> None:
-    engine = make(n_window=ENDLESS, max_queue=1, when_full="reject")
-    engine.run(prompts("a", "b"))
-    with pytest.raises(QueueFullError):
-        engine.run(prompts("x", "y", max_tokens=2))
-    engine.cancel_all()
-    assert ends(engine.run(prompts("x", "y", max_tokens=2))) == [("length", 2)] * 2
-
-
-@no_pool(Reason.ONE_BACKEND)
-def test_generator_waits_though_the_queue_rejects(make: MakeEngine) -> None:
-    engine, records = make(max_queue=1, when_full="reject"), list[StepRecord]()
-    engine.record_steps(records.append)
-    response = engine.run(iter(prompts(*"abcdefghij", max_tokens=3)))
-    assert ends(response) == [("length", 3)] * 10
-    assert max(r.n_waiting for r in records) <= 1
-
-
-@thread_only(Reason.BY_HAND)
-def test_queue_without_a_limit_takes_any_number(by_hand: MakeEngine) -> None:
-    engine = by_hand()
-    engine.run([BatchPrompt(tokens=[1])] * 5000)
-    engine.step()
-    assert engine.stats().n_waiting == 4999
-
-
 @thread_only(Reason.BY_HAND)
 def test_paused_ones_slot_counts_as_room(by_hand: MakeEngine) -> None:
     engine = by_hand(max_queue=0, when_full="reject")
@@ -248,8 +201,18 @@ def test_paused_ones_slot_counts_as_room(by_hand: MakeEngine) -> None:
 # ---- a full queue that lets wait ----
 
 
-@no_pool(Reason.ONE_BACKEND)
-@pytest.mark.parametrize("max_queue", [0, 1, 3])
+@pytest.mark.parametrize("when_full", ["wait", "reject"])
+def test_generator_waits_for_room_whatever_a_full_queue_does(
+    make: MakeEngine, when_full: str
+) -> None:
+    engine, records = make(max_queue=1, when_full=when_full), list[StepRecord]()
+    engine.record_steps(records.append)
+    response = engine.run(iter(prompts(*"abcdefghij", max_tokens=3)))
+    assert ends(response) == [("length", 3)] * 10
+    assert max(r.n_waiting for r in records) <= 1
+
+
+@pytest.mark.parametrize("max_queue", [0, 3])
 def test_run_returns_when_the_last_one_is_in_and_never_more_wait(
     make: MakeEngine, max_queue: int
 ) -> None:
@@ -263,7 +226,6 @@ def test_run_returns_when_the_last_one_is_in_and_never_more_wait(
     assert response.ids == [*"abcdefghij"]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_waiting_for_room_changes_no_stream_and_no_order(make: MakeEngine) -> None:
     items = prompts(*"abcdefgh", max_tokens=4)
     narrow, wide = make(max_queue=1, when_full="wait"), make()
@@ -272,16 +234,6 @@ def test_waiting_for_room_changes_no_stream_and_no_order(make: MakeEngine) -> No
     assert streams(narrow.run(items)) == streams(wide.run(items))
 
 
-@no_pool(Reason.ONE_BACKEND)
-def test_generator_waits_for_room_too(make: MakeEngine) -> None:
-    engine, records = make(max_queue=1), list[StepRecord]()
-    engine.record_steps(records.append)
-    response = engine.run(iter(prompts(*"abcdefghij", max_tokens=3)))
-    assert ends(response) == [("length", 3)] * 10
-    assert max(r.n_waiting for r in records) <= 1
-
-
-@no_pool(Reason.ONE_BACKEND)
 def test_two_threads_that_wait_for_room_both_get_in() -> None:
     backend = GatedBackend(1, 64, 64)
     with engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
@@ -303,7 +255,6 @@ def test_duplicate_id_is_refused_before_anybody_waits(by_hand: MakeEngine) -> No
     assert population(engine) == (0, 1, ["a"])
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_cancel_of_one_that_waits_makes_room_for_another(make: MakeEngine) -> None:
     engine = make(n_window=ENDLESS, max_queue=1)
     engine.run(prompts("a", "b"))
@@ -336,7 +287,6 @@ def crowd(make: MakeEngine) -> Crowd:
     return make_crowd
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_one_that_waits_for_room_can_be_cancelled(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.cancel("b") is True
@@ -349,7 +299,6 @@ def test_one_that_waits_for_room_can_be_cancelled(crowd: Crowd) -> None:
     assert engine.stats().n_finished == {"cancelled": 2, "length": 1}
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Crowd) -> None:
     engine, wait = crowd()
     with pytest.raises(DuplicateIdError):
@@ -362,7 +311,6 @@ def test_id_of_one_that_was_cancelled_while_it_waited_for_room_is_free(crowd: Cr
     assert ends(again()) == [("length", 3)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.cancel_all() == 3
@@ -370,7 +318,6 @@ def test_all_that_wait_for_room_are_cancelled_with_all_others(crowd: Crowd) -> N
     assert (ids_in_flight(engine), ids_outside(engine), population(engine)) == ([], [], (0, 0, []))
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) -> None:
     engine, wait = crowd()
     assert engine.pause("b") is True
@@ -384,17 +331,6 @@ def test_one_that_waits_for_room_can_be_paused_and_others_pass_it(crowd: Crowd) 
     assert [(r.id, r.finish_reason) for r in reader] == [("b", "length")]
 
 
-@no_pool(Reason.ONE_BACKEND)
-def test_choices_that_wait_for_room_are_cancelled_together(crowd: Crowd) -> None:
-    engine, wait = crowd(n=2)
-    assert engine.cancel("b")
-    engine.cancel("a")
-    cancelled, whole = all_results(wait())
-    assert [c.finish_reason for c in cancelled.choices] == ["cancelled"] * 2
-    assert [c.finish_reason for c in whole.choices] == ["length"] * 2
-
-
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("way", [BatchResponse.cancel, BatchResponse.wind_down])
 def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
     way: Callable[[BatchResponse], object],
@@ -408,7 +344,6 @@ def test_generators_prompt_that_waits_for_room_ends_with_its_batch(
         assert ends(response) == [("cancelled", 0)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
     schedule, others = ScheduleOptions(max_queue=0), threading.enumerate()
     with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY, schedule=schedule) as engine:
@@ -422,7 +357,6 @@ def test_winding_down_while_a_prompt_waits_for_room_spares_what_runs() -> None:
         assert [r.error is None for r in all_results(response)] == [True, False]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_close_while_somebody_waits_for_room_tells_it_and_leaves_nobody() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
     engine = engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1))
@@ -451,7 +385,6 @@ def test_failure_while_somebody_waits_for_room_tells_it() -> None:
     engine.close()
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     backend = GatedBackend(2, ENDLESS, 64)
     closing, told = threading.Event(), threading.Event()
@@ -479,7 +412,6 @@ def test_close_while_half_a_batch_waits_for_room_disturbs_no_run() -> None:
     assert [(r.finish_reason, r.error) for r in all_results(other)] == [("cancelled", None)]
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_run_in_an_event_loop_returns_at_once_and_its_items_wait_for_room() -> None:
     backend = GatedBackend(1, ENDLESS, 64)
     with engine_on(backend, options=GREEDY, schedule=ScheduleOptions(max_queue=1)) as engine:
@@ -499,7 +431,6 @@ def test_run_in_an_event_loop_returns_at_once_and_its_items_wait_for_room() -> N
         assert (ids_in_flight(engine), ids_outside(engine)) == ([], [])
 
 
-@no_pool(Reason.ONE_BACKEND)
 @pytest.mark.parametrize("end", ["cancel", "batch", "close", "time"])
 def test_items_of_an_event_loop_that_wait_for_room_can_end(end: str) -> None:
     schedule = ScheduleOptions(max_queue=0)
@@ -542,18 +473,6 @@ def test_engine_without_a_thread_lets_items_of_an_event_loop_wait() -> None:
 
     with engine:
         assert anyio.run(submit) == ["a", "b", "c"]
-
-
-@no_pool(Reason.ONE_BACKEND)
-def test_event_loop_may_wait_for_room_in_a_thread() -> None:
-    schedule = ScheduleOptions(max_queue=1)
-    with engine_on(GatedBackend(1, 64, 64), options=GREEDY, schedule=schedule) as engine:
-
-        async def submit() -> None:
-            run = partial(engine.run, prompts(*"abcdef", max_tokens=2))
-            assert len(await (await anyio.to_thread.run_sync(run))) == 6
-
-        anyio.run(submit)
 
 
 # ---- time ----
@@ -615,7 +534,6 @@ def test_time_of_a_run_ends_the_reading_of_a_generator_that_never_ends(virtual: 
     assert is_closed.is_set()
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_time_of_a_run_ends_a_generator_that_is_read_in_a_thread() -> None:
     with engine_on(GatedBackend(1, 64, 64), options=GREEDY) as engine:
         response = engine.run(map(str, count()), options={"max_tokens": 4}, max_time_s=0.05)
@@ -632,8 +550,7 @@ def test_time_of_a_run_counts_while_it_waits_for_room(virtual: MakeEngine) -> No
     assert ends(response) == [("timeout", 0)]
 
 
-@no_pool(Reason.ONE_BACKEND)
-@pytest.mark.parametrize("max_time_s", [-1.0, float("nan"), "soon", True])
+@pytest.mark.parametrize("max_time_s", [-1.0, float("nan"), "soon"])
 def test_wrong_time_of_a_run_is_refused_and_nothing_is_queued(
     make: MakeEngine, max_time_s: Any
 ) -> None:
@@ -683,28 +600,6 @@ def test_paused_one_can_be_cancelled_and_closed(by_hand: MakeEngine) -> None:
     assert ends(response) == [("cancelled", 2)] * 2
 
 
-@thread_only(Reason.BY_HAND)
-@pytest.mark.parametrize("name", ["cancel", "pause", "resume"])
-def test_late_command_for_an_earlier_life_of_an_id_is_refused(
-    by_hand: MakeEngine, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, late = by_hand(), list[Callable[[], object]]()
-    first = engine.run(prompts("a", max_tokens=2))
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(loop_of(engine), "call", lambda command, _: late.append(command))
-        getattr(engine, name)("a")  # on its way while the request ends
-    assert ends(first) == [("length", 2)]
-    second = engine.run(prompts("a", max_tokens=3))
-    engine.step()
-    if name == "resume":
-        engine.pause("a")
-    assert not late[0]()
-    assert engine.stats().n_output_tokens == 2 + 1
-    assert engine.resume("a") is (name == "resume")
-    assert ends(second) == [("length", 3)]
-
-
 # ---- all is lost ----
 
 
@@ -730,7 +625,6 @@ def test_computation_that_always_fails_ends_the_engine_and_tells_all_once(
     engine.close()
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_engine_goes_on_when_failures_pass(make: MakeEngine) -> None:
     codes = iter([-3] * N_FAILURES_MAX)
     backend = FakeBackend(2, 64, 64, faults=Faults(code=lambda _: next(codes, 0)))
@@ -738,16 +632,6 @@ def test_engine_goes_on_when_failures_pass(make: MakeEngine) -> None:
         all_results(engine.run(prompts(*(f"a{i}" for i in range(20)), max_tokens=2)))
         assert ends(engine.run(prompts("b", max_tokens=2))) == [("length", 2)]
         assert backend.n_rebuilt == 1
-
-
-def test_pool_that_is_full_preempts_and_nobody_notices() -> None:
-    items = prompts(*(f"{chr(97 + i)}" for i in range(20)), max_tokens=40)
-    with engine_on(FakeBackend(4, 64, 64), options=GREEDY) as engine:
-        expected = streams(engine.run(items))
-    backend = FakeBackend(4, 64, 64, memory=shared_pool(64, can_save=True))
-    schedule = ScheduleOptions(admission="optimistic")
-    with engine_on(backend, options=GREEDY, schedule=schedule) as engine:
-        assert streams(engine.run(items)) == expected
 
 
 # ---- figures ----
@@ -773,7 +657,6 @@ def test_records_come_while_they_are_asked_for(by_hand: MakeEngine) -> None:
         )
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_recorder_that_raises_is_called_no_more_and_harms_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -811,7 +694,6 @@ def test_statistics_begun_anew_count_what_comes_later(by_hand: MakeEngine) -> No
     assert (stats.n_prompt_tokens, stats.itl_s.n, stats.ttft_s.n) == (0, 5, 1)
 
 
-@no_pool(Reason.ONE_BACKEND)
 def test_statistics_are_never_begun_anew_in_the_middle_of_a_run() -> None:
     backend = SteppedBackend(1, 64, 64)
     engine = engine_on(backend, options=GREEDY)
@@ -834,17 +716,6 @@ def test_snapshot_stays_as_it_was(by_hand: MakeEngine) -> None:
     stats = engine.stats()
     all_results(response)
     assert (stats.n_steps, stats.itl_s.n, stats.n_finished) == (3, 2, {})
-
-
-@no_pool(Reason.ONE_BACKEND)
-def test_queued_cancel_is_answered_before_the_running_one_ends() -> None:
-    with engine_on(GatedBackend(1, ENDLESS, 64), options=GREEDY) as engine:
-        engine.run(prompts("a"))
-        queued = engine.run(prompts("b"))
-        assert engine.cancel("b")
-        [result] = all_results(queued)
-        assert isinstance(result.error, RequestCancelledError)
-        assert "a" in ids_in_flight(engine)
 
 
 # ---- at the edges ----

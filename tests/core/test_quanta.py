@@ -178,8 +178,8 @@ def moving(n_cells: int) -> KvCapabilities:
 # ---- grammars ----
 
 
-@pytest.mark.parametrize("n", range(1, 8))
-@pytest.mark.parametrize("regex", ["0", "1", "1:5", "0:4:6"])
+@pytest.mark.parametrize("n", [1, 3, 7])
+@pytest.mark.parametrize("regex", ["1", "1:5", "0:4:6"])
 def test_tokens_that_a_grammar_forces_are_counted_and_held(n: int, regex: str) -> None:
     rig, whole = make_scheduler(), make_scheduler()
     whole.submit(make_request(max_tokens=40, regex=regex))

@@ -23,7 +23,6 @@ from tests.helpers import (
     partitioned,
     plan_of,
     recurrent,
-    root_of,
     run,
     shared_pool,
     step,
@@ -79,13 +78,6 @@ def test_common_beginning_of_those_that_come_together_is_computed_once(n: int) -
     assert [rig.results[r.id].usage.cached_tokens for r in requests] == [0] + [50] * (n - 1)
     for request in requests:
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, 4))
-
-
-def test_switched_off_everything_is_computed() -> None:
-    rig = make_rig(share_prefixes=False)
-    rig.submit(*alike(4))
-    drive(rig)
-    assert rig.stats.n_prompt_tokens == 4 * 51
 
 
 def test_followers_wait_for_the_leader_and_go_on_in_the_plan_after() -> None:
@@ -173,29 +165,6 @@ def test_follower_that_is_cancelled_or_paused_is_no_longer_one() -> None:
     rig.batcher.resume("2")
     drive(rig)
     assert rig.results["2"].usage.cached_tokens == 50
-
-
-def test_finished_request_leaves_its_cells_to_the_next_turn_of_its_chat() -> None:
-    rig = make_rig(n_slots=2)
-    first = make_request("first", COMMON, max_tokens=8)
-    rig.submit(first)
-    drive(rig)
-    answer = rig.results["first"].token_ids
-    again = make_request("again", [*COMMON, *answer, 9], max_tokens=3)
-    rig.submit(again)
-    drive(rig)
-    assert rig.results["again"].usage.cached_tokens == 50 + 7  # the last token was never computed
-    assert rig.results["again"].token_ids == tuple(rig.alone(again, 3))
-
-
-def test_last_token_of_a_prompt_is_always_computed() -> None:
-    rig = make_rig()
-    rig.submit(make_request("a", COMMON, max_tokens=2))
-    drive(rig)
-    rig.submit(make_request("b", COMMON, max_tokens=2))
-    drive(rig)
-    assert rig.results["b"].usage.cached_tokens == 49
-    assert rig.results["b"].token_ids == rig.results["a"].token_ids
 
 
 def test_short_beginning_is_not_worth_a_copy_but_is_kept_where_it_stands() -> None:
@@ -295,30 +264,6 @@ def test_few_cells_are_kept_in_a_slot_whose_others_are_lost_anyway(n_common: int
     assert rig.results["new"].token_ids == tuple(rig.alone(new, 4))
 
 
-def test_few_cells_of_a_slot_in_use_are_not_copied() -> None:
-    rig = make_rig(2)
-    rig.submit(make_request("old", [*range(10), 90], max_tokens=60))
-    step(rig)
-    rig.submit(make_request("new", [*range(10), 91], max_tokens=2))
-    drive(rig)
-    assert rig.results["new"].usage.cached_tokens == 0
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_slots_that_are_copied_or_promised_to_followers_are_no_room_beside(n: int) -> None:
-    rig = make_rig(4)
-    rig.submit(make_request("enters"), make_request("a"))
-    slots = rig.batcher.slot_plan()
-    has_slot_to_spare = slots._has_slot_to_spare
-    slots.cells.prefixes.copied = {Slot(i): 50 for i in range(n)}
-    assert has_slot_to_spare() is (n < 2)
-    slots.cells.prefixes.copied = {}
-    for i in range(n):  # those that follow are not queued
-        rig.submit(make_request(str(i)))
-        rig.state.hold(rig.drivers[str(i)], Wait.LEADER)
-    assert has_slot_to_spare() is (n < 2)
-
-
 def test_newcomer_takes_no_slot_that_was_used_since_its_beginning_was() -> None:
     rig = make_rig(3)
     rig.submit(make_request("long", LONG, max_tokens=2), make_request("b", [9] * 40, max_tokens=2))
@@ -395,14 +340,6 @@ def test_window_of_one_that_goes_on_does_not_move_shared_cells() -> None:
     assert rig.results["stays"].token_ids == tuple(rig.alone(stays, 60))
 
 
-def test_sets_of_adapters_that_are_gone_leave_no_index() -> None:
-    rig = make_rig(1, adapters=("a",))
-    for i in range(3):
-        rig.submit(make_request(str(i), max_tokens=1, adapter={"a": 1 + i}))
-        drive(rig)
-    assert len(root_of(rig.state.cells.prefixes._index).children) == 1
-
-
 @pytest.mark.parametrize(("copy_s", "admitted"), [(10.0, ["1"]), (1.0, ["1", "2"])])
 def test_no_more_is_copied_in_a_step_than_takes_as_long_as_decoding(
     copy_s: float, admitted: list[str]
@@ -415,19 +352,6 @@ def test_no_more_is_copied_in_a_step_than_takes_as_long_as_decoding(
     rig.scheduler.costs.learn_copy(50, copy_s)  # a step takes a second
     rig.submit(*alike(3, first=1))
     assert entered(rig) == admitted
-
-
-def test_memory_that_cannot_trim_goes_on_only_where_a_state_ends() -> None:
-    rig = make_rig(n_slots=1, memory=recurrent(1))
-    rig.submit(make_request("a", COMMON, max_tokens=3))
-    drive(rig)
-    n_kept = 50 + 2
-    longer = [*COMMON, *rig.results["a"].token_ids, 5]
-    rig.submit(make_request("b", longer, max_tokens=2))
-    drive(rig)
-    rig.submit(make_request("c", [*COMMON, 7], max_tokens=2))
-    drive(rig)
-    assert [rig.results[id].usage.cached_tokens for id in "bc"] == [n_kept, 0]
 
 
 def test_state_is_passed_on_where_it_ends_a_piece_and_nowhere_else() -> None:
@@ -515,17 +439,6 @@ def test_pool_counts_shared_cells_once() -> None:
     assert rig.stats.n_prompt_tokens == 54
 
 
-def test_pool_keeps_cells_that_the_same_plan_copies() -> None:
-    rig = make_rig(2, memory=shared_pool(160, can_copy=True))
-    rig.submit(make_request("long", LONG, max_tokens=2))
-    drive(rig)
-    rig.submit(make_request("new", [*COMMON, 7], max_tokens=60))
-    plan = step(rig)
-    assert plan is not None
-    assert (plan.copies, plan.clears) == (((0, 1, 50),), ())
-    assert rig.ledger.n_cells[0] == len(LONG) + 1
-
-
 def test_pool_keeps_cells_of_those_that_ended_until_somebody_needs_them() -> None:
     rig = make_rig(memory=shared_pool(128, can_copy=True), n_slots=4)
     rig.submit(make_request("a", COMMON, max_tokens=4), make_request("b", [7] * 30, max_tokens=4))
@@ -575,15 +488,6 @@ def test_rebuilt_context_has_nothing_to_pass_on() -> None:
     rig.submit(make_request("c", COMMON, max_tokens=2))
     drive(rig)
     assert rig.results["c"].usage.cached_tokens == 0
-
-
-def test_slot_of_the_index_follows_every_change_of_hands() -> None:
-    rig = make_rig(n_slots=1)
-    for i in range(3):
-        rig.submit(make_request(str(i), [i] * 20, max_tokens=3))
-        drive(rig)
-    assert known_in(rig, [2] * 20) == {Slot(0): 20}
-    assert known_in(rig, [1] * 20) == {}
 
 
 def test_cells_that_the_same_plan_puts_back_are_no_source() -> None:
@@ -738,18 +642,6 @@ def test_chats_that_come_together_take_the_slots_of_those_that_come_last(
     assert n_found >= 5 * 5  # of 5 × 6: the last two never do, and each drives out another
 
 
-@pytest.mark.parametrize(("n_copied", "found"), [(40, PrefixSource(Slot(0), 40)), (41, None)])
-def test_slot_of_which_a_plan_copies_more_is_taken_over_by_nobody(
-    n_copied: int, found: PrefixSource | None
-) -> None:
-    rig = make_rig()
-    rig.submit(make_request("a", COMMON, max_tokens=1))
-    drive(rig)
-    rig.submit(make_request("b", [*COMMON[:40], 7]))
-    rig.state.cells.prefixes.copied = {Slot(0): n_copied}
-    assert rig.state.cells.prefixes.find(rig.drivers["b"]).source == found
-
-
 def test_output_under_exact_is_not_reused_for_a_prompt_of_equal_text() -> None:
     rig = make_rig(n_slots=2, cuts=PromptCuts.every(16))
     rig.submit(make_request("a", [7] * 90, max_tokens=1))
@@ -778,13 +670,6 @@ def test_slot_that_a_plan_copies_from_is_given_to_nobody_in_it() -> None:
     assert rig.drivers["f"].slot == 2
     drive(rig)
     assert not rig.state.cells.prefixes.copied
-
-
-def test_followers_slots_are_taken_already() -> None:
-    rig = make_rig(n_batch=26)
-    rig.submit(*alike(3))
-    step(rig)
-    assert (len(rig.state.held[Wait.LEADER]), rig.ledger.n_free_slots) == (2, 3)
 
 
 def test_lost_load_takes_the_copies_of_its_plan_with_it() -> None:

@@ -77,15 +77,6 @@ def test_three_requests_on_one_slot_take_turns_in_order() -> None:
     assert [*rig.results] == ["0", "1", "2"]
 
 
-def test_two_slots_serve_five_requests_in_turns() -> None:
-    rig = fair(n_slots=2, quantum=3)
-    turns = watch_turns(rig)
-    rig.submit(*make_sequences(5, max_tokens=6))
-    drive(rig)
-    assert whose(turns)[:5] == "01234"
-    assert sorted(whose(turns)) == sorted("01234" * 2)
-
-
 def test_newcomer_takes_its_turn_behind_those_that_wait_already() -> None:
     rig = fair(quantum=2)
     turns = watch_turns(rig)
@@ -159,33 +150,6 @@ def test_turns_without_saved_cells_compute_again_and_give_the_same(memory: Any) 
     assert rig.stats.n_recomputed_tokens == 2 * (5 + 7)
     for request in requests:
         assert rig.results[request.id].token_ids == tuple(rig.alone(request, 6))
-
-
-def test_turns_in_a_shared_pool_give_the_same() -> None:
-    rig = fair(2, 3, shared_pool(160, can_save=True))
-    requests = make_sequences(6, max_tokens=50)
-    rig.submit(*requests)
-    drive(rig)
-    assert rig.stats.n_recomputed_tokens == 0
-    for request in requests:
-        assert rig.results[request.id].token_ids == tuple(rig.alone(request, 50))
-
-
-def test_one_alone_is_never_interrupted() -> None:
-    rig = fair(quantum=2)
-    turns = watch_turns(rig)
-    rig.submit(make_request(max_tokens=20))
-    plans = drive(rig)
-    assert whose(turns) == "a"
-    assert [p.n_steps for p in plans if p.spans] == [20]
-
-
-def test_as_many_as_there_are_slots_are_never_interrupted() -> None:
-    rig = fair(n_slots=3, quantum=2)
-    turns = watch_turns(rig)
-    rig.submit(*make_sequences(3, max_tokens=9))
-    drive(rig)
-    assert whose(turns) == "012"
 
 
 def test_only_as_many_leave_as_others_wait_for() -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from cbatch.core.request import Request
 
 REASONS = (Wait.COMPILE, Wait.CACHE)
-CALLS = ("pause", "cancel")
 
 
 def one_step(rig: Rig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -306,49 +305,14 @@ def test_file_that_is_required_is_ordered_whatever_is_known_of_it() -> None:
 # ---- whom they hold up ----
 
 
-def test_one_that_ran_before_asks_for_no_file() -> None:
+def test_only_newcomers_that_nothing_is_scored_of_ask_for_files() -> None:
+    asked = reader("a", 100)
+    others = reader("b", 100, prompt_logprobs=0), replace(asked, id="c", output=(7,))
     rig = make_rig()
-    rig.submit(reader("0", 100))
-    driver = rig.drivers["0"]
-    assert rig.wants.files.must_read(driver, 0)
-    driver.clock.admitted_s = 0.0
-    assert not rig.wants.files.must_read(driver, 0)
-
-
-def test_one_whose_prompt_is_scored_asks_for_no_file() -> None:
-    rig = make_rig()
-    rig.submit(reader("0", 100, prompt_logprobs=0))
-    assert not rig.wants.files.must_read(rig.drivers["0"], 0)
-
-
-def test_one_that_goes_on_from_a_result_asks_for_no_file() -> None:
-    rig = make_rig()
-    rig.submit(replace(reader("0", 100), output=(7,)))
-    assert not rig.wants.files.must_read(rig.drivers["0"], 0)
-
-
-def test_followers_wait_while_their_leader_runs_and_has_not_come_to_it() -> None:
-    rig = make_rig()
-    rig.submit(make_request("leader", range(9)), make_request("follower"))
-    step(rig)
-    leader, follower = rig.drivers["leader"], rig.drivers["follower"]
-    follower.leader = leader, 6
-    for n_computed, has_prefix in [(0, False), (4, False), (6, True)]:
-        leader.n_computed = n_computed
-        assert follower.has_prefix is has_prefix
-    leader.n_computed, leader.status = 4, Status.PAUSED
-    assert follower.has_prefix
-
-
-def test_followers_of_other_adapters_stay_in_place_during_our_turn() -> None:
-    rig = make_rig(n_batch=16, adapters=("a",))
-    rig.submit(make_request("other", [9] * 100, max_tokens=30))
-    alike = [make_request(f"{i}", [*range(100), i], max_tokens=2, adapter="a") for i in range(3)]
-    with patch.object(rig.batcher, "hold", wraps=rig.batcher.hold) as hold:
-        rig.submit(*alike)
-        drive(rig)
-    assert [call.args[0].request.id for call in hold.call_args_list] == ["1", "2"]
-    assert [rig.results[r.id].usage.cached_tokens for r in alike] == [0, 100, 100]
+    rig.submit(asked, *others)
+    assert [rig.wants.files.must_read(d, 0) for d in rig.drivers.values()] == [True, False, False]
+    rig.drivers["a"].clock.admitted_s = 0.0  # it ran before
+    assert not rig.wants.files.must_read(rig.drivers["a"], 0)
 
 
 @pytest.mark.parametrize("keys", ["kkkk", "abcd"])

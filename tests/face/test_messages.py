@@ -11,7 +11,7 @@ from cbatch.messages import BatchPrompt, as_prompts
 from cbatch.options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 USER = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -42,13 +42,6 @@ def test_mixed_shapes_keep_their_order() -> None:
         (None, (USER,), None),
         (None, None, (1,)),
     ]
-
-
-def test_generator_of_prompts_is_read() -> None:
-    def lines() -> Iterator[str]:
-        yield from ("a", "b")
-
-    assert [p.prompt for p in as_prompts(lines())] == ["a", "b"]
 
 
 @pytest.mark.parametrize("prompts", [[1, 2, 3], [[1, 2, 3]], [["a", 2]], [True]])

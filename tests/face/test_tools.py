@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from cbatch.chat.formats import answer_format
-from cbatch.chat.tool_grammar import call_syntax
 from cbatch.errors import ConfigError
 from cbatch.messages import BatchPrompt
 from cbatch.options import RunOptions
-from cbatch.tools import Tools, arguments_schema, check_tools
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cbatch.tools import Tool
+from cbatch.tools import arguments_schema
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -199,11 +192,6 @@ def test_malformed_template_variables_are_refused(kwargs: Any) -> None:
         RunOptions(chat_template_kwargs=kwargs)
 
 
-def test_template_gets_tools_and_variables() -> None:
-    options = RunOptions(tools=[TIME], chat_template_kwargs={"enable_thinking": False})
-    assert options.template_variables == {"enable_thinking": False, "tools": [TIME]}
-
-
 @pytest.mark.parametrize("content", [None, "Let me see."])
 @pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}])
 def test_message_with_calls_is_taken(content: str | None, arguments: object) -> None:
@@ -279,36 +267,6 @@ def test_schema_that_says_more_of_its_properties_stays_as_it_is(more: Any) -> No
     assert arguments_schema(schema) == schema
 
 
-def test_many_tools_are_gone_through_a_few_times_and_not_once_for_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    n_passes = [0]
-
-    def pass_through(tools: Tools) -> Iterator[Tool]:
-        n_passes[0] += 1
-        return tuple.__iter__(tools)
-
-    monkeypatch.setattr(Tools, "__iter__", pass_through, raising=False)
-    given = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(300)]
-    tools = check_tools(given)
-    assert tools is not None
-    allowed_tools = {"mode": "required", "tools": given}
-    options = RunOptions(
-        tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed_tools}
-    )
-    assert len(options.demanded_tools) == 300
-    call_syntax(answer_format("<tool_call> <function= <parameter="), tools)
-    assert n_passes[0] < 30
-
-
 def test_parameters_that_are_no_object_are_refused() -> None:
     with pytest.raises(ConfigError, match="type object, not 'string'"):
         arguments_schema({"type": "string"})
-
-
-def test_number_of_tools_is_limited() -> None:
-    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]
-    options = RunOptions(tools=tools[:1024])
-    assert len(options.offered_tools) == 1024
-    with pytest.raises(ConfigError, match="tools has 1025 tools; at most 1024 are allowed"):
-        RunOptions(tools=tools)

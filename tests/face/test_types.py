@@ -176,15 +176,6 @@ def test_id_to_ask_by_is_text(engine: Engine, wrong: Any) -> None:
             ask(wrong)
 
 
-@pytest.mark.parametrize("n_tokens", [0, 1.5, "2", None, True, 2**31, -1])
-def test_extension_is_by_a_number_of_tokens(engine: Engine, n_tokens: Any) -> None:
-    result = engine.submit("a", options={"ignore_eos": True}).result(timeout=PATIENCE_S)
-    with pytest.raises(ConfigError, match="extend takes a number of tokens, 1 … 2147483647"):
-        engine.extend(result, n_tokens)
-    two: Any = np.int64(2)
-    assert len(engine.extend(result, two).result(timeout=PATIENCE_S).token_ids) == 5
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

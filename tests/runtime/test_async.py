@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import threading
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +100,6 @@ async def test_chunks_joined_are_the_awaited_texts(engine: Engine) -> None:
     assert texts == {r.id: r.text for r in await response}
 
 
-async def test_each_item_has_one_last_chunk(engine: Engine) -> None:
-    response = engine.run(["a", "b", "c"], options={"max_tokens": 9})
-    ends = [c.id async for c in response if c.finish_reason]
-    assert sorted(ends) == response.ids
-
-
 async def test_tokens_are_those_of_the_sync_reader(engine: Engine) -> None:
     prompts = [cbatch.BatchPrompt(prompt=p, options={"seed": 7}) for p in ("a", "bc", "def")]
     by_thread = await anyio.to_thread.run_sync(partial(_done, engine, prompts))
@@ -120,11 +114,6 @@ def _done(engine: Engine, prompts: list[cbatch.BatchPrompt]) -> BatchResponse:
     return response
 
 
-async def test_as_completed_gives_every_result_once(engine: Engine) -> None:
-    response = engine.run(["a", "b", "c"], options={"max_tokens": 5})
-    assert sorted([r.id async for r in response.as_completed()]) == response.ids
-
-
 async def test_awaiting_a_failed_item_raises_with_all_results(engine: Engine) -> None:
     with pytest.raises(BatchError) as caught:
         await engine.run(["x" * 500, "fine"])
@@ -135,18 +124,6 @@ async def test_gathered_errors_are_in_their_places(engine: Engine) -> None:
     items: list[Any] = ["a", "b" * 200, "c"]
     results = await engine.run(items).gather(return_errors=True)
     assert [result.error is None for result in results] == [True, False, True]
-
-
-async def test_readers_of_one_loop_share_the_slots(engine: Engine) -> None:
-    found: list[dict[str, str]] = []
-
-    async def read(i: int) -> None:
-        found.append(await collect(engine.run([f"{i} {j}" for j in range(3)])))
-
-    async with anyio.create_task_group() as tasks:
-        for i in range(8):
-            tasks.start_soon(read, i)
-    assert sum(map(len, found)) == 24
 
 
 @no_pool(Reason.ONE_BACKEND)
@@ -198,37 +175,19 @@ async def test_engine_without_a_thread_works_in_a_loop() -> None:
 
 
 @no_pool(Reason.ONE_BACKEND)
-async def test_break_frees_the_slots_and_keeps_the_partial_text() -> None:
+@pytest.mark.parametrize("way", ["break", "raise", "close"])
+async def test_leaving_the_reader_frees_the_slots(way: str) -> None:
     with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
         response = engine.run(["a", "b", "c"])
-        async for _ in response:
-            break
+        with suppress(ZeroDivisionError):
+            async with aclosing(aiter(response)) if way == "close" else nullcontext():
+                async for _ in response:
+                    if way == "raise":
+                        raise ZeroDivisionError
+                    break
         await until_idle(engine)
         reasons = [r.finish_reason for r in response.results(return_errors=True)]
         assert reasons == ["cancelled"] * 3
-
-
-@no_pool(Reason.ONE_BACKEND)
-async def test_an_exception_in_the_body_frees_the_slots() -> None:
-    with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
-        with pytest.raises(ZeroDivisionError):
-            await _fail_while_reading(engine.run(["a", "b", "c"]))
-        await until_idle(engine)
-
-
-async def _fail_while_reading(response: BatchResponse) -> None:
-    async for _ in response:
-        raise ZeroDivisionError
-
-
-@no_pool(Reason.ONE_BACKEND)
-async def test_closing_the_reader_frees_the_slots() -> None:
-    with engine_on(FakeBackend(2, 100_000, 64), options=ENDLESS) as engine:
-        async with aclosing(aiter(engine.run(["a", "b", "c"]))) as reader:
-            await anext(reader)
-        await until_idle(engine)
-        with pytest.raises(StopAsyncIteration):
-            await anext(reader)
 
 
 @no_pool(Reason.ONE_BACKEND)
@@ -428,12 +387,6 @@ async def test_a_missing_model_raises_where_the_engine_is_entered(tmp_path: Path
             pass
 
 
-@thread_only(Reason.BY_HAND)
-async def test_a_wrong_setting_raises_at_once() -> None:
-    with pytest.raises(cbatch.ConfigError):
-        cbatch.load("model.gguf", parallel=0)
-
-
 async def test_an_engine_closed_before_it_was_loaded_says_so(test_model: Path) -> None:
     engine = cbatch.load(test_model)
     engine.close()
@@ -458,7 +411,7 @@ async def turns(n: int) -> None:
 
 @thread_only(Reason.BY_HAND)
 @pytest.mark.usefixtures("only_asyncio")
-@pytest.mark.parametrize("n_between", range(5))
+@pytest.mark.parametrize("n_between", [0, 1, 3])
 async def test_a_task_cancelled_often_while_leaving_has_closed_the_engine(n_between: int) -> None:
     backend = small()
     backend.hold_at = 1
@@ -508,7 +461,7 @@ async def test_a_task_cancelled_while_loading_has_the_loading_end_soon() -> None
 
 @thread_only(Reason.BY_HAND)
 @pytest.mark.usefixtures("only_asyncio")
-@pytest.mark.parametrize("n_between", range(5))
+@pytest.mark.parametrize("n_between", [0, 1, 3])
 async def test_a_task_cancelled_often_while_loading_leaves_no_model(n_between: int) -> None:
     opener = HeldOpener()
     engine, has_entered = Engine(opener=opener), False

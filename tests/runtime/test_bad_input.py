@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 import cbatch
@@ -88,48 +86,21 @@ def test_wrong_file_is_refused_by_name(name: str, tmp_path: Path, synth: SynthFa
     assert str(path) in str(caught.value)
 
 
-def test_good_model_loads_after_bad_ones(tmp_path: Path, synth: SynthFactory) -> None:
-    for make, _ in WRONG_FILES.values():
-        with pytest.raises(ModelLoadError):
-            cbatch.load(make(tmp_path, synth), **SMALL)
-    with cbatch.load(synth("test"), **SMALL) as engine:
-        assert engine.submit(GOOD).result(timeout=PATIENCE_S).token_ids
-
-
 # ---- load: the settings ----
 
 WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"parallel": 0}, "parallel must be 1 … 256, not 0"),
-    ({"parallel": -1}, "parallel must be 1 … 256, not -1"),
-    ({"parallel": 257}, "parallel must be 1 … 256, not 257"),
-    ({"parallel": True}, "parallel must be a whole number"),
-    ({"parallel": 2.0}, "parallel must be a whole number"),
-    ({"kv": None}, "kv must not be None"),
-    ({"memory_mib": 0}, "memory_mib must be 1 … "),
     ({"cache_type_k": "q3"}, "cache_type_k must be one of f16, f32, .* not 'q3'"),
-    ({"cache_type_v": "q8_0", "flash_attn": "off"}, "cache_type_v='q8_0' needs flash attention"),
     ({"tensor_split": [1] * 17}, "tensor_split has 17 shares, llama.cpp knows up to"),
     ({"rpc_servers": ["nowhere"]}, "'host:port' with a port of 1 … 65535, not 'nowhere'"),
-    ({"rope_scaling": "none", "rope_freq_scale": 2}, "rope_freq_scale=2 has no effect"),
-    ({"adapters": ["a.gguf"]}, "adapters must be a mapping of names to files"),
     ({"n_ctx": 20, "parallel": 16}, "n_ctx=20 leaves 1 cells for each of 16 slots"),
-    ({"n_ctx": 0}, "n_ctx must be 1 … "),
-    ({"ctx_per_seq": -5}, "ctx_per_seq must be 1 … .*not -5"),
     ({"n_ctx": 4096, "ctx_per_seq": 256}, "n_ctx .* or ctx_per_seq .* not both"),
     (
         {"ctx_per_seq": 2**31 - 1, "parallel": 1},
         "need 2147483648, llama.cpp counts up to 2147483647",
     ),
-    ({"ctx_per_seq": 2**24, "parallel": 256}, "need 4294967296, llama.cpp counts up to"),
-    ({"n_threads": 0}, "n_threads must be 1 … .*not 0"),
     ({"n_threads": 2**31 - 1}, "n_threads must be 1 … 512, not 2147483647"),
     ({"n_batch": 8}, "n_batch=8 is less than parallel=16"),
-    ({"n_ubatch": 0}, "n_ubatch must be 1"),
-    ({"n_gpu_layers": -2}, "n_gpu_layers"),
-    ({"kv": "shared"}, "kv must be one of auto, partitioned, unified, not 'shared'"),
-    ({"flash_attn": True}, "flash_attn must be one of"),
-    ({"exact": 1}, "exact must be True or False"),
-    ({"use_mmap": "yes"}, "use_mmap must be True or False"),
     ({"chat_template": "nonsense"}, "chat_template='nonsense' is neither"),
     ({"chat_template": "{% nonsense %}"}, "chat_template does not compile"),
     ({"options": {"temperature": -1}}, "temperature must be 0"),
@@ -145,23 +116,13 @@ def test_wrong_setting_is_refused_with_its_limits(
         cbatch.load(test_model, **{"parallel": 16, **settings})
 
 
-def test_array_in_place_of_a_number_is_refused() -> None:
-    wrong: Any = np.array([1, 2])
-    with pytest.raises(ConfigError, match="replicas must be a whole number"):
-        cbatch.load(replicas=wrong)
-    with cbatch.Engine(FakeBackend()) as engine:
-        for call in (engine.embed, partial(engine.rerank, "q")):
-            with pytest.raises(ConfigError, match="priority must be a whole number"):
-                call(["a"], priority=wrong)
-
-
 def test_empty_name_of_a_setting_is_refused_as_it_is() -> None:
     with pytest.raises(UnsupportedOptionError, match="unknown option ''") as caught:
         cbatch.load(**dict[str, Any]({"": 1}))
     assert caught.value.option == ""
 
 
-@pytest.mark.parametrize("name", ["n_slots", "draft_model", "type_k", "verbose"])
+@pytest.mark.parametrize("name", ["n_slots", "verbose"])
 def test_unknown_setting_is_refused_by_name(test_model: Path, name: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=name) as caught:
         cbatch.load(test_model, **dict[str, Any]({name: 1}))
@@ -187,59 +148,29 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
 
 WRONG_CALLS: tuple[tuple[Any, Any, str], ...] = (
     ([], None, "the batch is empty"),
-    ((), None, "the batch is empty"),
     ("", None, "the prompt is empty"),
-    ([""], None, r"prompts\[0\]: the prompt is empty"),
     ([GOOD, []], None, r"prompts\[1\]: the prompt is empty: messages has no message"),
-    ([1, 2, 3], None, r"numbers.*BatchPrompt\(tokens=\[…\]\)"),
     ([[1, 2, 3]], None, r"prompts\[0\]: these are numbers.*BatchPrompt\(tokens"),
-    ([GOOD, 7], None, r"prompts\[1\]: these are numbers"),
-    (7, None, "must be a list of prompts, not int"),
     (None, None, "must be a list of prompts, not NoneType"),
-    (HI[0], None, "must be a list of prompts, not dict"),
     ([HI, HI[0]], None, r"prompts\[1\]: a message stands alone"),
-    ([GOOD, object()], None, r"prompts\[1\]: a prompt must be a string"),
     ([GOOD, b"bytes"], None, r"prompts\[1\]"),
     ([HI, [{"content": "Hi"}]], None, r"prompts\[1\]: messages\[0\] has no role"),
-    ([{"role": "user"}], None, r"messages\[0\] has no content"),
-    ([*HI, {"role": "user", "content": None}], None, r"messages\[1\] has no content"),
-    ([*HI, {"role": "", "content": "x"}], None, r"messages\[1\] has no role"),
-    ([{"role": 7, "content": "x"}], None, r"messages\[0\] has no role"),
-    ([{"role": "user", "content": 7}], None, r"messages\[0\] content must be a string, not int"),
     ([[*HI, "x"]], None, r"messages\[1\] must be a mapping .*not str"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], None, "a picture without url"),
-    ([{"role": "user", "content": [{"type": "input_file"}]}], None, "only text, image_url and"),
     ([GOOD], {"max_tokens": 0}, "max_tokens must be 1 … 2147483647, not 0"),
-    ([GOOD], {"max_tokens": -1}, "max_tokens must be 1 … .*not -1"),
     ([GOOD], {"max_tokens": 2**31}, "max_tokens must be 1 … .*not 2147483648"),
-    ([GOOD], {"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
-    ([GOOD], {"max_tokens": True}, "max_tokens must be a whole number, not True"),
     ([GOOD], {"max_tokens": 1, "max_completion_tokens": 1}, "the same option"),
     ([GOOD], {"temperature": -0.1}, "temperature must be 0 … 10000, not -0.1"),
     ([GOOD], {"temperature": math.nan}, "temperature must be a finite number, not nan"),
-    ([GOOD], {"temperature": math.inf}, "temperature must be a finite number, not inf"),
-    ([GOOD], {"temperature": "hot"}, "temperature must be a finite number, not 'hot'"),
     ([GOOD], {"top_p": 1.01}, "top_p must be 0 … 1, not 1.01"),
-    ([GOOD], {"top_p": math.nan}, "top_p must be a finite number, not nan"),
-    ([GOOD], {"min_p": -1}, "min_p must be 0 … 1, not -1"),
-    ([GOOD], {"top_k": -1}, "top_k must be 0 … .*not -1"),
-    ([GOOD], {"top_k": 40.0}, "top_k must be a whole number"),
     ([GOOD], {"seed": -1}, "seed must be 0 … 18446744073709551615, not -1"),
-    ([GOOD], {"seed": 2**64}, "seed must be 0 … .*not 18446744073709551616"),
     ([GOOD], {"stop": 7}, "stop must be a string"),
-    ([GOOD], {"stop": ["a", 7]}, "stop must be a string"),
     ([GOOD], {"stop_token_ids": [-1]}, "stop_token_ids must be a list of token ids"),
-    ([GOOD], {"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids"),
     ([GOOD], {"stop_token_ids": [7, 1536]}, "has 1536, .*vocabulary of 1536"),
-    ([GOOD], {"stop_token_ids": [2**40]}, "has 1099511627776, .*vocabulary of 1536"),
     ([GOOD], {"stop_token_ids": [10**5000]}, "has this int, .*vocabulary|serialize ints"),
     ([GOOD], {"logit_bias": {1536: 1.0}}, "logit_bias has 1536, .*vocabulary of 1536"),
-    ([GOOD], {"logit_bias": {3: math.nan}}, "logit_bias of token 3 .*finite number, not nan"),
     ([GOOD], {"logit_bias": {3: 1e5}}, "logit_bias of token 3 .*-10000 … 10000, not 100000"),
-    ([GOOD], {"repeat_penalty": 0}, "repeat_penalty must be 0.01 … 100, not 0"),
-    ([GOOD], {"typical_p": math.nan}, "typical_p must be a finite number, not nan"),
     ([GOOD], {"dry_sequence_breakers": ["a" * 41]}, "has 41 bytes; at most 40 are allowed"),
-    ([GOOD], {"ignore_eos": 1}, "ignore_eos must be True or False"),
     ([GOOD], "hot", "options must be RunOptions or a mapping, not str"),
 )
 

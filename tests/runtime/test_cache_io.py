@@ -16,7 +16,6 @@ from cbatch.cache.store import CacheStore
 from cbatch.core.batcher import MultiRequestBatcher
 from cbatch.core.driver import SequenceDriver, Wait
 from cbatch.core.saved_cells import ToStore
-from cbatch.errors import CacheError
 from cbatch.runtime.cache_io import CacheIo
 from cbatch.runtime.prompt_fit import set_prompt
 from cbatch.runtime.wants import CacheEntry, CacheRead, CacheRef, SequenceWants
@@ -135,13 +134,6 @@ def raises(error: BaseException) -> Callable[..., Any]:
     return broken
 
 
-def test_file_that_was_written_is_read(owner: Owner) -> None:
-    owner.write("k")
-    assert owner.take() == [CacheEntry(text_of(10), 10)]
-    owner.read("k")
-    assert owner.take() == [CacheEntry(text_of(10), 10)]
-
-
 @pytest.mark.parametrize(("key", "n_there"), [(-1, 4), (-2, 0)])
 def test_checkpoint_is_written_beside_the_cells_unless_it_is_gone(
     by_hand: Owner, monkeypatch: pytest.MonkeyPatch, key: int, n_there: int
@@ -184,14 +176,6 @@ def test_checkpoint_that_finds_no_memory_is_dropped_and_refuses_nobody(
 # ---- whatever happens, whoever asked is told ----
 
 
-def test_cells_that_are_lost_before_they_are_written_are_told(
-    by_hand: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Exporting, "is_lost", True)
-    by_hand.write("k")
-    assert by_hand.told.told == ["the cells were not saved: they could not be copied out"]
-
-
 def test_write_without_memory_for_its_tokens_is_told_the_next_read_done(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,43 +196,6 @@ def test_answer_that_cannot_be_posted_leaves_the_thread_to_the_next(tmp_path: Pa
     made.write("k")
     posted.get(timeout=PATIENCE_S)()
     assert made.told.told == [CacheEntry(text_of(10), 10)]
-    in_thread(made.cache_io.close)()
-
-
-@pytest.mark.parametrize("what", ["read", "write"])
-def test_work_that_ctrl_c_breaks_off_by_hand_is_told_before_it_goes_on(
-    by_hand: Owner, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    monkeypatch.setattr(CacheStore, what, raises(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        getattr(by_hand, what)("k")
-    [said] = by_hand.take()
-    if what == "read":
-        assert isinstance(said, CacheError)
-        assert "broken off" in said.reason
-    else:
-        assert said == "the cells were not saved: writing them was broken off"
-
-
-def test_thread_that_cannot_start_leaves_the_work_to_who_asks(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", raises(RuntimeError("can't start new thread")))
-        owner.write("k")
-        owner.read("k")
-    assert owner.take(2) == [CacheEntry(text_of(10), 10), CacheEntry(text_of(10), 10)]
-
-
-def test_cache_io_knows_its_own_thread(tmp_path: Path) -> None:
-    told = SimpleQueue[bool]()
-    made = make_owner(
-        tmp_path, is_threaded=True, post=lambda _: told.put(made.cache_io.is_current_thread)
-    )
-    assert not made.cache_io.is_current_thread
-    made.read("k")
-    assert told.get(timeout=PATIENCE_S)
-    assert not made.cache_io.is_current_thread
     in_thread(made.cache_io.close)()
 
 
@@ -289,29 +236,3 @@ def test_reads_pass_writes_that_have_not_begun(
     owner.take(5)
     # the first may have begun, or not
     assert [f for f in done if f != "write a"] == ["read d", "read a", "write b", "write c"]
-
-
-def test_file_that_nobody_wants_any_more_is_not_read(
-    owner: Owner, first_write: tuple[threading.Event, list[str]]
-) -> None:
-    _, done = first_write
-    owner.read("left", is_wanted=False)
-    owner.read("k")
-    nothing, missing = owner.take(2)
-    assert nothing is None
-    assert missing.is_missing
-    assert done == ["read k"]
-
-
-def test_close_waits_for_all_that_is_to_be_written_and_reads_nothing(
-    owner: Owner, first_write: tuple[threading.Event, list[str]]
-) -> None:
-    go, done = first_write
-    owner.write("a")
-    owner.cache_io._is_closing = True  # as `close` says at once, in a thread that waits
-    owner.read("c")
-    owner.write("b")
-    closed = in_thread(owner.cache_io.close)
-    go.set()
-    closed()
-    assert done == ["write a", "write b"]

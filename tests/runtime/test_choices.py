@@ -72,17 +72,16 @@ def mean_of(result: BatchResult) -> float:
 # ---- n ----
 
 
-def test_choices_are_those_of_requests_with_the_seeds_that_follow(engine: Engine) -> None:
-    result = answer(engine, n=3, seed=7)
-    alone = [answer(engine, seed=7 + i) for i in range(3)]
+@pytest.mark.parametrize("seeds", [(7, 8, 9), (2**64 - 2, 2**64 - 1, 0)])
+def test_choices_are_those_of_requests_with_the_seeds_that_follow(
+    engine: Engine, seeds: tuple[int, ...]
+) -> None:
+    result = answer(engine, n=3, seed=seeds[0])
+    alone = [answer(engine, seed=seed) for seed in seeds]
     assert [c.token_ids for c in result.choices] == [r.token_ids for r in alone]
-    assert [c.seed for c in result.choices] == [7, 8, 9]
+    assert tuple(c.seed for c in result.choices) == seeds
     assert len({c.token_ids for c in result.choices}) == 3
     assert {c.id for c in result.choices} == {"x"}
-
-
-def test_highest_seed_is_followed_by_the_lowest(engine: Engine) -> None:
-    assert [c.seed for c in answer(engine, n=2, seed=2**64 - 1).choices] == [2**64 - 1, 0]
 
 
 def test_result_with_choices_is_the_first_and_counts_them_all(engine: Engine) -> None:
@@ -93,14 +92,7 @@ def test_result_with_choices_is_the_first_and_counts_them_all(engine: Engine) ->
     assert (first.usage.completion_tokens, result.usage.completion_tokens) == (6, 18)
     assert result.usage.prompt_tokens == first.usage.prompt_tokens
     assert result.timings.total_s == max(c.timings.total_s for c in result.choices)
-
-
-def test_single_choice_is_no_choice(engine: Engine) -> None:
     assert answer(engine, n=1).choices == ()
-
-
-def test_more_choices_than_slots_all_come(engine: Engine) -> None:
-    assert len({c.token_ids for c in answer(engine, n=9, seed=1).choices}) == 9
 
 
 def test_chunks_of_choices_have_their_index_and_the_id_of_the_request(engine: Engine) -> None:
@@ -131,21 +123,6 @@ def test_id_is_taken_until_the_last_choice_has_ended() -> None:
 
 
 @no_pool(Reason.ONE_BACKEND)
-def test_id_is_free_when_the_result_arrives(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deliver, was_taken = Mailbox.deliver, list[bool]()
-
-    def look(box: Mailbox, chunks: Any, results: Sequence[Any]) -> None:
-        was_taken.extend("x" in ids_in_flight(engine) for _ in results)
-        deliver(box, chunks, results)
-
-    monkeypatch.setattr(Mailbox, "deliver", look)
-    assert len(answer(engine, n=3).choices) == 3
-    assert was_taken == [False]
-
-
-@no_pool(Reason.ONE_BACKEND)
 def test_cancel_ends_all_choices_and_counts_one_request() -> None:
     backend = GatedBackend(2, 64, 32, hold_at=3)
     with closing(engine_on(backend, options=LONG)) as engine:
@@ -159,6 +136,24 @@ def test_cancel_ends_all_choices_and_counts_one_request() -> None:
         assert [c.finish_reason for c in first.choices] == ["cancelled"] * 3
         assert first.finish_reason == "cancelled"
         assert second.finish_reason == "length"
+
+
+@no_pool(Reason.ONE_BACKEND)
+@pytest.mark.parametrize("end", ["cancel_all", "leave", "close"])
+def test_end_of_a_batch_ends_all_its_choices(end: str) -> None:
+    backend = GatedBackend(2, 64, 32, hold_at=3)
+    with closing(engine_on(backend, options=LONG)) as engine:
+        response = engine.run(["a", "b"], options={"n": 3})
+        backend.wait_until_held()
+        backend.release_when_asked()
+        if end == "cancel_all":
+            assert engine.cancel_all() == 2
+        elif end == "leave":
+            response.as_completed().close()
+        else:
+            engine.close()
+        choices = [c for result in all_results(response) for c in result.choices]
+        assert [c.finish_reason for c in choices] == ["cancelled"] * 6
 
 
 Ask = Callable[[Callable[[], object]], object]
@@ -187,43 +182,6 @@ def test_cancel_ends_choices_too_that_wait_for_room_in_the_queue() -> None:
         [result] = running()
         assert [c.finish_reason for c in result.choices] == ["cancelled"] * 6
         assert not ids_in_flight(engine)
-
-
-@no_pool(Reason.ONE_BACKEND)
-def test_cancel_all_counts_requests_not_choices() -> None:
-    backend = GatedBackend(2, 64, 32, hold_at=3)
-    with closing(engine_on(backend, options=LONG)) as engine:
-        response = engine.run(["a", "b"], options={"n": 3})
-        backend.wait_until_held()
-        backend.release_when_asked()
-        assert engine.cancel_all() == 2
-        assert [r.finish_reason for r in all_results(response)] == ["cancelled"] * 2
-
-
-@no_pool(Reason.ONE_BACKEND)
-def test_leaving_a_batch_cancels_its_choices() -> None:
-    backend = GatedBackend(2, 64, 32, hold_at=3)
-    with closing(engine_on(backend, options=LONG)) as engine:
-        response = engine.run(["a", "b"], options={"n": 3})
-        backend.wait_until_held()
-        backend.release_when_asked()
-        response.as_completed().close()
-        assert {r.finish_reason for r in all_results(response)} == {"cancelled"}
-        assert not ids_in_flight(engine)
-
-
-@no_pool(Reason.ONE_BACKEND)
-def test_pause_holds_all_choices_until_resume() -> None:
-    backend = GatedBackend(4, 64, 32, hold_at=2)
-    with closing(engine_on(backend, options=LONG)) as engine:
-        response = engine.run([BatchPrompt(prompt="a", id="x")], options={"n": 3})
-        backend.wait_until_held()
-        backend.release_when_asked()
-        assert engine.pause("x")
-        assert not engine.pause("x")
-        assert engine.stats().n_running == 0
-        assert engine.resume("x")
-        assert [c.finish_reason for c in all_results(response)[0].choices] == ["length"] * 3
 
 
 @thread_only(Reason.BY_HAND)
@@ -255,18 +213,6 @@ def test_pause_holds_choices_too_that_wait_for_room_in_the_queue() -> None:
         assert engine.resume("x")
         assert not engine.resume("x")
         assert [c.finish_reason for c in running()[0].choices] == ["length"] * 6
-
-
-@no_pool(Reason.ONE_BACKEND)
-def test_closing_ends_all_choices() -> None:
-    backend = GatedBackend(2, 64, 32, hold_at=3)
-    engine = engine_on(backend, options=LONG)
-    response = engine.run(["a"], options={"n": 3})
-    backend.wait_until_held()
-    backend.release_when_asked()
-    engine.close()
-    [result] = all_results(response)
-    assert {c.finish_reason for c in result.choices} == {"cancelled"}
 
 
 def test_one_choice_that_fails_fails_its_item(engine: Engine) -> None:
@@ -365,24 +311,6 @@ def test_fed_batch_with_choices_stays_within_what_it_may_hold() -> None:
             n_ahead.append(n_read - n_given / 5)
         assert n_given == 300
         assert max(n_ahead) <= N_AHEAD_PER_SLOT * engine.parallel + 1
-
-
-def test_fed_results_with_choices_stay_within_what_it_may_hold() -> None:
-    with closing(engine_on(FakeBackend(2, 64, 32), options={**LONG, "n": 5})) as engine:
-        n_read = n_given = n_most = 0
-
-        def prompts() -> Iterator[str]:
-            nonlocal n_read, n_most
-            for i in range(60):
-                n_read += 1
-                n_most = max(n_most, n_read - n_given)
-                yield f"p{i}"
-
-        for result in engine.run(prompts()).as_completed():
-            assert len(result.choices) == 5
-            n_given += 1
-        assert n_given == 60
-        assert n_most <= N_AHEAD_PER_SLOT * engine.parallel + 1
 
 
 @thread_only(Reason.AT_ONCE)
@@ -584,31 +512,10 @@ def test_number_for_logprobs_is_not_taken_for_true(engine: Engine) -> None:
     assert [len(r.logprobs[0].top) for r in results if r.logprobs] == [0, 1, 0]
 
 
-def test_logprobs_that_nobody_asks_for_are_none(engine: Engine) -> None:
-    assert answer(engine).logprobs is None
-    assert answer(engine, logprobs=False).logprobs is None
-
-
-def test_logprobs_end_with_the_text_at_a_stop_string(engine: Engine) -> None:
-    whole = answer(engine, seed=5, max_tokens=12)
-    stop = next(c for c in whole.text[len(whole.text) // 2 :] if c.isascii())
-    result = answer(engine, seed=5, max_tokens=12, stop=[stop], logprobs=True)
-    assert result.finish_reason == "stop"
-    assert result.logprobs is not None
-    assert [t.token_id for t in result.logprobs] == list(result.token_ids)
-
-
 def test_logprobs_of_an_extended_answer_are_those_of_one_run(engine: Engine) -> None:
     first = answer(engine, seed=5, logprobs=2)
     longer = engine.extend(first, 6).result()
     assert longer.logprobs == answer(engine, seed=5, logprobs=2, max_tokens=12).logprobs
-
-
-def test_logprobs_under_a_grammar_are_one_for_each_token(engine: Engine) -> None:
-    free = [answer(engine, seed=s, regex="1:-1:-1", max_tokens=20) for s in range(4)]
-    told = [answer(engine, seed=s, regex="1:-1:-1", max_tokens=20, logprobs=True) for s in range(4)]
-    assert [r.token_ids for r in told] == [r.token_ids for r in free]
-    assert all(len(r.logprobs or ()) == len(r.token_ids) for r in told)
 
 
 @thread_only(Reason.BY_HAND)

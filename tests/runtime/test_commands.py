@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-import pytest
-
-from cbatch.runtime.commands import Command, Commands, FairLock
+from cbatch.runtime.commands import Commands, FairLock
 from tests.runtime.backends import PATIENCE_S, in_thread
 
 
@@ -21,15 +19,6 @@ def test_commands_are_done_in_order_and_those_that_they_add_too() -> None:
     assert not len(commands)
 
 
-def test_wait_does_one_command_or_ends_without_any() -> None:
-    commands, done = Commands(), list[str]()
-    commands.wait(0)
-    commands.put(partial(done.append, "a"))
-    commands.put(partial(done.append, "b"))
-    commands.wait(None)
-    assert done == ["a"]
-
-
 def test_timers_are_due_by_their_times_and_equal_ones_in_order() -> None:
     commands, done = Commands(), list[str]()
     for when_s, name in ((2.0, "late"), (1.0, "first"), (1.0, "second")):
@@ -40,16 +29,6 @@ def test_timers_are_due_by_their_times_and_equal_ones_in_order() -> None:
     assert (done, commands.next_s) == (["first", "second"], 2.0)
     commands.do_due(9.0)
     assert (done[2:], commands.next_s) == (["late"], None)
-
-
-def test_command_gives_its_caller_the_result_or_the_error() -> None:
-    good, bad = Command(lambda: 7), Command(lambda: 1 // 0)
-    wait = in_thread(good.wait)
-    good()
-    bad()
-    assert wait() == 7
-    with pytest.raises(ZeroDivisionError):
-        bad.wait()
 
 
 def test_fair_lock_can_be_taken_again_by_its_owner_alone() -> None:

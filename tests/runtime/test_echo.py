@@ -77,13 +77,6 @@ def test_each_token_of_the_prompt_but_the_first_is_scored(
     assert result.logprobs is None
 
 
-def test_prompt_logprobs_that_nobody_asks_for_are_none_and_cost_nothing(
-    engine: Engine, backend: FakeBackend
-) -> None:
-    assert answer(engine).prompt_logprobs is None
-    assert n_targets(backend.plans) == []
-
-
 def test_chat_has_prompt_logprobs_of_its_rendered_tokens(
     engine: Engine, backend: FakeBackend
 ) -> None:
@@ -253,12 +246,6 @@ def test_echo_is_streamed_with_the_first_chunk(engine: Engine) -> None:
     assert tuple(t for c in chunks for t in c.token_ids) == result.token_ids
 
 
-def test_stop_string_in_the_prompt_ends_nothing(engine: Engine) -> None:
-    result = answer(engine, echo=True, stop=["stormy"], seed=1)
-    assert result.finish_reason == "length"
-    assert result.text.startswith(PROMPT)
-
-
 def test_echo_of_a_chat_is_refused_with_the_way_out(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="prompt_logprobs"):
         engine.run([{"role": "user", "content": "Hi"}], options={"echo": True})
@@ -300,17 +287,6 @@ def test_best_of_looks_at_the_answers_alone(engine: Engine) -> None:
 
 
 # ---- what does not go together ----
-
-
-@pytest.mark.parametrize("value", [-1, 21, True, 1.5, "all"])
-def test_prompt_logprobs_out_of_range_are_refused(engine: Engine, value: Any) -> None:
-    with pytest.raises(ConfigError, match="prompt_logprobs"):
-        engine.run([PROMPT], options={"prompt_logprobs": value})
-
-
-def test_echo_that_is_no_bool_is_refused(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="echo"):
-        engine.run([PROMPT], options={"echo": 1})
 
 
 def test_no_tokens_without_echo_are_refused_with_the_ways_out(engine: Engine) -> None:

@@ -6,14 +6,12 @@ import asyncio
 import gc
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import count, islice
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cbatch.backend.fake import FakeBackend
-from cbatch.engine import Engine
 from cbatch.errors import (
     ConfigError,
     DuplicateIdError,
@@ -40,6 +38,9 @@ from tests.runtime.backends import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from cbatch.engine import Engine
     from cbatch.runtime.batch_response import BatchResponse
 
 pytestmark = each_kind
@@ -47,7 +48,6 @@ pytestmark = each_kind
 N_SLOTS = 2
 N_AHEAD = N_AHEAD_PER_SLOT * N_SLOTS
 SHORT = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "seed": 1}
-MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture(params=[True, False], ids=["threaded", "by hand"])
@@ -158,11 +158,6 @@ def test_generator_may_read_another_batch_of_its_engine(engine: Engine) -> None:
     assert len(second.results(timeout=PATIENCE_S)) == 20
 
 
-def test_two_generators_at_once_share_the_slots(engine: Engine) -> None:
-    runs = [engine.run(Source(20).prompts()) for _ in range(2)]
-    assert texts(runs[1]) == texts(runs[0])
-
-
 # ---- back-pressure ----
 
 
@@ -187,22 +182,6 @@ def test_generator_that_nobody_reads_from_stops_at_its_bound(threaded: Engine) -
     response.cancel()
 
 
-def test_waiting_for_all_reads_on_past_the_bound_of_unread_results(engine: Engine) -> None:
-    source = Source(10 * N_AHEAD)
-    assert len(engine.run(source.prompts()).results(timeout=PATIENCE_S)) == 10 * N_AHEAD
-
-
-@pytest.mark.usefixtures("new_objects_only")
-def test_results_given_out_are_forgotten(engine: Engine) -> None:
-    n_most = 0
-    for i, result in enumerate(islice(engine.run(Source(200).prompts()).as_completed(), 200)):
-        del result
-        if i % 20 == 19:
-            n_results = sum(isinstance(o, BatchResult) for o in gc.get_objects())
-            n_most = max(n_most, n_results)
-    assert 0 < n_most <= 3 * N_AHEAD_PER_SLOT * engine.parallel
-
-
 @thread_only(Reason.BY_HAND)
 def test_step_by_hand_reads_the_generator() -> None:
     source = Source(5)
@@ -225,35 +204,18 @@ def test_prompt_that_is_refused_fails_alone_at_its_place(engine: Engine) -> None
         BatchPrompt(prompt="again", id="a"),
         BatchPrompt(prompt="far", options={"stop_token_ids": [10**6]}),
         17,
+        BatchPrompt(tokens=[10**6]),
         "good",
     ]
     response = engine.run(iter(mixed))
     results = all_results(response)
     kinds = [type(r.error) for r in results]
     assert kinds == [
-        type(None), ConfigError, type(None), DuplicateIdError, ConfigError, ConfigError, type(None),
+        type(None), ConfigError, type(None), DuplicateIdError, ConfigError, ConfigError, PromptError, type(None),
     ]  # fmt: skip
-    assert response.ids == [r.id for r in results] == ["0", "1", "a", "3", "4", "5", "6"]
-    assert results[0].text == results[6].text
+    assert response.ids == [r.id for r in results] == ["0", "1", "a", "3", "4", "5", "6", "7"]
+    assert results[0].text == results[7].text
     assert engine.stats().n_running == 0
-
-
-def test_prompt_at_which_the_engine_itself_stumbles_fails_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_prompt = SequenceMaker.of_prompt
-
-    def stumbling(self: SequenceMaker, item: BatchPrompt, *given: Any, **more: Any) -> Any:
-        if item.prompt == "bad":
-            raise OSError("the disk is gone")
-        return of_prompt(self, item, *given, **more)
-
-    monkeypatch.setattr(SequenceMaker, "of_prompt", stumbling)
-    one, bad, two = all_results(engine.run(iter(["one", "bad", "two"])))
-    assert (one.error, two.error) == (None, None)
-    assert isinstance(bad.error, RequestFailedError)
-    assert isinstance(bad.error.__cause__, OSError)
-    assert "the disk is gone" in str(bad.error)
 
 
 class UnspeakableError(Exception):
@@ -265,21 +227,26 @@ class UnspeakableError(Exception):
     __str__ = __repr__
 
 
-def test_error_that_cannot_be_shown_fails_its_prompt_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(OSError("the disk is gone"), "the disk is gone"), (UnspeakableError(), "UnspeakableError")],
+    ids=["told", "untold"],
+)
+def test_prompt_at_which_the_engine_itself_stumbles_fails_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     of_prompt = SequenceMaker.of_prompt
 
     def stumbling(self: SequenceMaker, item: BatchPrompt, *given: Any, **more: Any) -> Any:
         if item.prompt == "bad":
-            raise UnspeakableError
+            raise error
         return of_prompt(self, item, *given, **more)
 
     monkeypatch.setattr(SequenceMaker, "of_prompt", stumbling)
     one, bad, two = all_results(engine.run(iter(["one", "bad", "two"])))
     assert (one.error, two.error) == (None, None)
     assert isinstance(bad.error, RequestFailedError)
-    assert "UnspeakableError" in str(bad.error)
+    assert words in str(bad.error)
 
 
 def broken() -> Iterator[str]:
@@ -322,27 +289,6 @@ def test_end_of_the_program_inside_the_generator_is_the_readers_alone(
     assert_no_feed()
     assert not seen
     assert texts(engine.run(["still good"])) != [""]
-
-
-@thread_only(Reason.BY_HAND)
-def test_ctrl_c_inside_the_generator_by_hand_is_ctrl_c() -> None:
-    def interrupted() -> Iterator[str]:
-        yield "one"
-        raise KeyboardInterrupt
-
-    with engine_on(FakeBackend(N_SLOTS, 64, 16), options=SHORT, threaded=False) as engine:
-        with pytest.raises(KeyboardInterrupt):
-            engine.run(interrupted()).results()
-        assert texts(engine.run(["still good"])) != [""]
-
-
-@thread_only(Reason.DEATH)
-def test_engine_that_dies_while_it_is_fed_tells_the_reader() -> None:
-    backend = FailingBackend(N_SLOTS, 64, 16, error=MemoryError("gone"), fail_at=5)
-    with engine_on(backend, options=SHORT) as engine, pytest.raises(EngineClosedError) as caught:
-        list(engine.run(Source().prompts()).as_completed())
-    assert caught.value.__cause__ is backend.error
-    assert_no_feed()
 
 
 @thread_only(Reason.DEATH)
@@ -418,18 +364,13 @@ def test_reader_is_told_of_the_end_behind_what_was_read(
     assert sorted(ended) == [str(i) for i in range(N_BEFORE)]
 
 
-@pytest.mark.parametrize("return_errors", [True, False])
 @pytest.mark.parametrize(("end", "error", "words"), ENDS)
 def test_results_are_attached_to_the_error_of_the_end(
-    engine: Engine,
-    end: Callable[[Engine], None],
-    error: type[Exception],
-    words: str,
-    return_errors: bool,
+    engine: Engine, end: Callable[[Engine], None], error: type[Exception], words: str
 ) -> None:
     response = engine.run(Ender(engine, end))
     with pytest.raises(BatchError, match=words) as caught:
-        response.results(timeout=PATIENCE_S, return_errors=return_errors)
+        response.results(timeout=PATIENCE_S, return_errors=True)
     assert isinstance(caught.value.__cause__, error)
     assert [r.id for r in caught.value.results] == [str(i) for i in range(N_BEFORE)]
     assert {r.finish_reason for r in caught.value.results} <= {"length", "cancelled"}
@@ -631,12 +572,6 @@ def test_progress_ends_where_the_reader_leaves(engine: Engine) -> None:
     assert last.counts.n_failed == 0
 
 
-def test_progress_of_a_generator_learns_its_total(engine: Engine) -> None:
-    view = Shown()
-    engine.run(Source(12).prompts(), progress=view).results()
-    assert [(s.counts.n_total, s.counts.n_done) for s in view.last] == [(12, 12)]
-
-
 # ---- in event loops ----
 
 
@@ -657,12 +592,6 @@ async def test_generator_is_read_for_an_event_loop(threaded: Engine) -> None:
         await threaded.run(broken())
     async for _ in threaded.run(Source().prompts()):
         break
-
-
-def test_request_error_of_a_fed_item_is_its_own(engine: Engine) -> None:
-    items: list[Any] = ["a", BatchPrompt(tokens=[10**6])]
-    [good, bad] = all_results(engine.run(iter(items)))
-    assert (good.error, type(bad.error)) == (None, PromptError)
 
 
 @pytest.mark.usefixtures("new_objects_only")

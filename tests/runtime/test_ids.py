@@ -31,13 +31,6 @@ def test_number_that_is_in_flight_or_was_given_by_hand_is_passed() -> None:
     assert Ids().of_batch([None, "0", "2", None], {}) == ["1", "0", "2", "4"]
 
 
-@pytest.mark.parametrize(("own", "taken"), [(["a", "a"], []), (["a"], ["a"]), (["0"], ["0"])])
-def test_given_id_that_is_not_unique_is_refused(own: list[str], taken: list[str]) -> None:
-    with pytest.raises(DuplicateIdError, match=own[0]) as caught:
-        Ids().of_batch(own, taken)
-    assert caught.value.id == own[0]
-
-
 NAMES = st.sampled_from(["0", "1", "2", "3", "x"])
 
 

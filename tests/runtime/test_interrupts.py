@@ -26,7 +26,7 @@ from cbatch.runtime.local import LocalRuntime
 from cbatch.support.interrupts import HeldBack, Latch, Postponed, run_async
 from tests import interrupt_runs
 from tests.kinds import Reason, each_kind, engine_on, no_pool
-from tests.profiles import is_fast
+from tests.profiles import lines_apart
 from tests.runtime.backends import PATIENCE_S, all_results, in_thread, streams
 
 if TYPE_CHECKING:
@@ -499,7 +499,7 @@ def test_handler_at_any_line_may_ask_the_thread_that_computes(name: str) -> None
             assert len(all_results(response)) == 3
             assert [len(all_results(more)) for more in added] == [1] * is_struck
             assert engine.stats().n_running == 0
-        n_line += 12 if is_fast() else 3
+        n_line += lines_apart(3)
     assert n_line > 10
 
 
@@ -521,10 +521,11 @@ def test_ctrl_c_at_any_line_of_a_run_leaves_no_id_taken() -> None:
             engine.cancel_all()
             [result] = all_results(engine.run([own]))
             assert result.finish_reason == "length"
-            n_line += 2
+            n_line += lines_apart(2)
     assert n_line > 10
 
 
+@pytest.mark.usefixtures("new_objects_only")
 def test_ctrl_c_at_any_line_of_a_load_frees_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     backends: list[FakeBackend] = []
     kept: list[Engine] = []
@@ -549,7 +550,7 @@ def test_ctrl_c_at_any_line_of_a_load_frees_the_model(monkeypatch: pytest.Monkey
             engine.close()
         backends.clear()
         kept.clear()
-        n_line += 12 if is_fast() else 3
+        n_line += lines_apart(1)
     assert n_broken_off > 10
 
 

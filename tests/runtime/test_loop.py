@@ -20,7 +20,6 @@ from cbatch.runtime.mailbox import Mailbox
 from tests.helpers import Rig, make_request, make_scheduler
 from tests.runtime.backends import (
     PATIENCE_S,
-    FailingBackend,
     GatedBackend,
     all_results,
     in_owner,
@@ -137,58 +136,7 @@ def test_command_waits_for_the_run_and_comes_before_the_next(gated: Make) -> Non
     assert backend.n_runs > 3
 
 
-def test_submission_does_not_wait_for_the_run_and_asks_it_to_end(gated: Make) -> None:
-    made, backend = gated()
-    first = made.submit("a", max_tokens=9)
-    backend.wait_until_held()
-    n_interrupts = backend.n_interrupts
-    second = made.submit("b", max_tokens=2)
-    assert backend.n_interrupts == n_interrupts + 1
-    assert not backend.plans
-    backend.release()
-    assert [len(box.wait(PATIENCE_S)) for box in (first, second)] == [1, 1]
-    assert any(len(plan.spans) == 2 for plan in backend.plans)
-
-
-def test_unread_batch_is_delivered_once_an_item(
-    gated: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delivered: list[Mailbox] = []
-    deliver = Mailbox.deliver
-
-    def count(box: Mailbox, *given: Any) -> None:
-        delivered.append(box)
-        deliver(box, *given)
-
-    monkeypatch.setattr(Mailbox, "deliver", count)
-    made, _ = gated(hold_at=None)
-    made.submit("a", max_tokens=30).wait(PATIENCE_S)
-    assert len(delivered) == 1
-
-
 # ---- the end ----
-
-
-def test_close_ends_the_thread_and_frees_the_backend_once(
-    gated: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, backend = gated(hold_at=2)
-    closed: list[threading.Thread] = []
-    monkeypatch.setattr(backend, "close", lambda: closed.append(threading.current_thread()))
-    box = made.submit("a", "b", "c")
-    backend.wait_until_held()
-    backend.release_when_asked()
-    made.loop.close()
-    made.loop.close()
-    assert closed == [owner(made)]
-    assert [r.finish_reason for r in box.wait(0)] == ["cancelled"] * 3
-
-
-def test_close_by_the_owner_ends_it_without_waiting_for_itself(gated: Make) -> None:
-    made, _ = gated(hold_at=None)
-    made.loop.call(made.loop.close)
-    owner(made).join(PATIENCE_S)
-    assert not owner(made).is_alive()
 
 
 def test_call_that_comes_as_the_loop_ends_is_done(
@@ -244,19 +192,6 @@ def test_pump_says_whether_there_was_something_to_do() -> None:
     made.loop.close()
     with pytest.raises(EngineClosedError):
         made.loop.pump()
-
-
-def test_interrupted_run_is_done_anew_with_its_clears_and_binds() -> None:
-    backend = FailingBackend(2, 64, 16, error=KeyboardInterrupt())
-    made = make_loop(backend, is_threaded=False)
-    made.submit("a", max_tokens=3)
-    with pytest.raises(KeyboardInterrupt):
-        made.loop.pump()
-    made.loop.pump()
-    [again] = backend.plans
-    assert (again.clears, [b.slot for b in again.binds]) == ((0, 1), [0])
-    assert [(c.slot, c.start) for c in again.spans] == [(0, 0)]
-    made.loop.close()
 
 
 def test_failure_between_an_end_and_its_leaving_keeps_nobody_waiting(

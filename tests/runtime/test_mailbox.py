@@ -24,13 +24,6 @@ def mailbox(n_items: int = 2) -> Mailbox:
     return Mailbox(n_items, Cancelled(7), None)
 
 
-def test_timeout_names_how_many_are_open() -> None:
-    box = mailbox(3)
-    box.deliver([], [(1, result("b"))])
-    with pytest.raises(TimeoutError, match="2 of 3"):
-        box.wait(0)
-
-
 def test_reader_without_a_thread_steps_until_it_has_what_it_wants() -> None:
     n_steps = 0
 
@@ -62,11 +55,3 @@ def test_step_that_ends_the_engine_ends_the_wait_with_results() -> None:
 
     box = Mailbox(1, Cancelled(), pump)
     assert [r.id for r in box.wait(None)] == ["a"]
-
-
-def test_closed_engine_is_told_where_items_are_open() -> None:
-    def pump() -> bool:
-        raise EngineClosedError("closed")
-
-    with pytest.raises(EngineClosedError):
-        Mailbox(1, Cancelled(), pump).wait(None)

@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from cbatch.response import BatchOutputChunk
 
 
-def test_chunks_joined_are_the_result() -> None:
-    driver = make_running(stop="cd")
-    chunks: list[BatchOutputChunk | None] = []
-    for token in (A, HALF, B, C, B, C, D):
-        driver.accept(2 if not chunks else 1, [token], 2.0)
-        chunks.append(take_chunk(driver))
-    given = [c for c in chunks if c is not None]
-    assert [c.text for c in given] == ["a", "\ufffdb", "cb", ""]
-    assert [c.finish_reason for c in given] == [None, None, None, "stop"]
-    assert "".join(c.text for c in given) == result_of(driver).text
-    assert tuple(t for c in given for t in c.token_ids) == result_of(driver).token_ids
-
-
 def test_chunk_for_each_token_does_not_wait_for_text() -> None:
     driver = make_running(stop="cd")
     chunks: list[BatchOutputChunk | None] = []
@@ -58,18 +45,6 @@ def test_tokens_without_text_are_told_where_the_sequence_pauses() -> None:
     assert take_chunk(driver) is None
 
 
-def test_log_probabilities_of_chunks_joined_are_those_of_the_result() -> None:
-    driver = make_running(stop="cd", logprobs=1)
-    chunks: list[BatchOutputChunk | None] = []
-    for token in (A, HALF, B, C, B, C, D):
-        driver.accept(2 if not chunks else 1, [token], 2.0, logprobs=[fake_logprobs(token, 1)])
-        chunks.append(take_chunk(driver))
-    given = [c for c in chunks if c is not None]
-    found = [[token.token_id for token in c.logprobs or ()] for c in given]
-    assert found == [[*c.token_ids] for c in given]
-    assert tuple(t for c in given for t in c.logprobs or ()) == result_of(driver).logprobs
-
-
 def test_first_chunk_of_an_extension_has_known_log_probabilities() -> None:
     driver = extension(A, B)
     set_prompt(driver, [1, 2], N_WINDOW)
@@ -84,14 +59,6 @@ def test_first_chunk_of_an_extension_has_known_log_probabilities() -> None:
     ]
     driver.cancel(3.0)
     assert result_of(driver).logprobs == chunk.logprobs
-
-
-def test_chunk_without_log_probabilities_says_none() -> None:
-    driver = make_running()
-    driver.accept(2, [A], 2.0)
-    chunk = take_chunk(driver)
-    assert chunk is not None
-    assert chunk.logprobs is None
 
 
 def test_result_before_the_end_raises() -> None:

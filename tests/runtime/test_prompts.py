@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch import Engine
-from cbatch.backend.fake import FakeBackend, FakeVocab
+from cbatch.backend.fake import FakeVocab
 from cbatch.core.driver import SequenceDriver
 from cbatch.messages import BatchPrompt
-from cbatch.runtime import prompts
 from cbatch.runtime.prompts import PromptTokenizer
 from tests.helpers import make_request
 
@@ -52,20 +50,3 @@ def test_prompt_is_tokenized_once_and_its_first_message_where_kept(
 ) -> None:
     driver, n = prepared(prompt, n_discard=n_discard)
     assert (n, driver.window.n_keep if driver.window else 0) == (n_asked, n_keep)
-
-
-@pytest.mark.parametrize("n", [1, 4000], ids=["short", "long"])
-def test_size_of_a_prompt_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    seen: list[object] = []
-    is_large = prompts._is_large
-
-    def looked(value: object) -> bool:
-        seen.append(value)
-        return is_large(value)
-
-    monkeypatch.setattr(prompts, "_is_large", looked)
-    with Engine(FakeBackend(1, 2**17)) as engine:
-        chat = [{"role": "user", "content": "x" * 10}] * n
-        results = engine.run([chat, chat], options={"max_tokens": 1}).results()
-    assert all(result.error is None for result in results)
-    assert len(seen) == 2

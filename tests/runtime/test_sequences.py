@@ -6,13 +6,6 @@ from cbatch.runtime.sequences import OptionsMerger
 ENGINE = RunOptions(max_tokens=9, temperature=0)
 
 
-def test_settled_options_are_one_object_for_all_who_say_the_same() -> None:
-    settled = OptionsMerger()
-    first = settled.over(RunOptions(max_tokens=3), ENGINE)
-    assert first == RunOptions(max_tokens=3, temperature=0)
-    assert settled.over(RunOptions(max_tokens=3), ENGINE) is first
-
-
 def test_settled_options_follow_what_is_said_and_what_it_is_put_over() -> None:
     settled, own = OptionsMerger(), RunOptions(max_tokens=3)
     settled.over(own, ENGINE)

@@ -45,8 +45,8 @@ def engine(test_model: Path) -> Iterator[Engine]:
 
 
 def test_answers_parse_and_validate_at_a_high_temperature(engine: Engine) -> None:
-    found = structure_runs.run(engine, 64)
-    assert found.n_right > 40
+    found = structure_runs.run(engine, 32)
+    assert found.n_right > 18
 
 
 @pytest.mark.real
@@ -162,7 +162,7 @@ def test_ignored_end_tokens_leave_the_end_to_the_grammar(engine: Engine) -> None
     assert (result.finish_reason, len(result.token_ids)) == ("length", 20)
 
 
-@pytest.mark.parametrize("cap", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("cap", [1, 5, 13])
 def test_extended_answer_is_the_one_in_one_go(engine: Engine, cap: int) -> None:
     options = {"json_schema": PERSON, "temperature": 1.5, "seed": 11}
     whole = engine.submit("A", options=options).result()
