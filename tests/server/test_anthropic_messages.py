@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     import httpx
+    from starlette.applications import Starlette
 
 ASKED: dict[str, Any] = {"messages": USER, "max_tokens": 6, "seed": 3}
 COUNT = f"{MESSAGES}/count_tokens"
@@ -83,9 +84,8 @@ def text(words: str) -> dict[str, Any]:
 # ---- answers ----
 
 
-def test_answer_has_every_field_of_the_format() -> None:
-    with fake_app() as app:
-        answer = call(app, MESSAGES, {**ASKED, "model": "any/name"})
+def test_answer_has_every_field_of_the_format(app: Starlette) -> None:
+    answer = call(app, MESSAGES, {**ASKED, "model": "any/name"})
     body = answer.json()
     assert body.pop("id").startswith("msg_")
     (block,) = body.pop("content")
@@ -187,9 +187,8 @@ def test_full_window_is_told() -> None:
     assert reason == "model_context_window_exceeded"
 
 
-def test_tokens_of_a_cache_are_no_input() -> None:
-    with fake_app() as app:
-        usages = [call(app, MESSAGES, ASKED).json()["usage"] for _ in range(2)]
+def test_tokens_of_a_cache_are_no_input(app: Starlette) -> None:
+    usages = [call(app, MESSAGES, ASKED).json()["usage"] for _ in range(2)]
     found = [(usage["input_tokens"], usage["cache_read_input_tokens"]) for usage in usages]
     assert found == [(7, 0), (1, 6)]
 
@@ -483,10 +482,9 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         ({"functions": []}, "functions"),
     ],
 )
-def test_wrong_field_is_named(more: dict[str, Any], words: str) -> None:
-    with fake_app() as app:
-        answer = call(app, MESSAGES, {**ASKED, **more})
-        assert words in error_of(answer, 400, "invalid_request_error")
+def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], words: str) -> None:
+    answer = call(app, MESSAGES, {**ASKED, **more})
+    assert words in error_of(answer, 400, "invalid_request_error")
 
 
 # ---- errors ----

@@ -26,7 +26,6 @@ from tests.server.clients import (
     USER,
     call,
     error_of,
-    fake_app,
     wait_until,
 )
 from tests.server.kept import (
@@ -47,6 +46,8 @@ from tests.worker.links import Launches, MortalBackend
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from starlette.applications import Starlette
 
     from cbatch.server.batch_index import StoredBatch
 
@@ -264,13 +265,12 @@ def test_unknown_batches_are_not_there(tmp_path: Path) -> None:
         error_of(call(app, "/v1/batches", asked), 404)
 
 
-def test_server_without_a_folder_says_so() -> None:
-    with fake_app() as app:
-        for path in ("/v1/files", "/v1/batches", "/v1/batches/a"):
-            assert error_of(call(app, path), 404)["code"] == "files_not_kept"
-        for path in (f"{MESSAGES}/batches", f"{MESSAGES}/batches/a"):
-            answer = call(app, path)
-            assert (answer.status_code, "files_dir" in answer.text) == (404, True)
+def test_server_without_a_folder_says_so(app: Starlette) -> None:
+    for path in ("/v1/files", "/v1/batches", "/v1/batches/a"):
+        assert error_of(call(app, path), 404)["code"] == "files_not_kept"
+    for path in (f"{MESSAGES}/batches", f"{MESSAGES}/batches/a"):
+        answer = call(app, path)
+        assert (answer.status_code, "files_dir" in answer.text) == (404, True)
 
 
 # ---- cancel, and time that is over ----

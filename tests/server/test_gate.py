@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
+    from starlette.applications import Starlette
     from starlette.types import Message
 
 LOOPBACK = "http://127.0.0.1:8080"
@@ -60,11 +61,10 @@ def test_other_name_is_refused_without_keys(host: str, address: str) -> None:
     assert "--allowed-host" in error["message"]
 
 
-def test_other_name_may_not_read_either_but_ask_for_health() -> None:
-    with fake_app() as app:
-        for path in ("/", "/slots", "/v1/models", "/props"):
-            error_of(call(app, LOOPBACK + path, headers={"host": "evil.example"}), 403)
-        assert call(app, f"{LOOPBACK}/health", headers={"host": "evil.example"}).status_code == 200
+def test_other_name_may_not_read_either_but_ask_for_health(app: Starlette) -> None:
+    for path in ("/", "/slots", "/v1/models", "/props"):
+        error_of(call(app, LOOPBACK + path, headers={"host": "evil.example"}), 403)
+    assert call(app, f"{LOOPBACK}/health", headers={"host": "evil.example"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,9 @@ def test_own_page_and_page_that_may_call_can_write(
     assert asked(headers, **settings).status_code == 200
 
 
-def test_page_of_another_origin_may_link_to_the_page() -> None:
-    with fake_app() as app:
-        headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-        assert call(app, f"{LOOPBACK}/", headers=headers).status_code == 200
+def test_page_of_another_origin_may_link_to_the_page(app: Starlette) -> None:
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert call(app, f"{LOOPBACK}/", headers=headers).status_code == 200
 
 
 # ---- keys ----
@@ -191,7 +190,7 @@ def test_host_that_is_no_host_is_refused(host: str) -> None:
 
 
 @pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400), ("2", 200)])
-def test_request_of_http_1_1_needs_a_host(version: str, status: int) -> None:
+def test_request_of_http_1_1_needs_a_host(app: Starlette, version: str, status: int) -> None:
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -200,18 +199,16 @@ def test_request_of_http_1_1_needs_a_host(version: str, status: int) -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    with fake_app() as app:
-        scope = scope_of("/health", "GET", http_version=version, headers=[])
-        anyio.run(app, scope, receive, send)
+    scope = scope_of("/health", "GET", http_version=version, headers=[])
+    anyio.run(app, scope, receive, send)
     assert sent[0]["status"] == status
 
 
-def test_applications_of_others_choose_their_names() -> None:
-    with fake_app() as app:
-        engine = app.state.desk.engine
-        mine = create_app(engine, allowed_hosts=["models.example.org"])
-        headers = {"host": "models.example.org"}
-        assert call(mine, f"{LOOPBACK}/v1/models", headers=headers).status_code == 200
+def test_applications_of_others_choose_their_names(app: Starlette) -> None:
+    engine = app.state.desk.engine
+    mine = create_app(engine, allowed_hosts=["models.example.org"])
+    headers = {"host": "models.example.org"}
+    assert call(mine, f"{LOOPBACK}/v1/models", headers=headers).status_code == 200
 
 
 # ---- pages of this machine ----

@@ -133,12 +133,11 @@ def test_prompt_that_is_too_long_says_how_long_it_may_be() -> None:
             assert "maximum context length is 16 tokens" in error["message"]
 
 
-def test_deadline_in_the_queue_has_its_status() -> None:
-    with fake_app() as app:
-        for more in ({}, {"stream": True}):
-            answer = call(app, CHAT, {**ASKED, "timeout_s": 0, **more})
-            assert error_of(answer, 504)["code"] == "timeout"
-            assert answer.headers["x-should-retry"] == "false"
+def test_deadline_in_the_queue_has_its_status(app: Starlette) -> None:
+    for more in ({}, {"stream": True}):
+        answer = call(app, CHAT, {**ASKED, "timeout_s": 0, **more})
+        assert error_of(answer, 504)["code"] == "timeout"
+        assert answer.headers["x-should-retry"] == "false"
 
 
 BODIES: dict[str, bytes] = {
@@ -158,10 +157,9 @@ BODIES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/apply-template"])
-def test_body_that_is_no_object_is_refused(path: str, body: bytes) -> None:
-    with fake_app() as app:
-        answer = call(app, path, body, headers={"content-type": "application/json"})
-        error = error_of(answer, 400)
+def test_body_that_is_no_object_is_refused(app: Starlette, path: str, body: bytes) -> None:
+    answer = call(app, path, body, headers={"content-type": "application/json"})
+    error = error_of(answer, 400)
     assert error["code"] == "invalid_json"
 
 
@@ -177,27 +175,25 @@ def test_body_over_the_limit_is_refused_by_its_header_and_as_it_comes() -> None:
         assert call(app, CHAT, ASKED).status_code == 200
 
 
-def test_other_media_types_are_refused() -> None:
-    with fake_app() as app:
-        body = json.dumps(ASKED).encode()
-        for kind in ("text/plain", "multipart/form-data", ""):
-            error_of(call(app, CHAT, body, headers={"content-type": kind}), 415)
-        kind = "application/json; charset=utf-8"
-        assert call(app, CHAT, body, headers={"content-type": kind}).status_code == 200
+def test_other_media_types_are_refused(app: Starlette) -> None:
+    body = json.dumps(ASKED).encode()
+    for kind in ("text/plain", "multipart/form-data", ""):
+        error_of(call(app, CHAT, body, headers={"content-type": kind}), 415)
+    kind = "application/json; charset=utf-8"
+    assert call(app, CHAT, body, headers={"content-type": kind}).status_code == 200
 
 
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/tokenize"])
-def test_body_that_curl_calls_a_form_is_read_as_json(path: str) -> None:
-    with fake_app() as app:
-        body = json.dumps({**ASKED, "content": "a"}).encode()
-        for agent in ("curl/8.5.0", ""):
-            headers = {**FORM, "user-agent": agent}
-            assert call(app, path, body, headers=headers).status_code == 200
-        error = error_of(call(app, CHAT, b"messages=Hi", headers=FORM), 400)
-        assert error["code"] == "invalid_json"
+def test_body_that_curl_calls_a_form_is_read_as_json(app: Starlette, path: str) -> None:
+    body = json.dumps({**ASKED, "content": "a"}).encode()
+    for agent in ("curl/8.5.0", ""):
+        headers = {**FORM, "user-agent": agent}
+        assert call(app, path, body, headers=headers).status_code == 200
+    error = error_of(call(app, CHAT, b"messages=Hi", headers=FORM), 400)
+    assert error["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_keys": "k"}])
@@ -222,14 +218,13 @@ def test_form_of_a_browser_is_refused(marks: dict[str, str], settings: dict[str,
         assert call(app, url, body, headers=as_json).status_code == 200
 
 
-def test_paths_and_methods_that_are_not_there_have_the_same_body() -> None:
-    with fake_app() as app:
-        assert error_of(call(app, "/v1/nothing"), 404)["code"] == "unknown_url"
-        answer = call(app, CHAT, method="GET")
-        assert error_of(answer, 405)["code"] == "method_not_allowed"
-        assert answer.headers["allow"] == "POST"
-        error = error_of(call(app, "/v1/models/none"), 404)
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
+def test_paths_and_methods_that_are_not_there_have_the_same_body(app: Starlette) -> None:
+    assert error_of(call(app, "/v1/nothing"), 404)["code"] == "unknown_url"
+    answer = call(app, CHAT, method="GET")
+    assert error_of(answer, 405)["code"] == "method_not_allowed"
+    assert answer.headers["allow"] == "POST"
+    error = error_of(call(app, "/v1/models/none"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize(

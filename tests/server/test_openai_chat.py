@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import anyio
@@ -33,13 +33,15 @@ from cbatch.server.responses_api import ResponsesCall
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, events_of, fake_app
 
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
 TIMES = Timings(0.0, None, 0.0, None, None)
 ASKED = {"messages": USER, "max_tokens": 6, "seed": 3}
 
 
-def test_answer_has_every_field_of_the_format() -> None:
-    with fake_app() as app:
-        body = call(app, CHAT, {**ASKED, "model": "any/name"}).json()
+def test_answer_has_every_field_of_the_format(app: Starlette) -> None:
+    body = call(app, CHAT, {**ASKED, "model": "any/name"}).json()
     assert (body["object"], body["model"]) == ("chat.completion", "any/name")
     assert body["id"].startswith("chatcmpl-")
     (choice,) = body["choices"]
@@ -61,12 +63,11 @@ def test_answer_is_that_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
-def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
+def test_streamed_answer_equals_the_whole_one(app: Starlette, more: dict[str, Any]) -> None:
     asked = {**ASKED, **more}
-    with fake_app() as app:
-        whole = call(app, CHAT, asked).json()
-        usage = {"include_usage": True}
-        events = events_of(call(app, CHAT, {**asked, "stream": True, "stream_options": usage}))
+    whole = call(app, CHAT, asked).json()
+    usage = {"include_usage": True}
+    events = events_of(call(app, CHAT, {**asked, "stream": True, "stream_options": usage}))
     for choice in whole["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         deltas = [part["delta"] for part in parts]
@@ -85,24 +86,22 @@ def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("model", ["\0", "text of chatcmpl-0", '"', "é\u2028"])
-def test_name_of_the_model_is_repeated_as_it_is(model: str) -> None:
-    with fake_app() as app:
-        whole = call(app, CHAT, {**ASKED, "model": model}).json()
-        events = events_of(call(app, CHAT, {**ASKED, "model": model, "stream": True}))
+def test_name_of_the_model_is_repeated_as_it_is(app: Starlette, model: str) -> None:
+    whole = call(app, CHAT, {**ASKED, "model": model}).json()
+    events = events_of(call(app, CHAT, {**ASKED, "model": model, "stream": True}))
     assert {e["model"] for e in events} == {whole["model"]} == {model}
     texts = [c["delta"].get("content", "") for e in events for c in e["choices"]]
     assert "".join(texts) == whole["choices"][0]["message"]["content"]
 
 
-def test_one_application_answers_in_loops_of_both_kinds() -> None:
-    with fake_app() as app:
-        answers = [
-            call(app, CHAT, {**ASKED, "stream": is_streamed}, backend=backend)
-            for backend in ("asyncio", "trio", "asyncio")
-            for is_streamed in (False, True)
-        ]
-        assert [answer.status_code for answer in answers] == [200] * 6
-        assert call(app, "/health", backend="trio").status_code == 200
+def test_one_application_answers_in_loops_of_both_kinds(app: Starlette) -> None:
+    answers = [
+        call(app, CHAT, {**ASKED, "stream": is_streamed}, backend=backend)
+        for backend in ("asyncio", "trio", "asyncio")
+        for is_streamed in (False, True)
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert call(app, "/health", backend="trio").status_code == 200
 
 
 def test_times_have_draft_tokens_where_there_were_some() -> None:
@@ -114,15 +113,16 @@ def test_times_have_draft_tokens_where_there_were_some() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_times_are_numbers_also_of_one_token_and_stand_beside_the_usage(path: str) -> None:
+def test_times_are_numbers_also_of_one_token_and_stand_beside_the_usage(
+    app: Starlette, path: str
+) -> None:
     prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
     asked = {**prompt, "max_tokens": 1, "seed": 1}
-    with fake_app() as app:
-        told = call(app, path, asked).json()["timings"]
-        usage = {"stream": True, "stream_options": {"include_usage": True}}
-        *_, before, last = events_of(call(app, path, {**asked, **usage}))
-        several = {"prompt": ["a", "b"], "max_tokens": 1, "seed": 1, **usage}
-        assert "timings" not in events_of(call(app, COMPLETIONS, several))[-1]
+    told = call(app, path, asked).json()["timings"]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, before, last = events_of(call(app, path, {**asked, **usage}))
+    several = {"prompt": ["a", "b"], "max_tokens": 1, "seed": 1, **usage}
+    assert "timings" not in events_of(call(app, COMPLETIONS, several))[-1]
     rates = {
         f"{of}_per_{unit}" for of in ("prompt", "predicted") for unit in ("second", "token_ms")
     }
@@ -153,12 +153,11 @@ def test_fingerprint_is_that_of_the_engine(path: str) -> None:
             assert call(app, path, asked).json()["system_fingerprint"] not in found
 
 
-def test_log_probabilities_have_the_ids_of_their_tokens() -> None:
+def test_log_probabilities_have_the_ids_of_their_tokens(app: Starlette) -> None:
     asked = {"max_tokens": 3, "seed": 1, "return_tokens": True}
-    with fake_app() as app:
-        tops = {"messages": USER, "logprobs": True, "top_logprobs": 2}
-        (chat,) = call(app, CHAT, {**asked, **tops}).json()["choices"]
-        (text,) = call(app, COMPLETIONS, {**asked, "prompt": "Hi", "logprobs": 1}).json()["choices"]
+    tops = {"messages": USER, "logprobs": True, "top_logprobs": 2}
+    (chat,) = call(app, CHAT, {**asked, **tops}).json()["choices"]
+    (text,) = call(app, COMPLETIONS, {**asked, "prompt": "Hi", "logprobs": 1}).json()["choices"]
     content = chat["logprobs"]["content"]
     assert [token["id"] for token in content] == chat["token_ids"]
     for token in content:
@@ -168,9 +167,8 @@ def test_log_probabilities_have_the_ids_of_their_tokens() -> None:
     assert text["logprobs"]["token_ids"] == text["token_ids"]
 
 
-def test_stream_without_usage_has_none() -> None:
-    with fake_app() as app:
-        events = events_of(call(app, CHAT, {**ASKED, "stream": True, "stream_options": {}}))
+def test_stream_without_usage_has_none(app: Starlette) -> None:
+    events = events_of(call(app, CHAT, {**ASKED, "stream": True, "stream_options": {}}))
     assert all("usage" not in event for event in events)
 
 
@@ -328,29 +326,28 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         ({"max_tokens": 3, "logit_bias": [[5, False]]}, {"max_tokens": 3, "logit_bias": {"5": -9}}),
     ],
 )
-def test_names_of_others_mean_the_same(same: dict[str, Any], as_: dict[str, Any]) -> None:
-    with fake_app() as app:
-        texts = [
-            call(app, CHAT, {"messages": USER, "seed": 1, **more}).json()["choices"]
-            for more in (same, as_)
-        ]
+def test_names_of_others_mean_the_same(
+    app: Starlette, same: dict[str, Any], as_: dict[str, Any]
+) -> None:
+    texts = [
+        call(app, CHAT, {"messages": USER, "seed": 1, **more}).json()["choices"]
+        for more in (same, as_)
+    ]
     assert texts[0] == texts[1]
 
 
-def test_ids_of_tokens_are_told_where_they_are_asked_for() -> None:
-    with fake_app() as app:
-        whole = call(app, CHAT, {**ASKED, "return_tokens": True}).json()["choices"][0]
-        asked = {**ASKED, "return_token_ids": True, "stream": True}
-        events = events_of(call(app, CHAT, asked))
+def test_ids_of_tokens_are_told_where_they_are_asked_for(app: Starlette) -> None:
+    whole = call(app, CHAT, {**ASKED, "return_tokens": True}).json()["choices"][0]
+    asked = {**ASKED, "return_token_ids": True, "stream": True}
+    events = events_of(call(app, CHAT, asked))
     streamed = [t for e in events for c in e["choices"] for t in c.get("token_ids", ())]
     assert streamed == whole["token_ids"]
     assert len(streamed) == 6
 
 
-def test_developer_speaks_as_the_system_and_nulls_are_not_said() -> None:
+def test_developer_speaks_as_the_system_and_nulls_are_not_said(app: Starlette) -> None:
     messages = [{"role": "developer", "content": "Be brief", "name": None}, *USER]
-    with fake_app() as app:
-        prompt = call(app, "/apply-template", {"messages": messages}).json()["prompt"]
+    prompt = call(app, "/apply-template", {"messages": messages}).json()["prompt"]
     assert prompt == "system:Be brief\nuser:Hi"
 
 
@@ -391,9 +388,8 @@ def test_developer_speaks_as_the_system_and_nulls_are_not_said() -> None:
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ],
 )
-def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"] == param
+def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], param: str) -> None:
+    assert error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"] == param
 
 
 # ---- how far the prompt is ----
@@ -446,9 +442,10 @@ def _text_in(event: dict[str, Any]) -> str:
     ("path", "more"),
     [(CHAT, {"messages": USER}), (COMPLETIONS, {"prompt": ["a", "b"], "stream": True})],
 )
-def test_progress_that_has_no_place_is_ignored_by_name(path: str, more: dict[str, Any]) -> None:
-    with fake_app() as app:
-        answer = call(app, path, {"max_tokens": 2, "return_progress": True, **more})
+def test_progress_that_has_no_place_is_ignored_by_name(
+    app: Starlette, path: str, more: dict[str, Any]
+) -> None:
+    answer = call(app, path, {"max_tokens": 2, "return_progress": True, **more})
     assert answer.status_code == 200
     assert answer.headers["x-ignored-fields"] == "return_progress"
     assert "prompt_progress" not in answer.text

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from starlette.applications import Starlette
+
     from cbatch.response import TokenLogprob
 
 ASKED = {"prompt": "ab", "max_tokens": 4, "seed": 1}
 
 
-def test_answer_has_the_format_and_sixteen_tokens() -> None:
-    with fake_app() as app:
-        body = call(app, COMPLETIONS, {"prompt": "ab", "seed": 1, "ignore_eos": True}).json()
+def test_answer_has_the_format_and_sixteen_tokens(app: Starlette) -> None:
+    body = call(app, COMPLETIONS, {"prompt": "ab", "seed": 1, "ignore_eos": True}).json()
     assert body["object"] == "text_completion"
     assert body["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
     assert body["usage"]["completion_tokens"] == 16
@@ -63,11 +64,10 @@ def test_choices_count_through_the_prompts() -> None:
         {"prompt": "a", "echo": True, "logprobs": 0},
     ],
 )
-def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
+def test_streamed_answer_equals_the_whole_one(app: Starlette, more: dict[str, Any]) -> None:
     asked = {**ASKED, **more}
-    with fake_app() as app:
-        whole = call(app, COMPLETIONS, asked).json()
-        events = events_of(call(app, COMPLETIONS, {**asked, "stream": True}))
+    whole = call(app, COMPLETIONS, asked).json()
+    events = events_of(call(app, COMPLETIONS, {**asked, "stream": True}))
     for choice in whole["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         assert "".join(p["text"] for p in parts) == choice["text"]
@@ -100,10 +100,9 @@ def test_stream_of_an_answer_without_a_token_says_that_there_is_none(path: str) 
         assert last[field] == whole[field]
 
 
-def test_echo_has_a_number_for_each_token_but_the_first() -> None:
-    with fake_app() as app:
-        asked = {**ASKED, "echo": True, "logprobs": 1, "max_tokens": 1}
-        found = call(app, COMPLETIONS, asked).json()["choices"][0]["logprobs"]
+def test_echo_has_a_number_for_each_token_but_the_first(app: Starlette) -> None:
+    asked = {**ASKED, "echo": True, "logprobs": 1, "max_tokens": 1}
+    found = call(app, COMPLETIONS, asked).json()["choices"][0]["logprobs"]
     assert found["token_logprobs"][0] is None
     assert found["top_logprobs"][0] is None
     assert len({len(values) for values in found.values()}) == 1
@@ -124,10 +123,9 @@ def test_echo_counts_the_token_that_ends_the_answer() -> None:
     assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
 
 
-def test_no_new_tokens_are_computed_where_none_are_asked_for() -> None:
-    with fake_app() as app:
-        asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
-        body = call(app, COMPLETIONS, asked).json()
+def test_no_new_tokens_are_computed_where_none_are_asked_for(app: Starlette) -> None:
+    asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
+    body = call(app, COMPLETIONS, asked).json()
     assert body["choices"][0]["text"] == "abc"
     assert body["usage"]["completion_tokens"] == 0
 
@@ -153,9 +151,8 @@ def test_no_new_tokens_are_computed_where_none_are_asked_for() -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
 )
-def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, COMPLETIONS, {**ASKED, **more}), 400)["param"] == param
+def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], param: str) -> None:
+    assert error_of(call(app, COMPLETIONS, {**ASKED, **more}), 400)["param"] == param
 
 
 def test_one_bad_prompt_fails_all_before_any_runs() -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from starlette.applications import Starlette
+
     from cbatch.server.call import Call
 
 RESPONSES = "/v1/responses"
@@ -218,9 +220,10 @@ def test_neutral_values_say_nothing(path: str, said: dict[str, Any]) -> None:
 
 @of_all
 @pytest.mark.parametrize("n_keep", [0, -1])
-def test_kept_tokens_of_a_window_that_does_not_move_are_taken(path: str, n_keep: int) -> None:
-    with fake_app() as app:
-        assert call(app, path, {**BODIES[path], "n_keep": n_keep}).status_code == 200
+def test_kept_tokens_of_a_window_that_does_not_move_are_taken(
+    app: Starlette, path: str, n_keep: int
+) -> None:
+    assert call(app, path, {**BODIES[path], "n_keep": n_keep}).status_code == 200
 
 
 def test_empty_model_is_a_missing_one() -> None:
@@ -245,11 +248,10 @@ def test_empty_prompt_is_the_token_that_begins_a_text(prompt: Any, test_model: P
     assert len(found["token_ids"]) == 4
 
 
-def test_empty_prompt_of_a_model_without_such_a_token_is_refused() -> None:
-    with fake_app() as app:
-        for prompt in ("", None):
-            assert error_of(call(app, COMPLETIONS, {"prompt": prompt}), 400)["param"] == "prompt"
-        assert error_of(call(app, COMPLETIONS, {}), 400)["param"] == "prompt"
+def test_empty_prompt_of_a_model_without_such_a_token_is_refused(app: Starlette) -> None:
+    for prompt in ("", None):
+        assert error_of(call(app, COMPLETIONS, {"prompt": prompt}), 400)["param"] == "prompt"
+    assert error_of(call(app, COMPLETIONS, {}), 400)["param"] == "prompt"
 
 
 # ---- slots ----
@@ -354,17 +356,17 @@ def test_choice_of_any_tool_demands_a_call(path: str) -> None:
     ],
 )
 def test_unknown_field_is_a_warning_of_the_log_once(
-    path: str, name: str, known: str, caplog: pytest.LogCaptureFixture
+    app: Starlette, path: str, name: str, known: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fake_app() as app:
-        for _ in range(2):
-            answer = call(app, path, {**BODIES[path], name: 3, "user": "u"})
-            assert name in answer.headers["x-ignored-fields"]
+    for _ in range(2):
+        answer = call(app, path, {**BODIES[path], name: 3, "user": "u"})
+        assert name in answer.headers["x-ignored-fields"]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert warning.startswith(f"ignored the unknown field '{name}'; did you mean {known}")
 
 
-def test_clients_cannot_fill_the_log_with_names(caplog: pytest.LogCaptureFixture) -> None:
-    with fake_app() as app:
-        call(app, CHAT, {**BODIES[CHAT], **{f"x{i}": 1 for i in range(300)}})
+def test_clients_cannot_fill_the_log_with_names(
+    app: Starlette, caplog: pytest.LogCaptureFixture
+) -> None:
+    call(app, CHAT, {**BODIES[CHAT], **{f"x{i}": 1 for i in range(300)}})
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 100

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import httpx
+    from starlette.applications import Starlette
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"input": "Hi", "max_output_tokens": 6, "seed": 3}
@@ -84,9 +85,8 @@ def both(app: Any, asked: dict[str, Any]) -> dict[str, Any]:
     return streamed
 
 
-def test_response_has_its_output_and_repeats_its_request() -> None:
-    with fake_app() as app:
-        response = both(app, {**ASKED, "instructions": "Be brief", "model": "m"})
+def test_response_has_its_output_and_repeats_its_request(app: Starlette) -> None:
+    response = both(app, {**ASKED, "instructions": "Be brief", "model": "m"})
     (item,) = response["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -139,10 +139,9 @@ def test_tokens_of_an_input_are_counted_with_its_tools() -> None:
     assert wrong["param"] == "input"
 
 
-def test_scores_stand_beside_their_text() -> None:
+def test_scores_stand_beside_their_text(app: Starlette) -> None:
     asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    with fake_app() as app:
-        (item,) = both(app, asked)["output"]
+    (item,) = both(app, asked)["output"]
     scores = item["content"][0]["logprobs"]
     assert [len(score["top_logprobs"]) for score in scores] == [2] * 6
 
@@ -207,11 +206,10 @@ def test_failure_in_a_stream_is_a_response_that_failed() -> None:
     assert last["response"]["error"]["code"] == "worker_died"
 
 
-def test_tools_that_are_no_functions_are_ignored_by_name() -> None:
+def test_tools_that_are_no_functions_are_ignored_by_name(app: Starlette) -> None:
     tools = [{"type": "web_search"}, {**TOOL, "strict": True}]
     asked = {**ASKED, "tools": tools, "store": True, "include": ["x"], "text": {"verbosity": "low"}}
-    with fake_app() as app:
-        answer = call(app, PATH, asked)
+    answer = call(app, PATH, asked)
     assert (
         answer.headers["x-ignored-fields"]
         == "store, tools[0], tools.strict, text.verbosity, include.x"
@@ -248,9 +246,8 @@ def test_tools_that_are_no_functions_are_ignored_by_name() -> None:
         ({"n": 2}, "n"),
     ],
 )
-def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param
+def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], param: str) -> None:
+    assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param
 
 
 @pytest.mark.real

@@ -46,9 +46,8 @@ def test_installed_page_is_that_of_the_checkout() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_file_of_the_page_has_its_headers(path: str) -> None:
-    with fake_app() as app:
-        answer = call(app, path)
+def test_file_of_the_page_has_its_headers(app: Starlette, path: str) -> None:
+    answer = call(app, path)
     assert answer.status_code == 200
     name = path.rpartition("/")[2] or "index.html"
     assert answer.content == (FOLDER / name).read_bytes()
@@ -66,34 +65,31 @@ def test_file_of_the_page_has_its_headers(path: str) -> None:
     assert "http" not in str(policy)
 
 
-def test_file_that_a_browser_has_is_not_sent_again() -> None:
-    with fake_app() as app:
-        first = call(app, "/")
-        tag = first.headers["etag"]
-        for known in (tag, f"W/{tag}", f'"x", {tag}'):
-            again = call(app, "/", headers={"if-none-match": known})
-            assert (again.status_code, again.content) == (304, b"")
-            assert again.headers["etag"] == tag
-            assert "content-security-policy" in again.headers
-        for unknown in ('"x"', tag.strip('"'), "é"):
-            headers = {"if-none-match": unknown.encode()}
-            assert call(app, "/", headers=headers).content == first.content
-        tags = {call(app, path).headers["etag"] for path in PATHS}
+def test_file_that_a_browser_has_is_not_sent_again(app: Starlette) -> None:
+    first = call(app, "/")
+    tag = first.headers["etag"]
+    for known in (tag, f"W/{tag}", f'"x", {tag}'):
+        again = call(app, "/", headers={"if-none-match": known})
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == tag
+        assert "content-security-policy" in again.headers
+    for unknown in ('"x"', tag.strip('"'), "é"):
+        headers = {"if-none-match": unknown.encode()}
+        assert call(app, "/", headers=headers).content == first.content
+    tags = {call(app, path).headers["etag"] for path in PATHS}
     assert len(tags) == len(PATHS)
 
 
 @pytest.mark.parametrize(
     "path", ["/page", "/page/", "/page/app.py", "/page/../app.py", "/page/index.html"]
 )
-def test_page_has_its_own_files_alone(path: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, path), 404)["code"] == "unknown_url"
+def test_page_has_its_own_files_alone(app: Starlette, path: str) -> None:
+    assert error_of(call(app, path), 404)["code"] == "unknown_url"
 
 
-def test_page_is_read_and_not_written_to() -> None:
-    with fake_app() as app:
-        error_of(call(app, "/", {}), 405)
-        assert call(app, "/", method="HEAD").status_code == 200
+def test_page_is_read_and_not_written_to(app: Starlette) -> None:
+    error_of(call(app, "/", {}), 405)
+    assert call(app, "/", method="HEAD").status_code == 200
 
 
 def test_page_needs_no_key_and_its_calls_do() -> None:
