@@ -201,7 +201,7 @@ def test_killed_servers_answer_each_line_once(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(MANY)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "kept"), str(tmp_path / "in")]
     n_kills = 0
-    for n_lines in range(1, 99, 6):
+    for n_lines in range(4, 99, 8):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for _ in zip(range(n_lines), process.stdout, strict=False):
@@ -211,7 +211,7 @@ def test_killed_servers_answer_each_line_once(tmp_path: Path) -> None:
         n_kills += not is_over
         if is_over:
             break
-    assert n_kills > 3
+    assert n_kills > 1
     with kept_app(tmp_path) as app:
         (batch,) = call(app, "/v1/batches").json()["data"]
         batch = ended(app, batch["id"])

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 LONG = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "seed": 1}
 SHORT = {**LONG, "max_tokens": 2}
+COMMENT = b":\n\n"
+"""What a stream has in its silences."""
 
 
 def gated(
@@ -61,9 +63,10 @@ def gated(
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("hold_at", [0, 3])
-@pytest.mark.parametrize("make", [Engine, engine_over], ids=["here", "worker"])
+@pytest.mark.parametrize(
+    ("make", "hold_at", "is_streamed"),
+    [(Engine, 0, True), (Engine, 3, False), (engine_over, 0, False), (engine_over, 3, True)],
+)
 def test_client_that_leaves_frees_its_slot(
     is_streamed: bool, hold_at: int, make: Callable[[GatedBackend], Engine]
 ) -> None:
@@ -128,48 +131,51 @@ def test_slow_reader_stops_nobody() -> None:
 # ---- silence ----
 
 
+def answered_after(
+    app: Starlette, silence: bytes, go: Callable[[], None], path: str = CHAT, **more: Any
+) -> str:
+    """All of a stream; `go` is called when three parts have told that nothing comes yet."""
+    body = json.dumps({**SHORT, "stream": True, **more}).encode()
+    parts: list[bytes] = []
+    asked = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        if not asked:
+            await anyio.sleep_forever()
+        return asked.pop()
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+        if sum(silence in part for part in parts) == 3:
+            go()
+
+    anyio.run(app, scope_of(path), receive, send)
+    return b"".join(parts).decode()
+
+
+EARLY = {"status_after_s": 0, "keep_alive_s": 0.01}
+
+
 def test_stream_in_silence_has_its_status_and_comments() -> None:
     backend, engine = gated()
-    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
-        text = _first_text(app, {**SHORT, "stream": True}, backend, n_comments=3)
+    with engine, fake_app(engine=engine, **EARLY) as app:
+        text = answered_after(app, COMMENT, backend.release)
     assert text.startswith(":\n\n:\n\n:\n\n")
     assert text.endswith("data: [DONE]\n\n")
 
 
 def test_silence_behind_early_text_has_comments() -> None:
-    backend = GatedBackend(2, 256, hold_at=4)
-    engine = Engine(backend)
+    backend, engine = gated(hold_at=4)
     with engine, fake_app(engine=engine, status_after_s=1e6, keep_alive_s=0.01) as app:
-        text = _first_text(app, {**SHORT, "stream": True}, backend, n_comments=3)
+        text = answered_after(app, COMMENT, backend.release)
     assert "content" in text.partition(":\n\n")[0]
     assert text.endswith("data: [DONE]\n\n")
 
 
-def _first_text(
-    app: Starlette, body: dict[str, Any], backend: GatedBackend, n_comments: int
-) -> str:
-    """All of a stream; the engine is let go when so many comments have come."""
-    parts: list[bytes] = []
-
-    async def send(message: Any) -> None:
-        parts.append(message.get("body", b""))
-        if parts.count(b":\n\n") >= n_comments:
-            backend.release()
-
-    return _by_hand(app, body, send, parts)
-
-
 def test_message_in_silence_has_its_beginning_and_pings() -> None:
     backend, engine = gated()
-    parts: list[bytes] = []
-
-    async def send(message: Any) -> None:
-        parts.append(message.get("body", b""))
-        if sum(b"event: ping" in part for part in parts) == 3:
-            backend.release()
-
-    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
-        text = _by_hand(app, {**SHORT, "stream": True}, send, parts, MESSAGES)
+    with engine, fake_app(engine=engine, **EARLY) as app:
+        text = answered_after(app, b"event: ping", backend.release, MESSAGES)
     frames = [frame for frame in text.split("\n\n") if frame != ":"]
     names = [frame.partition("\n")[0].removeprefix("event: ") for frame in frames]
     assert names[:4] == ["message_start", "ping", "ping", "ping"]
@@ -177,81 +183,35 @@ def test_message_in_silence_has_its_beginning_and_pings() -> None:
     assert names[-2:] == ["message_stop", ""]
 
 
-@pytest.mark.parametrize(
-    ("path", "settings"),
-    [(MESSAGES, {}), (CHAT, {"max_queue_tokens": 99})],
-    ids=["messages", "queue"],
-)
+@pytest.mark.parametrize(("path", "settings"), [(MESSAGES, {}), (CHAT, {"max_queue_tokens": 99})])
 def test_silence_while_tokens_are_counted_has_comments(
     path: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = threading.Event()
-    parts: list[bytes] = []
 
     def count(engine: Engine, prompt: Any, options: Any) -> int:
         assert counts.wait(60)
         return 1
 
-    async def send(message: Any) -> None:
-        parts.append(message.get("body", b""))
-        if parts.count(b":\n\n") == 3:
-            counts.set()
-
     monkeypatch.setattr("cbatch.server.call.checked_tokens", count)
     monkeypatch.setattr(Desk, "has_queue", lambda desk, n_slots: True)
-    with fake_app(status_after_s=0, keep_alive_s=0.01, **settings) as app:
-        text = _by_hand(app, {**SHORT, "stream": True}, send, parts, path)
+    with fake_app(**EARLY, **settings) as app:
+        text = answered_after(app, COMMENT, counts.set, path)
     assert text.startswith(":\n\n:\n\n:\n\n")
     assert text.endswith(("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n'))
 
 
-def _by_hand(
-    app: Starlette, body: dict[str, Any], send: Any, parts: list[bytes], path: str = CHAT
-) -> str:
-    async def run() -> None:
-        sent = False
-
-        async def receive() -> Any:
-            nonlocal sent
-            if sent:
-                await anyio.sleep_forever()
-            sent = True
-            return {"type": "http.request", "body": json.dumps(body).encode()}
-
-        await app(scope_of(path), receive, send)
-
-    anyio.run(run)
-    return b"".join(parts).decode()
-
-
-def test_error_before_the_first_token_has_a_status_of_its_own() -> None:
-    with fake_app(2, 16, keep_alive_s=0.01) as app:
-        body = {"messages": [{"role": "user", "content": "x" * 99}], "stream": True}
-        error_of(call(app, CHAT, body), 400)
-
-
 def test_error_behind_the_status_is_an_event_and_ends_the_stream() -> None:
+    """The prompt is found too long when its turn comes: the first request holds the engine."""
     backend, engine = gated()
-    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
-        parts: list[bytes] = []
-
-        async def send(message: Any) -> None:
-            parts.append(message.get("body", b""))
-            if b":\n\n" in parts:
-                backend.release()
-
-        body = {**SHORT, "stream": True, "messages": [{"role": "user", "content": "x" * 999}]}
-        # the prompt is found too long when its turn comes: the first request holds the engine
-        text = _by_hand(app, body, send, parts) if _holds(engine, backend) else ""
+    long = [{"role": "user", "content": "x" * 999}]
+    with engine, fake_app(engine=engine, **EARLY) as app:
+        engine.submit("ab", options={"max_tokens": 2})
+        backend.wait_until_held()
+        text = answered_after(app, COMMENT, backend.release, messages=long)
     last = text.split("\n\n")[-2]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "context_length_exceeded"
     assert "[DONE]" not in text
-
-
-def _holds(engine: Engine, backend: GatedBackend) -> bool:
-    engine.submit("ab", options={"max_tokens": 2})
-    backend.wait_until_held()
-    return True
 
 
 # ---- too many ----
@@ -322,7 +282,7 @@ def test_refused_client_is_told_when_there_will_be_room(
         async def main() -> HttpProblemError:
             with desk.visit(5, 2):
                 now[0] += (
-                    13  # the oldest call goes on as long again, so one of its two slots is free in 6.5 s
+                    13  # the oldest goes on as long again: one of its two slots is free in 6.5 s
                 )
                 with pytest.raises(HttpProblemError) as told, desk.visit(n_choices, 2):
                     pass
@@ -352,23 +312,23 @@ def test_refused_client_is_told_when_there_will_be_room_for_its_prompt() -> None
 
 def test_time_in_slots_is_a_mean_of_the_newest_answers() -> None:
     meters = Meters()
-    for _ in range(99):
-        meters.count_answers([result_of(queue_s=5.0, total_s=7.0)])
-    assert meters.slot_s == pytest.approx(2.0)
-    for _ in range(99):
-        meters.count_answers([result_of(queue_s=0.0, total_s=9.0)])
-    assert meters.slot_s == pytest.approx(9.0, rel=0.01)
+    for queue_s, total_s in ((5.0, 7.0), (0.0, 9.0)):
+        times = Timings(queue_s, None, total_s, None, None)
+        result: Any = SimpleNamespace(timings=times, usage=Usage(1, 1))
+        for _ in range(99):
+            meters.count_answers([result])
+        assert meters.slot_s == pytest.approx(total_s - queue_s, rel=0.01)
 
 
-def result_of(queue_s: float, total_s: float) -> Any:
-    """An answer with these times."""
-    times = Timings(queue_s, None, total_s, None, None)
-    return SimpleNamespace(timings=times, usage=Usage(1, 1))
-
-
-@pytest.mark.parametrize("n_more", [0, 2**16], ids=["short body", "long body"])
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("make", [Engine, engine_over], ids=["here", "in a worker"])
+@pytest.mark.parametrize(
+    ("make", "n_more", "is_streamed"),
+    [
+        (Engine, 0, True),
+        (Engine, 2**16, False),
+        (engine_over, 0, False),
+        (engine_over, 2**16, True),
+    ],
+)
 def test_prompt_that_is_too_long_is_told_while_others_wait(
     make: Callable[[GatedBackend], Engine], is_streamed: bool, n_more: int
 ) -> None:
