@@ -76,24 +76,3 @@ def test_wrong_requests_have_their_own_error(client: Any) -> None:
     request = {"custom_id": "a", "params": SUM}
     with pytest.raises(anthropic.BadRequestError, match=r"requests\.1\.custom_id"):
         client.messages.batches.create(requests=[request, request])
-
-
-def test_canceled_batch_tells_each_request(client: Any) -> None:
-    long = {**SUM, "max_tokens": 200, "extra": None, "ignore_eos": True}
-    requests = [{"custom_id": f"r{i}", "params": long} for i in range(200)]
-    batch = client.messages.batches.create(requests=requests)
-    with pytest.raises(anthropic.AnthropicError, match="No `results_url`"):
-        client.messages.batches.results(batch.id)
-    with pytest.raises(anthropic.ConflictError):
-        client.messages.batches.delete(batch.id)
-    batch = client.messages.batches.cancel(batch.id)
-    assert batch.processing_status == "canceling"
-    batch = ended(client, batch.id)
-    counts = batch.request_counts
-    assert counts.canceled > 0
-    assert counts.succeeded + counts.canceled == 200
-    types = [each.result.type for each in client.messages.batches.results(batch.id)]
-    assert (types.count("succeeded"), types.count("canceled")) == (
-        counts.succeeded,
-        counts.canceled,
-    )

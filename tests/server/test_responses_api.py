@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch import Engine, load
+from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import WorkerDiedError
 from cbatch.server import create_app
@@ -25,8 +25,6 @@ from tests.server.clients import call, error_of, fake_app, running
 from tests.server.test_anthropic_messages import PIECES, speaking
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import httpx
     from starlette.applications import Starlette
 
@@ -248,24 +246,6 @@ def test_tools_that_are_no_functions_are_ignored_by_name(app: Starlette) -> None
 )
 def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], param: str) -> None:
     assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param
-
-
-@pytest.mark.real
-def test_client_reads_responses_and_streams(test_model: Path) -> None:
-    with (
-        load(test_model, parallel=2, n_threads=1, options={"temperature": 0}) as engine,
-        running(create_app(engine)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        asked: dict[str, Any] = {"model": "m", "input": "What is 2+3?"}
-        whole = client.responses.create(**asked)
-        assert (whole.output_text, whole.status) == ("5", "completed")
-        with client.responses.stream(**asked) as stream:
-            text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
-            final = stream.get_final_response()
-        assert (text, final.output_text) == ("5", "5")
-        with pytest.raises(openai.BadRequestError):
-            client.responses.create(**asked, previous_response_id="x")
 
 
 @pytest.mark.real
