@@ -104,10 +104,6 @@ def test_wrong_prompt_is_refused(app: Starlette, prompt: Any, words: str) -> Non
     assert words in error["message"]
 
 
-def test_missing_prompt_is_refused(app: Starlette) -> None:
-    assert error_of(call(app, COMPLETION, {"n_predict": 1}), 400)["param"] == "prompt"
-
-
 def test_probabilities_have_the_likeliest(app: Starlette) -> None:
     asked = {**ASKED, "n_probs": 3}
     whole = call(app, COMPLETION, asked).json()["completion_probabilities"]
@@ -127,16 +123,6 @@ def test_response_fields_are_the_only_ones(app: Starlette) -> None:
     assert body.keys() == last.keys() == {"content", "generation_settings/n_predict"}
     assert body["generation_settings/n_predict"] == 4
     assert error["param"] == "response_fields"
-
-
-def test_fields_are_refused_and_ignored_as_elsewhere() -> None:
-    with fake_app(strict_fields=True) as app:
-        refused = error_of(call(app, COMPLETION, {**ASKED, "t_max_predict_ms": 5}), 400)
-        unknown = error_of(call(app, COMPLETION, {**ASKED, "unheard": 5}), 400)
-        ignored = call(app, COMPLETION, {**ASKED, "cache_prompt": True, "min_keep": 0})
-    assert (refused["code"], refused["param"]) == ("unsupported_parameter", "t_max_predict_ms")
-    assert unknown["code"] == "unknown_parameter"
-    assert ignored.headers["x-ignored-fields"] == "cache_prompt, min_keep"
 
 
 # ---- infill ----

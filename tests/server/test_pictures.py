@@ -49,34 +49,19 @@ def body_for(path: str, part: dict[str, Any], text: str = "What?") -> dict[str, 
     return {"messages": said, "max_tokens": 3}
 
 
-@pytest.mark.parametrize(
-    ("path", "part", "n"),
-    [
-        (CHAT, OPENAI, "prompt_tokens"),
-        (MESSAGES, ANTHROPIC, "input_tokens"),
-        (RESPONSES, INPUT, "input_tokens"),
-    ],
-)
-def test_picture_is_computed_as_rows(
-    app: Starlette, path: str, part: dict[str, Any], n: str
-) -> None:
-    answer = call(app, path, body_for(path, part)).json()
-    assert answer["usage"][n] == len("user:What?") + len(b"pixels")
-    details = answer["usage"].get("prompt_tokens_details", {})
-    assert details.get("image_tokens") == (6 if path == CHAT else None)
-
-
-def test_three_formats_give_one_answer(app: Starlette) -> None:
-    same = {"seed": 1}
-    first = call(app, CHAT, body_for(CHAT, OPENAI) | same).json()
-    second = call(app, MESSAGES, body_for(MESSAGES, ANTHROPIC) | same).json()
-    third = call(app, RESPONSES, body_for(RESPONSES, INPUT) | same).json()
-    texts = {
-        first["choices"][0]["message"]["content"],
-        second["content"][0]["text"],
-        third["output"][-1]["content"][0]["text"],
-    }
-    assert len(texts) == 1
+def test_three_formats_compute_a_picture_as_rows_and_give_one_answer(app: Starlette) -> None:
+    first, second, third = (
+        call(app, path, {**body_for(path, part), "seed": 1}).json()
+        for path, part in ((CHAT, OPENAI), (MESSAGES, ANTHROPIC), (RESPONSES, INPUT))
+    )
+    n_rows = len("user:What?") + len(b"pixels")
+    assert first["usage"]["prompt_tokens"] == third["usage"]["input_tokens"] == n_rows
+    assert second["usage"]["input_tokens"] + second["usage"]["cache_read_input_tokens"] == n_rows
+    assert first["usage"]["prompt_tokens_details"]["image_tokens"] == len(b"pixels")
+    text = first["choices"][0]["message"]["content"]
+    assert second["content"][0]["text"] == third["output"][-1]["content"][0]["text"] == text
+    assert call(app, "/props").json()["modalities"] == {"vision": True, "audio": False}
+    assert "multimodal" in call(app, "/models").json()["data"][0]["capabilities"]
 
 
 @pytest.mark.parametrize(
@@ -136,8 +121,3 @@ def test_model_that_sees_nothing_says_how_it_would() -> None:
         error = error_of(call(app, CHAT, body_for(CHAT, OPENAI)), 400)
         assert "load it with mmproj" in error["message"]
         assert call(app, "/props").json()["modalities"] == {"vision": False, "audio": False}
-
-
-def test_props_tell_of_vision(app: Starlette) -> None:
-    assert call(app, "/props").json()["modalities"] == {"vision": True, "audio": False}
-    assert "multimodal" in call(app, "/models").json()["data"][0]["capabilities"]

@@ -48,6 +48,11 @@ def test_sound_is_computed_as_rows_in_both_formats(app: Starlette) -> None:
     assert "image_tokens" not in first["usage"]["prompt_tokens_details"]
     text = first["choices"][0]["message"]["content"]
     assert second["output"][-1]["content"][0]["text"] == text
+    assert call(app, "/props").json()["modalities"] == {"vision": False, "audio": True}
+    assert "multimodal" in call(app, "/models").json()["data"][0]["capabilities"]
+    with fake_app() as deaf:
+        error = error_of(call(deaf, CHAT, body_for(CHAT, SOUND)), 400)
+    assert "load it with mmproj" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +76,3 @@ def test_wrong_sound_is_refused(app: Starlette, path: str, given: Any, words: st
 def test_python_part_names_no_file_of_the_server(app: Starlette) -> None:
     error = error_of(call(app, CHAT, body_for(CHAT, {"type": "audio", "audio": "/etc/x"})), 400)
     assert "sound of type str" in error["message"]
-
-
-def test_model_that_hears_nothing_says_how_it_would() -> None:
-    with fake_app() as app:
-        error = error_of(call(app, CHAT, body_for(CHAT, SOUND)), 400)
-        assert "load it with mmproj" in error["message"]
-
-
-def test_props_tell_of_audio(app: Starlette) -> None:
-    assert call(app, "/props").json()["modalities"] == {"vision": False, "audio": True}
-    assert "multimodal" in call(app, "/models").json()["data"][0]["capabilities"]
