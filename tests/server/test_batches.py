@@ -58,13 +58,12 @@ def many(n: int) -> bytes:
     return lines(*(line(f"r{i}") for i in range(n)))
 
 
-def test_line_with_numbers_that_json_lacks_is_refused_alone(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        good = line("a", RESPONSES, model="m", input="Hi", max_output_tokens=2)
-        odd = [line(f"{n}", RESPONSES, model="m", input="Hi", metadata={"a": n}) for n in (1, 2)]
-        data = lines(good, *odd).replace(b'{"a": 1}', b'{"a": 1e999}')
-        batch = ended(app, begun(app, data.replace(b'{"a": 2}', b'{"a": NaN}'), RESPONSES))
-        found = {id: each["response"] for id, each in answers(app, batch).items()}
+def test_line_with_numbers_that_json_lacks_is_refused_alone(kept: Starlette) -> None:
+    good = line("a", RESPONSES, model="m", input="Hi", max_output_tokens=2)
+    odd = [line(f"{n}", RESPONSES, model="m", input="Hi", metadata={"a": n}) for n in (1, 2)]
+    data = lines(good, *odd).replace(b'{"a": 1}', b'{"a": 1e999}')
+    batch = ended(kept, begun(kept, data.replace(b'{"a": 2}', b'{"a": NaN}'), RESPONSES))
+    found = {id: each["response"] for id, each in answers(kept, batch).items()}
     assert {id: found[id]["status_code"] for id in found} == {"a": 200, "1": 400, "2": 400}
     assert found["1"]["body"]["error"]["code"] == "invalid_json"
 
@@ -171,10 +170,9 @@ def test_wrong_lines_fail_the_batch_with_their_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_file_without_requests_fails_its_batch(
-    tmp_path: Path, data: bytes, code: str, words: str
+    kept: Starlette, data: bytes, code: str, words: str
 ) -> None:
-    with kept_app(tmp_path) as app:
-        batch = ended(app, begun(app, data))
+    batch = ended(kept, begun(kept, data))
     (error,) = batch["errors"]["data"]
     assert (batch["status"], error["code"]) == ("failed", code)
     assert error["message"].startswith(words)  # and not with a path
@@ -191,15 +189,14 @@ WRONG: list[tuple[str, object]] = [
 ]
 
 
-def test_wrong_field_of_a_batch_is_refused_by_name(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        asked = {"input_file_id": upload(app, many(1)).json()["id"], "endpoint": CHAT}
-        for field, value in WRONG:
-            body = {**asked, "completion_window": "24h", field: value}
-            error = error_of(call(app, "/v1/batches", body), 400)
-            assert field in error["message"]
-            assert ("/v1/embeddings" in error["message"]) is (field == "endpoint")
-        assert call(app, "/v1/batches").json()["data"] == []
+def test_wrong_field_of_a_batch_is_refused_by_name(kept: Starlette) -> None:
+    asked = {"input_file_id": upload(kept, many(1)).json()["id"], "endpoint": CHAT}
+    for field, value in WRONG:
+        body = {**asked, "completion_window": "24h", field: value}
+        error = error_of(call(kept, "/v1/batches", body), 400)
+        assert field in error["message"]
+        assert ("/v1/embeddings" in error["message"]) is (field == "endpoint")
+    assert call(kept, "/v1/batches").json()["data"] == []
 
 
 def test_unknown_fields_of_a_batch_are_named(tmp_path: Path) -> None:
@@ -214,31 +211,29 @@ def test_unknown_fields_of_a_batch_are_named(tmp_path: Path) -> None:
             assert answer.headers["x-ignored-fields"] == "x"
 
 
-def test_batches_are_listed_by_pages_the_newest_first(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        ids = [begun(app, many(1)) for _ in range(5)]
-        for id in ids:
-            ended(app, id)
-        whole = call(app, "/v1/batches").json()
-        assert [each["id"] for each in whole["data"]] == ids[::-1]
-        assert (whole["first_id"], whole["last_id"]) == (ids[-1], ids[0])
-        assert not whole["has_more"]
-        first = call(app, "/v1/batches?limit=2").json()
-        rest = call(app, f"/v1/batches?limit=3&after={first['last_id']}").json()
-        assert [*first["data"], *rest["data"]] == whole["data"]
-        assert (first["has_more"], rest["has_more"]) == (True, False)
-        for limit in ("0", "101", "x", "-1"):
-            assert error_of(call(app, f"/v1/batches?limit={limit}"), 400)["param"] == "limit"
-        error_of(call(app, "/v1/batches?after=batch_0"), 404)
+def test_batches_are_listed_by_pages_the_newest_first(kept: Starlette) -> None:
+    ids = [begun(kept, many(1)) for _ in range(5)]
+    for id in ids:
+        ended(kept, id)
+    whole = call(kept, "/v1/batches").json()
+    assert [each["id"] for each in whole["data"]] == ids[::-1]
+    assert (whole["first_id"], whole["last_id"]) == (ids[-1], ids[0])
+    assert not whole["has_more"]
+    first = call(kept, "/v1/batches?limit=2").json()
+    rest = call(kept, f"/v1/batches?limit=3&after={first['last_id']}").json()
+    assert [*first["data"], *rest["data"]] == whole["data"]
+    assert (first["has_more"], rest["has_more"]) == (True, False)
+    for limit in ("0", "101", "x", "-1"):
+        assert error_of(call(kept, f"/v1/batches?limit={limit}"), 400)["param"] == "limit"
+    error_of(call(kept, "/v1/batches?after=batch_0"), 404)
 
 
-def test_unknown_batches_are_not_there(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        for id in ("batch_0", "..%2Findex.sqlite3", "%00", "a" * 9999):
-            error_of(call(app, f"/v1/batches/{id}"), 404)
-            error_of(call(app, f"/v1/batches/{id}/cancel", method="POST"), 404)
-        asked = {"input_file_id": "file-0", "endpoint": CHAT, "completion_window": "24h"}
-        error_of(call(app, "/v1/batches", asked), 404)
+def test_unknown_batches_are_not_there(kept: Starlette) -> None:
+    for id in ("batch_0", "..%2Findex.sqlite3", "%00", "a" * 9999):
+        error_of(call(kept, f"/v1/batches/{id}"), 404)
+        error_of(call(kept, f"/v1/batches/{id}/cancel", method="POST"), 404)
+    asked = {"input_file_id": "file-0", "endpoint": CHAT, "completion_window": "24h"}
+    error_of(call(kept, "/v1/batches", asked), 404)
 
 
 def test_server_without_a_folder_says_so(app: Starlette) -> None:
@@ -273,14 +268,13 @@ def test_cancelled_batch_has_what_is_done_and_tells_what_is_not(tmp_path: Path) 
     assert {each["error"]["code"] for each in never} == {"batch_cancelled"}
 
 
-def test_ended_batch_is_not_cancelled(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        for data, status in ((many(1), "completed"), (b" ", "failed")):
-            id = begun(app, data)
-            ended(app, id)
-            answer = call(app, f"/v1/batches/{id}/cancel", method="POST")
-            assert status in error_of(answer, 409)["message"]
-            assert answer.headers["x-should-retry"] == "false"
+def test_ended_batch_is_not_cancelled(kept: Starlette) -> None:
+    for data, status in ((many(1), "completed"), (b" ", "failed")):
+        id = begun(kept, data)
+        ended(kept, id)
+        answer = call(kept, f"/v1/batches/{id}/cancel", method="POST")
+        assert status in error_of(answer, 409)["message"]
+        assert answer.headers["x-should-retry"] == "false"
 
 
 def test_batch_that_waits_for_its_turn_is_cancelled_at_once(
@@ -300,13 +294,12 @@ def test_batch_that_waits_for_its_turn_is_cancelled_at_once(
 
 
 def test_batch_whose_time_is_over_has_what_is_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kept: Starlette, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with kept_app(tmp_path) as app:
-        app.state.desk.room.set_calls(4)  # which leaves no slot
-        batch = ended(app, begun(app, many(3), completion_window="1s"))
-        app.state.desk.room.set_calls(0)
-        found = answers(app, batch)
+    kept.state.desk.room.set_calls(4)  # which leaves no slot
+    batch = ended(kept, begun(kept, many(3), completion_window="1s"))
+    kept.state.desk.room.set_calls(0)
+    found = answers(kept, batch)
     assert batch["status"] == "expired"
     assert "tried again" not in caplog.text
     assert batch["expired_at"] >= batch["expires_at"]
@@ -446,19 +439,18 @@ def test_batch_goes_on_when_its_file_is_deleted(tmp_path: Path) -> None:
         assert len(answers(app, batch)) == batch["request_counts"]["completed"] == 9
 
 
-def test_answers_can_be_deleted_and_expire(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        expiry = {"anchor": "created_at", "seconds": 3600}
-        batch = ended(app, begun(app, many(1), output_expires_after=expiry))
-        file = call(app, f"/v1/files/{batch['output_file_id']}").json()
-        assert file["purpose"] == "batch_output"
-        assert file["expires_at"] == file["created_at"] + 3600
-        assert file["bytes"] == len(call(app, f"/v1/files/{file['id']}/content").content)
-        asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
-        assert error_of(call(app, "/v1/batches", asked), 400)["param"] == "input_file_id"
-        call(app, f"/v1/files/{file['id']}", method="DELETE")
-        error_of(call(app, f"/v1/files/{file['id']}/content"), 404)
-        assert content(app, None) == []
+def test_answers_can_be_deleted_and_expire(kept: Starlette) -> None:
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    batch = ended(kept, begun(kept, many(1), output_expires_after=expiry))
+    file = call(kept, f"/v1/files/{batch['output_file_id']}").json()
+    assert file["purpose"] == "batch_output"
+    assert file["expires_at"] == file["created_at"] + 3600
+    assert file["bytes"] == len(call(kept, f"/v1/files/{file['id']}/content").content)
+    asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+    assert error_of(call(kept, "/v1/batches", asked), 400)["param"] == "input_file_id"
+    call(kept, f"/v1/files/{file['id']}", method="DELETE")
+    error_of(call(kept, f"/v1/files/{file['id']}/content"), 404)
+    assert content(kept, None) == []
 
 
 def test_metrics_count_batches_and_the_log_has_a_line_each(

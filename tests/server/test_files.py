@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from starlette.applications import Starlette
+
 BOUNDARY = b"----x"
 TYPE = b"multipart/form-data; boundary=----x"
 
@@ -71,13 +73,12 @@ def test_file_comes_back_as_it_was_sent(tmp_path: Path, name: str, backend: str)
                 assert call(app, path).status_code == 404
 
 
-def test_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        id = upload(app, b"x").json()["id"]
-        place = tmp_path / "kept" / "content" / id
-        place.unlink()
-        os.mkfifo(place)
-        error_of(call(app, f"/v1/files/{id}/content"), 404)
+def test_pipe_in_place_of_a_file_is_not_waited_for(kept: Starlette, tmp_path: Path) -> None:
+    id = upload(kept, b"x").json()["id"]
+    place = tmp_path / "kept" / "content" / id
+    place.unlink()
+    os.mkfifo(place)
+    error_of(call(kept, f"/v1/files/{id}/content"), 404)
 
 
 def test_upload_is_never_whole_in_memory(tmp_path: Path) -> None:
@@ -126,18 +127,17 @@ def test_upload_that_stops_is_told(tmp_path: Path) -> None:
         assert not any((tmp_path / "kept" / "content").iterdir())
 
 
-def test_files_are_listed_by_pages(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        ids = [upload(app, b"x").json()["id"] for _ in range(5)]
-        whole = call(app, "/v1/files").json()
-        assert [each["id"] for each in whole["data"]] == ids[::-1]
-        forward = call(app, "/v1/files?order=asc&limit=2").json()
-        rest = call(app, f"/v1/files?order=asc&after={forward['last_id']}").json()
-        assert [each["id"] for each in (*forward["data"], *rest["data"])] == ids
-        assert (forward["has_more"], rest["has_more"]) == (True, False)
-        assert call(app, "/v1/files?purpose=batch_output").json()["data"] == []
-        assert error_of(call(app, "/v1/files?order=up"), 400)["param"] == "order"
-        error_of(call(app, "/v1/files?after=nobody"), 404)
+def test_files_are_listed_by_pages(kept: Starlette) -> None:
+    ids = [upload(kept, b"x").json()["id"] for _ in range(5)]
+    whole = call(kept, "/v1/files").json()
+    assert [each["id"] for each in whole["data"]] == ids[::-1]
+    forward = call(kept, "/v1/files?order=asc&limit=2").json()
+    rest = call(kept, f"/v1/files?order=asc&after={forward['last_id']}").json()
+    assert [each["id"] for each in (*forward["data"], *rest["data"])] == ids
+    assert (forward["has_more"], rest["has_more"]) == (True, False)
+    assert call(kept, "/v1/files?purpose=batch_output").json()["data"] == []
+    assert error_of(call(kept, "/v1/files?order=up"), 400)["param"] == "order"
+    error_of(call(kept, "/v1/files?after=nobody"), 404)
 
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -149,12 +149,11 @@ WRONG: list[tuple[dict[str, str], str]] = [
 ]
 
 
-def test_wrong_field_of_an_upload_is_refused_by_name(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        for fields, param in WRONG:
-            assert error_of(upload(app, b"x", **fields), 400)["param"] == param
-        assert call(app, "/v1/files").json()["data"] == []
-        assert [*(tmp_path / "kept" / "content").iterdir()] == []
+def test_wrong_field_of_an_upload_is_refused_by_name(kept: Starlette, tmp_path: Path) -> None:
+    for fields, param in WRONG:
+        assert error_of(upload(kept, b"x", **fields), 400)["param"] == param
+    assert call(kept, "/v1/files").json()["data"] == []
+    assert [*(tmp_path / "kept" / "content").iterdir()] == []
 
 
 def test_what_is_no_upload_is_refused(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from starlette.applications import Starlette
+
 
 MARKER, INDEX, RESERVE = "CBATCH_FILES", "index.sqlite3", ".cbatch-reserve"
 OWN = {RESERVE, MARKER, *(INDEX + end for end in ("", "-wal", "-shm", "-journal"))}
@@ -574,13 +576,12 @@ def test_what_is_removed_under_the_server_is_told_and_nothing_taken(
 
 
 def test_file_in_place_of_the_contents_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kept: Starlette, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with kept_app(tmp_path) as app:
-        file = upload(app, TWO).json()["id"]
-        shutil.rmtree(tmp_path / "kept" / "content")
-        (tmp_path / "kept" / "content").touch()
-        told = call(app, f"/v1/files/{file}/content")
-        assert told.status_code == 500
-        assert "folder of files cannot be used" in told.json()["error"]["message"]
-        assert [r.exc_info for r in caplog.records if r.levelname != "INFO"] == [None]
+    file = upload(kept, TWO).json()["id"]
+    shutil.rmtree(tmp_path / "kept" / "content")
+    (tmp_path / "kept" / "content").touch()
+    told = call(kept, f"/v1/files/{file}/content")
+    assert told.status_code == 500
+    assert "folder of files cannot be used" in told.json()["error"]["message"]
+    assert [r.exc_info for r in caplog.records if r.levelname != "INFO"] == [None]
