@@ -299,44 +299,33 @@ def test_a_chat_is_joined_as_by_adding_each_message_to_those_before(
     assert sum(len(message.get("tool_calls", ())) for message in expected) == n_calls
 
 
-@pytest.mark.parametrize(
-    ("body", "options"),
-    [
-        ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, {"tool_choice": "required"}),
-        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
-        (
-            {
-                "tool_choice": {
-                    "type": "tool",
-                    "name": "get_time",
-                    "disable_parallel_tool_use": True,
-                }
-            },
-            {
-                "tool_choice": {"type": "function", "function": {"name": "get_time"}},
-                "parallel_tool_calls": False,
-            },
-        ),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 1024},
-        ),
-        (
-            {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}},
-            {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
-        ),
-        ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": None}),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
-            {"json_schema": '{"type":"object"}'},
-        ),
-        ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
-        ({"max_tokens": 0}, {"prefill_only": True, "max_tokens": None}),
-    ],
-)
-def test_fields_become_options(body: dict[str, Any], options: dict[str, Any]) -> None:
-    found = MessagesCall.of({**ASKED, **body}).asked.options
-    assert {name: getattr(found, name) for name in options} == options
+ENABLED = {"type": "enabled", "budget_tokens": 1024}
+CHOICE = {"type": "tool", "name": "get_time", "disable_parallel_tool_use": True}
+DEMANDED = {"type": "function", "function": {"name": "get_time"}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, {"tool_choice": "required"}),
+    ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+    ({"tool_choice": CHOICE}, {"tool_choice": DEMANDED, "parallel_tool_calls": False}),
+    (
+        {"thinking": ENABLED},
+        {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 1024},
+    ),
+    (
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}},
+        {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
+    ),
+    ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": None}),
+    ({"output_config": {"format": SCHEMA}}, {"json_schema": '{"type":"object"}'}),
+    ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
+    ({"max_tokens": 0}, {"prefill_only": True, "max_tokens": None}),
+]
+
+
+def test_fields_become_options() -> None:
+    for body, options in OPTIONS:
+        found = MessagesCall.of({**ASKED, **body}).asked.options
+        assert {name: getattr(found, name) for name in options} == options
 
 
 def test_tools_are_shown_to_the_model_and_counted() -> None:
@@ -391,46 +380,51 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         assert call(app, MESSAGES, {**ASKED, "metadata": {}}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"max_tokens": None}, "max_tokens is missing"),
-        ({"max_tokens": "9"}, "max_tokens"),
-        ({"messages": None}, "messages is missing"),
-        ({"messages": ["Hi"]}, "messages.0"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [user({"type": "document"})]}, "'document'"),
-        ({"messages": [user(USED)]}, "messages.0.content.0"),
-        ({"messages": [*USER, assistant(USED)]}, "messages.1 calls tools and is the last"),
-        ({"messages": [user({**TIME_TOLD, "is_error": 1})]}, "is_error"),
-        ({"messages": [*USER, assistant({**USED, "input": "{}"}), *USER]}, "messages.1.content.0"),
-        ({"system": 3}, "system"),
-        ({"system": [{"text": "a"}]}, "system.0.type"),
-        ({"stop_sequences": [3]}, "stop_sequences"),
-        ({"stop_sequences": ["a"], "stop": "b"}, "stop_sequences and stop"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
-        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
-        ({"tools": [{**TOOL, "name": ""}]}, "tools"),
-        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_budget": 9}, "thinking"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
-        ({"output_config": {"format": {"schema": {}}}}, "output_config.format.type"),
-        ({"output_format": {"type": "json_schema"}}, "output_format"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config: "),
-        ({"output_config": {"effort": "low"}, "chat_template_kwargs": 3}, "chat_template_kwargs"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"n": 2}, "n is not supported"),
-        ({"pause_every": 2}, "pause_every"),
+LAST_CALLS = {"messages": [*USER, assistant(USED)]}
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "max_tokens is missing": [{"max_tokens": None}],
+    "max_tokens": [{"max_tokens": "9"}],
+    "messages is missing": [{"messages": None}],
+    "messages.0": [{"messages": ["Hi"]}],
+    "messages.0.role": [{"messages": [{"role": "tool", "content": "a"}]}],
+    "messages.0.content": [{"messages": [{"role": "user"}]}],
+    "'document'": [{"messages": [user({"type": "document"})]}],
+    "messages.0.content.0": [{"messages": [user(USED)]}],
+    "messages.1 calls tools and is the last": [LAST_CALLS],
+    "is_error": [{"messages": [user({**TIME_TOLD, "is_error": 1})]}],
+    "messages.1.content.0": [{"messages": [*USER, assistant({**USED, "input": "{}"}), *USER]}],
+    "system": [{"system": 3}],
+    "system.0.type": [{"system": [{"text": "a"}]}],
+    "stop_sequences": [{"stop_sequences": [3]}],
+    "stop_sequences and stop": [{"stop_sequences": ["a"], "stop": "b"}],
+    "tools.0": [{"tools": [{"type": "web_search_20250305", "name": "web_search"}]}],
+    "tools.0.input_schema": [{"tools": [{"name": "f"}]}],
+    "tools": [{"tools": [{**TOOL, "name": ""}]}],
+    "tool_choice.name": [{"tools": [TOOL], "tool_choice": {"type": "tool"}}],
+    "tool_choice": [
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+        {"tool_choice": {"type": "any"}},
     ],
-)
-def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], words: str) -> None:
-    answer = call(app, MESSAGES, {**ASKED, **more})
-    assert words in error_of(answer, 400, "invalid_request_error")
+    "thinking.budget_tokens": [{"thinking": {"type": "enabled"}}],
+    "thinking": [{"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_budget": 9}],
+    "output_config": [{"output_config": {"format": {"type": "xml"}}}],
+    "output_config.format.type": [{"output_config": {"format": {"schema": {}}}}],
+    "output_format": [{"output_format": {"type": "json_schema"}}],
+    "output_config: ": [{"output_config": {"format": {"type": "json_schema", "schema": {}}}}],
+    "chat_template_kwargs": [{"output_config": {"effort": "low"}, "chat_template_kwargs": 3}],
+    "mcp_servers": [{"mcp_servers": [{}]}],
+    "n is not supported": [{"n": 2}],
+    "pause_every": [{"pause_every": 2}],
+}
+"""Words of the refusal, and what is refused with them."""
+
+
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for words, bodies in WRONG.items():
+        for more in bodies:
+            answer = call(app, MESSAGES, {**ASKED, **more})
+            assert words in error_of(answer, 400, "invalid_request_error"), more
 
 
 # ---- errors ----

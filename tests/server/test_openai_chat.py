@@ -292,25 +292,23 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         assert call(app, CHAT, {**ASKED, "user": "me"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("same", "as_"),
-    [
-        ({"max_completion_tokens": 3, "max_tokens": 9}, {"max_tokens": 3}),
-        ({"n_predict": 3}, {"max_tokens": 3}),
-        ({"max_tokens": 3, "top_k": -1}, {"max_tokens": 3, "top_k": 0}),
-        ({"max_tokens": 3, "repetition_penalty": 2}, {"max_tokens": 3, "repeat_penalty": 2}),
-        ({"max_tokens": 3, "seed": -2}, {"max_tokens": 3, "seed": 2**64 - 2}),
-        ({"max_tokens": 3, "logit_bias": [[5, False]]}, {"max_tokens": 3, "logit_bias": {"5": -9}}),
-    ],
-)
+MAX_3 = {"max_tokens": 3}
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"max_completion_tokens": 3, "max_tokens": 9}, MAX_3),
+    ({"n_predict": 3}, MAX_3),
+    ({**MAX_3, "top_k": -1}, {**MAX_3, "top_k": 0}),
+    ({**MAX_3, "repetition_penalty": 2}, {**MAX_3, "repeat_penalty": 2}),
+    ({**MAX_3, "seed": -2}, {**MAX_3, "seed": 2**64 - 2}),
+    ({**MAX_3, "logit_bias": [[5, False]]}, {**MAX_3, "logit_bias": {"5": -9}}),
+]
+
+
+@pytest.mark.parametrize("both", ALIKE)
 def test_names_of_others_mean_the_same(
-    app: Starlette, same: dict[str, Any], as_: dict[str, Any]
+    app: Starlette, both: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    texts = [
-        call(app, CHAT, {"messages": USER, "seed": 1, **more}).json()["choices"]
-        for more in (same, as_)
-    ]
-    assert texts[0] == texts[1]
+    one, other = (call(app, CHAT, {"messages": USER, "seed": 1, **more}).json() for more in both)
+    assert one["choices"] == other["choices"]
 
 
 def test_ids_of_tokens_are_told_where_they_are_asked_for(app: Starlette) -> None:
@@ -328,30 +326,22 @@ def test_developer_speaks_as_the_system_and_nulls_are_not_said(app: Starlette) -
     assert prompt == "system:Be brief\nuser:Hi"
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"messages": None}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
-        ({"temperature": -1}, "temperature"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"stream_options": 3}, "stream_options"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": []}, "functions"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"999999": 1}}, "logit_bias"),
-    ],
-)
-def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], param: str) -> None:
-    assert error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"] == param
+WRONG: list[dict[str, Any]] = [
+    *({"messages": said} for said in (None, [{"role": "user"}])),
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    *({"temperature": -1}, {"max_completion_tokens": 0}, {"logprobs": 3}, {"stream_options": 3}),
+    *({"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"functions": []}),
+    *({"modalities": ["audio"]}, {"response_format": {"type": "xml"}}, {"guided_json": {}}),
+    *({"structured_outputs": {"json": {}, "regex": "a"}}, {"continue_final_message": True}),
+    *({"response_format": {"type": "json_object"}}, {"logit_bias": {"999999": 1}}),
+]
+
+
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for more in WRONG:
+        (param,) = more
+        found = error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"]
+        assert found.partition("[")[0] == param, more
 
 
 # ---- how far the prompt is ----

@@ -84,16 +84,16 @@ def both(app: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_response_has_its_output_and_repeats_its_request(app: Starlette) -> None:
-    response = both(app, {**ASKED, "instructions": "Be brief", "model": "m"})
+    asked = {"instructions": "Be brief", "model": "m"}
+    scored = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = both(app, {**ASKED, **asked, **scored})
     (item,) = response["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
-    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert (response["instructions"], response["model"]) == ("Be brief", "m")
-    assert (response["store"], response["background"], response["object"]) == (
-        False,
-        False,
-        "response",
-    )
+    scores = item["content"][0]["logprobs"]
+    assert [len(score["top_logprobs"]) for score in scores] == [2] * 6
+    told = {**asked, "store": False, "background": False, "object": "response"}
+    told["incomplete_details"] = {"reason": "max_output_tokens"}
+    assert {name: response[name] for name in told} == told
     assert response["usage"]["output_tokens"] == 6
 
 
@@ -137,13 +137,6 @@ def test_tokens_of_an_input_are_counted_with_its_tools() -> None:
     assert wrong["param"] == "input"
 
 
-def test_scores_stand_beside_their_text(app: Starlette) -> None:
-    asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    (item,) = both(app, asked)["output"]
-    scores = item["content"][0]["logprobs"]
-    assert [len(score["top_logprobs"]) for score in scores] == [2] * 6
-
-
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     said=st.lists(st.sampled_from(PIECES), max_size=12),
@@ -163,11 +156,8 @@ def test_thinking_text_and_calls_are_items() -> None:
     with speaking(SAID) as app:
         response = both(app, {"input": "Hi", "tools": [TOOL]})
     thought, said, called = response["output"]
-    assert [item["type"] for item in response["output"]] == [
-        "reasoning",
-        "message",
-        "function_call",
-    ]
+    kinds = ["reasoning", "message", "function_call"]
+    assert [item["type"] for item in response["output"]] == kinds
     assert thought["content"] == [{"type": "reasoning_text", "text": "I häve to"}]
     assert said["content"][0]["text"] == "Wait."
     assert (called["name"], json.loads(called["arguments"])) == ("get_time", {"zone": "CET"})
@@ -208,44 +198,28 @@ def test_tools_that_are_no_functions_are_ignored_by_name(app: Starlette) -> None
     tools = [{"type": "web_search"}, {**TOOL, "strict": True}]
     asked = {**ASKED, "tools": tools, "store": True, "include": ["x"], "text": {"verbosity": "low"}}
     answer = call(app, PATH, asked)
-    assert (
-        answer.headers["x-ignored-fields"]
-        == "store, tools[0], tools.strict, text.verbosity, include.x"
-    )
+    named = "store, tools[0], tools.strict, text.verbosity, include.x"
+    assert answer.headers["x-ignored-fields"] == named
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [3]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "reasoning", "content": [{"text": "x"}]}]}, "input"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input"),
-        ({"instructions": 3}, "instructions"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": "9"}, "max_output_tokens"),
-        ({"previous_response_id": "x"}, "previous_response_id"),
-        ({"conversation": "x"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"prompt": {"id": "x"}}, "prompt"),
-        ({"text": 3}, "text"),
-        ({"text": {"format": {"type": "xml"}}}, "text"),
-        ({"reasoning": {"effort": 3}}, "reasoning"),
-        ({"include": 3}, "include"),
-        ({"tools": {}}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": {"type": "custom"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"temperature": -1}, "temperature"),
-        ({"n": 2}, "n"),
-    ],
-)
-def test_wrong_field_is_named(app: Starlette, more: dict[str, Any], param: str) -> None:
-    assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param
+WRONG: list[dict[str, Any]] = [
+    *({"input": said} for said in (None, [], [3], [{"type": "item_reference", "id": "x"}])),
+    {"input": [{"type": "reasoning", "content": [{"text": "x"}]}]},
+    {"input": [{"role": "tool", "content": "x"}]},
+    {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]},
+    *({"instructions": 3}, {"max_output_tokens": 0}, {"background": True}, {"n": 2}),
+    *({"previous_response_id": "x"}, {"conversation": "x"}, {"prompt": {"id": "x"}}),
+    *({"text": 3}, {"text": {"format": {"type": "xml"}}}, {"reasoning": {"effort": 3}}),
+    *({"include": 3}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}),
+    *({"tool_choice": {"type": "custom"}}, {"temperature": -1}),
+]
+
+
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for more in WRONG:
+        (param,) = more
+        assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param, more
 
 
 @pytest.mark.real

@@ -49,46 +49,39 @@ def test_tokens_of_a_chat_are_counted_as_its_answer_counts_them(app: Starlette) 
     assert counted == {"input_tokens": answered, "object": "response.input_tokens"}
 
 
-@pytest.mark.parametrize(
-    ("body", "answer"),
-    [
-        ({"content": "ab"}, {"tokens": [97, 98]}),
-        ({"content": ""}, {"tokens": []}),
-        (
-            {"content": "é", "with_pieces": True},
-            {"tokens": [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]},
-        ),
-        ({"prompt": "ab"}, {"count": 2, "max_model_len": 256, "tokens": [97, 98]}),
-        ({"messages": USER}, {"count": 7, "max_model_len": 256, "tokens": [*b"user:Hi"]}),
-    ],
-)
-def test_tokens_of_text_and_chats(
-    app: Starlette, body: dict[str, Any], answer: dict[str, Any]
-) -> None:
-    assert call(app, "/tokenize", body).json() == answer
+TOKENIZED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"content": "ab"}, {"tokens": [97, 98]}),
+    ({"content": ""}, {"tokens": []}),
+    (
+        {"content": "é", "with_pieces": True},
+        {"tokens": [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]},
+    ),
+    ({"prompt": "ab"}, {"count": 2, "max_model_len": 256, "tokens": [97, 98]}),
+    ({"messages": USER}, {"count": 7, "max_model_len": 256, "tokens": [*b"user:Hi"]}),
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"content": 3}, "content"),
-        ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
-        ("/tokenize", {"content": "a", "with_pieces": 1}, "with_pieces"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [999]}, "tokens"),
-        ("/apply-template", {}, "messages"),
-    ],
-)
-def test_wrong_field_is_named(app: Starlette, path: str, body: dict[str, Any], param: str) -> None:
-    assert error_of(call(app, path, body), 400)["param"] == param
-
-
-def test_text_of_tokens_has_both_names(app: Starlette) -> None:
+def test_tokens_of_text_and_chats(app: Starlette) -> None:
+    for body, answer in TOKENIZED:
+        assert call(app, "/tokenize", body).json() == answer
     answer = call(app, "/detokenize", {"tokens": [195, 169, 256]}).json()
     assert answer == {"content": "é<end>", "prompt": "é<end>"}
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"content": 3}, "content"),
+    ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
+    ("/tokenize", {"content": "a", "with_pieces": 1}, "with_pieces"),
+    *(("/detokenize", said, "tokens") for said in ({}, {"tokens": "a"})),
+    *(("/detokenize", {"tokens": said}, "tokens") for said in ([-1], [999])),
+    ("/apply-template", {}, "messages"),
+]
+
+
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for path, body, param in WRONG:
+        assert error_of(call(app, path, body), 400)["param"] == param, body
 
 
 def test_shipped_model_tells_its_tokens_and_template(test_model: Path) -> None:
@@ -114,14 +107,9 @@ LONG_CHAT = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, LONG_CHAT),
-        (COMPLETIONS, {"prompt": LONG}),
-        (MESSAGES, LONG_CHAT),
-        (f"{MESSAGES}/count_tokens", LONG_CHAT),
-        ("/v1/responses", {"input": LONG}),
-        ("/v1/responses/input_tokens", {"input": LONG}),
-        ("/tokenize", LONG_CHAT),
-        ("/tokenize", {"prompt": LONG}),
+        *((path, LONG_CHAT) for path in (CHAT, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize")),
+        *((path, {"prompt": LONG}) for path in (COMPLETIONS, "/tokenize")),
+        *((path, {"input": LONG}) for path in ("/v1/responses", "/v1/responses/input_tokens")),
         ("/apply-template", LONG_CHAT),
     ],
 )
