@@ -16,7 +16,7 @@ import pytest
 
 from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
-from cbatch.errors import ConfigError, EngineClosedError
+from cbatch.errors import ConfigError
 from cbatch.server import create_app
 from cbatch.server.batch_index import BATCH
 from cbatch.server.batch_store import BatchStore, Page
@@ -25,11 +25,9 @@ from tests.runtime.backends import GatedBackend
 from tests.server import test_message_batches as messages
 from tests.server.clients import CHAT, call, wait_until
 from tests.server.kept import (
-    answers,
     batch_of,
     begun,
     begun_and_held,
-    begun_over,
     ended,
     kept_app,
     line,
@@ -220,24 +218,6 @@ def test_index_from_a_backup_costs_no_file(tmp_path: Path) -> None:
     assert len(found[late["output_file_id"]].splitlines()) == 2
 
 
-def test_answers_that_were_not_entered_yet_are_those_of_their_batch(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app, pytest.MonkeyPatch.context() as patch:
-        file = upload(app, TWO).json()["id"]
-
-        def end(*args: object) -> None:
-            raise EngineClosedError("as if killed")
-
-        patch.setattr(BatchStore, "put_file", end)
-        id = begun_over(app, file, output_expires_after={"anchor": "created_at", "seconds": 3600})
-        wait_until(lambda: len(os.listdir(tmp_path / "kept" / "content")) == 2)
-    with kept_app(tmp_path) as app:
-        batch = ended(app, id)
-        output = call(app, f"/v1/files/{batch['output_file_id']}").json()
-        assert (output["filename"], output["purpose"]) == (f"{id}_output.jsonl", "batch_output")
-        assert output["expires_at"] is not None
-        assert len(answers(app, batch)) == 2
-
-
 # ---- a bad index ----
 
 
@@ -310,42 +290,6 @@ def test_file_whose_content_is_not_what_it_was_is_not_shown(
     assert any(id in note and why in note for note in found["notes"])
     place.write_bytes(b"first")
     assert served(folder)[id] == b"first"
-
-
-def test_batch_without_its_folder_fails_and_says_so(folder: Path) -> None:
-    [id] = os.listdir(folder / "work")
-    shutil.rmtree(folder / "work" / id)
-    batch = served(folder)["/v1/batches"][id]
-    assert batch["status"] == "failed"
-    (problem,) = batch["errors"]["data"]
-    assert problem["code"] == "storage_changed"
-    assert str(folder) not in problem["message"]
-
-
-def becomes_a_folder(index: Path) -> None:
-    index.unlink()
-    index.mkdir()
-    (index / "a").touch()
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "no database": lambda index: index.write_bytes(b"what is this?" * 999),
-    "a folder": becomes_a_folder,
-    "cut off": lambda index: os.truncate(index, index.stat().st_size - 5000),
-    "its log alone": lambda index: index.rename(index.with_name(f"{INDEX}-wal")),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGES)
-def test_damaged_index_is_set_aside(folder: Path, what: str) -> None:
-    before = {name: data for name, data in tree(folder).items() if name.startswith("content/")}
-    DAMAGES[what](folder / INDEX)
-    damaged = [data for name, data in tree(folder).items() if name.startswith(INDEX)]
-    found = served(folder)
-    assert {name: found[name[8:]] for name in before} == before
-    kept = tree(folder / "aside").values()
-    assert all(data in kept for data in damaged)
-    assert any("index" in note and "aside/" in note for note in found["notes"])
 
 
 def test_rows_that_can_be_read_of_a_damaged_index_are_served(tmp_path: Path) -> None:

@@ -503,70 +503,43 @@ def test_words_of_others_stay_words(browser: Browser) -> None:
         assert links == [[address, "noopener noreferrer nofollow"] for address in addresses]
 
 
-MARKDOWN = [
-    (
-        "a *b* **c** ~~d~~ `e*f`",
-        "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e*f</code></p>",
+LINK = '<a href="{0}" target="_blank" rel="noopener noreferrer nofollow" title="{0}">{1}</a>'
+TABLE = (
+    '<div class="scroll" tabindex="0"><table><thead><tr><th data-align="center">a</th>'
+    '<th data-align="right">b</th></tr></thead><tbody><tr><td data-align="center"><em>c</em></td>'
+    '<td data-align="right">d|e</td></tr></tbody></table></div><p>f</p>'
+)
+MARKDOWN = {
+    "a *b* **c** ~~d~~ `e*f`": "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e*f</code></p>",
+    "2 * 3 * 4 and a_b_c \\*d\\*": "<p>2 * 3 * 4 and a_b_c *d*</p>",
+    "a\nb  \nc\\\nd\n\ne": "<p>a\nb\nc\nd</p><p>e</p>",
+    "## T ##\n---\n# C#": "<h4>T</h4><hr><h3>C#</h3>",
+    "1. a\n   - b\n2. c": '<ol start="1"><li>a<ul><li>b</li></ul></li><li>c</li></ol>',
+    "> a\n> - b": "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>",
+    "**a *b* c**": "<p><strong>a <em>b</em> c</strong></p>",
+    "- [x] a\n- [ ] b": "<ul><li>☑ a</li><li>☐ b</li></ul>",
+    "|a|b|\n|:-:|--:|\n|*c*|d\\|e|\n\nf": TABLE,
+    "a\n***b***": "<p>a\n<em><strong>b</strong></em></p>",
+    ".\n1.\n|-<": "<p>.\n1.\n|-&lt;</p>",
+    "- a\n\nb\n\n- c\n\n-d": "<ul><li>a</li></ul><p>b</p><ul><li>c</li></ul><p>-d</p>",
+    "- a\n  > 2. b\n  c": '<ul><li>a<blockquote><ol start="2"><li>b\nc</li></ol></blockquote></li></ul>',
+    "[a][b]\n\n[b]: /c": "<p>[a][b]</p><p>[b]: /c</p>",
+    "a\r\n\r\n## b": "<p>a</p><h4>b</h4>",
+    "<b>*a*</b>\n<!-- c -->": "<p>&lt;b&gt;<em>a</em>&lt;/b&gt;\n&lt;!-- c --&gt;</p>",
+    "see https://a.example/b_c). [x](https://y.example)": (
+        f"<p>see {LINK.format('https://a.example/b_c', 'https://a.example/b_c')})."
+        f" {LINK.format('https://y.example/', 'x')}</p>"
     ),
-    ("2 * 3 * 4 and a_b_c \\*d\\*", "<p>2 * 3 * 4 and a_b_c *d*</p>"),
-    ("a\nb\n\nc", "<p>a\nb</p><p>c</p>"),
-    ("## T\n---", "<h4>T</h4><hr>"),
-    ("1. a\n   - b\n2. c", '<ol start="1"><li>a<ul><li>b</li></ul></li><li>c</li></ol>'),
-    ("> a\n> - b", "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>"),
-    ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
-    (
-        "1. a\n\n   ```py\n   x\n   ```\n2. b",
-        None,
-    ),
-    ("- [x] a\n- [ ] b", "<ul><li>☑ a</li><li>☐ b</li></ul>"),
-    (
-        "|a|b|\n|:-:|--:|\n|*c*|d\\|e|\n\nf",
-        (
-            '<div class="scroll" tabindex="0"><table><thead><tr><th data-align="center">a</th>'
-            '<th data-align="right">b</th></tr></thead><tbody><tr><td data-align="center"><em>c</em></td>'
-            '<td data-align="right">d|e</td></tr></tbody></table></div><p>f</p>'
-        ),
-    ),
-    ("a\n***b***", "<p>a\n<em><strong>b</strong></em></p>"),
-    (".\n1.\n|-<", "<p>.\n1.\n|-&lt;</p>"),
-    ("|\n    >\n-", None),
-    ("<p\n\ta\n - b", None),
-    ("- a\n\nb\n\n- c\n\n-d", "<ul><li>a</li></ul><p>b</p><ul><li>c</li></ul><p>-d</p>"),
-    (
-        "- a\n  > 2. b\n  c",
-        '<ul><li>a<blockquote><ol start="2"><li>b\nc</li></ol></blockquote></li></ul>',
-    ),
-    ("a  \nb\\\nc", "<p>a\nb\nc</p>"),
-    ("[a][b]\n\n[b]: /c", "<p>[a][b]</p><p>[b]: /c</p>"),
-    ("a\r\n\r\n## b", "<p>a</p><h4>b</h4>"),
-    ("<b>*a*</b>\n<!-- c -->", "<p>&lt;b&gt;<em>a</em>&lt;/b&gt;\n&lt;!-- c --&gt;</p>"),
-    ("```\nopen *a*", None),
-    ("*" * 5000, None),
-    ("[" * 5000 + "](" * 5000, None),
-    ("> " * 5000, None),
-    ("- " * 5000, None),
-    ("`" * 5001 + "*a " * 9000, None),
-    ("# a" + " " * 200_000 + "b #", None),
-    ("_a*" * 20_000, None),
-    ("_a*" * 6_000, None),
-    ("> - " * 5000, None),
-    ("\n".join(f"{'  ' * depth}- a" for depth in range(300)), None),
-    ("|\n-" + " " * 200_000 + "x", None),
-    ("- " + "*a " * 100_000, None),
-    ("http://[." * 2000 + "." * 2000, None),
-    ("[" * 9000 + "x" * 9000 + "](y)", None),
-    ("[a](b" * 4000, None),
-    ("## a ##\n# C#", "<h4>a</h4><h3>C#</h3>"),
-    (
-        "see https://a.example/b_c_d). [x](https://y.example)",
-        (
-            '<p>see <a href="https://a.example/b_c_d" target="_blank" rel="noopener noreferrer nofollow"'
-            ' title="https://a.example/b_c_d">https://a.example/b_c_d</a>).'
-            ' <a href="https://y.example/" target="_blank" rel="noopener noreferrer nofollow"'
-            ' title="https://y.example/">x</a></p>'
-        ),
-    ),
+}
+LONG = [
+    *("1. a\n\n   ```py\n   x\n   ```\n2. b", "|\n    >\n-", "<p\n\ta\n - b", "```\nopen *a*"),
+    *("*" * 5000, "[" * 5000 + "](" * 5000, "> " * 5000, "- " * 5000, "> - " * 5000),
+    *("`" * 5001 + "*a " * 9000, "# a" + " " * 200_000 + "b #", "_a*" * 20_000, "_a*" * 6_000),
+    *("- " + "*a " * 100_000, "http://[." * 2000 + "." * 2000, "[a](b" * 4000),
+    *("[" * 9000 + "x" * 9000 + "](y)", "|\n-" + " " * 200_000 + "x"),
+    "\n".join(f"{'  ' * depth}- a" for depth in range(300)),
 ]
+"""What is shown alike at once and as it comes, and in a time that anyone waits."""
 PARTS = [
     *("<", ">", "&", "<b onclick=x>", "</p>", "<script>", "javascript:", "https://a.example/", "x"),
     *(" ", "é", "\n", "\n\n", "\n  ", "`", "```", "*", "**", "_", "__", "~~", "[", "](", ")", "|"),
@@ -602,14 +575,12 @@ import('./page/markdown.js').then(({MarkdownView}) => {
 def test_markdown_becomes_elements(browser: Browser) -> None:
     with scripted(browser) as (_, tab):
         tab.js(SHOW)
-        for source, expected in MARKDOWN:
-            said = json.dumps(source)
-            steps = (
-                "[...s].map((_, i) => s.slice(0, i))" if len(source) < 200 else "[s.slice(0, -1)]"
-            )
+        for source, expected in {**MARKDOWN, **dict.fromkeys(LONG)}.items():
+            said, steps = json.dumps(source), "[s.slice(0, -1)]"
+            if len(source) < 200:
+                steps = "[...s].map((_, i) => s.slice(0, i))"
             shown = tab.js(f"((s) => shown([...{steps}, s]))({said})")
-            at_once = tab.js(f"shown([{said}])")
-            assert shown == at_once
+            assert shown == tab.js(f"shown([{said}])")
             assert expected is None or shown == f"<div>{expected}</div>"
 
 
@@ -800,7 +771,7 @@ def test_figures_of_the_engine_are_those_of_its_metrics(browser: Browser) -> Non
         assert not {"/slots", "/metrics"} & routes
 
 
-def test_lanes_have_room_for_a_minute(browser: Browser) -> None:
+def test_lanes_have_room_for_a_minute_and_a_narrow_page_has_one_part(browser: Browser) -> None:
     with scripted(browser) as (script, tab):
         script.slots = [slot(0), slot(1)]
         for width, least in ((1280, 350), (1000, 350), (390, 300)):
@@ -813,14 +784,18 @@ def test_lanes_have_room_for_a_minute(browser: Browser) -> None:
             tab.until("document.querySelectorAll('.strip').length === 2")
             assert tab.js("document.querySelector('.strip').clientWidth") >= least
             assert tab.js("document.documentElement.scrollWidth") == width
+        parts = "['settings', 'chat', 'engine'].filter((id) => document.getElementById(id).checkVisibility())"
+        for view in ("chat", "settings", "engine", "chat"):  # one at a time where it is narrow
+            tab.click(f"[data-view={view}]")
+            assert tab.js(parts) == [view]
+            assert tab.js("document.documentElement.scrollWidth") == 390
 
 
 def test_curves_have_axes(browser: Browser) -> None:
     with scripted(browser) as (_, tab):
-        tops = "import('./page/live.js').then(({roundTop}) => [0, 0.4, 1, 17, 554, 9e5].map((n) => roundTop(n)))"
-        assert tab.js(tops) == [1, 0.4, 1, 20, 600, 1e6]
-        wholes = "import('./page/live.js').then(({roundTop}) => [0, 1, 3, 7].map((n) => roundTop(n, true)))"
-        assert tab.js(wholes) == [2, 2, 4, 8]
+        top = "import('./page/live.js').then(({{roundTop}}) => {}.map((n) => roundTop(n, {})))"
+        assert tab.js(top.format([0, 0.4, 1, 17, 554, 9e5], "false")) == [1, 0.4, 1, 20, 600, 1e6]
+        assert tab.js(top.format([0, 1, 3, 7], "true")) == [2, 2, 4, 8]
         tab.until("document.querySelectorAll('.curve').length === 4")
         ask(tab)
         marks = (
@@ -847,16 +822,6 @@ def test_buttons_of_the_head_do_not_touch(browser: Browser) -> None:
             found = tab.js(boxes)
             assert len(found) == 5
             assert all(left - right >= 8 for (_, right), (left, _) in pairwise(found))
-
-
-def test_narrow_page_shows_one_part_at_a_time(browser: Browser) -> None:
-    with scripted(browser) as (_, tab):
-        tab.resize(390, 800)
-        parts = "['settings', 'chat', 'engine'].filter((id) => document.getElementById(id).checkVisibility())"
-        for view in ("chat", "settings", "engine", "chat"):
-            tab.click(f"[data-view={view}]")
-            assert tab.js(parts) == [view]
-            assert tab.js("document.documentElement.scrollWidth") == 390
 
 
 def test_all_can_be_done_by_keyboard_and_has_a_name(browser: Browser) -> None:

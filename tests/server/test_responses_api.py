@@ -212,7 +212,8 @@ WRONG: list[dict[str, Any]] = [
     *({"previous_response_id": "x"}, {"conversation": "x"}, {"prompt": {"id": "x"}}),
     *({"text": 3}, {"text": {"format": {"type": "xml"}}}, {"reasoning": {"effort": 3}}),
     *({"include": 3}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}),
-    *({"tool_choice": {"type": "custom"}}, {"temperature": -1}),
+    *({"tool_choice": {"type": "custom"}}, {"temperature": -1}, {"max_tokens": 9}),
+    *({"n_predict": 9}, {"reasoning_effort": "low"}, {"n_cmpl": 2}),  # it has names of its own
 ]
 
 

@@ -63,51 +63,46 @@ def test_base64_has_the_same_numbers() -> None:
     assert (np.frombuffer(data, "<f4") == vector_of("abc", 4)).all()
 
 
-@pytest.mark.parametrize(
-    ("path", "asked", "param", "words"),
-    [
-        (EMBEDDINGS, {}, "input", "input is missing"),
-        *(
-            (EMBEDDINGS, {"input": said}, "input", "input must be")
-            for said in ([], 5, {"text": "a"})
-        ),
-        (EMBEDDINGS, {"input": ["a", 5]}, "input", r"input\[1\] must be a string or token ids"),
-        (EMBEDDINGS, {"input": [["a"]]}, "input", r"input\[0\] must be a list of token ids"),
-        (EMBEDDINGS, {"input": [True]}, "input", r"input\[0\] must be"),
-        *(
-            (EMBEDDINGS, {"input": "a", name: value}, name, f"{name} must be")
-            for name, value in {
-                "dimensions": 0,
-                "encoding_format": "hex",
-                "truncate": "middle",
-                "pooling": "rank",
-                "priority": 1000,
-            }.items()
-        ),
-        (EMBEDDINGS, {"input": ["a"] * 9}, "input", "input has 9 texts; at most 8 are allowed"),
-        (EMBEDDINGS, {"input": ["ab", ""]}, "input", r"^input\[1\]: the text is empty$"),
-        (RERANK, {"query": "q", "texts": ["a", ""]}, "texts", r"^texts\[1\]: the text is empty$"),
-        (RERANK, {"query": "", "texts": ["a"]}, "query", "^query is empty$"),
-        (RERANK, {"documents": ["a"]}, "query", ""),
-        (RERANK, {"query": "a"}, "documents", ""),
-        (RERANK, {"query": ["a"], "documents": ["a"]}, "query", ""),
-        *((RERANK, {"query": "a", "documents": said}, "documents", "") for said in ("a", [], [1])),
-        (RERANK, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", ""),
-        (
-            RERANK,
-            {"query": "a", "documents": ["a"], "return_documents": "y"},
-            "return_documents",
-            "",
-        ),
-        (RERANK, {"query": "a", "texts": ["a"], "raw_scores": 1}, "raw_scores", ""),
-        (SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", ""),
+IN_INPUT: dict[str, list[Any]] = {
+    "input must be": [[], 5, {"text": "a"}],
+    r"input\[1\] must be a string or token ids": [["a", 5]],
+    r"input\[0\] must be a list of token ids": [[["a"]]],
+    r"input\[0\] must be": [[True]],
+    "input has 9 texts; at most 8 are allowed": [["a"] * 9],
+    r"^input\[1\]: the text is empty$": [["ab", ""]],
+}
+IN_RERANK: dict[str, list[dict[str, Any]]] = {
+    "texts": [{"query": "q", "texts": ["a", ""]}],
+    "query": [
+        {"query": "", "texts": ["a"]},
+        {"documents": ["a"]},
+        {"query": [], "documents": ["a"]},
     ],
-)
-def test_wrong_field_is_named(path: str, asked: Any, param: str, words: str) -> None:
+    "documents": [{"query": "a"}, *({"query": "a", "documents": said} for said in ("a", [], [1]))],
+    "top_n": [{"query": "a", "documents": ["a"], "top_n": 0}],
+    "return_documents": [{"query": "a", "documents": ["a"], "return_documents": "y"}],
+    "raw_scores": [{"query": "a", "texts": ["a"], "raw_scores": 1}],
+}
+WRONG = {"dimensions": 0, "encoding_format": "hex", "truncate": "middle", "pooling": "rank"}
+
+
+def test_wrong_field_is_named() -> None:
     with vector_app(max_choices=8) as app:
-        error = error_of(call(app, path, asked), 400)
-    assert error["param"] == param
-    assert re.search(words, error["message"])
+
+        def told(path: str, asked: dict[str, Any], param: str) -> str:
+            error = error_of(call(app, path, asked), 400)
+            assert error["param"] == param
+            return str(error["message"])
+
+        for words, inputs in IN_INPUT.items():
+            for said in inputs:
+                assert re.search(words, told(EMBEDDINGS, {"input": said}, "input"))
+        for name, value in WRONG.items():
+            assert f"{name} must be" in told(EMBEDDINGS, {"input": "a", name: value}, name)
+        for param, bodies in IN_RERANK.items():
+            for body in bodies:
+                assert param in told(RERANK, body, param)
+        told(SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1")
 
 
 def test_text_that_is_too_long_has_openais_error() -> None:
@@ -118,26 +113,24 @@ def test_text_that_is_too_long_has_openais_error() -> None:
     assert f"input[1] has {N_LIMIT + 1} tokens: shorten it, or give truncate" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("said", "given"),
-    [
-        ({"truncate": True}, {"truncate": "end"}),
-        ({"truncate": True, "truncation_direction": "Left"}, {"truncate": "start"}),
-        ({"truncate": False}, {}),
-        ({"truncate": "start"}, {"truncate": "start"}),
-        ({"dimensions": None, "user": "u"}, {}),
-        (
-            {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "},
-            {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "},
-        ),
-        ({"priority": 3, "timeout_s": 9}, {"priority": 3, "timeout_s": 9}),
-    ],
-)
-def test_settings_reach_the_engine(said: dict[str, Any], given: dict[str, Any]) -> None:
+SAME = {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "}
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"truncate": True}, {"truncate": "end"}),
+    ({"truncate": True, "truncation_direction": "Left"}, {"truncate": "start"}),
+    ({"truncate": False}, {}),
+    ({"truncate": "start"}, {"truncate": "start"}),
+    ({"dimensions": None, "user": "u"}, {}),
+    (SAME, SAME),
+    ({"priority": 3, "timeout_s": 9}, {"priority": 3, "timeout_s": 9}),
+]
+
+
+def test_settings_reach_the_engine() -> None:
     engine = VectorEngine()
     with vector_app(engine) as app:
-        assert call(app, EMBEDDINGS, {"input": "a", **said}).status_code == 200
-    assert engine.asked == [(1, given)]
+        for said, _ in SETTINGS:
+            assert call(app, EMBEDDINGS, {"input": "a", **said}).status_code == 200
+    assert engine.asked == [(1, given) for _, given in SETTINGS]
 
 
 def test_unknown_fields_are_named_or_refused() -> None:
@@ -226,14 +219,6 @@ def test_chat_with_a_model_that_only_embeds_is_refused() -> None:
         error = error_of(call(app, CHAT, {"messages": USER}), 501)
     assert error["code"] == "not_implemented"
     assert "only embeds texts" in error["message"]
-
-
-def test_metrics_count_texts_and_tokens() -> None:
-    with fake_app() as app:
-        call(app, EMBEDDINGS, {"input": ["ab", "abc", "ab"]})
-        text = call(app, "/metrics").text
-    assert "cbatch:texts_total 3.0" in text
-    assert "cbatch:text_tokens_total 5.0" in text
 
 
 def test_engine_that_ended_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
