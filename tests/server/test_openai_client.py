@@ -12,21 +12,34 @@ import pytest
 
 from cbatch import Engine
 from cbatch.server import create_app
+from cbatch.server.batch_index import ENDED
 from tests.chat.test_tool_calls import SAID, THINK_END, Speaker
 from tests.face.test_tools import TIME
-from tests.server.clients import Running, running
+from tests.server.clients import Running, running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.real
 
 SUM = [{"role": "user", "content": "What is 2+3?"}]
 
 
+def client_of(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
 @pytest.fixture
 def client(server: Running) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+    with client_of(server) as found:
+        yield found
+
+
+@pytest.fixture
+def keeper(keeping_server: Running) -> Iterator[Any]:
+    """A client of a server that keeps files and batches."""
+    with client_of(keeping_server) as found:
         yield found
 
 
@@ -50,7 +63,7 @@ def test_tool_is_called_and_its_answer_read() -> None:
     with (
         Engine(Speaker(SAID, n_slots=2, n_window=1024)) as engine,
         running(create_app(engine)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client_of(server) as client,
     ):
         asked: dict[str, Any] = {"model": "m", "messages": SUM, "tools": [TIME]}
         answer = client.chat.completions.create(**asked)
@@ -133,3 +146,62 @@ def test_errors_are_those_of_the_package(client: Any) -> None:
         client.models.retrieve("none")
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id) == model
+
+
+# ---- files and batches ----
+
+
+def requests(url: str, **bodies: dict[str, Any]) -> bytes:
+    said = [{"custom_id": id, "method": "POST", "url": url, "body": b} for id, b in bodies.items()]
+    return b"".join(json.dumps(each).encode() + b"\n" for each in said)
+
+
+def ended(keeper: Any, id: str) -> Any:
+    wait_until(lambda: keeper.batches.retrieve(id).status in ENDED)
+    return keeper.batches.retrieve(id)
+
+
+def test_batch_is_answered(keeper: Any, tmp_path: Path) -> None:
+    sums = {f"s{i}": [{"role": "user", "content": f"What is {i}+{i}?"}] for i in range(1, 5)}
+    asked = {id: {"model": "m", "messages": chat} for id, chat in sums.items()}
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(requests("/v1/chat/completions", **asked, bad={"model": "m"}))
+    with path.open("rb") as opened:
+        file = keeper.files.create(file=opened, purpose="batch")
+    assert keeper.files.wait_for_processing(file.id).status == "processed"
+    assert keeper.files.retrieve(file.id) == file
+    of_chats = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    more = {**of_chats, "metadata": {"name": "sums"}}
+    batch = keeper.batches.create(input_file_id=file.id, **more)
+    assert batch.status == "validating"
+    batch = ended(keeper, batch.id)
+    assert (batch.status, batch.metadata) == ("completed", {"name": "sums"})
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (5, 4, 1)
+    read = map(json.loads, keeper.files.content(batch.output_file_id).text.splitlines())
+    answers = {each["custom_id"]: each["response"]["body"] for each in read}
+    assert answers.keys() == sums.keys()
+    for id, body in asked.items():
+        alone = keeper.chat.completions.create(**body)
+        assert answers[id]["choices"][0]["message"]["content"] == alone.choices[0].message.content
+    (wrong,) = keeper.files.content(batch.error_file_id).iter_lines()
+    told = json.loads(wrong)
+    assert (told["custom_id"], told["response"]["status_code"]) == ("bad", 400)
+    assert told["response"]["body"]["error"]["param"] == "messages"
+    with pytest.raises(openai.ConflictError):
+        keeper.batches.cancel(batch.id)
+    assert {each.id for each in keeper.files.list()} >= {file.id, batch.output_file_id}
+    assert keeper.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        keeper.files.retrieve(file.id)
+
+
+def test_lists_have_pages(keeper: Any) -> None:
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    data = requests("/v1/completions", a={"prompt": "Once", "max_tokens": 1})
+    files = [keeper.files.create(file=data, purpose="batch").id for _ in range(3)]
+    ids = [keeper.batches.create(input_file_id=file, **asked).id for file in files]
+    assert [batch.id for batch in keeper.batches.list(limit=2)][:3] == ids[::-1]
+    assert [file.id for file in keeper.files.list(limit=1, purpose="batch")][:3] == files[::-1]
+    for id in ids:
+        assert ended(keeper, id).status == "completed"

@@ -1,4 +1,4 @@
-"""Pictures over HTTP: the three chat formats, on a fake backend for which each byte of a picture is a row."""
+"""Pictures and sounds over HTTP: all formats, on a fake backend for which each byte of one is a row."""
 
 from __future__ import annotations
 
@@ -28,16 +28,27 @@ ANTHROPIC = {
 INPUT = {"type": "input_image", "image_url": URL}
 
 
-def seeing() -> Engine:
+SOUND = {
+    "type": "input_audio",
+    "input_audio": {"data": base64.b64encode(b"samples").decode(), "format": "wav"},
+}
+
+
+def sensing(sense: str) -> Iterator[Starlette]:
     backend = FakeBackend(4, 256)
-    backend.vocab.picture_refusal = ""
-    return Engine(backend)
+    setattr(backend.vocab, f"{sense}_refusal", "")
+    with fake_app(engine=Engine(backend)) as app:
+        yield app
 
 
 @pytest.fixture
 def app() -> Iterator[Starlette]:
-    with fake_app(engine=seeing()) as app:
-        yield app
+    yield from sensing("picture")
+
+
+@pytest.fixture
+def hearing() -> Iterator[Starlette]:
+    yield from sensing("sound")
 
 
 def body_for(path: str, part: dict[str, Any], text: str = "What?") -> dict[str, Any]:
@@ -45,8 +56,8 @@ def body_for(path: str, part: dict[str, Any], text: str = "What?") -> dict[str, 
     content = [part, {"type": kind, "text": text}]
     said = [{"role": "user", "content": content}]
     if path == RESPONSES:
-        return {"input": said, "max_output_tokens": 3}
-    return {"messages": said, "max_tokens": 3}
+        return {"input": said, "max_output_tokens": 3, "seed": 1}
+    return {"messages": said, "max_tokens": 3, "seed": 1}
 
 
 def test_three_formats_compute_a_picture_as_rows_and_give_one_answer(app: Starlette) -> None:
@@ -121,3 +132,45 @@ def test_model_that_sees_nothing_says_how_it_would() -> None:
         error = error_of(call(app, CHAT, body_for(CHAT, OPENAI)), 400)
         assert "load it with mmproj" in error["message"]
         assert call(app, "/props").json()["modalities"] == {"vision": False, "audio": False}
+
+
+# ---- sounds ----
+
+
+def test_sound_is_computed_as_rows_in_both_formats(hearing: Starlette) -> None:
+    first = call(hearing, CHAT, body_for(CHAT, SOUND)).json()
+    second = call(hearing, RESPONSES, body_for(RESPONSES, SOUND)).json()
+    n = len("user:What?") + len(b"samples")
+    assert first["usage"]["prompt_tokens"] == second["usage"]["input_tokens"] == n
+    assert first["usage"]["prompt_tokens_details"]["audio_tokens"] == 7
+    assert "image_tokens" not in first["usage"]["prompt_tokens_details"]
+    text = first["choices"][0]["message"]["content"]
+    assert second["output"][-1]["content"][0]["text"] == text
+    assert call(hearing, "/props").json()["modalities"] == {"vision": False, "audio": True}
+    assert "multimodal" in call(hearing, "/models").json()["data"][0]["capabilities"]
+    with fake_app() as deaf:
+        error = error_of(call(deaf, CHAT, body_for(CHAT, SOUND)), 400)
+    assert "load it with mmproj" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "sound without data"),
+        (None, "sound without data"),
+        ({"data": "", "format": "wav"}, "empty sound"),
+        ({"data": "AAAA", "format": "pcm16"}, "format 'pcm16': it can be wav, mp3"),
+        ({"data": "%%%%", "format": "wav"}, "base64"),
+        ({"data": 5, "format": "wav"}, "sound without data"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_wrong_sound_is_refused(hearing: Starlette, path: str, given: Any, words: str) -> None:
+    answer = call(hearing, path, body_for(path, {"type": "input_audio", "input_audio": given}))
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_python_part_names_no_file_of_the_server(hearing: Starlette) -> None:
+    error = error_of(call(hearing, CHAT, body_for(CHAT, {"type": "audio", "audio": "/etc/x"})), 400)
+    assert "sound of type str" in error["message"]

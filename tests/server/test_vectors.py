@@ -221,6 +221,14 @@ def test_chat_with_a_model_that_only_embeds_is_refused() -> None:
     assert "only embeds texts" in error["message"]
 
 
+def test_metrics_count_texts_and_tokens() -> None:
+    with fake_app() as app:
+        call(app, EMBEDDINGS, {"input": ["ab", "abc", "ab"]})
+        text = call(app, "/metrics").text
+    assert "cbatch:texts_total 3.0" in text
+    assert "cbatch:text_tokens_total 5.0" in text
+
+
 def test_engine_that_ended_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = VectorEngine()
 
