@@ -283,6 +283,11 @@ def becomes_a_pipe(work: Path) -> None:
     os.mkfifo(work / "requests.jsonl")
 
 
+def without_manifest(work: Path) -> None:
+    for path in work.glob("answers.jsonl.*"):
+        path.unlink()
+
+
 def broken_off(work: Path) -> None:
     with (work / "answers.jsonl").open("ab") as file:
         file.write(b'{"custom_id": "r')
@@ -291,7 +296,7 @@ def broken_off(work: Path) -> None:
 CHANGES: dict[str, Callable[[Path], object]] = {
     "no requests": lambda work: (work / "requests.jsonl").unlink(),
     "a pipe of requests": becomes_a_pipe,
-    "no manifest": lambda work: [path.unlink() for path in work.glob("answers.jsonl.*")],
+    "no manifest": without_manifest,
     "another manifest": lambda work: [
         path.write_bytes(b"what is this?" * 99) for path in work.glob("answers.jsonl.*")
     ],

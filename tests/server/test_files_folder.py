@@ -408,21 +408,13 @@ def add(path: Path, random: Random) -> None:
     place.write_text("mine") if random.random() < 0.5 else place.mkdir()
 
 
-def swap(path: Path, random: Random) -> None:
-    folder = path.parent if random.random() < 0.5 else path.parent.parent
-    other = random.choice([one for one in sorted(folder.rglob("*")) if one.is_file()])
-    data = path.read_bytes()
-    path.write_bytes(other.read_bytes())
-    other.write_bytes(data)
-
-
 def make_folder(path: Path, random: Random) -> None:
     path.unlink()
     path.mkdir()
     (path / "mine").write_text("mine")
 
 
-DAMAGE = (cut, flip, flip, remove, add, swap, make_folder)
+DAMAGE = (cut, flip, flip, remove, add, make_folder)
 
 
 @pytest.mark.parametrize("seed", range(examples(60)))

@@ -112,7 +112,7 @@ def test_batch_has_a_result_for_each_request(kept: Starlette) -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    *((said, "requests") for said in (None, [], {})),
+    *((None, "requests"), ([], "requests"), ({}, "requests")),
     ([3], "requests.0"),
     ([request("a"), {"params": PARAMS}], "requests.1.custom_id"),
     *(([request(id)], "requests.0.custom_id") for id in ("a b", "a\n", "é", "x" * 65)),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import httpx
 import pytest
 
 from cbatch import Engine
@@ -22,7 +20,7 @@ from cbatch.server.desk import Desk
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.meters import Meters
 from cbatch.server.server_settings import ServerSettings
-from tests.runtime.backends import GatedBackend, n_commands
+from tests.runtime.backends import GatedBackend, in_thread, n_commands
 from tests.server.clients import (
     CHAT,
     COMPLETIONS,
@@ -39,9 +37,9 @@ from tests.server.clients import (
 from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
-    from anyio.abc import TaskGroup
+    import httpx
     from starlette.applications import Starlette
 
 
@@ -153,7 +151,7 @@ def answered_after(
     return b"".join(parts).decode()
 
 
-EARLY = {"status_after_s": 0, "keep_alive_s": 0.01}
+EARLY: dict[str, Any] = {"status_after_s": 0, "keep_alive_s": 0.01}
 
 
 def test_stream_in_silence_has_its_status_and_comments() -> None:
@@ -217,53 +215,28 @@ def test_error_behind_the_status_is_an_event_and_ends_the_stream() -> None:
 # ---- too many ----
 
 
-@dataclass(frozen=True)
-class Callers:
-    """Clients of an app in one loop, whose answers are kept in the order in which they come."""
-
-    client: httpx.AsyncClient
-    tasks: TaskGroup
-    answers: list[httpx.Response] = field(default_factory=list)
-
-    async def ask(self, path: str, body: Any) -> None:
-        self.answers.append(await self.client.post(path, json=body))
-
-    def start(self, path: str, body: Any) -> None:
-        """Have a call made meanwhile, which is answered when the block ends."""
-        self.tasks.start_soon(self.ask, path, body)
-
-
-@asynccontextmanager
-async def callers(app: Starlette) -> AsyncIterator[Callers]:
-    transport = httpx.ASGITransport(app)
-    async with (
-        httpx.AsyncClient(transport=transport, base_url="http://t") as client,
-        anyio.create_task_group() as tasks,
-    ):
-        yield Callers(client, tasks)
+def waiting(app: Starlette, n: int, path: str, body: Any) -> list[Callable[[], httpx.Response]]:
+    """Calls in flight, one behind the other; what is returned waits for their answers."""
+    found: list[Callable[[], httpx.Response]] = []
+    desk = app.state.desk
+    for _ in range(n):
+        n_before = desk.n_in_flight
+        found.append(in_thread(lambda: call(app, path, body)))
+        wait_until(lambda n_before=n_before: desk.n_in_flight > n_before)  # type: ignore[misc]
+    return found
 
 
 def test_queue_that_is_full_is_told() -> None:
     backend, engine = gated(1)
     with engine, fake_app(engine=engine, max_queue=1) as app:
         app.state.desk.clock = lambda: 100.0  # no time passes that the next might have to wait
-
-        async def main() -> list[httpx.Response]:
-            async with callers(app) as some:
-                for _ in range(2):
-                    some.start(CHAT, SHORT)
-                while app.state.desk.n_in_flight < 2:
-                    await anyio.lowlevel.checkpoint()
-                await some.ask(CHAT, SHORT)
-                some.answers.append(await some.client.get("/health"))
-                backend.release()
-            return some.answers
-
-        refused, health, *answers = anyio.run(main)
+        others = waiting(app, 2, CHAT, SHORT)
+        refused, health = call(app, CHAT, SHORT), call(app, "/health")
+        backend.release()
+        assert [answer().status_code for answer in others] == [200, 200]
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
     assert refused.headers["retry-after"] == "1"
     assert health.status_code == 200
-    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 @pytest.mark.parametrize(
@@ -281,9 +254,7 @@ def test_refused_client_is_told_when_there_will_be_room(
 
         async def main() -> HttpProblemError:
             with desk.visit(5, 2):
-                now[0] += (
-                    13  # the oldest goes on as long again: one of its two slots is free in 6.5 s
-                )
+                now[0] += 13  # as long again, so one of the two slots is free in 6.5 s
                 with pytest.raises(HttpProblemError) as told, desk.visit(n_choices, 2):
                     pass
             return told.value
@@ -293,21 +264,19 @@ def test_refused_client_is_told_when_there_will_be_room(
 
 
 def test_refused_client_is_told_when_there_will_be_room_for_its_prompt() -> None:
+    """Of the three that would wait, two thirds of one are too many."""
     with Engine(FakeBackend(1, 256)) as engine:
         desk = Desk(engine, ServerSettings(max_queue_tokens=70))
         desk.meters.slot_s = 12.0
 
-        async def main() -> HttpProblemError:
+        async def main() -> None:
             with ExitStack() as stack:
-                for _ in range(3):
+                for _ in range(4):
                     desk.count_tokens(stack.enter_context(desk.visit(1, 1)), 30, 1)
-                with pytest.raises(HttpProblemError) as told:
-                    desk.count_tokens(stack.enter_context(desk.visit(1, 1)), 30, 1)
-            return told.value
 
-        problem = anyio.run(main)
-    # of the three that would wait, two thirds of one are too many
-    assert (problem.status, problem.headers["retry-after"]) == (429, "8")
+        with pytest.raises(HttpProblemError) as told:
+            anyio.run(main)
+    assert (told.value.status, told.value.headers["retry-after"]) == (429, "8")
 
 
 def test_time_in_slots_is_a_mean_of_the_newest_answers() -> None:
@@ -323,10 +292,11 @@ def test_time_in_slots_is_a_mean_of_the_newest_answers() -> None:
 @pytest.mark.parametrize(
     ("make", "n_more", "is_streamed"),
     [
-        (Engine, 0, True),
-        (Engine, 2**16, False),
-        (engine_over, 0, False),
-        (engine_over, 2**16, True),
+        *((Engine, n_more, is_streamed) for n_more, is_streamed in ((0, True), (2**16, False))),
+        *(
+            (engine_over, n_more, is_streamed)
+            for n_more, is_streamed in ((0, False), (2**16, True))
+        ),
     ],
 )
 def test_prompt_that_is_too_long_is_told_while_others_wait(
@@ -335,24 +305,15 @@ def test_prompt_that_is_too_long_is_told_while_others_wait(
     backend, engine = gated(1, make=make)
     asked = {"prompt": "x" * (300 + n_more), "max_tokens": 2, "stream": is_streamed}
     with engine, fake_app(engine=engine) as app:
-
-        async def main() -> list[httpx.Response]:
-            async with callers(app) as some:
-                for _ in range(3):
-                    some.start(CHAT, {**SHORT, "max_tokens": 40, "ignore_eos": True})
-                while app.state.desk.n_in_flight < 3:
-                    await anyio.lowlevel.checkpoint()
-                if make is engine_over:  # a worker tells it after the step in flight
-                    backend.step_when_asked()
-                await some.ask(COMPLETIONS, asked)
-                backend.release()
-            return some.answers
-
-        refused, *answers = anyio.run(main)
-    error = error_of(refused, 400)
+        others = waiting(app, 3, CHAT, {**SHORT, "max_tokens": 40, "ignore_eos": True})
+        backend.wait_until_held()
+        if make is engine_over:  # a worker tells it after the step in flight
+            backend.step_when_asked()
+        error = error_of(call(app, COMPLETIONS, asked), 400)
+        backend.release()
+        assert [answer().status_code for answer in others] == [200] * 3
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (300 + n_more, 256)
-    assert [answer.status_code for answer in answers] == [200] * 3
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -362,27 +323,17 @@ def test_queue_with_too_many_prompt_tokens_is_told(is_streamed: bool) -> None:
     with engine, fake_app(engine=engine, max_queue_tokens=70) as app:
         desk = app.state.desk
         desk.clock = lambda: 100.0  # no time passes that the next might have to wait
-
-        async def until(n_tokens: int) -> None:
-            await anyio.to_thread.run_sync(wait_until, lambda: desk.n_queued_tokens(1) == n_tokens)
-
-        async def main() -> list[httpx.Response]:
-            async with callers(app) as some:
-                for n in (1, 2, 3):  # the first has the slot, the others wait with 30 tokens each
-                    some.start(COMPLETIONS, asked)
-                    await until(30 * (n - 1))
-                await some.ask(COMPLETIONS, asked)
-                some.start(COMPLETIONS, {**asked, "prompt": "x"})
-                await until(61)
-                backend.release()
-            return some.answers
-
-        refused, *answers = anyio.run(main)
+        others = waiting(app, 3, COMPLETIONS, asked)  # the first has the slot
+        wait_until(lambda: desk.n_queued_tokens(1) == 60)
+        refused = call(app, COMPLETIONS, asked)
+        others += waiting(app, 1, COMPLETIONS, {**asked, "prompt": "x"})
+        wait_until(lambda: desk.n_queued_tokens(1) == 61)
+        backend.release()
+        assert [answer().status_code for answer in others] == [200] * 4
     error = error_of(refused, 429)
     assert error["code"] == "rate_limit_exceeded"
     assert "60 prompt tokens wait already, of at most 70" in error["message"]
     assert refused.headers["retry-after"] == "1"
-    assert [answer.status_code for answer in answers] == [200] * 4
 
 
 def test_lone_call_is_answered_whatever_its_prompts() -> None:
