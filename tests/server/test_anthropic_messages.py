@@ -83,7 +83,7 @@ def text(words: str) -> dict[str, Any]:
 # ---- answers ----
 
 
-def test_answer_has_every_field_of_the_format_and_cached_tokens_are_no_input() -> None:
+def test_answer_has_every_field_and_cached_tokens_are_no_input() -> None:
     with fake_app() as app:
         answer, again = (call(app, MESSAGES, {**ASKED, "model": "any/name"}) for _ in range(2))
     body = answer.json()
