@@ -364,23 +364,27 @@ def silence(figures: Figures, pulse: Pulse, *times_s: float) -> float:
     return pulse.silent_s
 
 
-@pytest.mark.parametrize(
-    ("before", "behind", "expected"),
-    [((0.0, 5.0), (10.0, 61.0), 61.0), ((0.0,), (3600.0, 3601.0), 1.0)],
-    ids=["since the last progress", "since the question"],
-)
-def test_engine_that_answers_no_more_is_silent(
+def test_silence_counts_from_the_last_progress_though_no_answer_comes(
     monkeypatch: pytest.MonkeyPatch,
-    before: tuple[float, ...],
-    behind: tuple[float, ...],
-    expected: float,
 ) -> None:
-    monkeypatch.setattr(pulse, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
     figures = Figures()
     some = figures.pulse()
-    assert silence(figures, some, *before) == before[-1]
+    assert silence(figures, some, 0.0, 5.0) == 5.0
     figures.gate.clear()
-    assert silence(figures, some, *behind) == expected
+    assert silence(figures, some, 10.0, 61.0) == 61.0
+    figures.gate.set()
+
+
+def test_engine_that_nobody_asked_for_long_is_silent_since_the_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    figures = Figures()
+    some = figures.pulse()
+    assert silence(figures, some, 0.0) == 0.0
+    figures.gate.clear()
+    assert silence(figures, some, 3600.0, 3601.0) == 1.0
     figures.gate.set()
 
 
@@ -401,7 +405,7 @@ def test_prompt_tokens_are_progress() -> None:
 
 
 def test_engine_in_a_long_step_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
     backend = GatedBackend(1, 256, hold_at=0)
     with Engine(backend) as engine, fake_app(engine=engine) as app:
         response = engine.submit("ab", options={"max_tokens": 2})
