@@ -367,7 +367,7 @@ def silence(figures: Figures, pulse: Pulse, *times_s: float) -> float:
 def test_silence_counts_from_the_last_progress_though_no_answer_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.5)
     figures = Figures()
     some = figures.pulse()
     assert silence(figures, some, 0.0, 5.0) == 5.0
@@ -379,7 +379,7 @@ def test_silence_counts_from_the_last_progress_though_no_answer_comes(
 def test_engine_that_nobody_asked_for_long_is_silent_since_the_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.5)
     figures = Figures()
     some = figures.pulse()
     assert silence(figures, some, 0.0) == 0.0
@@ -405,7 +405,7 @@ def test_prompt_tokens_are_progress() -> None:
 
 
 def test_engine_in_a_long_step_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.5)
     backend = GatedBackend(1, 256, hold_at=0)
     with Engine(backend) as engine, fake_app(engine=engine) as app:
         response = engine.submit("ab", options={"max_tokens": 2})
