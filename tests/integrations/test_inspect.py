@@ -89,11 +89,6 @@ def test_answer_is_that_of_the_engine(engine: Engine, model: Any) -> None:
     assert len(output.choices[0].logprobs.content) == 5
 
 
-def test_several_answers_are_choices(model: Any) -> None:
-    output = ask(model, "a", max_tokens=5, seed=1, temperature=1.0, num_choices=3, **ENDLESS)
-    assert len({choice.message.text for choice in output.choices}) == 3
-
-
 def test_thinking_and_calls_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_on(Speaker(SAID)) as engine:
         model = model_over(engine, monkeypatch)

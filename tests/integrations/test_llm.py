@@ -168,16 +168,7 @@ def test_model_that_is_added_is_registered(tmp_path: Path, test_model: Path) -> 
     with EngineSpec(test_model, parallel=2).shared() as engine:
         answer = llm.get_model("mine").prompt("Ann is 7.", schema=schema, max_tokens=40)
         assert json.loads(answer.text()).keys() == {"age"}
-        assert engine.stats().n_submitted == 1
-
-
-@pytest.mark.real
-def test_models_of_one_spec_share_an_engine_that_stays() -> None:
-    question = "What is 2+3?"
-    assert "5" in text_of(llm.get_model("cbatch"), question, temperature=0)
-    assert "5" in text_of(llm.get_async_model("cbatch"), question, temperature=0)
-    with EngineSpec().shared() as engine:
-        assert engine.stats().n_submitted >= 2
+        assert engine.stats().n_submitted == 1  # the engine is shared
 
 
 def test_texts_are_embedded_by_the_command(engine: Engine, tmp_path: Path) -> None:
@@ -191,11 +182,7 @@ def test_texts_are_embedded_by_the_command(engine: Engine, tmp_path: Path) -> No
     data.write_text(json.dumps(lines))
     words = ["embed-multi", "all", str(data), "-m", "cbatch", "-d", kept, "--store"]
     assert not CliRunner().invoke(cli, words).exception
+    with pytest.raises(BatchError, match="empty"):
+        list(llm.get_embedding_model("cbatch").embed_multi(["red", ""]))
     near = CliRunner().invoke(cli, ["similar", "all", "-d", kept, "-c", "text 7", "-n", "1"])
     assert json.loads(near.output)["id"] == "7"
-
-
-def test_text_without_a_vector_is_an_error(engine: Engine) -> None:
-    model = llm.get_embedding_model("cbatch")
-    with pytest.raises(BatchError, match="empty"):
-        list(model.embed_multi(["red", ""]))

@@ -70,6 +70,8 @@ def test_answers_are_those_of_the_engine(engine: Engine) -> None:
     assert model.batch(["Say red.", Chat(chat)], **SHORT) == [raw, said]
     assert "".join(model.stream("Say red.", **SHORT)) == raw
     assert [*map(type, model.batch(["a", "b"], n=2, **SHORT))] == [list, list]
+    assert len(model.batch([f"{n}" for n in range(20)], **SHORT)) == 20
+    assert engine.stats().n_active_max == 2
 
 
 def test_async_answers_are_those_of_the_engine(engine: Engine) -> None:
@@ -81,11 +83,6 @@ def test_async_answers_are_those_of_the_engine(engine: Engine) -> None:
 
     raw = engine.submit("Say red.", options=SHORT).result().text
     assert asyncio.run(ask()) == (raw, raw, [raw] * 3)
-
-
-def test_batch_of_any_size_is_one_run(engine: Engine) -> None:
-    assert len(Cbatch(engine).batch([f"{n}" for n in range(20)], **SHORT)) == 20
-    assert engine.stats().n_active_max == 2
 
 
 def test_failures_are_raised_by_name(engine: Engine) -> None:

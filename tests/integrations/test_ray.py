@@ -118,21 +118,12 @@ def each(mark: Any) -> Any:
 @each
 def test_answers_are_those_of_this_process_also_beside_failing_rows(cluster: Any) -> None:
     """Columns have their types whatever is in them, and no value is pickled."""
-    table = chats(60).to_pylist()
-    for row in table:
-        row["options"] = None
+    table = [{**row, "options": None} for row in chats(60).to_pylist()]
     table[3]["messages"] = None
     table[17]["messages"] = [{"role": "user", "content": "x" * 5000}]
     table[30]["options"] = json.dumps({"max_tokens": 1})
     table[44]["options"] = "{"
-    schema = pa.schema(
-        [
-            ("n", pa.int64()),
-            ("messages", chats(1).schema.field("messages").type),
-            ("options", pa.string()),
-        ]
-    )
-    rows = pa.Table.from_pylist(table, schema)
+    rows = pa.Table.from_pylist(table, chats(1).schema.append(pa.field("options", pa.string())))
     settings: dict[str, Any] = {"options": GREEDY, "options_column": "options"}
     dataset = integration.answer(
         cluster.data.from_arrow(rows), n_actors=2, n_cpus=1, exact=True, **ENGINE, **settings
@@ -242,20 +233,13 @@ def test_actors_get_batches_enough_and_their_shares(cluster: Any, test_model: Pa
     asked = integration.answer(Recorder(), test_model, n_actors=3, parallel=6, memory_mib=10)
     assert asked.repartitioned == {"target_num_rows_per_block": 24}
     assert asked.spec.settings == {"parallel": 6, "memory_mib": 10, "n_sharing": 3}
-    assert asked.mapped["batch_format"] == "pyarrow"
-    assert asked.mapped["num_cpus"] == 1
+    assert (asked.mapped["batch_format"], asked.mapped["num_cpus"]) == ("pyarrow", 1)
     assert asked.mapped["memory"] == 10 * 2**20 + test_model.stat().st_size
     compute = asked.mapped["compute"]
     assert (compute.min_size, compute.max_size) == (3, 3)
     assert compute.max_concurrent_calls_per_actor == 4
     assert compute.max_tasks_in_flight_per_actor == 5
     assert compute.enable_true_multi_threading
-
-
-@each
-def test_default_leaves_a_cpu_for_reading(cluster: Any) -> None:
-    dataset = integration.answer(cluster.data.from_arrow(chats(40)), options=GREEDY, **ENGINE)
-    assert dataset.count() == 40
 
 
 # ---- Serve ----

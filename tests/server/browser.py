@@ -5,7 +5,6 @@ Source: the Chrome DevTools Protocol.
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -168,11 +167,6 @@ class Tab:
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
         self.ask("Emulation.setDeviceMetricsOverride", **size)
 
-    def be(self, **features: str) -> None:
-        """Have features of media, such as `prefers_color_scheme="dark"`."""
-        said = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
-        self.ask("Emulation.setEmulatedMedia", features=said)
-
     def js(self, expression: str) -> Any:
         """Return the value of an expression."""
         said = {"expression": expression, "returnByValue": True, "awaitPromise": True}
@@ -240,11 +234,6 @@ class Tab:
         }
         self.ask("Input.dispatchKeyEvent", type="keyDown", text=text, **said)
         self.ask("Input.dispatchKeyEvent", type="keyUp", **said)
-
-    def picture(self, file: Path) -> None:
-        """Save what is seen."""
-        data = self.ask("Page.captureScreenshot", format="png")["data"]
-        file.write_bytes(base64.b64decode(data))
 
 
 def _pipe() -> tuple[int, int]:

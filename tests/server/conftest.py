@@ -9,11 +9,14 @@ import pytest
 
 from cbatch import load
 from cbatch.server import create_app
-from tests.server.clients import Running, running
+from tests.server.clients import Running, fake_app, running
+from tests.server.kept import kept_app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from starlette.applications import Starlette
 
 
 @contextmanager
@@ -23,6 +26,20 @@ def served(test_model: Path, **settings: Any) -> Iterator[Running]:
         with running(app) as found:
             yield found
         app.state.desk.close()
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Starlette]:
+    """An application over a fake backend, for tests that leave nothing behind in it."""
+    with fake_app() as made:
+        yield made
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Starlette]:
+    """An application over a fake backend that keeps files in the folder `kept`."""
+    with kept_app(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING, Any, Literal
 
 import anthropic
@@ -13,7 +12,7 @@ import pytest
 from cbatch import Engine
 from cbatch.server import create_app
 from tests.chat.test_tool_calls import SAID, Speaker
-from tests.server.clients import Running, running
+from tests.server.clients import Running, running, wait_until
 from tests.server.test_anthropic_messages import TOOL
 
 if TYPE_CHECKING:
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.real
 
 SUM = [{"role": "user", "content": "What is 2+3?"}]
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 24, "messages": SUM}
-SCHEMA = {
-    "type": "object",
-    "properties": {"sum": {"type": "integer", "maximum": 99, "minimum": 0}},
-    "required": ["sum"],
-    "additionalProperties": False,
-}
 
 
 def client_of(server: Running, **more: Any) -> Any:
@@ -42,18 +35,11 @@ def client(server: Running) -> Iterator[Any]:
         yield found
 
 
-def test_message_is_answered_and_counted(client: Any) -> None:
-    message = client.messages.create(**ASKED)
-    assert [block.text for block in message.content] == ["5"]
-    assert (message.stop_reason, message.stop_sequence, message.role) == (
-        "end_turn",
-        None,
-        "assistant",
-    )
-    usage = message.usage
-    n_input = client.messages.count_tokens(model="m", messages=SUM).input_tokens
-    assert usage.input_tokens + usage.cache_read_input_tokens == n_input
-    assert usage.output_tokens == 2
+@pytest.fixture
+def keeper(keeping_server: Running) -> Iterator[Any]:
+    """A client of a server that keeps batches."""
+    with client_of(keeping_server) as found:
+        yield found
 
 
 def test_stream_accumulates_to_the_whole_message(client: Any) -> None:
@@ -69,21 +55,6 @@ def test_stream_accumulates_to_the_whole_message(client: Any) -> None:
     raw = [event.type for event in client.messages.create(**asked, stream=True)]
     assert raw[:2] == ["message_start", "content_block_start"]
     assert raw[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-
-
-def test_answer_goes_on_behind_what_the_assistant_said(client: Any) -> None:
-    chat = [*SUM, {"role": "assistant", "content": "The sum is"}]
-    message = client.messages.create(**{**ASKED, "messages": chat, "stop_sequences": ["."]})
-    assert message.stop_reason in ("stop_sequence", "end_turn", "max_tokens")
-    n_tokens = client.messages.count_tokens(model="m", messages=chat).input_tokens
-    usage = message.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == n_tokens
-
-
-def test_schema_holds_the_answer(client: Any) -> None:
-    format = {"type": "json_schema", "schema": SCHEMA}
-    message = client.messages.create(**ASKED, output_config={"format": format})
-    assert json.loads(message.content[0].text).keys() == {"sum"}
 
 
 def test_thinking_and_calls_come_and_are_told_back() -> None:
@@ -106,11 +77,8 @@ def test_thinking_and_calls_come_and_are_told_back() -> None:
             assert (used.name, used.input) == ("get_time", {"zone": "CET"})
         assert final.content[0].signature == whole.content[0].signature != ""
         told = {"type": "tool_result", "tool_use_id": final.content[2].id, "content": "12:00"}
-        turns = [
-            *SUM,
-            {"role": "assistant", "content": final.content},
-            {"role": "user", "content": [told]},
-        ]
+        said = {"role": "assistant", "content": final.content}
+        turns = [*SUM, said, {"role": "user", "content": [told]}]
         assert client.messages.create(**{**asked, "messages": turns}).stop_reason == "tool_use"
 
 
@@ -164,16 +132,51 @@ def test_models_are_listed(client: Any) -> None:
         client.models.retrieve("none")
 
 
-def test_keys_and_the_end_of_a_server_are_told() -> None:
-    with Engine(Speaker(SAID)) as engine:
-        app = create_app(engine, api_keys="right")
-        with running(app) as server:
-            with client_of(server) as wrong, pytest.raises(anthropic.AuthenticationError):
-                wrong.messages.create(**ASKED)
-            with client_of(server, api_key="right") as right:
-                assert right.messages.create(**ASKED).content
-                app.state.desk.is_draining = True
-                with pytest.raises(anthropic.InternalServerError) as over:
-                    right.messages.create(**ASKED)
-                assert over.value.status_code == 529
-                assert over.value.type == "overloaded_error"
+# ---- batches ----
+
+
+def ended(keeper: Any, id: str) -> Any:
+    retrieve = keeper.messages.batches.retrieve
+    wait_until(lambda: retrieve(id).processing_status == "ended")
+    return retrieve(id)
+
+
+def test_batch_is_answered(keeper: Any) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        f"s{i}": {**ASKED, "messages": [{"role": "user", "content": f"What is {i}+{i}?"}]}
+        for i in range(1, 5)
+    }
+    requests = [{"custom_id": id, "params": params} for id, params in asked.items()]
+    requests.append({"custom_id": "bad", "params": {**ASKED, "temperature": -1}})
+    batch = keeper.messages.batches.create(requests=requests)
+    assert batch.processing_status == "in_progress"
+    assert batch.request_counts.processing == 5
+    with pytest.raises(anthropic.NotFoundError):
+        keeper.messages.batches.retrieve("msgbatch_none")
+    batch = ended(keeper, batch.id)
+    assert batch.ended_at >= batch.created_at
+    counts = batch.request_counts
+    assert (counts.processing, counts.succeeded, counts.errored) == (0, 4, 1)
+    results = {each.custom_id: each.result for each in keeper.messages.batches.results(batch.id)}
+    assert results.keys() == {*asked, "bad"}
+    for id, params in asked.items():
+        alone = keeper.messages.create(**params)
+        assert isinstance(results[id].message, anthropic.types.Message)
+        assert results[id].message.content == alone.content
+        assert results[id].message.stop_reason == alone.stop_reason
+    wrong = results["bad"]
+    assert (wrong.type, wrong.error.error.type) == ("errored", "invalid_request_error")
+    assert keeper.messages.batches.delete(batch.id).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        keeper.messages.batches.retrieve(batch.id)
+
+
+def test_lists_have_pages(keeper: Any) -> None:
+    batches = keeper.messages.batches
+    requests = [{"custom_id": "a", "params": ASKED}]
+    ids = [batches.create(requests=requests).id for _ in range(3)][::-1]
+    for id in ids:
+        ended(keeper, id)
+    assert [batch.id for batch in batches.list(limit=1)][:3] == ids
+    assert [batch.id for batch in batches.list(limit=1, before_id=ids[2])][:2] == ids[1::-1]
+    assert [batch.id for batch in keeper.beta.messages.batches.list(limit=2)][:3] == ids

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cbatch import Engine, load
 from cbatch.errors import PromptTooLongError
 from cbatch.server import create_app
-from cbatch.server.answer_events import Reasoning, Text
 from cbatch.server.anthropic_fields import joined
 from cbatch.server.anthropic_messages import MessagesCall
 from cbatch.server.http_errors import problem_of
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     import httpx
+    from starlette.applications import Starlette
 
 ASKED: dict[str, Any] = {"messages": USER, "max_tokens": 6, "seed": 3}
 COUNT = f"{MESSAGES}/count_tokens"
@@ -83,14 +83,22 @@ def text(words: str) -> dict[str, Any]:
 # ---- answers ----
 
 
-def test_answer_has_every_field_of_the_format() -> None:
+def test_answer_has_every_field_and_cached_tokens_are_no_input() -> None:
     with fake_app() as app:
-        answer = call(app, MESSAGES, {**ASKED, "model": "any/name"})
+        answer, again = (call(app, MESSAGES, {**ASKED, "model": "any/name"}) for _ in range(2))
     body = answer.json()
     assert body.pop("id").startswith("msg_")
     (block,) = body.pop("content")
     assert block.pop("text")
     assert block == {"type": "text", "citations": None}
+    usage = {
+        "input_tokens": 7,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": 6,
+        "output_tokens_details": {"thinking_tokens": 0},
+        **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
+    }
     assert body == {
         "type": "message",
         "role": "assistant",
@@ -99,15 +107,9 @@ def test_answer_has_every_field_of_the_format() -> None:
         "stop_reason": "max_tokens",
         "stop_sequence": None,
         "stop_details": None,
-        "usage": {
-            "input_tokens": 7,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": 6,
-            "output_tokens_details": {"thinking_tokens": 0},
-            **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use", "service_tier")),
-        },
+        "usage": usage,
     }
+    assert again.json()["usage"] == {**usage, "input_tokens": 1, "cache_read_input_tokens": 6}
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
@@ -181,31 +183,28 @@ def test_reason_of_the_end_is_told(more: dict[str, Any], reason: str, stop: str 
     assert len(message["content"]) == (more.get("max_tokens") != 0)
 
 
-def test_full_window_is_told() -> None:
+def test_full_window_and_a_prompt_beyond_it_are_told() -> None:
     with fake_app(2, 16) as app:
         reason = both(app, {**ASKED, "max_tokens": 500})["stop_reason"]
+        for more in ({}, {"stream": True}):
+            asked = {**ASKED, "messages": [user(text("x" * 40))], **more}
+            words = error_of(call(app, MESSAGES, asked), 400, "invalid_request_error")
+            assert words == "prompt is too long: 45 tokens > 16 maximum"  # clients search for it
+        assert call(app, COUNT, asked).json() == {"input_tokens": 45}
     assert reason == "model_context_window_exceeded"
 
 
-def test_tokens_of_a_cache_are_no_input() -> None:
-    with fake_app() as app:
-        usages = [call(app, MESSAGES, ASKED).json()["usage"] for _ in range(2)]
-    found = [(usage["input_tokens"], usage["cache_read_input_tokens"]) for usage in usages]
-    assert found == [(7, 0), (1, 6)]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_shipped_model_answers_the_same_with_a_stream(test_model: Path, stream: bool) -> None:
-    asked = {"messages": USER, "max_tokens": 12, "temperature": 0, "system": "Be brief."}
+def test_shipped_model_answers_the_same_with_a_stream(test_model: Path) -> None:
+    options = {"max_tokens": 12, "temperature": 0}
+    asked = {"messages": USER, "system": "Be brief.", **options}
     with load(test_model, parallel=2, n_threads=1) as engine:
         app = create_app(engine)
         chat = [{"role": "system", "content": "Be brief."}, *USER]
-        expected = engine.submit(chat, options={"max_tokens": 12, "temperature": 0}).result()
-        answer = call(app, MESSAGES, {**asked, "stream": stream})
-        message = message_of(answer) if stream else answer.json()
-        assert [block["text"] for block in message["content"]] == [expected.text]
+        expected = engine.submit(chat, options=options).result()
+        message = both(app, asked)
         n_tokens = call(app, COUNT, {**asked, "max_tokens": None}).json()
-        assert n_tokens == {"input_tokens": expected.usage.prompt_tokens}
+    assert [block["text"] for block in message["content"]] == [expected.text]
+    assert n_tokens == {"input_tokens": expected.usage.prompt_tokens}
 
 
 def test_silence_before_the_first_token_is_pings_in_a_begun_message() -> None:
@@ -215,29 +214,18 @@ def test_silence_before_the_first_token_is_pings_in_a_begun_message() -> None:
     assert names == ["event: message_start", "event: ping", "event: ping", ""]
 
 
-def test_thinking_behind_text_is_a_block_of_its_own() -> None:
-    stream = MessagesCall.of(ASKED).stream("m")
-    said = stream.frames([Reasoning(0, "a"), Text(0, "b"), Reasoning(0, "c")]).decode()
-    kinds = [json.loads(frame.split("data: ")[1]) for frame in said.split("\n\n")[:-1]]
-    found = [(e["index"], e.get("delta", {}).get("type")) for e in kinds[1:]]
-    signed = ["thinking_delta", "signature_delta"]
-    assert found == [
-        *((0, kind) for kind in (None, *signed, None)),
-        *((1, kind) for kind in (None, "text_delta", None)),
-        *((2, kind) for kind in (None, "thinking_delta")),
-    ]
-
-
 # ---- fields ----
 
 
 def test_blocks_become_a_chat() -> None:
     thinking = {"type": "thinking", "thinking": "Hm", "signature": "s"}
     redacted = {"type": "redacted_thinking", "data": "x"}
+    function = {"name": "get_time", "arguments": {"zone": None}}
     assert chat_of(
         {"role": "user", "content": "When?"},
         user(text("It"), text("is")),
-        assistant(thinking, redacted, text("I "), text("ask"), USED),
+        assistant(thinking, redacted, text("I "), text("ask")),
+        assistant(USED),
         user(TIME_TOLD, text("Well?")),
         {"role": "assistant", "content": "It is"},
         system=[text("x-anthropic-billing-header: cch=1a2b"), text("Be brief.")],
@@ -248,18 +236,16 @@ def test_blocks_become_a_chat() -> None:
             "role": "assistant",
             "content": "I ask",
             "reasoning_content": "Hm",
-            "tool_calls": [
-                {
-                    "id": "abc",
-                    "type": "function",
-                    "function": {"name": "get_time", "arguments": {"zone": None}},
-                }
-            ],
+            "tool_calls": [{"id": "abc", "type": "function", "function": function}],
         },
         {"role": "tool", "tool_call_id": "abc", "content": "12"},
         {"role": "user", "content": "Well?"},
         {"role": "assistant", "content": "It is"},
     ]
+    said = chat_of(
+        {"role": "system", "content": "a"}, *USER, system="x-anthropic-billing-header: c\nBe"
+    )
+    assert said[0] == {"role": "system", "content": "Be\na"}
 
 
 def test_failed_tool_is_told_as_one() -> None:
@@ -313,77 +299,47 @@ def test_a_chat_is_joined_as_by_adding_each_message_to_those_before(
     assert sum(len(message.get("tool_calls", ())) for message in expected) == n_calls
 
 
-def test_turns_of_one_role_are_one() -> None:
-    chat = chat_of(
-        {"role": "system", "content": "a"},
-        *USER,
-        assistant(text("b")),
-        assistant(USED),
-        user(TIME_TOLD),
-        system="x-anthropic-billing-header: cch=1;\nBe",
-    )
-    assert chat[0] == {"role": "system", "content": "Be\na"}
-    assert chat[2]["content"] == "b"
-    assert [len(message.get("tool_calls", ())) for message in chat] == [0, 0, 1, 0]
+ENABLED = {"type": "enabled", "budget_tokens": 1024}
+CHOICE = {"type": "tool", "name": "get_time", "disable_parallel_tool_use": True}
+DEMANDED = {"type": "function", "function": {"name": "get_time"}}
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, {"tool_choice": "required"}),
+    ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+    ({"tool_choice": CHOICE}, {"tool_choice": DEMANDED, "parallel_tool_calls": False}),
+    (
+        {"thinking": ENABLED},
+        {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 1024},
+    ),
+    (
+        {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}},
+        {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
+    ),
+    ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": None}),
+    ({"output_config": {"format": SCHEMA}}, {"json_schema": '{"type":"object"}'}),
+    ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
+    ({"max_tokens": 0}, {"prefill_only": True, "max_tokens": None}),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "options"),
-    [
-        ({"tool_choice": {"type": "auto"}}, {"tool_choice": "auto"}),
-        ({"tool_choice": {"type": "any"}, "tools": [TOOL]}, {"tool_choice": "required"}),
-        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
-        (
-            {
-                "tool_choice": {
-                    "type": "tool",
-                    "name": "get_time",
-                    "disable_parallel_tool_use": True,
-                }
-            },
-            {
-                "tool_choice": {"type": "function", "function": {"name": "get_time"}},
-                "parallel_tool_calls": False,
-            },
-        ),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 1024},
-        ),
-        (
-            {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}},
-            {"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
-        ),
-        ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": None}),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
-            {"json_schema": '{"type":"object"}'},
-        ),
-        ({"stop_sequences": ["a", ""]}, {"stop": ("a",)}),
-        ({"max_tokens": 0}, {"prefill_only": True, "max_tokens": None}),
-        ({"top_k": 5, "min_p": 0.5}, {"top_k": 5, "min_p": 0.5}),
-    ],
-)
-def test_fields_become_options(body: dict[str, Any], options: dict[str, Any]) -> None:
-    found = MessagesCall.of({**ASKED, **body}).asked.options
-    assert {name: getattr(found, name) for name in options} == options
+def test_fields_become_options() -> None:
+    for body, options in OPTIONS:
+        found = MessagesCall.of({**ASKED, **body}).asked.options
+        assert {name: getattr(found, name) for name in options} == options
 
 
 def test_tools_are_shown_to_the_model_and_counted() -> None:
     (tool,) = MessagesCall.of({**ASKED, "tools": [TOOL]}).asked.options.offered_tools
-    assert tool["function"] == {
-        "name": "get_time",
-        "description": "Tell the time",
-        "parameters": TOOL["input_schema"],
-    }
+    shown = {"name": "get_time", "description": "Tell the time", "parameters": TOOL["input_schema"]}
+    assert tool["function"] == shown
     with speaking([*b"x"]) as app:
-        counts = [
+        plain, count = (
             call(app, COUNT, {"messages": USER, **more}).json()["input_tokens"]
             for more in ({}, {"tools": [TOOL]})
-        ]
+        )
         answer = call(app, MESSAGES, {**ASKED, "tools": [TOOL]}).json()
-    assert counts[0] == 7
-    assert counts[1] == answer["usage"]["input_tokens"] > 100
+    assert plain == 7
+    assert count == answer["usage"]["input_tokens"] > 100
 
 
 @pytest.mark.parametrize("is_limited", [True, False])
@@ -424,69 +380,51 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         assert call(app, MESSAGES, {**ASKED, "metadata": {}}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"max_tokens": None}, "max_tokens is missing"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": "9"}, "max_tokens"),
-        ({"messages": None}, "messages is missing"),
-        ({"messages": []}, "messages"),
-        ({"messages": ["Hi"]}, "messages.0"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text"),
-        (
-            {"messages": [user({"type": "image", "source": {}})]},
-            "source.type is missing",
-        ),
-        ({"messages": [user({"type": "document"})]}, "'document'"),
-        ({"messages": [user(USED)]}, "messages.0.content.0"),
-        ({"messages": [*USER, assistant(USED)]}, "messages.1 calls tools and is the last"),
-        ({"messages": [user({**TIME_TOLD, "is_error": 1})]}, "is_error"),
-        ({"messages": [user({**TIME_TOLD, "tool_use_id": ""})]}, "tool_use_id"),
-        ({"messages": [*USER, assistant({**USED, "input": "{}"}), *USER]}, "messages.1.content.0"),
-        ({"system": 3}, "system"),
-        ({"system": [{"type": "image"}]}, "system.0"),
-        ({"system": [{"text": "a"}]}, "system.0.type"),
-        (
-            {"messages": [user({**TIME_TOLD, "content": [{"text": "a"}]})]},
-            "content.0.content.0.type",
-        ),
-        ({"stop_sequences": [3]}, "stop_sequences"),
-        ({"stop_sequences": ["a"], "stop": "b"}, "stop_sequences and stop"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"stream": 1}, "stream"),
-        ({"model": 3}, "model"),
-        ({"tools": {}}, "tools"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
-        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
-        ({"tools": [{**TOOL, "name": ""}]}, "tools"),
-        ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_budget": 9}, "thinking"),
-        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
-        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
-        ({"output_config": {"format": {"schema": {}}}}, "output_config.format.type"),
-        ({"output_format": {"type": "json_schema"}}, "output_format"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config: "),
-        ({"output_config": {"effort": "low"}, "chat_template_kwargs": 3}, "chat_template_kwargs"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"n": 2}, "n is not supported"),
-        ({"pause_every": 2}, "pause_every"),
-        ({"functions": []}, "functions"),
+LAST_CALLS = {"messages": [*USER, assistant(USED)]}
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "max_tokens is missing": [{"max_tokens": None}],
+    "max_tokens": [{"max_tokens": "9"}],
+    "messages is missing": [{"messages": None}],
+    "messages.0": [{"messages": ["Hi"]}],
+    "messages.0.role": [{"messages": [{"role": "tool", "content": "a"}]}],
+    "messages.0.content": [{"messages": [{"role": "user"}]}],
+    "'document'": [{"messages": [user({"type": "document"})]}],
+    "messages.0.content.0": [{"messages": [user(USED)]}],
+    "messages.1 calls tools and is the last": [LAST_CALLS],
+    "is_error": [{"messages": [user({**TIME_TOLD, "is_error": 1})]}],
+    "messages.1.content.0": [{"messages": [*USER, assistant({**USED, "input": "{}"}), *USER]}],
+    "system": [{"system": 3}],
+    "system.0.type": [{"system": [{"text": "a"}]}],
+    "stop_sequences": [{"stop_sequences": [3]}],
+    "stop_sequences and stop": [{"stop_sequences": ["a"], "stop": "b"}],
+    "tools.0": [{"tools": [{"type": "web_search_20250305", "name": "web_search"}]}],
+    "tools.0.input_schema": [{"tools": [{"name": "f"}]}],
+    "tools": [{"tools": [{**TOOL, "name": ""}]}],
+    "tool_choice.name": [{"tools": [TOOL], "tool_choice": {"type": "tool"}}],
+    "tool_choice": [
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+        {"tool_choice": {"type": "any"}},
     ],
-)
-def test_wrong_field_is_named(more: dict[str, Any], words: str) -> None:
-    with fake_app() as app:
-        answer = call(app, MESSAGES, {**ASKED, **more})
-        assert words in error_of(answer, 400, "invalid_request_error")
+    "thinking.budget_tokens": [{"thinking": {"type": "enabled"}}],
+    "thinking": [{"thinking": {"type": "enabled", "budget_tokens": 9}, "thinking_budget": 9}],
+    "output_config": [{"output_config": {"format": {"type": "xml"}}}],
+    "output_config.format.type": [{"output_config": {"format": {"schema": {}}}}],
+    "output_format": [{"output_format": {"type": "json_schema"}}],
+    "output_config: ": [{"output_config": {"format": {"type": "json_schema", "schema": {}}}}],
+    "chat_template_kwargs": [{"output_config": {"effort": "low"}, "chat_template_kwargs": 3}],
+    "mcp_servers": [{"mcp_servers": [{}]}],
+    "n is not supported": [{"n": 2}],
+    "pause_every": [{"pause_every": 2}],
+}
+"""Words of the refusal, and what is refused with them."""
+
+
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for words, bodies in WRONG.items():
+        for more in bodies:
+            answer = call(app, MESSAGES, {**ASKED, **more})
+            assert words in error_of(answer, 400, "invalid_request_error"), more
 
 
 # ---- errors ----
@@ -512,15 +450,6 @@ def test_every_error_has_the_format_of_its_path() -> None:
         for path in (MESSAGES, COUNT, "/messages/none"):
             error_of(call(app, path, ASKED), 401, "authentication_error")
         assert call(app, MESSAGES, ASKED, headers={"x-api-key": "k"}).status_code == 200
-
-
-def test_long_prompt_is_told_in_the_words_that_clients_search_for() -> None:
-    with fake_app(2, 16) as app:
-        for more in ({}, {"stream": True}):
-            asked = {**ASKED, "messages": [user(text("x" * 40))], **more}
-            words = error_of(call(app, MESSAGES, asked), 400, "invalid_request_error")
-            assert words == "prompt is too long: 45 tokens > 16 maximum"
-        assert call(app, COUNT, asked).json() == {"input_tokens": 45}
 
 
 def test_error_in_a_stream_is_an_event() -> None:

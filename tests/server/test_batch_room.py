@@ -67,19 +67,6 @@ def test_newest_items_give_way_to_calls_and_come_back() -> None:
         wait_until(lambda: not engine.ids)
 
 
-def test_item_waits_until_a_slot_is_left_for_it() -> None:
-    with room_of(2) as (room, _):
-        gate = ItemGate(room)
-        assert gate.enter("a", 1)
-        room.set_calls(1)
-        waiting = in_thread(lambda: gate.enter("b", 1))
-        room.set_calls(0)
-        assert waiting()
-        waiting = in_thread(lambda: gate.enter("c", 1))
-        gate.leave("a")
-        assert waiting()
-
-
 def asking(room: BatchRoom, id: str, n_sequences: int, entered: list[str]) -> Callable[[], Any]:
     """An item that waits for room, and then is one of those that have `entered`; return what waits for that."""
     waits = threading.Event()
@@ -131,16 +118,6 @@ def test_item_with_more_sequences_than_slots_runs_alone_and_without_calls() -> N
         room.leave("large")
         wait_until(lambda: not engine.ids)
     assert entered == ["small", "large", "late"]
-
-
-def test_first_item_waits_for_the_end_of_calls() -> None:
-    entered: list[str] = []
-    with room_of(1) as (room, _):
-        room.set_calls(1)
-        wait = asking(room, "a", 1, entered)
-        assert not entered
-        room.set_calls(0)
-        wait()
 
 
 def test_gate_that_is_closed_lets_nobody_in() -> None:

@@ -10,7 +10,6 @@ import pytest
 from cbatch import Engine
 from cbatch.server import batch_turns, batches
 from cbatch.server.batch_store import BatchStore
-from cbatch.server.batch_turns import READING, RUNNING, BatchTurns
 from tests.no_threads import NoThreads
 from tests.runtime.backends import PATIENCE_S, GatedBackend, in_thread
 from tests.server.clients import CHAT, call, error_of, wait_until
@@ -128,26 +127,6 @@ def test_batches_of_one_owner_leave_others_room(
         assert "all keys" in error_of(asked(app, EVE), 429)["message"]
         steps.release(99)
         wait_until(lambda: asked(app, ADA).status_code == 200)
-
-
-def test_owner_with_few_batches_at_work_comes_first() -> None:
-    turns = BatchTurns()
-    for owner in "aab":
-        assert turns.may_begin(RUNNING, owner)
-        turns.begin(RUNNING, owner)
-    assert sorted("abc", key=lambda owner: turns.rank(RUNNING, owner)) == ["c", "b", "a"]
-    turns.end(RUNNING, "a")
-    assert sorted("ab", key=lambda owner: turns.rank(RUNNING, owner)) == ["a", "b"]
-    turns.end(RUNNING, "a")
-    turns.end(RUNNING, "b")
-    for _ in range(RUNNING.n_shared):
-        turns.begin(RUNNING, "a")
-    assert not turns.may_begin(RUNNING, "a")
-    for i in range(RUNNING.n_max - RUNNING.n_shared):
-        assert turns.may_begin(RUNNING, f"{i}")
-        turns.begin(RUNNING, f"{i}")
-    assert not turns.may_begin(RUNNING, "z")
-    assert turns.may_begin(READING, "a")
 
 
 # ---- the disk, and threads ----

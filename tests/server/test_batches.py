@@ -26,7 +26,6 @@ from tests.server.clients import (
     USER,
     call,
     error_of,
-    fake_app,
     wait_until,
 )
 from tests.server.kept import (
@@ -48,6 +47,8 @@ from tests.worker.links import Launches, MortalBackend
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from starlette.applications import Starlette
+
     from cbatch.server.batch_index import StoredBatch
 
 RESPONSES = "/v1/responses"
@@ -57,20 +58,14 @@ def many(n: int) -> bytes:
     return lines(*(line(f"r{i}") for i in range(n)))
 
 
-def test_line_with_numbers_that_json_lacks_is_refused_alone(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        url = "/v1/responses"
-        good = line("a", url, model="m", input="Hi", max_output_tokens=2)
-        odd = [line(f"{n}", url, model="m", input="Hi", metadata={"a": n}) for n in (1, 2)]
-        data = lines(good, *odd).replace(b'{"a": 1}', b'{"a": 1e999}')
-        batch = ended(app, begun(app, data.replace(b'{"a": 2}', b'{"a": NaN}'), url))
-        found = answers(app, batch)
-    assert {id: found[id]["response"]["status_code"] for id in found} == {
-        "a": 200,
-        "1": 400,
-        "2": 400,
-    }
-    assert found["1"]["response"]["body"]["error"]["code"] == "invalid_json"
+def test_line_with_numbers_that_json_lacks_is_refused_alone(kept: Starlette) -> None:
+    good = line("a", RESPONSES, model="m", input="Hi", max_output_tokens=2)
+    odd = [line(f"{n}", RESPONSES, model="m", input="Hi", metadata={"a": n}) for n in (1, 2)]
+    data = lines(good, *odd).replace(b'{"a": 1}', b'{"a": 1e999}')
+    batch = ended(kept, begun(kept, data.replace(b'{"a": 2}', b'{"a": NaN}'), RESPONSES))
+    found = {id: each["response"] for id, each in answers(kept, batch).items()}
+    assert {id: found[id]["status_code"] for id in found} == {"a": 200, "1": 400, "2": 400}
+    assert found["1"]["body"]["error"]["code"] == "invalid_json"
 
 
 def test_batch_has_an_answer_for_each_line(tmp_path: Path) -> None:
@@ -86,16 +81,12 @@ def test_batch_has_an_answer_for_each_line(tmp_path: Path) -> None:
     assert batch["request_counts"] == {"total": 5, "completed": 2, "failed": 3}
     assert (batch["object"], batch["metadata"], batch["model"]) == ("batch", {"k": "v"}, "m")
     assert batch["errors"] is None
-    usage = alone["usage"]
-    assert batch["usage"] == {
-        "input_tokens": 2 * usage["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": batch["usage"]["input_tokens_details"]["cached_tokens"]
-        },
-        "output_tokens": 2 * usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 2 * usage["total_tokens"],
-    }
+    usage, told = alone["usage"], batch["usage"]
+    assert told.pop("input_tokens_details").keys() == {"cached_tokens"}
+    assert told.pop("output_tokens_details") == {"reasoning_tokens": 0}
+    names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
+    names["total_tokens"] = "total_tokens"
+    assert told == {name: 2 * usage[alike] for name, alike in names.items()}
     stamps = [batch[f"{name}_at"] for name in ("created", "in_progress", "finalizing", "completed")]
     assert stamps == sorted(stamps)
     assert batch["expires_at"] == batch["created_at"] + 86_400
@@ -123,25 +114,20 @@ def test_endpoints_answer_as_they_do_alone(
     tmp_path: Path, endpoint: str, body: dict[str, Any], kind: str
 ) -> None:
     body = {"temperature": 0, "ignore_eos": True, "seed": 1, **body}
+    several = line("several", endpoint, **body | {"prompt": ["a", "b"]})
     with kept_app(tmp_path) as app:
         alone = call(app, endpoint, body).json()
-        batch = ended(app, begun(app, lines(line("a", endpoint, **body)), endpoint))
-        answer = answers(app, batch)["a"]["response"]["body"]
+        batch = ended(app, begun(app, lines(line("a", endpoint, **body), several), endpoint))
+        found = {id: each["response"] for id, each in answers(app, batch).items()}
+    answer = found["a"]["body"]
     assert answer["object"] == alone["object"] == kind
     for name in ("choices", "status"):
         assert answer.get(name) == alone.get(name)
     assert batch["usage"]["total_tokens"] == alone["usage"]["total_tokens"]
     if kind == "response":
         assert answer["output"][0]["content"] == alone["output"][0]["content"]
-
-
-def test_several_prompts_in_a_line_are_refused(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        several = line("a", COMPLETIONS, prompt=["a", "b"], max_tokens=1)
-        batch = ended(app, begun(app, lines(several), COMPLETIONS))
-        answer = answers(app, batch)["a"]["response"]
-    assert (answer["status_code"], answer["body"]["error"]["param"]) == (400, "prompt")
-    assert batch["output_file_id"] is None
+    assert (found["several"]["status_code"], batch["request_counts"]["failed"]) == (400, 1)
+    assert found["several"]["body"]["error"]["param"] == "prompt"
 
 
 def test_wrong_lines_fail_the_batch_with_their_numbers(tmp_path: Path) -> None:
@@ -175,54 +161,42 @@ def test_wrong_lines_fail_the_batch_with_their_numbers(tmp_path: Path) -> None:
     assert "max_line_bytes" not in told
 
 
-@pytest.mark.parametrize("data", [b" \n\n", b"\xef\xbb\xbf\n"])
-def test_file_without_requests_fails_its_batch(tmp_path: Path, data: bytes) -> None:
-    with kept_app(tmp_path) as app:
-        batch = ended(app, begun(app, data))
-    assert batch["status"] == "failed"
-    assert [each["code"] for each in batch["errors"]["data"]] == ["empty_file"]
-
-
-def test_utf16_fails_the_batch_and_tells_no_path(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        batch = ended(app, begun(app, many(1).decode().encode("utf-16")))
-    (error,) = batch["errors"]["data"]
-    assert (batch["status"], error["code"]) == ("failed", "invalid_file")
-    assert error["message"].startswith("is UTF-16")
-
-
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("data", "code", "words"),
     [
-        ("endpoint", "/v1/images"),
-        ("endpoint", 3),
-        ("endpoint", None),
-        ("completion_window", "0h"),
-        ("completion_window", "31d"),
-        ("completion_window", "soon"),
-        ("completion_window", 24),
-        ("input_file_id", 7),
-        ("input_file_id", ["a"]),
-        ("metadata", {"k": 1}),
-        ("metadata", [1]),
-        ("metadata", {"k" * 65: ""}),
-        ("metadata", {"k": "v" * 513}),
-        ("metadata", {str(i): "" for i in range(17)}),
-        ("output_expires_after", {"anchor": "created_at", "seconds": 3599}),
-        ("output_expires_after", {"anchor": "now", "seconds": 3600}),
-        ("output_expires_after", 3600),
+        (b" \n\n", "empty_file", ""),
+        (b"\xef\xbb\xbf\n", "empty_file", ""),
+        (many(1).decode().encode("utf-16"), "invalid_file", "is UTF-16"),
     ],
 )
-def test_wrong_field_of_a_batch_is_refused_by_name(
-    tmp_path: Path, field: str, value: object
+def test_file_without_requests_fails_its_batch(
+    kept: Starlette, data: bytes, code: str, words: str
 ) -> None:
-    with kept_app(tmp_path) as app:
-        file = upload(app, many(1)).json()["id"]
-        asked = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
-        error = error_of(call(app, "/v1/batches", {**asked, field: value}), 400)
+    batch = ended(kept, begun(kept, data))
+    (error,) = batch["errors"]["data"]
+    assert (batch["status"], error["code"]) == ("failed", code)
+    assert error["message"].startswith(words)  # and not with a path
+
+
+WRONG: list[tuple[str, object]] = [
+    *(("endpoint", said) for said in ("/v1/images", 3, None)),
+    *(("completion_window", said) for said in ("0h", "31d", "soon", 24)),
+    *(("input_file_id", said) for said in (7, ["a"])),
+    *(("metadata", said) for said in ({"k": 1}, [1], {"k" * 65: ""}, {"k": "v" * 513})),
+    ("metadata", {str(i): "" for i in range(17)}),
+    ("output_expires_after", {"anchor": "created_at", "seconds": 3599}),
+    *(("output_expires_after", said) for said in ({"anchor": "now", "seconds": 3600}, 3600)),
+]
+
+
+def test_wrong_field_of_a_batch_is_refused_by_name(kept: Starlette) -> None:
+    asked = {"input_file_id": upload(kept, many(1)).json()["id"], "endpoint": CHAT}
+    for field, value in WRONG:
+        body = {**asked, "completion_window": "24h", field: value}
+        error = error_of(call(kept, "/v1/batches", body), 400)
         assert field in error["message"]
         assert ("/v1/embeddings" in error["message"]) is (field == "endpoint")
-        assert call(app, "/v1/batches").json()["data"] == []
+    assert call(kept, "/v1/batches").json()["data"] == []
 
 
 def test_unknown_fields_of_a_batch_are_named(tmp_path: Path) -> None:
@@ -237,40 +211,37 @@ def test_unknown_fields_of_a_batch_are_named(tmp_path: Path) -> None:
             assert answer.headers["x-ignored-fields"] == "x"
 
 
-def test_batches_are_listed_by_pages_the_newest_first(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        ids = [begun(app, many(1)) for _ in range(5)]
-        for id in ids:
-            ended(app, id)
-        whole = call(app, "/v1/batches").json()
-        assert [each["id"] for each in whole["data"]] == ids[::-1]
-        assert (whole["first_id"], whole["last_id"]) == (ids[-1], ids[0])
-        assert not whole["has_more"]
-        first = call(app, "/v1/batches?limit=2").json()
-        rest = call(app, f"/v1/batches?limit=3&after={first['last_id']}").json()
-        assert [*first["data"], *rest["data"]] == whole["data"]
-        assert (first["has_more"], rest["has_more"]) == (True, False)
-        for limit in ("0", "101", "x", "-1"):
-            assert error_of(call(app, f"/v1/batches?limit={limit}"), 400)["param"] == "limit"
-        error_of(call(app, "/v1/batches?after=batch_0"), 404)
+def test_batches_are_listed_by_pages_the_newest_first(kept: Starlette) -> None:
+    ids = [begun(kept, many(1)) for _ in range(5)]
+    for id in ids:
+        ended(kept, id)
+    whole = call(kept, "/v1/batches").json()
+    assert [each["id"] for each in whole["data"]] == ids[::-1]
+    assert (whole["first_id"], whole["last_id"]) == (ids[-1], ids[0])
+    assert not whole["has_more"]
+    first = call(kept, "/v1/batches?limit=2").json()
+    rest = call(kept, f"/v1/batches?limit=3&after={first['last_id']}").json()
+    assert [*first["data"], *rest["data"]] == whole["data"]
+    assert (first["has_more"], rest["has_more"]) == (True, False)
+    for limit in ("0", "101", "x", "-1"):
+        assert error_of(call(kept, f"/v1/batches?limit={limit}"), 400)["param"] == "limit"
+    error_of(call(kept, "/v1/batches?after=batch_0"), 404)
 
 
-def test_unknown_batches_are_not_there(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        for id in ("batch_0", "..%2Findex.sqlite3", "%00", "a" * 9999):
-            error_of(call(app, f"/v1/batches/{id}"), 404)
-            error_of(call(app, f"/v1/batches/{id}/cancel", method="POST"), 404)
-        asked = {"input_file_id": "file-0", "endpoint": CHAT, "completion_window": "24h"}
-        error_of(call(app, "/v1/batches", asked), 404)
+def test_unknown_batches_are_not_there(kept: Starlette) -> None:
+    for id in ("batch_0", "..%2Findex.sqlite3", "%00", "a" * 9999):
+        error_of(call(kept, f"/v1/batches/{id}"), 404)
+        error_of(call(kept, f"/v1/batches/{id}/cancel", method="POST"), 404)
+    asked = {"input_file_id": "file-0", "endpoint": CHAT, "completion_window": "24h"}
+    error_of(call(kept, "/v1/batches", asked), 404)
 
 
-def test_server_without_a_folder_says_so() -> None:
-    with fake_app() as app:
-        for path in ("/v1/files", "/v1/batches", "/v1/batches/a"):
-            assert error_of(call(app, path), 404)["code"] == "files_not_kept"
-        for path in (f"{MESSAGES}/batches", f"{MESSAGES}/batches/a"):
-            answer = call(app, path)
-            assert (answer.status_code, "files_dir" in answer.text) == (404, True)
+def test_server_without_a_folder_says_so(app: Starlette) -> None:
+    for path in ("/v1/files", "/v1/batches", "/v1/batches/a"):
+        assert error_of(call(app, path), 404)["code"] == "files_not_kept"
+    for path in (f"{MESSAGES}/batches", f"{MESSAGES}/batches/a"):
+        answer = call(app, path)
+        assert (answer.status_code, "files_dir" in answer.text) == (404, True)
 
 
 # ---- cancel, and time that is over ----
@@ -297,14 +268,13 @@ def test_cancelled_batch_has_what_is_done_and_tells_what_is_not(tmp_path: Path) 
     assert {each["error"]["code"] for each in never} == {"batch_cancelled"}
 
 
-def test_ended_batch_is_not_cancelled(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        for data, status in ((many(1), "completed"), (b" ", "failed")):
-            id = begun(app, data)
-            ended(app, id)
-            answer = call(app, f"/v1/batches/{id}/cancel", method="POST")
-            assert status in error_of(answer, 409)["message"]
-            assert answer.headers["x-should-retry"] == "false"
+def test_ended_batch_is_not_cancelled(kept: Starlette) -> None:
+    for data, status in ((many(1), "completed"), (b" ", "failed")):
+        id = begun(kept, data)
+        ended(kept, id)
+        answer = call(kept, f"/v1/batches/{id}/cancel", method="POST")
+        assert status in error_of(answer, 409)["message"]
+        assert answer.headers["x-should-retry"] == "false"
 
 
 def test_batch_that_waits_for_its_turn_is_cancelled_at_once(
@@ -324,13 +294,12 @@ def test_batch_that_waits_for_its_turn_is_cancelled_at_once(
 
 
 def test_batch_whose_time_is_over_has_what_is_done(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kept: Starlette, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with kept_app(tmp_path) as app:
-        app.state.desk.room.set_calls(4)  # which leaves no slot
-        batch = ended(app, begun(app, many(3), completion_window="1s"))
-        app.state.desk.room.set_calls(0)
-        found = answers(app, batch)
+    kept.state.desk.room.set_calls(4)  # which leaves no slot
+    batch = ended(kept, begun(kept, many(3), completion_window="1s"))
+    kept.state.desk.room.set_calls(0)
+    found = answers(kept, batch)
     assert batch["status"] == "expired"
     assert "tried again" not in caplog.text
     assert batch["expired_at"] >= batch["expires_at"]
@@ -343,62 +312,45 @@ def test_batch_whose_time_is_over_has_what_is_done(
 
 def test_call_is_answered_while_a_batch_has_all_slots(tmp_path: Path) -> None:
     with kept_app(tmp_path, Engine(FakeBackend(2, 2**20, 64))) as app:
-        endless: dict[str, Any] = {"messages": USER, "max_tokens": 10**6, "ignore_eos": True}
-        id = begun(app, lines(*(line(name, **endless) for name in "abc")))
+        id = begun(app, lines(*(line(name, messages=USER, **ENDLESS) for name in "abc")))
         engine = app.state.desk.engine
         wait_until(lambda: engine.stats().n_running == 2)
         for _ in range(3):
-            answer = call(app, CHAT, {"messages": USER, **SHORT})
-            assert answer.status_code == 200
+            assert call(app, CHAT, {"messages": USER, **SHORT}).status_code == 200
         assert batch_of(app, id)["request_counts"]["completed"] == 0
         wait_until(lambda: engine.stats().n_running == 2)
 
 
-MANY_SEQUENCES: list[dict[str, Any]] = [
-    {"prompt": "a", "n": 32, "max_tokens": 10**6, "ignore_eos": True},
-    {"prompt": "a", "n": 3, "max_tokens": 10**6, "ignore_eos": True},
-    {"prompt": "a", "n": 1, "best_of": 32, "max_tokens": 10**6, "ignore_eos": True},
-    {"prompt": "a" * 2**14, "choice": [chr(i) for i in range(64, 96)], "choice_probs": True},
-]
+ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
+MANY_SEQUENCES: dict[str, dict[str, Any]] = {
+    "n": {"prompt": "a", "n": 32, **ENDLESS},
+    "room": {"prompt": "a", "n": 3, **ENDLESS},
+    "best_of": {"prompt": "a", "n": 1, "best_of": 32, **ENDLESS},
+    "choices": {
+        "prompt": "a" * 2**13,
+        "choice": [chr(i) for i in range(64, 96)],
+        "choice_probs": True,
+    },
+}
 
 
-@pytest.mark.parametrize("body", MANY_SEQUENCES, ids=["n", "room", "best_of", "choice_probs"])
-def test_call_is_answered_while_a_batch_has_many_sequences(
-    tmp_path: Path, body: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("what", MANY_SEQUENCES)
+def test_call_is_answered_while_a_batch_has_many_sequences(tmp_path: Path, what: str) -> None:
+    some = lines(*(line(f"{i}", COMPLETIONS, **MANY_SEQUENCES[what]) for i in range(12)))
     with kept_app(tmp_path, Engine(FakeBackend(4, 2**20, 64))) as app:
-        id = begun(
-            app,
-            lines(*(line(f"{i}", COMPLETIONS, **body) for i in range(12))),
-            COMPLETIONS,
-        )
-        engine = app.state.desk.engine
+        id, engine = begun(app, some, COMPLETIONS), app.state.desk.engine
         wait_until(lambda: engine.stats().n_running > 0)
         for _ in range(3):
             answer = in_thread(lambda: call(app, CHAT, {"messages": USER, **SHORT}))()
             assert answer.status_code == 200
-        if body.get("choice_probs"):
+        if what == "choices":
             assert ended(app, id)["request_counts"]["completed"] == 12
             return
         assert batch_of(app, id)["request_counts"]["completed"] == 0
         call(app, f"/v1/batches/{id}/cancel", method="POST")
-        batch = ended(app, id)
-        stats = engine.stats()
+        batch, stats = ended(app, id), engine.stats()
     assert (batch["status"], batch["request_counts"]["failed"]) == ("cancelled", 12)
     assert (stats.n_running, stats.n_waiting, stats.n_paused) == (0, 0, 0)
-
-
-def test_batch_over_workers_survives_a_death(tmp_path: Path) -> None:
-    launches = Launches(lambda: MortalBackend(2, 256))
-    with kept_app(tmp_path, launches.engine(1)) as app:
-        call(app, CHAT, {"messages": USER, **SHORT})
-        backend = launches.backends[0]
-        backend.die_at = backend.n_runs + 12
-        batch = ended(app, begun(app, many(20)))
-        found = answers(app, batch)
-    assert len(launches.backends) == 2
-    assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
-    assert len({str(each["response"]["body"]["choices"]) for each in found.values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -420,8 +372,9 @@ def test_batch_waits_while_no_worker_can_be_started(
         assert batch_of(app, id)["status"] == "in_progress"
         launches.error = None
         batch = ended(app, id)
-        assert len(answers(app, batch)) == 20
+        found = answers(app, batch).values()
     assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+    assert len({str(each["response"]["body"]["choices"]) for each in found}) == 1
 
 
 # ---- disks, files, other servers ----
@@ -452,7 +405,7 @@ def test_full_disk_holds_a_batch_up_and_loses_nothing(
         assert len(answers(app, batch)) == 9
 
 
-@pytest.mark.parametrize("i_full", range(6))
+@pytest.mark.parametrize("i_full", [0, 2, 5])
 def test_full_disk_of_the_index_holds_a_batch_up_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i_full: int
 ) -> None:
@@ -472,20 +425,6 @@ def test_full_disk_of_the_index_holds_a_batch_up_too(
         assert len(answers(app, batch)) == 3
 
 
-def test_error_of_the_server_itself_costs_no_answer_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: object) -> None:
-        monkeypatch.undo()
-        raise RuntimeError("nobody expects it")
-
-    monkeypatch.setattr(batches, "usage_of", fail)
-    with kept_app(tmp_path) as app:
-        batch = ended(app, begun(app, many(3)))
-        assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "internal_error")
-        assert len(answers(app, batch)) == 3
-
-
 def test_batch_goes_on_when_its_file_is_deleted(tmp_path: Path) -> None:
     backend = GatedBackend(2, 256, hold_at=5)
     with kept_app(tmp_path, Engine(backend)) as app:
@@ -500,28 +439,18 @@ def test_batch_goes_on_when_its_file_is_deleted(tmp_path: Path) -> None:
         assert len(answers(app, batch)) == batch["request_counts"]["completed"] == 9
 
 
-def test_answers_can_be_deleted_and_expire(tmp_path: Path) -> None:
-    with kept_app(tmp_path) as app:
-        expiry = {"anchor": "created_at", "seconds": 3600}
-        batch = ended(app, begun(app, many(1), output_expires_after=expiry))
-        file = call(app, f"/v1/files/{batch['output_file_id']}").json()
-        assert file["purpose"] == "batch_output"
-        assert file["expires_at"] == file["created_at"] + 3600
-        assert file["bytes"] == len(call(app, f"/v1/files/{file['id']}/content").content)
-        assert (
-            error_of(
-                call(
-                    app,
-                    "/v1/batches",
-                    {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"},
-                ),
-                400,
-            )["param"]
-            == "input_file_id"
-        )
-        call(app, f"/v1/files/{file['id']}", method="DELETE")
-        error_of(call(app, f"/v1/files/{file['id']}/content"), 404)
-        assert content(app, None) == []
+def test_answers_can_be_deleted_and_expire(kept: Starlette) -> None:
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    batch = ended(kept, begun(kept, many(1), output_expires_after=expiry))
+    file = call(kept, f"/v1/files/{batch['output_file_id']}").json()
+    assert file["purpose"] == "batch_output"
+    assert file["expires_at"] == file["created_at"] + 3600
+    assert file["bytes"] == len(call(kept, f"/v1/files/{file['id']}/content").content)
+    asked = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+    assert error_of(call(kept, "/v1/batches", asked), 400)["param"] == "input_file_id"
+    call(kept, f"/v1/files/{file['id']}", method="DELETE")
+    error_of(call(kept, f"/v1/files/{file['id']}/content"), 404)
+    assert content(kept, None) == []
 
 
 def test_metrics_count_batches_and_the_log_has_a_line_each(
@@ -534,18 +463,14 @@ def test_metrics_count_batches_and_the_log_has_a_line_each(
         failed = begun(app, b"x")
         ended(app, failed)
         found = scrape(app)
-    assert of(found, "cbatch:batches_total", status="completed") == 1
-    assert of(found, "cbatch:batches_total", status="failed") == 1
-    assert of(found, "cbatch:batches_total", status="expired") == 0
-    assert of(found, "cbatch:batch_requests_total", outcome="completed") == 1
-    assert of(found, "cbatch:batch_requests_total", outcome="failed") == 1
+    for status, n in (("completed", 1), ("failed", 1), ("expired", 0)):
+        assert of(found, "cbatch:batches_total", status=status) == n
+    for outcome in ("completed", "failed"):
+        assert of(found, "cbatch:batch_requests_total", outcome=outcome) == 1
     assert of(found, "cbatch:ttft_seconds_count") == 0
     told = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
     ends = {values["batch_id"]: values for values in told if "batch_id" in values}
     assert ends.keys() == {done, failed}
-    assert (ends[done]["status"], ends[done]["completed"], ends[done]["failed"]) == (
-        "completed",
-        1,
-        1,
-    )
+    counts = {"status": "completed", "completed": 1, "failed": 1}
+    assert {name: ends[done][name] for name in counts} == counts
     assert ends[failed]["status"] == "failed"

@@ -48,95 +48,86 @@ FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
+
+def said(role: str, *content: Any) -> dict[str, Any]:
+    """A message of one text, or of parts."""
+    return {"role": role, "content": content[0] if isinstance(content[0], str) else [*content]}
+
+
+def text(words: str, kind: str = "text") -> dict[str, Any]:
+    return {"type": kind, "text": words}
+
+
+TOOL = {"type": "function", "function": FUNCTION}
+CALLED = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+SHORT = {"max_tokens": 2}
 GOOD: dict[str, list[dict[str, Any]]] = {
     CHAT: [
-        {"messages": USER, "max_tokens": 2},
+        {"messages": USER, **SHORT, "tools": [TOOL]},
         {
             "messages": [
-                {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
-                {"role": "user", "content": "1+1?"},
+                said("system", text("Be brief.")),
+                *USER,
                 {"role": "assistant", "content": None, "tool_calls": [CALL]},
                 {"role": "tool", "tool_call_id": "1", "content": "2"},
             ],
-            "max_tokens": 2,
+            **SHORT,
             "stream": True,
             "stream_options": {"include_usage": True},
         },
         {"messages": USER, "max_tokens": 1, "logprobs": True, "top_logprobs": 2, "n": 2},
-        {"messages": USER, "max_tokens": 2, "tools": [{"type": "function", "function": FUNCTION}]},
-        {
-            "messages": USER,
-            "max_tokens": 2,
-            "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-        },
+        {"messages": USER, "response_format": {"type": "json_schema", "json_schema": FORMAT}},
     ],
     COMPLETIONS: [
-        {"prompt": "ab", "max_tokens": 2},
+        {"prompt": "ab", **SHORT},
         {"prompt": ["a", "b"], "max_tokens": 1, "echo": True, "logprobs": 1, "stream": True},
-        {"prompt": [[5, 6], [7]], "max_tokens": 2, "stop": ["x"], "logit_bias": {"5": -1}},
+        {"prompt": [[5, 6], [7]], **SHORT, "stop": ["x"], "logit_bias": {"5": -1}},
     ],
     MESSAGES: [
-        {"messages": USER, "max_tokens": 2},
+        {"messages": USER, **SHORT, "thinking": {"type": "enabled", "budget_tokens": 9}},
         {
-            "system": [{"type": "text", "text": "Be brief."}],
+            "system": [text("Be brief.")],
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "1+1?"}]},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                        {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}],
-                },
+                *USER,
+                said(
+                    "assistant", {"type": "thinking", "thinking": "Hm.", "signature": "x"}, CALLED
+                ),
+                said("user", {"type": "tool_result", "tool_use_id": "1", "content": "2"}),
             ],
-            "max_tokens": 2,
+            **SHORT,
             "stream": True,
             "stop_sequences": ["x"],
-        },
-        {
-            "messages": USER,
-            "max_tokens": 2,
             "tools": [{"name": "add", "input_schema": SCHEMA}],
             "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
         },
-        {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 9}},
         {
             "messages": [
-                {"role": "system", "content": "a"},
-                {"role": "user", "content": [{"type": "image", "source": IMAGE}]},
-                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+                said("user", {"type": "image", "source": IMAGE}),
+                said("assistant", {"type": "redacted_thinking", "data": "x"}),
             ],
-            "max_tokens": 2,
-            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+            **SHORT,
+            "output_config": {"effort": "low", "format": FORMAT},
         },
     ],
     RESPONSES: [
-        {"input": "Hi", "max_output_tokens": 2},
+        {"input": "Hi", "max_output_tokens": 2, "text": {"format": {"type": "text"}}},
         {
             "instructions": "Be brief.",
             "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+                said("user", text("1+1?", "input_text")),
                 {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "1", "output": "2"},
             ],
             "max_output_tokens": 2,
             "stream": True,
-        },
-        {
-            "input": "Hi",
-            "max_output_tokens": 2,
             "tools": [{"type": "function", **FUNCTION}],
-            "text": {"format": {"type": "text"}},
             "reasoning": {"effort": "low"},
         },
         {
             "input": [
-                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
-                {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+                {"type": "reasoning", "content": [text("Hm.", "reasoning_text")]},
+                said("user", {"type": "input_image", "image_url": "x"}),
             ],
             "include": ["message.output_text.logprobs"],
             "top_logprobs": 2,
@@ -144,7 +135,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     ],
     COUNT: [{"messages": USER}],
     COUNT_INPUT: [
-        {"input": "Hi", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"}
+        {"input": "Hi", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "any"}
     ],
     "/tokenize": [{"content": "ab", "with_pieces": True}, {"prompt": "ab"}, {"messages": USER}],
     "/detokenize": [{"tokens": [5, 6]}],
@@ -272,7 +263,7 @@ async def ask_all(app: Starlette, asked: list[tuple[str, Any]]) -> list[httpx.Re
 NEIGHBOUR = {"max_tokens": 2, "seed": 1, "prompt": "ab"}
 
 lasting = settings(
-    max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -302,38 +293,6 @@ def test_any_body_is_answered_or_refused_by_name(path: str) -> None:
         check()
 
 
-@pytest.mark.parametrize("path", GOOD)
-def test_any_bytes_are_answered_or_refused(path: str) -> None:
-    with fake_app(4, 64) as app:
-
-        @lasting
-        @given(data=st.data())
-        def check(data: st.DataObject) -> None:
-            text = json.dumps(data.draw(st.sampled_from(GOOD[path]))).encode()
-            at = data.draw(st.integers(0, len(text)))
-            end = data.draw(st.integers(at, min(len(text), at + 9)))
-            odd = [
-                b"",
-                b"NaN",
-                b"1e999",
-                b'"\\ud800"',
-                b"\xff",
-                b"\x00",
-                b"{",
-                b"]",
-                b"-",
-                b"[" * 200,
-            ]
-            body = text[:at] + data.draw(st.sampled_from(odd) | st.binary(max_size=6)) + text[end:]
-            (answer,) = anyio.run(ask_all, app, [(path, body)])
-            assert answer.status_code in (200, 400), answer.text
-            if answer.status_code == 400:
-                read = _object(body)
-                check_error(path, answer, read)
-
-        check()
-
-
 def _object(body: bytes) -> dict[str, Any]:
     try:
         read: Any = json.loads(body)
@@ -345,60 +304,28 @@ def _object(body: bytes) -> dict[str, Any]:
 ODD = (
     *("1e999", "-1e999", "[1e999]", '{"a": 1e999}', '{"5": -1e999}', "NaN", "-Infinity"),
     *("-0", "-0.0", "1e-999", "1.0", "1.5", "-1", "1" + "0" * 400, "1" + "0" * 5000, "1e308"),
-    *(
-        '"\\ud800"',
-        '{"\\ud800": 1}',
-        '"\\u0000"',
-        '"a\\u0000b"',
-        '""',
-        '" "',
-        '"1"',
-        '"' + "x" * 9000 + '"',
-    ),
+    *('"\\ud800"', '{"\\ud800": 1}', '"\\u0000"', '"a\\u0000b"', '""', '" "', '"1"'),
+    *('"\xff"', "\0", "{", "]", "-", "", f'"{"x" * 9000}"'),
     *("[" * 99 + "]" * 99, "[" * 300 + "]" * 300, '{"a":' * 99 + "1" + "}" * 99, "[" * 90_000),
-    *(
-        "true",
-        "false",
-        "[]",
-        "{}",
-        "[null]",
-        "[[]]",
-        "[{}]",
-        '{"": null}',
-        '{"type": null}',
-        '[""]',
-    ),
-    *(
-        '{"type": {}}',
-        '{"type": []}',
-        '[{"type": 1}]',
-        '{"type": "function"}',
-        '[{"type": "function"}]',
-    ),
-    *('{"type": "json_schema"}', '{"format": {"type": 1}}', '{"effort": 1}', "[1, 2]", '["a", 1]'),
+    *("true", "false", "[]", "{}", "[null]", "[[]]", "[{}]", '{"": null}', '[""]'),
+    *('{"type": null}', '{"type": {}}', '{"type": []}', '[{"type": 1}]', '{"type": "function"}'),
+    *('[{"type": "function"}]', '{"type": "json_schema"}', '{"format": {"type": 1}}'),
+    *('{"effort": 1}', "[1, 2]", '["a", 1]'),
 )
 """Values as JSON writes them, and what is none: the sender chooses the text."""
 
-N_ODD = 900
+N_ODD = 300
 """Cases of each path that are tried, chosen anew where the fields change."""
 
-BATCHES = {
-    "/v1/batches": (
-        "input_file_id",
-        "endpoint",
-        "completion_window",
-        "metadata",
-        "output_expires_after",
-    ),
-    "/v1/messages/batches": ("requests",),
-}
+OF_BATCH = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+BATCHES = {"/v1/batches": OF_BATCH, "/v1/messages/batches": ("requests",)}
 
 
 def with_field(body: dict[str, Any], name: str, raw: str, *, is_twice: bool = False) -> bytes:
     """A body whose field `name` has a value as it is written; with `is_twice`, after one of another value."""
     rest = {key: value for key, value in body.items() if key != name}
     twice = f"{json.dumps(name)}: null, " if is_twice else ""
-    return f"{json.dumps(rest)[:-1]}, {twice}{json.dumps(name)}: {raw}}}".encode()
+    return f"{json.dumps(rest)[:-1]}, {twice}{json.dumps(name)}: {raw}}}".encode("latin-1")
 
 
 @pytest.mark.parametrize("path", [*GOOD, *BATCHES])

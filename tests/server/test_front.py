@@ -85,7 +85,10 @@ def test_new_calls_get_the_new_model() -> None:
     models.may_load.clear()
     with served(models) as server, server.client() as client:
         assert window(client) == 256
-        assert client.post(LOAD).json() == {"success": True, "model": "cbatch"}
+        other = error_of(client.post(LOAD, json={"model": "/etc/passwd"}), 404)
+        assert other["code"] == "model_not_found"
+        told = client.post(LOAD, json={"model": "cbatch"}).json()
+        assert told == {"success": True, "model": "cbatch"}
         assert client.get("/health").json()["reload"] == "loading"
         assert client.post(CHAT, json=SHORT).status_code == 200
         assert window(client) == 256
@@ -208,20 +211,17 @@ FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}\r\n--x--\r\n'
 )
-MESSAGE = {"custom_id": "a", "params": {"model": "cbatch", "max_tokens": 3, "messages": USER}}
+MESSAGE = json.dumps(
+    {"requests": [{"custom_id": "a", "params": {"model": "m", "max_tokens": 3, "messages": USER}}]}
+).encode()
 
 
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
         ("/v1/files", FORM, "multipart/form-data; boundary=x"),
-        (
-            "/v1/messages/batches",
-            json.dumps({"requests": [MESSAGE]}).encode(),
-            "application/json",
-        ),
+        ("/v1/messages/batches", MESSAGE, "application/json"),
         (CHAT, json.dumps(SHORT).encode(), "application/json"),
-        ("/tokenize", b'{"content": "Hi"}', "application/json"),
     ],
 )
 def test_body_that_ends_behind_a_reload_is_told_so_and_holds_up_nobody(
@@ -255,15 +255,6 @@ def test_body_that_ends_behind_a_reload_is_told_so_and_holds_up_nobody(
 # ---- who may ---
 
 
-def test_other_models_are_not_loaded() -> None:
-    models = Models()
-    with served(models) as server, server.client() as client:
-        error = error_of(client.post(LOAD, json={"model": "/etc/passwd"}), 404)
-        assert error["code"] == "model_not_found"
-        assert client.post(LOAD, json={"model": "cbatch"}).status_code == 200
-        until_done(client)
-
-
 def test_strangers_need_a_key() -> None:
     def load(app: Any, host: str, **headers: str) -> int:
         return call(app, LOAD, method="POST", client_host=host, headers=headers).status_code
@@ -279,32 +270,22 @@ def test_strangers_need_a_key() -> None:
 # ---- SIGHUP ----
 
 
-@pytest.fixture
-def without_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("cbatch.server.front._has_terminal", lambda: False)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("without_terminal")
-def test_hangup_reloads_without_a_terminal() -> None:
+@pytest.mark.parametrize(
+    ("before", "has_terminal", "is_taken"),
+    [(signal.SIG_DFL, False, True), (signal.SIG_IGN, False, False), (signal.SIG_DFL, True, False)],
+)
+def test_hangup_reloads_without_a_terminal_unless_it_is_ignored(
+    before: signal.Handlers, has_terminal: bool, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.server.front._has_terminal", lambda: has_terminal)
+    own = signal.signal(signal.SIGHUP, before)
     told: list[int] = []
-    with on_hangup(lambda: told.append(1)):
-        signal.raise_signal(signal.SIGHUP)
-    assert told == [1]
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("without_terminal")
-def test_hangup_that_is_ignored_stays_so() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with on_hangup(bool):
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
-def test_hangup_of_a_terminal_does_not_reload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cbatch.server.front._has_terminal", lambda: True)
-    before = signal.getsignal(signal.SIGHUP)
-    with on_hangup(bool):
+    try:
+        with on_hangup(lambda: told.append(1)):
+            assert (signal.getsignal(signal.SIGHUP) is not before) is is_taken
+            if is_taken:
+                signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, own)
+    assert told == [1] * is_taken

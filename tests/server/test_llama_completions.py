@@ -13,6 +13,7 @@ from tests.server.clients import call, error_of, fake_app
 
 if TYPE_CHECKING:
     import httpx
+    from starlette.applications import Starlette
 
 COMPLETION, INFILL = "/completion", "/infill"
 ASKED = {"prompt": "ab", "n_predict": 4, "seed": 1, "ignore_eos": True}
@@ -25,9 +26,8 @@ def parts_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def test_completion_has_the_format_of_llama_server() -> None:
-    with fake_app() as app:
-        body = call(app, COMPLETION, {**ASKED, "stop": ["never"], "return_tokens": True}).json()
+def test_completion_has_the_format_of_llama_server(app: Starlette) -> None:
+    body = call(app, COMPLETION, {**ASKED, "stop": ["never"], "return_tokens": True}).json()
     assert body.keys() == {
         *("index", "content", "tokens", "id_slot", "stop", "model", "tokens_predicted"),
         *("tokens_evaluated", "generation_settings", "prompt", "has_new_line", "truncated"),
@@ -42,13 +42,11 @@ def test_completion_has_the_format_of_llama_server() -> None:
     assert (settings["temperature"], settings["top_k"], settings["stream"]) == (0.8, 40, False)
 
 
-def test_settings_tell_the_biases_of_tokens() -> None:
-    with fake_app() as app:
-        biases = {"ignore_eos": True, "logit_bias": [[97, 1.5], [98, False]]}
-        usual, biased = (
-            call(app, COMPLETION, {**ASKED, **more}).json()
-            for more in ({"ignore_eos": False}, biases)
-        )
+def test_settings_tell_the_biases_of_tokens(app: Starlette) -> None:
+    biases = {"ignore_eos": True, "logit_bias": [[97, 1.5], [98, False]]}
+    usual, biased = (
+        call(app, COMPLETION, {**ASKED, **more}).json() for more in ({"ignore_eos": False}, biases)
+    )
     assert usual["generation_settings"]["logit_bias"] == []
     assert biased["generation_settings"]["logit_bias"] == [
         {"token": 97, "bias": 1.5},
@@ -67,10 +65,9 @@ def test_completion_says_what_ended_it() -> None:
     assert full["generation_settings"]["n_predict"] == -1
 
 
-def test_stream_ends_with_the_whole_and_without_done() -> None:
-    with fake_app() as app:
-        whole = call(app, COMPLETION, ASKED).json()
-        *parts, last = parts_of(call(app, COMPLETION, {**ASKED, "stream": True}))
+def test_stream_ends_with_the_whole_and_without_done(app: Starlette) -> None:
+    whole = call(app, COMPLETION, ASKED).json()
+    *parts, last = parts_of(call(app, COMPLETION, {**ASKED, "stream": True}))
     assert "".join(part["content"] for part in parts) == whole["content"]
     assert all(not part["stop"] and part["tokens"] for part in parts)
     assert parts[-1]["tokens_predicted"] == 4
@@ -80,12 +77,11 @@ def test_stream_ends_with_the_whole_and_without_done() -> None:
     assert last["generation_settings"]["stream"]
 
 
-def test_prompts_may_be_texts_tokens_objects_and_mixed() -> None:
+def test_prompts_may_be_texts_tokens_objects_and_mixed(app: Starlette) -> None:
     alike: list[Any] = ["ab", [97, 98], {"prompt_string": "ab"}, ["a", 98], [97, "b"], ["ab", ""]]
-    with fake_app() as app:
-        one = [call(app, COMPLETION, {**ASKED, "prompt": said}).json() for said in alike[:5]]
-        all = call(app, COMPLETION, {**ASKED, "prompt": alike[:5]}).json()
-        two = call(app, COMPLETION, {**ASKED, "prompt": ["ab", "ab"]}).json()
+    one = [call(app, COMPLETION, {**ASKED, "prompt": said}).json() for said in alike[:5]]
+    all = call(app, COMPLETION, {**ASKED, "prompt": alike[:5]}).json()
+    two = call(app, COMPLETION, {**ASKED, "prompt": ["ab", "ab"]}).json()
     assert len({answer["content"] for answer in [*one, *all, *two]}) == 1
     assert [answer["index"] for answer in all] == [*range(5)]
     assert [answer["prompt"] for answer in all] == ["ab", [97, 98], "ab", ["a", 98], [97, "b"]]
@@ -102,49 +98,31 @@ def test_prompts_may_be_texts_tokens_objects_and_mixed() -> None:
         ([["a", None]], "must be a list of token ids"),
     ],
 )
-def test_wrong_prompt_is_refused(prompt: Any, words: str) -> None:
-    with fake_app() as app:
-        error = error_of(call(app, COMPLETION, {**ASKED, "prompt": prompt}), 400)
+def test_wrong_prompt_is_refused(app: Starlette, prompt: Any, words: str) -> None:
+    error = error_of(call(app, COMPLETION, {**ASKED, "prompt": prompt}), 400)
     assert error["param"] == "prompt"
     assert words in error["message"]
 
 
-def test_missing_prompt_is_refused() -> None:
-    with fake_app() as app:
-        assert error_of(call(app, COMPLETION, {"n_predict": 1}), 400)["param"] == "prompt"
-
-
-def test_probabilities_have_the_likeliest() -> None:
+def test_probabilities_have_the_likeliest(app: Starlette) -> None:
     asked = {**ASKED, "n_probs": 3}
-    with fake_app() as app:
-        whole = call(app, COMPLETION, asked).json()["completion_probabilities"]
-        *parts, last = parts_of(call(app, COMPLETION, {**asked, "stream": True}))
+    whole = call(app, COMPLETION, asked).json()["completion_probabilities"]
+    *parts, last = parts_of(call(app, COMPLETION, {**asked, "stream": True}))
     assert [len(token["top_logprobs"]) for token in whole] == [3] * 4
     assert whole[0].keys() == {"id", "token", "logprob", "bytes", "top_logprobs"}
     assert [t for part in parts for t in part["completion_probabilities"]] == whole
     assert "completion_probabilities" not in last
 
 
-def test_response_fields_are_the_only_ones() -> None:
+def test_response_fields_are_the_only_ones(app: Starlette) -> None:
     wanted = ["content", "generation_settings/n_predict", "no", "timings/no/way", ""]
-    with fake_app() as app:
-        asked = {**ASKED, "response_fields": wanted}
-        body = call(app, COMPLETION, asked).json()
-        last = parts_of(call(app, COMPLETION, {**asked, "stream": True}))[-1]
-        error = error_of(call(app, COMPLETION, {**ASKED, "response_fields": 3}), 400)
+    asked = {**ASKED, "response_fields": wanted}
+    body = call(app, COMPLETION, asked).json()
+    last = parts_of(call(app, COMPLETION, {**asked, "stream": True}))[-1]
+    error = error_of(call(app, COMPLETION, {**ASKED, "response_fields": 3}), 400)
     assert body.keys() == last.keys() == {"content", "generation_settings/n_predict"}
     assert body["generation_settings/n_predict"] == 4
     assert error["param"] == "response_fields"
-
-
-def test_fields_are_refused_and_ignored_as_elsewhere() -> None:
-    with fake_app(strict_fields=True) as app:
-        refused = error_of(call(app, COMPLETION, {**ASKED, "t_max_predict_ms": 5}), 400)
-        unknown = error_of(call(app, COMPLETION, {**ASKED, "unheard": 5}), 400)
-        ignored = call(app, COMPLETION, {**ASKED, "cache_prompt": True, "min_keep": 0})
-    assert (refused["code"], refused["param"]) == ("unsupported_parameter", "t_max_predict_ms")
-    assert unknown["code"] == "unknown_parameter"
-    assert ignored.headers["x-ignored-fields"] == "cache_prompt, min_keep"
 
 
 # ---- infill ----
@@ -199,9 +177,8 @@ def test_infill_takes_what_editors_send() -> None:
     )
 
 
-def test_model_without_tokens_for_it_refuses_infill() -> None:
-    with fake_app() as app:
-        error = error_of(call(app, INFILL, PLACE), 501)
+def test_model_without_tokens_for_it_refuses_infill(app: Starlette) -> None:
+    error = error_of(call(app, INFILL, PLACE), 501)
     assert error["code"] == "not_implemented"
     assert "no prefix and no suffix and no middle token" in error["message"]
 
@@ -217,9 +194,8 @@ def test_model_without_tokens_for_it_refuses_infill() -> None:
         ({"input_extra": [{"filename": 123, "text": "abc"}]}, "input_extra"),
     ],
 )
-def test_wrong_place_is_refused(more: dict[str, Any], field: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, INFILL, {**PLACE, **more}), 400)["param"] == field
+def test_wrong_place_is_refused(app: Starlette, more: dict[str, Any], field: str) -> None:
+    assert error_of(call(app, INFILL, {**PLACE, **more}), 400)["param"] == field
 
 
 # ---- slots and adapters ----
@@ -238,7 +214,6 @@ def test_adapters_are_listed_and_not_set() -> None:
 
 
 @pytest.mark.parametrize("action", ["save", "restore", "erase"])
-def test_slots_are_not_saved_by_number(action: str) -> None:
-    with fake_app() as app:
-        error = error_of(call(app, f"/slots/0?action={action}", {"filename": "a"}), 501)
+def test_slots_are_not_saved_by_number(app: Starlette, action: str) -> None:
+    error = error_of(call(app, f"/slots/0?action={action}", {"filename": "a"}), 501)
     assert (error["code"], "cache_key" in error["message"]) == ("not_implemented", True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import anyio
@@ -33,11 +33,20 @@ from cbatch.server.responses_api import ResponsesCall
 from tests.runtime.backends import GatedBackend
 from tests.server.clients import CHAT, COMPLETIONS, USER, call, error_of, events_of, fake_app
 
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
 TIMES = Timings(0.0, None, 0.0, None, None)
 ASKED = {"messages": USER, "max_tokens": 6, "seed": 3}
+PROMPTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": USER}),
+    (COMPLETIONS, {"prompt": "Hi"}),
+]
 
 
-def test_answer_has_every_field_of_the_format() -> None:
+def test_answer_has_every_field_of_the_format_and_is_that_of_the_engine() -> None:
+    with Engine(FakeBackend(4, 256)) as engine:
+        expected = engine.submit(USER, options={"max_tokens": 6, "seed": 3}).result().text
     with fake_app() as app:
         body = call(app, CHAT, {**ASKED, "model": "any/name"}).json()
     assert (body["object"], body["model"]) == ("chat.completion", "any/name")
@@ -45,6 +54,7 @@ def test_answer_has_every_field_of_the_format() -> None:
     (choice,) = body["choices"]
     assert choice.keys() == {"index", "message", "logprobs", "finish_reason"}
     assert choice["message"].keys() == {"role", "content", "refusal", "annotations"}
+    assert choice["message"]["content"] == expected
     assert (choice["finish_reason"], choice["logprobs"]) == ("length", None)
     usage = body["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (7, 6, 13)
@@ -52,21 +62,12 @@ def test_answer_has_every_field_of_the_format() -> None:
     assert body["timings"]["predicted_n"] == 6
 
 
-def test_answer_is_that_of_the_engine() -> None:
-    with Engine(FakeBackend(4, 256)) as engine:
-        expected = engine.submit(USER, options={"max_tokens": 6, "seed": 3}).result().text
-        with fake_app(engine=engine) as app:
-            body = call(app, CHAT, ASKED).json()
-    assert body["choices"][0]["message"]["content"] == expected
-
-
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
-def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
+def test_streamed_answer_equals_the_whole_one(app: Starlette, more: dict[str, Any]) -> None:
     asked = {**ASKED, **more}
-    with fake_app() as app:
-        whole = call(app, CHAT, asked).json()
-        usage = {"include_usage": True}
-        events = events_of(call(app, CHAT, {**asked, "stream": True, "stream_options": usage}))
+    whole = call(app, CHAT, asked).json()
+    usage = {"include_usage": True}
+    events = events_of(call(app, CHAT, {**asked, "stream": True, "stream_options": usage}))
     for choice in whole["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         deltas = [part["delta"] for part in parts]
@@ -85,24 +86,23 @@ def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("model", ["\0", "text of chatcmpl-0", '"', "é\u2028"])
-def test_name_of_the_model_is_repeated_as_it_is(model: str) -> None:
-    with fake_app() as app:
-        whole = call(app, CHAT, {**ASKED, "model": model}).json()
-        events = events_of(call(app, CHAT, {**ASKED, "model": model, "stream": True}))
+def test_name_of_the_model_is_repeated_as_it_is(app: Starlette, model: str) -> None:
+    whole = call(app, CHAT, {**ASKED, "model": model}).json()
+    events = events_of(call(app, CHAT, {**ASKED, "model": model, "stream": True}))
     assert {e["model"] for e in events} == {whole["model"]} == {model}
+    assert all("usage" not in event for event in events)
     texts = [c["delta"].get("content", "") for e in events for c in e["choices"]]
     assert "".join(texts) == whole["choices"][0]["message"]["content"]
 
 
-def test_one_application_answers_in_loops_of_both_kinds() -> None:
-    with fake_app() as app:
-        answers = [
-            call(app, CHAT, {**ASKED, "stream": is_streamed}, backend=backend)
-            for backend in ("asyncio", "trio", "asyncio")
-            for is_streamed in (False, True)
-        ]
-        assert [answer.status_code for answer in answers] == [200] * 6
-        assert call(app, "/health", backend="trio").status_code == 200
+def test_one_application_answers_in_loops_of_both_kinds(app: Starlette) -> None:
+    answers = [
+        call(app, CHAT, {**ASKED, "stream": is_streamed}, backend=backend)
+        for backend in ("asyncio", "trio", "asyncio")
+        for is_streamed in (False, True)
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert call(app, "/health", backend="trio").status_code == 200
 
 
 def test_times_have_draft_tokens_where_there_were_some() -> None:
@@ -110,24 +110,21 @@ def test_times_have_draft_tokens_where_there_were_some() -> None:
     result = BatchResult("a", "", (), "stop", None, Usage(4, 3), times, seed=0)
     told = timings_of(result)
     assert (told["draft_n"], told["draft_n_accepted"], told["draft_model_n"]) == (7, 5, 4)
-    assert not any("draft" in name for name in timings_of(replace(result, timings=TIMES)))
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_times_are_numbers_also_of_one_token_and_stand_beside_the_usage(path: str) -> None:
-    prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
+@pytest.mark.parametrize(("path", "prompt"), PROMPTS)
+def test_times_are_numbers_also_of_one_token_and_stand_beside_the_usage(
+    app: Starlette, path: str, prompt: dict[str, Any]
+) -> None:
     asked = {**prompt, "max_tokens": 1, "seed": 1}
-    with fake_app() as app:
-        told = call(app, path, asked).json()["timings"]
-        usage = {"stream": True, "stream_options": {"include_usage": True}}
-        *_, before, last = events_of(call(app, path, {**asked, **usage}))
-        several = {"prompt": ["a", "b"], "max_tokens": 1, "seed": 1, **usage}
-        assert "timings" not in events_of(call(app, COMPLETIONS, several))[-1]
-    rates = {
-        f"{of}_per_{unit}" for of in ("prompt", "predicted") for unit in ("second", "token_ms")
-    }
+    told = call(app, path, asked).json()["timings"]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, before, last = events_of(call(app, path, {**asked, **usage}))
+    several = {"prompt": ["a", "b"], "max_tokens": 1, "seed": 1, **usage}
+    assert "timings" not in events_of(call(app, COMPLETIONS, several))[-1]
+    rates = {f"{n}_per_{unit}" for n in ("prompt", "predicted") for unit in ("second", "token_ms")}
     sizes = {"cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "queue_ms"}
-    assert told.keys() == rates | sizes
+    assert told.keys() == rates | sizes  # no drafts
     assert all(isinstance(value, int | float) and value >= 0 for value in told.values())
     assert told["predicted_per_second"] == told["predicted_per_token_ms"] == 0.0
     assert last["choices"] == []
@@ -135,16 +132,14 @@ def test_times_are_numbers_also_of_one_token_and_stand_beside_the_usage(path: st
     assert last["timings"].keys() == told.keys()
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_fingerprint_is_that_of_the_engine(path: str) -> None:
-    prompt = {"messages": USER} if path == CHAT else {"prompt": "Hi"}
+@pytest.mark.parametrize(("path", "prompt"), PROMPTS)
+def test_fingerprint_is_that_of_the_engine(path: str, prompt: dict[str, Any]) -> None:
     asked = {**prompt, "max_tokens": 2, "seed": 1}
-    usage = {"include_usage": True}
     found = set()
     for size in (256, 512):  # sizes do not change answers
         with fake_app(4, size) as app:
             whole = call(app, path, asked).json()
-            events = events_of(call(app, path, {**asked, "stream": True, "stream_options": usage}))
+            events = events_of(call(app, path, {**asked, "stream": True}))
             found |= {each["system_fingerprint"] for each in (whole, *events)}
             assert found == {fingerprint_of(app.state.desk.engine)}
     with Engine(FakeBackend(4, 256)) as engine:
@@ -153,12 +148,11 @@ def test_fingerprint_is_that_of_the_engine(path: str) -> None:
             assert call(app, path, asked).json()["system_fingerprint"] not in found
 
 
-def test_log_probabilities_have_the_ids_of_their_tokens() -> None:
+def test_log_probabilities_have_the_ids_of_their_tokens(app: Starlette) -> None:
     asked = {"max_tokens": 3, "seed": 1, "return_tokens": True}
-    with fake_app() as app:
-        tops = {"messages": USER, "logprobs": True, "top_logprobs": 2}
-        (chat,) = call(app, CHAT, {**asked, **tops}).json()["choices"]
-        (text,) = call(app, COMPLETIONS, {**asked, "prompt": "Hi", "logprobs": 1}).json()["choices"]
+    tops = {"messages": USER, "logprobs": True, "top_logprobs": 2}
+    (chat,) = call(app, CHAT, {**asked, **tops}).json()["choices"]
+    (text,) = call(app, COMPLETIONS, {**asked, "prompt": "Hi", "logprobs": 1}).json()["choices"]
     content = chat["logprobs"]["content"]
     assert [token["id"] for token in content] == chat["token_ids"]
     for token in content:
@@ -166,12 +160,6 @@ def test_log_probabilities_have_the_ids_of_their_tokens() -> None:
         assert len(tops_of) == 2
         assert tops_of.get(token["id"], token["logprob"]) == token["logprob"]
     assert text["logprobs"]["token_ids"] == text["token_ids"]
-
-
-def test_stream_without_usage_has_none() -> None:
-    with fake_app() as app:
-        events = events_of(call(app, CHAT, {**ASKED, "stream": True, "stream_options": {}}))
-    assert all("usage" not in event for event in events)
 
 
 def test_stream_of_thinking_and_calls_has_each_in_its_place() -> None:
@@ -279,19 +267,6 @@ def test_log_probabilities_stand_beside_their_text() -> None:
     assert rest == ""
 
 
-def test_whole_answer_with_calls_has_no_empty_content() -> None:
-    chat = ChatCall.of({"messages": USER})
-    call_ = ToolCall("a", "f", "{}")
-    result = BatchResult(
-        "1", "", (1,), "tool_calls", None, Usage(3, 4), TIMES, 0, (), (call_,), "Well"
-    )
-    (choice,) = chat.body([result], "m")["choices"]
-    message = choice["message"]
-    assert (message["content"], message["reasoning_content"]) == (None, "Well")
-    assert message["tool_calls"] == [call_.as_dict()]
-    assert choice["finish_reason"] == "tool_calls"
-
-
 def test_format_of_a_text_is_moot_where_a_call_is_demanded() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     format = {"type": "json_object"}
@@ -317,83 +292,56 @@ def test_unknown_fields_are_named_in_a_header() -> None:
         assert call(app, CHAT, {**ASKED, "user": "me"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("same", "as_"),
-    [
-        ({"max_completion_tokens": 3, "max_tokens": 9}, {"max_tokens": 3}),
-        ({"n_predict": 3}, {"max_tokens": 3}),
-        ({"max_tokens": 3, "top_k": -1}, {"max_tokens": 3, "top_k": 0}),
-        ({"max_tokens": 3, "repetition_penalty": 2}, {"max_tokens": 3, "repeat_penalty": 2}),
-        ({"max_tokens": 3, "seed": -2}, {"max_tokens": 3, "seed": 2**64 - 2}),
-        ({"max_tokens": 3, "logit_bias": [[5, False]]}, {"max_tokens": 3, "logit_bias": {"5": -9}}),
-    ],
-)
-def test_names_of_others_mean_the_same(same: dict[str, Any], as_: dict[str, Any]) -> None:
-    with fake_app() as app:
-        texts = [
-            call(app, CHAT, {"messages": USER, "seed": 1, **more}).json()["choices"]
-            for more in (same, as_)
-        ]
-    assert texts[0] == texts[1]
+MAX_3 = {"max_tokens": 3}
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"max_completion_tokens": 3, "max_tokens": 9}, MAX_3),
+    ({"n_predict": 3}, MAX_3),
+    ({**MAX_3, "top_k": -1}, {**MAX_3, "top_k": 0}),
+    ({**MAX_3, "repetition_penalty": 2}, {**MAX_3, "repeat_penalty": 2}),
+    ({**MAX_3, "seed": -2}, {**MAX_3, "seed": 2**64 - 2}),
+    ({**MAX_3, "logit_bias": [[5, False]]}, {**MAX_3, "logit_bias": {"5": -9}}),
+]
 
 
-def test_ids_of_tokens_are_told_where_they_are_asked_for() -> None:
-    with fake_app() as app:
-        whole = call(app, CHAT, {**ASKED, "return_tokens": True}).json()["choices"][0]
-        asked = {**ASKED, "return_token_ids": True, "stream": True}
-        events = events_of(call(app, CHAT, asked))
+@pytest.mark.parametrize("both", ALIKE)
+def test_names_of_others_mean_the_same(
+    app: Starlette, both: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    one, other = (call(app, CHAT, {"messages": USER, "seed": 1, **more}).json() for more in both)
+    assert one["choices"] == other["choices"]
+
+
+def test_ids_of_tokens_are_told_where_they_are_asked_for(app: Starlette) -> None:
+    whole = call(app, CHAT, {**ASKED, "return_tokens": True}).json()["choices"][0]
+    asked = {**ASKED, "return_token_ids": True, "stream": True}
+    events = events_of(call(app, CHAT, asked))
     streamed = [t for e in events for c in e["choices"] for t in c.get("token_ids", ())]
     assert streamed == whole["token_ids"]
     assert len(streamed) == 6
 
 
-def test_developer_speaks_as_the_system_and_nulls_are_not_said() -> None:
+def test_developer_speaks_as_the_system_and_nulls_are_not_said(app: Starlette) -> None:
     messages = [{"role": "developer", "content": "Be brief", "name": None}, *USER]
-    with fake_app() as app:
-        prompt = call(app, "/apply-template", {"messages": messages}).json()["prompt"]
+    prompt = call(app, "/apply-template", {"messages": messages}).json()["prompt"]
     assert prompt == "system:Be brief\nuser:Hi"
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"messages": None}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": -1}, "temperature"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"top_p": [1]}, "top_p"),
-        ({"n": 0}, "n"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"stop": [1]}, "stop"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": 3}, "stream_options"),
-        ({"model": 3}, "model"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": []}, "functions"),
-        ({"audio": {}}, "audio"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"priority": 3}, "priority"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"guided_grammar": "start: x"}, "guided_grammar"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
-        ({"n_probs": "many"}, "n_probs"),
-        ({"logit_bias": {"999999": 1}}, "logit_bias"),
-    ],
-)
-def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"] == param
+WRONG: list[dict[str, Any]] = [
+    *({"messages": said} for said in (None, [{"role": "user"}])),
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    *({"temperature": -1}, {"max_completion_tokens": 0}, {"logprobs": 3}, {"stream_options": 3}),
+    *({"tools": [{"type": "web_search"}]}, {"tool_choice": "required"}, {"functions": []}),
+    *({"modalities": ["audio"]}, {"response_format": {"type": "xml"}}, {"guided_json": {}}),
+    *({"structured_outputs": {"json": {}, "regex": "a"}}, {"continue_final_message": True}),
+    *({"response_format": {"type": "json_object"}}, {"logit_bias": {"999999": 1}}),
+]
+
+
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for more in WRONG:
+        (param,) = more
+        found = error_of(call(app, CHAT, {**ASKED, **more}), 400)["param"]
+        assert found.partition("[")[0] == param, more
 
 
 # ---- how far the prompt is ----
@@ -446,9 +394,10 @@ def _text_in(event: dict[str, Any]) -> str:
     ("path", "more"),
     [(CHAT, {"messages": USER}), (COMPLETIONS, {"prompt": ["a", "b"], "stream": True})],
 )
-def test_progress_that_has_no_place_is_ignored_by_name(path: str, more: dict[str, Any]) -> None:
-    with fake_app() as app:
-        answer = call(app, path, {"max_tokens": 2, "return_progress": True, **more})
+def test_progress_that_has_no_place_is_ignored_by_name(
+    app: Starlette, path: str, more: dict[str, Any]
+) -> None:
+    answer = call(app, path, {"max_tokens": 2, "return_progress": True, **more})
     assert answer.status_code == 200
     assert answer.headers["x-ignored-fields"] == "return_progress"
     assert "prompt_progress" not in answer.text

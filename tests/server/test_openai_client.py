@@ -12,55 +12,41 @@ import pytest
 
 from cbatch import Engine
 from cbatch.server import create_app
+from cbatch.server.batch_index import ENDED
 from tests.chat.test_tool_calls import SAID, THINK_END, Speaker
 from tests.face.test_tools import TIME
-from tests.server.clients import Running, running
+from tests.server.clients import Running, running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.real
 
 SUM = [{"role": "user", "content": "What is 2+3?"}]
-SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "sum",
-        "strict": True,
-        "schema": {
-            "type": "object",
-            "properties": {"sum": {"type": "integer", "maximum": 99, "minimum": 0}},
-            "required": ["sum"],
-            "additionalProperties": False,
-        },
-    },
-}
+
+
+def client_of(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture
 def client(server: Running) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+    with client_of(server) as found:
         yield found
 
 
-def test_chat_is_answered(client: Any) -> None:
-    answer = client.chat.completions.create(model="m", messages=SUM)
-    assert answer.choices[0].message.content == "5"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.completion_tokens == 2
+@pytest.fixture
+def keeper(keeping_server: Running) -> Iterator[Any]:
+    """A client of a server that keeps files and batches."""
+    with client_of(keeping_server) as found:
+        yield found
 
 
 def test_stream_is_the_whole_answer(client: Any) -> None:
-    asked: dict[str, Any] = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "Tell me a story."}],
-        "max_tokens": 24,
-        "logprobs": True,
-        "top_logprobs": 2,
-        "n": 2,
-        "seed": 1,
-        "temperature": 1,
-    }
+    story = [{"role": "user", "content": "Tell me a story."}]
+    asked: dict[str, Any] = {"model": "m", "messages": story, "max_tokens": 24, "seed": 1}
+    asked |= {"logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1}
     whole = client.chat.completions.create(**asked)
     with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
         for _ in stream:
@@ -77,49 +63,30 @@ def test_tool_is_called_and_its_answer_read() -> None:
     with (
         Engine(Speaker(SAID, n_slots=2, n_window=1024)) as engine,
         running(create_app(engine)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client_of(server) as client,
     ):
         asked: dict[str, Any] = {"model": "m", "messages": SUM, "tools": [TIME]}
         answer = client.chat.completions.create(**asked)
         n_thought = SAID.index(THINK_END) + 1
         assert answer.usage.completion_tokens_details.reasoning_tokens == n_thought
-        (choice,) = answer.choices
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "tool_calls"
-        assert (call.function.name, json.loads(call.function.arguments)) == (
-            "get_time",
-            {"zone": "CET"},
-        )
-        assert choice.message.content == "Wait."
-        assert choice.message.reasoning_content == "I häve to"
         with client.chat.completions.stream(**asked) as stream:
             thoughts = [
                 event.chunk.choices[0].delta.model_extra.get("reasoning_content", "")
                 for event in stream
                 if event.type == "chunk" and event.chunk.choices
             ]
-            (streamed,) = stream.get_final_completion().choices
-        (again,) = streamed.message.tool_calls
-        assert (again.function.name, again.function.arguments) == (
-            call.function.name,
-            call.function.arguments,
-        )
-        assert "".join(thoughts) == "I häve to"
-        assert streamed.message.content == choice.message.content
-        assert streamed.finish_reason == "tool_calls"
-        answered = {"role": "tool", "tool_call_id": call.id, "content": "12:00"}
-        said = choice.message.to_dict()
-        messages = [*SUM, said, answered]
+            streamed = stream.get_final_completion()
+        for (choice,) in (answer.choices, streamed.choices):
+            (call,) = choice.message.tool_calls
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Wait.")
+            assert call.function.name == "get_time"
+            assert json.loads(call.function.arguments) == {"zone": "CET"}
+        message = answer.choices[0].message
+        assert message.reasoning_content == "".join(thoughts) == "I häve to"
+        answered = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "12:00"}
+        messages = [*SUM, message.to_dict(), answered]
         more = client.chat.completions.create(model="m", messages=messages, tools=[TIME])
         assert more.usage.prompt_tokens > 0
-
-
-def test_answer_matches_its_schema(client: Any) -> None:
-    asked = {"model": "m", "messages": SUM, "response_format": SCHEMA, "max_tokens": 40}
-    text = client.chat.completions.create(**asked).choices[0].message.content
-    assert json.loads(text).keys() == {"sum"}
-    chunks = client.chat.completions.create(**asked, stream=True)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
 
 
 class Sum(pydantic.BaseModel):
@@ -139,23 +106,6 @@ def test_helpers_of_the_package_parse_what_a_class_describes(client: Any) -> Non
     assert parsed == streamed == response == client.responses.parse(**more).output_parsed
 
 
-def test_text_of_a_chunk_has_its_log_probabilities(client: Any) -> None:
-    asked = {"model": "m", "messages": SUM, "logprobs": True, "top_logprobs": 1, "stream": True}
-    parts = [c.choices[0] for c in client.chat.completions.create(**asked) if c.choices]
-    said = [part for part in parts if part.delta.content]
-    assert said
-    for part in said:
-        assert "".join(t.token for t in part.logprobs.content) == part.delta.content
-    asked = {"model": "m", "input": SUM, "include": ["message.output_text.logprobs"]}
-    with client.responses.stream(**asked) as events:
-        deltas = [e for e in events if e.type == "response.output_text.delta"]
-        (item,) = events.get_final_response().output
-    assert deltas
-    for delta in deltas:
-        assert "".join(t.token for t in delta.logprobs) == delta.delta
-    assert len(item.content[0].logprobs) == sum(len(delta.logprobs) for delta in deltas)
-
-
 def test_clients_of_an_event_loop_are_answered_together(server: Running) -> None:
     async def ask() -> list[str]:
         url = f"{server.url}/v1"
@@ -170,42 +120,19 @@ def test_clients_of_an_event_loop_are_answered_together(server: Running) -> None
     assert asyncio.run(ask()) == ["3", "4", "5", "6", "7", "8", "5"]
 
 
-def test_tokens_of_an_input_are_those_of_its_usage(client: Any) -> None:
-    counted = client.responses.input_tokens.count(model="m", input=SUM)
-    used = client.responses.create(model="m", input=SUM).usage
-    assert counted.input_tokens == used.input_tokens
-
-
 def test_completion_echoes_with_log_probabilities(client: Any) -> None:
-    asked = {
-        "model": "m",
-        "prompt": "Once upon a time",
-        "max_tokens": 1,
-        "echo": True,
-        "logprobs": 1,
-    }
+    asked: dict[str, Any] = {"model": "m", "prompt": "Once upon a time", "max_tokens": 1}
+    asked |= {"echo": True, "logprobs": 1}
     (choice,) = client.completions.create(**asked).choices
     found = choice.logprobs
     assert choice.text.startswith("Once upon a time")
     assert "".join(found.tokens) == choice.text
     assert found.token_logprobs[0] is None
-    assert all(
-        number <= max(top.values())
-        for number, top in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)
-    )
+    pairs = zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)
+    assert all(number <= max(top.values()) for number, top in pairs)
     streamed = [c.choices[0] for c in client.completions.create(**asked, stream=True)]
     assert "".join(c.text for c in streamed) == choice.text
     assert [c.logprobs for c in streamed if c.logprobs] == [found]
-
-
-def test_completions_of_token_ids_keep_their_order(client: Any, server: Running) -> None:
-    engine = server.app.state.desk.engine
-    texts = ["Once upon", "What is", "The cat"]
-    prompts = [engine.tokenize(text) for text in texts]
-    answer = client.completions.create(model="m", prompt=prompts, max_tokens=4)
-    of_text = client.completions.create(model="m", prompt=texts, max_tokens=4)
-    assert [c.text for c in answer.choices] == [c.text for c in of_text.choices]
-    assert [c.index for c in answer.choices] == [0, 1, 2]
 
 
 def test_errors_are_those_of_the_package(client: Any) -> None:
@@ -219,3 +146,62 @@ def test_errors_are_those_of_the_package(client: Any) -> None:
         client.models.retrieve("none")
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id) == model
+
+
+# ---- files and batches ----
+
+
+def requests(url: str, **bodies: dict[str, Any]) -> bytes:
+    said = [{"custom_id": id, "method": "POST", "url": url, "body": b} for id, b in bodies.items()]
+    return b"".join(json.dumps(each).encode() + b"\n" for each in said)
+
+
+def ended(keeper: Any, id: str) -> Any:
+    wait_until(lambda: keeper.batches.retrieve(id).status in ENDED)
+    return keeper.batches.retrieve(id)
+
+
+def test_batch_is_answered(keeper: Any, tmp_path: Path) -> None:
+    sums = {f"s{i}": [{"role": "user", "content": f"What is {i}+{i}?"}] for i in range(1, 5)}
+    asked = {id: {"model": "m", "messages": chat} for id, chat in sums.items()}
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(requests("/v1/chat/completions", **asked, bad={"model": "m"}))
+    with path.open("rb") as opened:
+        file = keeper.files.create(file=opened, purpose="batch")
+    assert keeper.files.wait_for_processing(file.id).status == "processed"
+    assert keeper.files.retrieve(file.id) == file
+    of_chats = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    more = {**of_chats, "metadata": {"name": "sums"}}
+    batch = keeper.batches.create(input_file_id=file.id, **more)
+    assert batch.status == "validating"
+    batch = ended(keeper, batch.id)
+    assert (batch.status, batch.metadata) == ("completed", {"name": "sums"})
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (5, 4, 1)
+    read = map(json.loads, keeper.files.content(batch.output_file_id).text.splitlines())
+    answers = {each["custom_id"]: each["response"]["body"] for each in read}
+    assert answers.keys() == sums.keys()
+    for id, body in asked.items():
+        alone = keeper.chat.completions.create(**body)
+        assert answers[id]["choices"][0]["message"]["content"] == alone.choices[0].message.content
+    (wrong,) = keeper.files.content(batch.error_file_id).iter_lines()
+    told = json.loads(wrong)
+    assert (told["custom_id"], told["response"]["status_code"]) == ("bad", 400)
+    assert told["response"]["body"]["error"]["param"] == "messages"
+    with pytest.raises(openai.ConflictError):
+        keeper.batches.cancel(batch.id)
+    assert {each.id for each in keeper.files.list()} >= {file.id, batch.output_file_id}
+    assert keeper.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        keeper.files.retrieve(file.id)
+
+
+def test_lists_have_pages(keeper: Any) -> None:
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    data = requests("/v1/completions", a={"prompt": "Once", "max_tokens": 1})
+    files = [keeper.files.create(file=data, purpose="batch").id for _ in range(3)]
+    ids = [keeper.batches.create(input_file_id=file, **asked).id for file in files]
+    assert [batch.id for batch in keeper.batches.list(limit=2)][:3] == ids[::-1]
+    assert [file.id for file in keeper.files.list(limit=1, purpose="batch")][:3] == files[::-1]
+    for id in ids:
+        assert ended(keeper, id).status == "completed"

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from starlette.applications import Starlette
+
     from cbatch.response import TokenLogprob
 
 ASKED = {"prompt": "ab", "max_tokens": 4, "seed": 1}
 
 
-def test_answer_has_the_format_and_sixteen_tokens() -> None:
-    with fake_app() as app:
-        body = call(app, COMPLETIONS, {"prompt": "ab", "seed": 1, "ignore_eos": True}).json()
+def test_answer_has_the_format_and_sixteen_tokens(app: Starlette) -> None:
+    body = call(app, COMPLETIONS, {"prompt": "ab", "seed": 1, "ignore_eos": True}).json()
     assert body["object"] == "text_completion"
     assert body["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
     assert body["usage"]["completion_tokens"] == 16
@@ -63,11 +64,10 @@ def test_choices_count_through_the_prompts() -> None:
         {"prompt": "a", "echo": True, "logprobs": 0},
     ],
 )
-def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
+def test_streamed_answer_equals_the_whole_one(app: Starlette, more: dict[str, Any]) -> None:
     asked = {**ASKED, **more}
-    with fake_app() as app:
-        whole = call(app, COMPLETIONS, asked).json()
-        events = events_of(call(app, COMPLETIONS, {**asked, "stream": True}))
+    whole = call(app, COMPLETIONS, asked).json()
+    events = events_of(call(app, COMPLETIONS, {**asked, "stream": True}))
     for choice in whole["choices"]:
         parts = [c for e in events for c in e["choices"] if c["index"] == choice["index"]]
         assert "".join(p["text"] for p in parts) == choice["text"]
@@ -80,30 +80,38 @@ def test_streamed_answer_equals_the_whole_one(more: dict[str, Any]) -> None:
     assert {e["object"] for e in events} == {"text_completion"}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_stream_of_an_answer_without_a_token_says_that_there_is_none(path: str) -> None:
-    asked: dict[str, Any] = {"seed": 1, "max_tokens": 1, "return_tokens": True}
-    chats = [[{"role": "user", "content": f"{i:03}"}] for i in range(1000)]
-    prompts: list[Any] = chats if path == CHAT else [chat[0]["content"] for chat in chats]
-    with Engine(FakeBackend(4, 256)) as engine, fake_app(engine=engine) as app:
+def ended_at_once(prompts: Sequence[Any]) -> Any:
+    """The first prompt whose answer is no token but the end."""
+    with Engine(FakeBackend(4, 256)) as engine:
         results = engine.run(prompts, options={"max_tokens": 1, "seed": 1}).results()
-        prompt = next(p for p, r in zip(prompts, results, strict=True) if not r.token_ids)
-        if path == CHAT:
-            asked |= {"messages": prompt, "logprobs": True}
-        else:
-            asked |= {"prompt": prompt, "logprobs": 1}
-        whole = call(app, path, asked).json()["choices"][0]
-        last = events_of(call(app, path, {**asked, "stream": True}))[-1]["choices"][0]
+    return next(p for p, r in zip(prompts, results, strict=True) if not r.token_ids)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_stream_of_an_answer_without_a_token_says_that_there_is_none(
+    app: Starlette, path: str
+) -> None:
+    asked: dict[str, Any] = {"seed": 1, "max_tokens": 1, "return_tokens": True}
+    if path == CHAT:
+        chats = [[{"role": "user", "content": f"{i:03}"}] for i in range(1000)]
+        asked |= {"messages": ended_at_once(chats), "logprobs": True}
+    else:
+        asked |= {"prompt": ended_at_once([f"{i:03}" for i in range(1000)]), "logprobs": 1}
+    whole = call(app, path, asked).json()["choices"][0]
+    last = events_of(call(app, path, {**asked, "stream": True}))[-1]["choices"][0]
     assert whole["token_ids"] == []
     assert whole["logprobs"] is not None
     for field in ("token_ids", "logprobs", "finish_reason"):
         assert last[field] == whole[field]
+    if path == COMPLETIONS:  # an echo counts the token that ends the answer
+        choice = call(app, path, {**asked, "echo": True}).json()["choices"][0]
+        assert choice["text"] == asked["prompt"]
+        assert len(choice["logprobs"]["tokens"]) == len(asked["prompt"]) + 1
 
 
-def test_echo_has_a_number_for_each_token_but_the_first() -> None:
-    with fake_app() as app:
-        asked = {**ASKED, "echo": True, "logprobs": 1, "max_tokens": 1}
-        found = call(app, COMPLETIONS, asked).json()["choices"][0]["logprobs"]
+def test_echo_has_a_number_for_each_token_but_the_first(app: Starlette) -> None:
+    asked = {**ASKED, "echo": True, "logprobs": 1, "max_tokens": 1}
+    found = call(app, COMPLETIONS, asked).json()["choices"][0]["logprobs"]
     assert found["token_logprobs"][0] is None
     assert found["top_logprobs"][0] is None
     assert len({len(values) for values in found.values()}) == 1
@@ -112,50 +120,17 @@ def test_echo_has_a_number_for_each_token_but_the_first() -> None:
     assert found["token_logprobs"][-1] == found["top_logprobs"][-1][found["tokens"][-1]]
 
 
-def test_echo_counts_the_token_that_ends_the_answer() -> None:
-    with Engine(FakeBackend(4, 256)) as engine, fake_app(engine=engine) as app:
-        options = {"max_tokens": 1, "seed": 1}
-        prompts = [f"{i:03}" for i in range(1000)]
-        results = engine.run(prompts, options=options).results()
-        prompt = next(p for p, r in zip(prompts, results, strict=True) if r.finish_reason == "stop")
-        asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1, "seed": 1}
-        choice = call(app, COMPLETIONS, asked).json()["choices"][0]
-    assert choice["text"] == prompt
-    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1
+WRONG: list[dict[str, Any]] = [
+    *({"prompt": said} for said in ([], [1, "a"], [True], ["a", {}], [[1, -1]], [9999])),
+    *({"logprobs": 99}, {"best_of": 3, "stream": True}, {"suffix": "x"}, {"max_tokens": 0}),
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+]
 
 
-def test_no_new_tokens_are_computed_where_none_are_asked_for() -> None:
-    with fake_app() as app:
-        asked = {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
-        body = call(app, COMPLETIONS, asked).json()
-    assert body["choices"][0]["text"] == "abc"
-    assert body["usage"]["completion_tokens"] == 0
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"prompt": None}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": 3}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
-        ({"prompt": ["a", {}]}, "prompt"),
-        ({"prompt": [[1, -1]]}, "prompt"),
-        ({"prompt": [9999]}, "prompt"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logprobs": 99}, "logprobs"),
-        ({"best_of": 3, "stream": True}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"echo": 1}, "echo"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ],
-)
-def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, COMPLETIONS, {**ASKED, **more}), 400)["param"] == param
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for more in WRONG:
+        found = error_of(call(app, COMPLETIONS, {**ASKED, **more}), 400)["param"]
+        assert found.partition("[")[0] == next(iter(more)), more
 
 
 def test_one_bad_prompt_fails_all_before_any_runs() -> None:

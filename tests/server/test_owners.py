@@ -120,20 +120,21 @@ def test_files_made_without_a_key_are_those_of_a_server_without_keys(tmp_path: P
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", MESSAGES])
 @pytest.mark.parametrize("name", ["cache_key", "save_cache", "cache_required"])
-def test_cells_on_disk_are_refused_unless_the_server_allows_them(path: str, name: str) -> None:
+def test_cells_on_disk_are_refused_unless_the_server_allows_them(
+    app: Starlette, path: str, name: str
+) -> None:
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     body: dict[str, Any] = {COMPLETIONS: {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(
         path, chat
     )
     said: dict[str, Any] = {name: "k" if name == "cache_key" else True}
-    with fake_app() as app:
-        answer = call(app, path, {**body, **said})
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert name in error["message"]
-        assert "--allow-cache-keys" in error["message"]
-        assert error.get("param", name) == name
-        assert call(app, path, {**body, "save_cache": False}).status_code == 200
+    answer = call(app, path, {**body, **said})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert name in error["message"]
+    assert "--allow-cache-keys" in error["message"]
+    assert error.get("param", name) == name
+    assert call(app, path, {**body, "save_cache": False}).status_code == 200
 
 
 def test_line_of_a_batch_cannot_keep_cells_either(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.server.browser import FOUND, Browser
 from tests.server.clients import fake_app, running, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from starlette.requests import Request
@@ -103,6 +103,14 @@ def scripted(browser: Browser, *answers: Response, **settings: Any) -> Iterator[
         tab.until_text("#status", "connected")
         yield script, tab
         assert tab.complaints == []
+
+
+@contextmanager
+def paged(browser: Browser, app: Starlette, **more: Any) -> Iterator[Tab]:
+    """A tab with the page of an application."""
+    with running(app) as server, browser.tab(**more) as tab:
+        tab.open(f"{server.url}/")
+        yield tab
 
 
 def ask(tab: Tab, text: str = "Hi") -> None:
@@ -218,14 +226,6 @@ def test_dropped_sound_can_be_heard_and_goes_with_the_question(browser: Browser)
         ]
 
 
-def test_page_of_a_model_that_sees_and_hears_nothing_takes_no_file(browser: Browser) -> None:
-    with scripted(browser) as (_, tab):
-        tab.js(DROP % (20, 20))
-        tab.js(DROP_SOUND % silence())
-        assert tab.js("document.querySelector('#attach').hidden")
-        assert tab.js("document.querySelectorAll('#media > *').length") == 0
-
-
 def test_settings_and_chat_outlive_a_reload(browser: Browser) -> None:
     with scripted(browser, says("kept")) as (_, tab):
         tab.click("[data-view=settings]")
@@ -321,37 +321,37 @@ def test_temperatures_are_compared_in_calls_of_their_own(browser: Browser) -> No
         assert tab.text(".answer:nth-child(2) .choice") == "temperature 1.5"
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("#temperature", "-1", "temperature must be a number from 0"),
-        ("#top_k", "1.5", "top_k must be a whole number"),
-        ("#n", "9", "Answers must be a whole number from 1 to 8"),
-        ("#tools", "{", "The tools must be a list in JSON"),
-        ("#schema", "[]", "The schema must be an object"),
-    ],
-)
-def test_wrong_setting_is_told_before_anything_is_asked(
-    browser: Browser, field: str, value: str, words: str
-) -> None:
+def test_wrong_setting_is_told_before_anything_is_asked(browser: Browser) -> None:
+    wrong = {
+        "#temperature": ("-1", "temperature must be a number from 0"),
+        "#top_k": ("1.5", "top_k must be a whole number"),
+        "#n": ("9", "Answers must be a whole number from 1 to 8"),
+        "#tools": ("{", "The tools must be a list in JSON"),
+        "#schema": ("[]", "The schema must be an object"),
+    }
     with scripted(browser) as (script, tab):
         tab.click("[data-view=settings]")
         tab.js("for (const d of document.querySelectorAll('#settings details')) d.open = true")
-        tab.fill(field, value)
-        ask(tab, "kept")
-        tab.until_text("#settings-problem", words)
-        assert tab.js(f"document.activeElement === document.querySelector('{field}')")
-        assert tab.js("document.querySelector('#question').value") == "kept"
+        for field, (value, words) in wrong.items():
+            before = tab.js(f"document.querySelector('{field}').value")
+            tab.fill(field, value)
+            ask(tab, "kept")
+            tab.until_text("#settings-problem", words)
+            assert tab.js(f"document.activeElement === document.querySelector('{field}')")
+            assert tab.js("document.querySelector('#question').value") == "kept"
+            tab.js(f"document.querySelector('{field}').value = '{before}'")
         assert script.asked == []
 
 
-def test_adapter_may_be_chosen(browser: Browser) -> None:
+def test_adapter_may_be_chosen_and_a_model_of_text_takes_no_file(browser: Browser) -> None:
     backend = FakeBackend(2, 512)
     backend.adapters = (EVIL, "b")
-    with scripted(browser, says("x"), says("y"), engine=Engine(backend), model_name="m") as (
-        script,
-        tab,
-    ):
+    given: dict[str, Any] = {"engine": Engine(backend), "model_name": "m"}
+    with scripted(browser, says("x"), says("y"), **given) as (script, tab):
+        tab.js(DROP % (20, 20))
+        tab.js(DROP_SOUND % silence())
+        assert tab.js("document.querySelector('#attach').hidden")
+        assert tab.js("document.querySelectorAll('#media > *').length") == 0
         ask(tab)
         wait_for_answers(tab, 1)
         names = tab.js("[...document.querySelector('#model').options].map(o => o.text)")
@@ -373,52 +373,33 @@ def test_message_is_edited_and_answered_anew(browser: Browser) -> None:
         tab.until_text(".answer .body", "two")
         tab.click("[aria-label='Answer anew']")
         tab.until_text(".answer .body", "three")
-        assert [[m["content"] for m in asked["messages"]] for asked in script.asked] == [
-            ["Frist"],
-            ["First"],
-            ["First"],
-        ]
+        asked = [[m["content"] for m in each["messages"]] for each in script.asked]
+        assert asked == [["Frist"], ["First"], ["First"]]
 
 
-def test_cut_answer_goes_on_where_it_ended(browser: Browser) -> None:
-    cut = stream(chunk({"content": "one "}), chunk(end="length"))
+def test_cut_answer_goes_on_where_it_ended_and_its_thoughts_are_folded(browser: Browser) -> None:
+    thoughts = [chunk({"reasoning_content": text}) for text in ("let me ", "see")]
+    cut = stream(*thoughts, chunk({"content": "one "}), chunk(end="length"))
     with scripted(browser, cut, says("two")) as (script, tab):
         ask(tab)
         tab.until_text(".foot .stats", "cut at max_tokens")
+        assert tab.text(".answer .body").strip() == "one"
+        assert not tab.js("document.querySelector('.thoughts').open")
+        tab.click(".thoughts summary")
+        assert tab.text(".thoughts pre") == "let me see"
         tab.click("[aria-label='Go on writing']")
         tab.until_text(".answer .body", "one two")
         wait_for_answers(tab, 1)
         assert script.asked[1]["messages"][-1] == {"role": "assistant", "content": "one "}
 
 
-def test_reasoning_is_folded_away(browser: Browser) -> None:
-    thinks = stream(
-        chunk({"reasoning_content": "let me "}),
-        chunk({"reasoning_content": "see"}),
-        chunk({"content": "5"}),
-        chunk(end="stop"),
-    )
-    with scripted(browser, thinks) as (_, tab):
-        ask(tab)
-        wait_for_answers(tab, 1)
-        assert tab.text(".answer .body") == "5"
-        assert not tab.js("document.querySelector('.thoughts').open")
-        tab.click(".thoughts summary")
-        assert tab.text(".thoughts pre") == "let me see"
-
-
 def test_tool_call_is_shown_and_its_result_goes_back(browser: Browser) -> None:
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    called = chunk(
-        {"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]}
-    )
-    tools = [
-        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-    ]
-    with scripted(browser, stream(called, chunk(end="tool_calls")), says("It rains.")) as (
-        script,
-        tab,
-    ):
+    made = {"id": "c1", "type": "function", "function": function}
+    offered = {"name": "weather", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": offered}]
+    called = stream(chunk({"tool_calls": [{"index": 0, **made}]}), chunk(end="tool_calls"))
+    with scripted(browser, called, says("It rains.")) as (script, tab):
         tab.click("[data-view=settings]")
         tab.js("for (const d of document.querySelectorAll('#settings details')) d.open = true")
         tab.fill("#tools", json.dumps(tools))
@@ -429,18 +410,14 @@ def test_tool_call_is_shown_and_its_result_goes_back(browser: Browser) -> None:
         tab.until_text(".turn:last-child .body", "It rains.")
         assert script.asked[0]["tools"] == tools
         *_, call, result = script.asked[1]["messages"]
-        assert call["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+        assert call["tool_calls"] == [made]
         assert result == {"role": "tool", "tool_call_id": "c1", "content": "rain"}
 
 
 def test_stop_frees_the_slot(browser: Browser) -> None:
     backend = GatedBackend(1, 4096, hold_at=3)
-    with (
-        fake_app(engine=Engine(backend, options={"ignore_eos": True})) as app,
-        running(app) as server,
-        browser.tab() as tab,
-    ):
-        tab.open(f"{server.url}/")
+    engine = Engine(backend, options={"ignore_eos": True})
+    with fake_app(engine=engine) as app, paged(browser, app) as tab:
         tab.until_text("#status", "connected")
         tab.click("[data-view=engine]")  # which is not to wait for the engine
         ask(tab)
@@ -458,10 +435,8 @@ def test_stop_frees_the_slot(browser: Browser) -> None:
 def test_model_that_ships_answers_in_the_page(browser: Browser, test_model: Path) -> None:
     with (
         cbatch.load(test_model, parallel=2, n_threads=1) as engine,
-        running(create_app(engine)) as server,
-        browser.tab() as tab,
+        paged(browser, create_app(engine)) as tab,
     ):
-        tab.open(f"{server.url}/")
         tab.click("[data-view=settings]")
         tab.fill("#temperature", "0")
         tab.fill("#n", "2")
@@ -528,70 +503,43 @@ def test_words_of_others_stay_words(browser: Browser) -> None:
         assert links == [[address, "noopener noreferrer nofollow"] for address in addresses]
 
 
-MARKDOWN = [
-    (
-        "a *b* **c** ~~d~~ `e*f`",
-        "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e*f</code></p>",
+LINK = '<a href="{0}" target="_blank" rel="noopener noreferrer nofollow" title="{0}">{1}</a>'
+TABLE = (
+    '<div class="scroll" tabindex="0"><table><thead><tr><th data-align="center">a</th>'
+    '<th data-align="right">b</th></tr></thead><tbody><tr><td data-align="center"><em>c</em></td>'
+    '<td data-align="right">d|e</td></tr></tbody></table></div><p>f</p>'
+)
+MARKDOWN = {
+    "a *b* **c** ~~d~~ `e*f`": "<p>a <em>b</em> <strong>c</strong> <del>d</del> <code>e*f</code></p>",
+    "2 * 3 * 4 and a_b_c \\*d\\*": "<p>2 * 3 * 4 and a_b_c *d*</p>",
+    "a\nb  \nc\\\nd\n\ne": "<p>a\nb\nc\nd</p><p>e</p>",
+    "## T ##\n---\n# C#": "<h4>T</h4><hr><h3>C#</h3>",
+    "1. a\n   - b\n2. c": '<ol start="1"><li>a<ul><li>b</li></ul></li><li>c</li></ol>',
+    "> a\n> - b": "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>",
+    "**a *b* c**": "<p><strong>a <em>b</em> c</strong></p>",
+    "- [x] a\n- [ ] b": "<ul><li>☑ a</li><li>☐ b</li></ul>",
+    "|a|b|\n|:-:|--:|\n|*c*|d\\|e|\n\nf": TABLE,
+    "a\n***b***": "<p>a\n<em><strong>b</strong></em></p>",
+    ".\n1.\n|-<": "<p>.\n1.\n|-&lt;</p>",
+    "- a\n\nb\n\n- c\n\n-d": "<ul><li>a</li></ul><p>b</p><ul><li>c</li></ul><p>-d</p>",
+    "- a\n  > 2. b\n  c": '<ul><li>a<blockquote><ol start="2"><li>b\nc</li></ol></blockquote></li></ul>',
+    "[a][b]\n\n[b]: /c": "<p>[a][b]</p><p>[b]: /c</p>",
+    "a\r\n\r\n## b": "<p>a</p><h4>b</h4>",
+    "<b>*a*</b>\n<!-- c -->": "<p>&lt;b&gt;<em>a</em>&lt;/b&gt;\n&lt;!-- c --&gt;</p>",
+    "see https://a.example/b_c). [x](https://y.example)": (
+        f"<p>see {LINK.format('https://a.example/b_c', 'https://a.example/b_c')})."
+        f" {LINK.format('https://y.example/', 'x')}</p>"
     ),
-    ("2 * 3 * 4 and a_b_c \\*d\\*", "<p>2 * 3 * 4 and a_b_c *d*</p>"),
-    ("a\nb\n\nc", "<p>a\nb</p><p>c</p>"),
-    ("## T\n---", "<h4>T</h4><hr>"),
-    ("1. a\n   - b\n2. c", '<ol start="1"><li>a<ul><li>b</li></ul></li><li>c</li></ol>'),
-    ("> a\n> - b", "<blockquote><p>a</p><ul><li>b</li></ul></blockquote>"),
-    ("**a *b* c**", "<p><strong>a <em>b</em> c</strong></p>"),
-    (
-        "1. a\n\n   ```py\n   x\n   ```\n2. b",
-        None,
-    ),
-    ("- [x] a\n- [ ] b", "<ul><li>☑ a</li><li>☐ b</li></ul>"),
-    (
-        "|a|b|\n|:-:|--:|\n|*c*|d\\|e|\n\nf",
-        (
-            '<div class="scroll" tabindex="0"><table><thead><tr><th data-align="center">a</th>'
-            '<th data-align="right">b</th></tr></thead><tbody><tr><td data-align="center"><em>c</em></td>'
-            '<td data-align="right">d|e</td></tr></tbody></table></div><p>f</p>'
-        ),
-    ),
-    ("a\n***b***", "<p>a\n<em><strong>b</strong></em></p>"),
-    (".\n1.\n|-<", "<p>.\n1.\n|-&lt;</p>"),
-    ("|\n    >\n-", None),
-    ("<p\n\ta\n - b", None),
-    ("- a\n\nb\n\n- c\n\n-d", "<ul><li>a</li></ul><p>b</p><ul><li>c</li></ul><p>-d</p>"),
-    (
-        "- a\n  > 2. b\n  c",
-        '<ul><li>a<blockquote><ol start="2"><li>b\nc</li></ol></blockquote></li></ul>',
-    ),
-    ("a  \nb\\\nc", "<p>a\nb\nc</p>"),
-    ("[a][b]\n\n[b]: /c", "<p>[a][b]</p><p>[b]: /c</p>"),
-    ("a\r\n\r\n## b", "<p>a</p><h4>b</h4>"),
-    ("<b>*a*</b>\n<!-- c -->", "<p>&lt;b&gt;<em>a</em>&lt;/b&gt;\n&lt;!-- c --&gt;</p>"),
-    ("```\nopen *a*", None),
-    ("*" * 5000, None),
-    ("[" * 5000 + "](" * 5000, None),
-    ("> " * 5000, None),
-    ("- " * 5000, None),
-    ("`" * 5001 + "*a " * 9000, None),
-    ("# a" + " " * 200_000 + "b #", None),
-    ("_a*" * 20_000, None),
-    ("_a*" * 6_000, None),
-    ("> - " * 5000, None),
-    ("\n".join(f"{'  ' * depth}- a" for depth in range(300)), None),
-    ("|\n-" + " " * 200_000 + "x", None),
-    ("- " + "*a " * 100_000, None),
-    ("http://[." * 2000 + "." * 2000, None),
-    ("[" * 9000 + "x" * 9000 + "](y)", None),
-    ("[a](b" * 4000, None),
-    ("## a ##\n# C#", "<h4>a</h4><h3>C#</h3>"),
-    (
-        "see https://a.example/b_c_d). [x](https://y.example)",
-        (
-            '<p>see <a href="https://a.example/b_c_d" target="_blank" rel="noopener noreferrer nofollow"'
-            ' title="https://a.example/b_c_d">https://a.example/b_c_d</a>).'
-            ' <a href="https://y.example/" target="_blank" rel="noopener noreferrer nofollow"'
-            ' title="https://y.example/">x</a></p>'
-        ),
-    ),
+}
+LONG = [
+    *("1. a\n\n   ```py\n   x\n   ```\n2. b", "|\n    >\n-", "<p\n\ta\n - b", "```\nopen *a*"),
+    *("*" * 5000, "[" * 5000 + "](" * 5000, "> " * 5000, "- " * 5000, "> - " * 5000),
+    *("`" * 5001 + "*a " * 9000, "# a" + " " * 200_000 + "b #", "_a*" * 20_000, "_a*" * 6_000),
+    *("- " + "*a " * 100_000, "http://[." * 2000 + "." * 2000, "[a](b" * 4000),
+    *("[" * 9000 + "x" * 9000 + "](y)", "|\n-" + " " * 200_000 + "x"),
+    "\n".join(f"{'  ' * depth}- a" for depth in range(300)),
 ]
+"""What is shown alike at once and as it comes, and in a time that anyone waits."""
 PARTS = [
     *("<", ">", "&", "<b onclick=x>", "</p>", "<script>", "javascript:", "https://a.example/", "x"),
     *(" ", "é", "\n", "\n\n", "\n  ", "`", "```", "*", "**", "_", "__", "~~", "[", "](", ")", "|"),
@@ -627,14 +575,12 @@ import('./page/markdown.js').then(({MarkdownView}) => {
 def test_markdown_becomes_elements(browser: Browser) -> None:
     with scripted(browser) as (_, tab):
         tab.js(SHOW)
-        for source, expected in MARKDOWN:
-            said = json.dumps(source)
-            steps = (
-                "[...s].map((_, i) => s.slice(0, i))" if len(source) < 200 else "[s.slice(0, -1)]"
-            )
+        for source, expected in {**MARKDOWN, **dict.fromkeys(LONG)}.items():
+            said, steps = json.dumps(source), "[s.slice(0, -1)]"
+            if len(source) < 200:
+                steps = "[...s].map((_, i) => s.slice(0, i))"
             shown = tab.js(f"((s) => shown([...{steps}, s]))({said})")
-            at_once = tab.js(f"shown([{said}])")
-            assert shown == at_once
+            assert shown == tab.js(f"shown([{said}])")
             assert expected is None or shown == f"<div>{expected}</div>"
 
 
@@ -657,48 +603,44 @@ def test_markdown_of_any_text_has_known_elements_alone(browser: Browser) -> None
 # ---- errors in words ----
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (fails(429, "rate_limit_exceeded", "7 requests wait already"), ["queue is full", "7 requests"]),
-        (fails(503, "shutting_down", "the server is shutting down"), ["shutting down"]),
-        (
-            fails(400, "context_length_exceeded", "x", n_prompt_tokens=5000, n_ctx=4096),
-            ["too long", "5,000 tokens", "4,096"],
-        ),
-        (fails(400, "invalid_grammar", "no such rule"), ["refuses", "no such rule"]),
-        (fails(500, "worker_died", "x"), ["process ended"]),
-        (fails(504, "timeout", "x"), ["time is over"]),
-        (Response("<h1>Bad Gateway</h1>", 502), ["does not answer"]),
-        (stream(chunk({"content": "half"}), is_whole=False), ["was cut"]),
-        (stream({"error": {"message": "x", "code": "worker_died"}}), ["process ended"]),
-        (stream(EVIL, is_whole=False), ["was cut"]),
-    ],
-)  # fmt: skip
-def test_error_is_told_in_words_and_may_be_tried_again(
-    browser: Browser, answer: Response, words: Sequence[str]
-) -> None:
-    with scripted(browser, answer, says("fine")) as (_, tab):
-        ask(tab)
-        for word in words:
-            tab.until_text(".answer .problem", word)
-            assert word in tab.text("#said") or word not in words[:1]
-        tab.click(".answer .problem button")
-        tab.until_text(".answer .body", "fine")
-        wait_for_answers(tab, 1)
-        assert tab.js("document.querySelector('.answer .problem').hidden")
+FAILURES = [
+    (fails(429, "rate_limit_exceeded", "7 requests wait already"), ["queue is full", "7 requests"]),
+    (fails(503, "shutting_down", "the server is shutting down"), ["shutting down"]),
+    (
+        fails(400, "context_length_exceeded", "x", n_prompt_tokens=5000, n_ctx=4096),
+        ["too long", "5,000 tokens", "4,096"],
+    ),
+    (fails(400, "invalid_grammar", "no such rule"), ["refuses", "no such rule"]),
+    (fails(500, "worker_died", "x"), ["process ended"]),
+    (fails(504, "timeout", "x"), ["time is over"]),
+    (Response("<h1>Bad Gateway</h1>", 502), ["does not answer"]),
+    (stream(chunk({"content": "half"}), is_whole=False), ["was cut"]),
+    (stream({"error": {"message": "x", "code": "worker_died"}}), ["process ended"]),
+    (stream(EVIL, is_whole=False), ["was cut"]),
+]  # fmt: skip
+
+
+def test_error_is_told_in_words_and_may_be_tried_again(browser: Browser) -> None:
+    with scripted(browser) as (script, tab):
+        for answer, words in FAILURES:
+            script.answers = [answer, says("fine")]
+            ask(tab)
+            for word in words:
+                tab.until_text(".answer .problem", word)
+                assert word in tab.text("#said") or word not in words[:1]
+            tab.click(".answer .problem button")
+            tab.until_text(".answer .body", "fine")
+            wait_for_answers(tab, 1)
+            assert tab.js("document.querySelector('.answer .problem').hidden")
+            tab.click("#new-chat")
+            wait_for_answers(tab, 0)
 
 
 # ---- the key ----
 
 
 def test_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
-    with (
-        fake_app(api_keys=["good"]) as app,
-        running(app) as server,
-        browser.tab() as tab,
-    ):
-        tab.open(f"{server.url}/")
+    with fake_app(api_keys=["good"]) as app, paged(browser, app) as tab:
         tab.until("document.querySelector('#key-dialog').open")
         assert tab.js("document.activeElement.id") == "key"
         for wrong, words in (("bad", "does not take"), ("ключ", "ASCII"), ("", "Write the key")):
@@ -713,23 +655,22 @@ def test_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
         assert "good" not in tab.js("Object.values({...localStorage}).join()")
         assert tab.js("[document.cookie, location.href.includes('good')]") == ["", False]
         assert "good" in tab.js("Object.values({...sessionStorage}).join()")
-        tab.open(f"{server.url}/")
+        tab.open(tab.js("location.href"))
         tab.until_text("#status", "connected")
 
 
 # ---- where it is, and whether it is there ----
 
 
-def test_page_works_below_a_prefix(browser: Browser) -> None:
-    with fake_app() as app:
-        outer = Starlette(routes=[Mount("/a/b", app)])
-        outer.state.desk = app.state.desk
-        with running(outer) as server, browser.tab() as tab:
-            tab.open(f"{server.url}/a/b/")
-            tab.until_text("#status", "connected")
-            ask(tab)
-            wait_for_answers(tab, 1)
-            assert tab.complaints == []
+def test_page_works_below_a_prefix(app: Starlette, browser: Browser) -> None:
+    outer = Starlette(routes=[Mount("/a/b", app)])
+    outer.state.desk = app.state.desk
+    with running(outer) as server, browser.tab() as tab:
+        tab.open(f"{server.url}/a/b/")
+        tab.until_text("#status", "connected")
+        ask(tab)
+        wait_for_answers(tab, 1)
+        assert tab.complaints == []
 
 
 def test_server_may_go_away_and_return(browser: Browser) -> None:
@@ -768,8 +709,7 @@ window.fetch = (...given) => {
 
 
 def test_hidden_page_asks_nothing_of_the_server(browser: Browser) -> None:
-    with fake_app() as app, running(app) as server, browser.tab(early=TRACK) as tab:
-        tab.open(f"{server.url}/")
+    with fake_app() as app, paged(browser, app, early=TRACK) as tab:
         tab.until_text("#status", "connected")
         tab.js(
             "window.hide = (is) => { Object.defineProperty(document, 'hidden',"
@@ -796,11 +736,8 @@ def slot(id: int, **more: Any) -> dict[str, Any]:
 def test_slots_are_lanes_with_what_each_does(browser: Browser) -> None:
     with scripted(browser) as (script, tab):
         runs: dict[str, Any] = {"is_processing": True, "status": "running", "id_task": "r"}
-        prompt = {
-            "n_prompt_tokens": 200,
-            "n_prompt_tokens_processed": 60,
-            "n_prompt_tokens_cache": 40,
-        }
+        prompt = {"n_prompt_tokens": 200}
+        prompt |= {"n_prompt_tokens_processed": 60, "n_prompt_tokens_cache": 40}
         decoded = [{"has_next_token": True, "n_remain": 9, "n_decoded": 5}]
         script.slots = [
             slot(0),
@@ -820,8 +757,7 @@ def test_slots_are_lanes_with_what_each_does(browser: Browser) -> None:
 
 
 def test_figures_of_the_engine_are_those_of_its_metrics(browser: Browser) -> None:
-    with fake_app(2, 512) as app, running(app) as server, browser.tab() as tab:
-        tab.open(f"{server.url}/")
+    with fake_app(2, 512) as app, paged(browser, app) as tab:
         tab.until("document.querySelectorAll('.curve').length === 4")
         ask(tab)
         wait_for_answers(tab, 1)
@@ -835,25 +771,31 @@ def test_figures_of_the_engine_are_those_of_its_metrics(browser: Browser) -> Non
         assert not {"/slots", "/metrics"} & routes
 
 
-@pytest.mark.parametrize(("width", "least"), [(1280, 350), (1000, 350), (390, 300)])
-def test_lanes_have_room_for_a_minute(browser: Browser, width: int, least: int) -> None:
+def test_lanes_have_room_for_a_minute_and_a_narrow_page_has_one_part(browser: Browser) -> None:
     with scripted(browser) as (script, tab):
         script.slots = [slot(0), slot(1)]
-        tab.resize(width, 800)
-        tab.js("new Promise((tell) => requestAnimationFrame(tell))")  # the page has seen its width
-        if not tab.js("document.body.dataset.engine === 'on'"):
-            tab.click("[data-view=engine]")
-        tab.until("document.querySelectorAll('.strip').length === 2")
-        assert tab.js("document.querySelector('.strip').clientWidth") >= least
-        assert tab.js("document.documentElement.scrollWidth") == width
+        for width, least in ((1280, 350), (1000, 350), (390, 300)):
+            tab.resize(width, 800)
+            tab.js(
+                "new Promise((tell) => requestAnimationFrame(tell))"
+            )  # the page has seen its width
+            if not tab.js("document.querySelector('#engine').checkVisibility()"):
+                tab.click("[data-view=engine]")
+            tab.until("document.querySelectorAll('.strip').length === 2")
+            assert tab.js("document.querySelector('.strip').clientWidth") >= least
+            assert tab.js("document.documentElement.scrollWidth") == width
+        parts = "['settings', 'chat', 'engine'].filter((id) => document.getElementById(id).checkVisibility())"
+        for view in ("chat", "settings", "engine", "chat"):  # one at a time where it is narrow
+            tab.click(f"[data-view={view}]")
+            assert tab.js(parts) == [view]
+            assert tab.js("document.documentElement.scrollWidth") == 390
 
 
 def test_curves_have_axes(browser: Browser) -> None:
     with scripted(browser) as (_, tab):
-        tops = "import('./page/live.js').then(({roundTop}) => [0, 0.4, 1, 17, 554, 9e5].map((n) => roundTop(n)))"
-        assert tab.js(tops) == [1, 0.4, 1, 20, 600, 1e6]
-        wholes = "import('./page/live.js').then(({roundTop}) => [0, 1, 3, 7].map((n) => roundTop(n, true)))"
-        assert tab.js(wholes) == [2, 2, 4, 8]
+        top = "import('./page/live.js').then(({{roundTop}}) => {}.map((n) => roundTop(n, {})))"
+        assert tab.js(top.format([0, 0.4, 1, 17, 554, 9e5], "false")) == [1, 0.4, 1, 20, 600, 1e6]
+        assert tab.js(top.format([0, 1, 3, 7], "true")) == [2, 2, 4, 8]
         tab.until("document.querySelectorAll('.curve').length === 4")
         ask(tab)
         marks = (
@@ -866,31 +808,20 @@ def test_curves_have_axes(browser: Browser) -> None:
 # ---- everybody ----
 
 
-@pytest.mark.parametrize("width", [1280, 1000, 760])
-def test_buttons_of_the_head_do_not_touch(browser: Browser, width: int) -> None:
+def test_buttons_of_the_head_do_not_touch(browser: Browser) -> None:
+    boxes = (
+        "[...document.querySelectorAll('.top button, .views button')].filter((b) => b.checkVisibility())"
+        ".map((b) => b.getBoundingClientRect()).map(({left, right}) => [left, right])"
+    )
     with scripted(browser, says("x")) as (_, tab):
-        tab.resize(width, 800)
         ask(tab)
         tab.until("!document.querySelector('#chats-open').hidden")
         tab.js("document.querySelector('#key-open').hidden = false")
-        boxes = (
-            "[...document.querySelectorAll('.top button, .views button')].filter((b) => b.checkVisibility())"
-            ".map((b) => b.getBoundingClientRect()).map(({left, right}) => [left, right])"
-        )
-        found = tab.js(boxes)
-        assert len(found) == 5
-        for (_, right), (left, _) in pairwise(found):
-            assert left - right >= 8
-
-
-def test_narrow_page_shows_one_part_at_a_time(browser: Browser) -> None:
-    with scripted(browser) as (_, tab):
-        tab.resize(390, 800)
-        parts = "['settings', 'chat', 'engine'].filter((id) => document.getElementById(id).checkVisibility())"
-        for view in ("chat", "settings", "engine", "chat"):
-            tab.click(f"[data-view={view}]")
-            assert tab.js(parts) == [view]
-            assert tab.js("document.documentElement.scrollWidth") == 390
+        for width in (1280, 1000, 760):
+            tab.resize(width, 800)
+            found = tab.js(boxes)
+            assert len(found) == 5
+            assert all(left - right >= 8 for (_, right), (left, _) in pairwise(found))
 
 
 def test_all_can_be_done_by_keyboard_and_has_a_name(browser: Browser) -> None:

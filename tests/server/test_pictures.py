@@ -1,4 +1,4 @@
-"""Pictures over HTTP: the three chat formats, on a fake backend for which each byte of a picture is a row."""
+"""Pictures and sounds over HTTP: all formats, on a fake backend for which each byte of one is a row."""
 
 from __future__ import annotations
 
@@ -28,16 +28,27 @@ ANTHROPIC = {
 INPUT = {"type": "input_image", "image_url": URL}
 
 
-def seeing() -> Engine:
+SOUND = {
+    "type": "input_audio",
+    "input_audio": {"data": base64.b64encode(b"samples").decode(), "format": "wav"},
+}
+
+
+def sensing(sense: str) -> Iterator[Starlette]:
     backend = FakeBackend(4, 256)
-    backend.vocab.picture_refusal = ""
-    return Engine(backend)
+    setattr(backend.vocab, f"{sense}_refusal", "")
+    with fake_app(engine=Engine(backend)) as app:
+        yield app
 
 
 @pytest.fixture
 def app() -> Iterator[Starlette]:
-    with fake_app(engine=seeing()) as app:
-        yield app
+    yield from sensing("picture")
+
+
+@pytest.fixture
+def hearing() -> Iterator[Starlette]:
+    yield from sensing("sound")
 
 
 def body_for(path: str, part: dict[str, Any], text: str = "What?") -> dict[str, Any]:
@@ -45,59 +56,39 @@ def body_for(path: str, part: dict[str, Any], text: str = "What?") -> dict[str, 
     content = [part, {"type": kind, "text": text}]
     said = [{"role": "user", "content": content}]
     if path == RESPONSES:
-        return {"input": said, "max_output_tokens": 3}
-    return {"messages": said, "max_tokens": 3}
+        return {"input": said, "max_output_tokens": 3, "seed": 1}
+    return {"messages": said, "max_tokens": 3, "seed": 1}
 
 
-@pytest.mark.parametrize(
-    ("path", "part", "n"),
-    [
-        (CHAT, OPENAI, "prompt_tokens"),
-        (MESSAGES, ANTHROPIC, "input_tokens"),
-        (RESPONSES, INPUT, "input_tokens"),
-    ],
-)
-def test_picture_is_computed_as_rows(
-    app: Starlette, path: str, part: dict[str, Any], n: str
-) -> None:
-    answer = call(app, path, body_for(path, part)).json()
-    assert answer["usage"][n] == len("user:What?") + len(b"pixels")
-    details = answer["usage"].get("prompt_tokens_details", {})
-    assert details.get("image_tokens") == (6 if path == CHAT else None)
+def test_three_formats_compute_a_picture_as_rows_and_give_one_answer(app: Starlette) -> None:
+    first, second, third = (
+        call(app, path, {**body_for(path, part), "seed": 1}).json()
+        for path, part in ((CHAT, OPENAI), (MESSAGES, ANTHROPIC), (RESPONSES, INPUT))
+    )
+    n_rows = len("user:What?") + len(b"pixels")
+    assert first["usage"]["prompt_tokens"] == third["usage"]["input_tokens"] == n_rows
+    assert second["usage"]["input_tokens"] + second["usage"]["cache_read_input_tokens"] == n_rows
+    assert first["usage"]["prompt_tokens_details"]["image_tokens"] == len(b"pixels")
+    text = first["choices"][0]["message"]["content"]
+    assert second["content"][0]["text"] == third["output"][-1]["content"][0]["text"] == text
+    assert call(app, "/props").json()["modalities"] == {"vision": True, "audio": False}
+    assert "multimodal" in call(app, "/models").json()["data"][0]["capabilities"]
 
 
-def test_three_formats_give_one_answer(app: Starlette) -> None:
-    same = {"seed": 1}
-    first = call(app, CHAT, body_for(CHAT, OPENAI) | same).json()
-    second = call(app, MESSAGES, body_for(MESSAGES, ANTHROPIC) | same).json()
-    third = call(app, RESPONSES, body_for(RESPONSES, INPUT) | same).json()
-    texts = {
-        first["choices"][0]["message"]["content"],
-        second["content"][0]["text"],
-        third["output"][-1]["content"][0]["text"],
-    }
-    assert len(texts) == 1
+def url_of(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 @pytest.mark.parametrize(
     ("path", "part", "words"),
     [
-        (CHAT, {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "none is fetched"),
-        (
-            CHAT,
-            {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
-            "none is fetched",
-        ),
+        *((CHAT, url_of(url), "none is fetched") for url in ("https://a.b/c.png", "file:///etc/x")),
         (CHAT, {"type": "image", "image": "/etc/passwd"}, "image of type str"),
         (CHAT, {"type": "image_url"}, "without url"),
         (CHAT, {"type": "input_file"}, "only text, image_url and input_audio"),
-        (CHAT, {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}, "base64"),
+        (CHAT, url_of("data:image/png;base64,%"), "base64"),
         (MESSAGES, {"type": "image", "source": {"type": "url", "url": "https://a.b"}}, "fetched"),
-        (
-            MESSAGES,
-            {"type": "image", "source": {}},
-            "it must be base64 (no picture is fetched)",
-        ),
+        (MESSAGES, {"type": "image", "source": {}}, "it must be base64 (no picture is fetched)"),
         (MESSAGES, {"type": "image"}, "source"),
         (RESPONSES, {"type": "input_image", "file_id": "file-1"}, "has no image_url"),
         (RESPONSES, {"type": "input_image", "image_url": "https://a.b/c"}, "none is fetched"),
@@ -138,6 +129,40 @@ def test_model_that_sees_nothing_says_how_it_would() -> None:
         assert call(app, "/props").json()["modalities"] == {"vision": False, "audio": False}
 
 
-def test_props_tell_of_vision(app: Starlette) -> None:
-    assert call(app, "/props").json()["modalities"] == {"vision": True, "audio": False}
-    assert "multimodal" in call(app, "/models").json()["data"][0]["capabilities"]
+# ---- sounds ----
+
+
+def test_sound_is_computed_as_rows_in_both_formats(hearing: Starlette) -> None:
+    first = call(hearing, CHAT, body_for(CHAT, SOUND)).json()
+    second = call(hearing, RESPONSES, body_for(RESPONSES, SOUND)).json()
+    n = len("user:What?") + len(b"samples")
+    assert first["usage"]["prompt_tokens"] == second["usage"]["input_tokens"] == n
+    assert first["usage"]["prompt_tokens_details"]["audio_tokens"] == 7
+    assert "image_tokens" not in first["usage"]["prompt_tokens_details"]
+    text = first["choices"][0]["message"]["content"]
+    assert second["output"][-1]["content"][0]["text"] == text
+    assert call(hearing, "/props").json()["modalities"] == {"vision": False, "audio": True}
+    assert "multimodal" in call(hearing, "/models").json()["data"][0]["capabilities"]
+    with fake_app() as deaf:
+        error = error_of(call(deaf, CHAT, body_for(CHAT, SOUND)), 400)
+    assert "load it with mmproj" in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_wrong_sound_is_refused(hearing: Starlette, path: str) -> None:
+    wrong: dict[str, list[Any]] = {
+        "sound without data": [{}, None, {"data": 5, "format": "wav"}],
+        "empty sound": [{"data": "", "format": "wav"}],
+        "format 'pcm16': it can be wav, mp3": [{"data": "AAAA", "format": "pcm16"}],
+        "base64": [{"data": "%%%%", "format": "wav"}],
+    }
+    for words, every in wrong.items():
+        for given in every:
+            part = {"type": "input_audio", "input_audio": given}
+            answer = call(hearing, path, body_for(path, part))
+            assert (answer.status_code, words in answer.text) == (400, True), given
+
+
+def test_python_part_names_no_file_of_the_server(hearing: Starlette) -> None:
+    error = error_of(call(hearing, CHAT, body_for(CHAT, {"type": "audio", "audio": "/etc/x"})), 400)
+    assert "sound of type str" in error["message"]

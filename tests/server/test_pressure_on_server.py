@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import httpx
 import pytest
 
 from cbatch import Engine
@@ -22,7 +20,7 @@ from cbatch.server.desk import Desk
 from cbatch.server.http_errors import HttpProblemError
 from cbatch.server.meters import Meters
 from cbatch.server.server_settings import ServerSettings
-from tests.runtime.backends import GatedBackend, n_commands
+from tests.runtime.backends import GatedBackend, in_thread, n_commands
 from tests.server.clients import (
     CHAT,
     COMPLETIONS,
@@ -39,14 +37,16 @@ from tests.server.clients import (
 from tests.worker.links import engine_over
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
-    from anyio.abc import TaskGroup
+    import httpx
     from starlette.applications import Starlette
 
 
 LONG = {"messages": USER, "max_tokens": 200, "ignore_eos": True, "seed": 1}
 SHORT = {**LONG, "max_tokens": 2}
+COMMENT = b":\n\n"
+"""What a stream has in its silences."""
 
 
 def gated(
@@ -61,9 +61,10 @@ def gated(
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("hold_at", [0, 3])
-@pytest.mark.parametrize("make", [Engine, engine_over], ids=["here", "worker"])
+@pytest.mark.parametrize(
+    ("make", "hold_at", "is_streamed"),
+    [(Engine, 0, True), (Engine, 3, False), (engine_over, 0, False), (engine_over, 3, True)],
+)
 def test_client_that_leaves_frees_its_slot(
     is_streamed: bool, hold_at: int, make: Callable[[GatedBackend], Engine]
 ) -> None:
@@ -128,48 +129,51 @@ def test_slow_reader_stops_nobody() -> None:
 # ---- silence ----
 
 
+def answered_after(
+    app: Starlette, silence: bytes, go: Callable[[], None], path: str = CHAT, **more: Any
+) -> str:
+    """All of a stream; `go` is called when three parts have told that nothing comes yet."""
+    body = json.dumps({**SHORT, "stream": True, **more}).encode()
+    parts: list[bytes] = []
+    asked = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        if not asked:
+            await anyio.sleep_forever()
+        return asked.pop()
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+        if sum(silence in part for part in parts) == 3:
+            go()
+
+    anyio.run(app, scope_of(path), receive, send)
+    return b"".join(parts).decode()
+
+
+EARLY: dict[str, Any] = {"status_after_s": 0, "keep_alive_s": 0.01}
+
+
 def test_stream_in_silence_has_its_status_and_comments() -> None:
     backend, engine = gated()
-    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
-        text = _first_text(app, {**SHORT, "stream": True}, backend, n_comments=3)
+    with engine, fake_app(engine=engine, **EARLY) as app:
+        text = answered_after(app, COMMENT, backend.release)
     assert text.startswith(":\n\n:\n\n:\n\n")
     assert text.endswith("data: [DONE]\n\n")
 
 
 def test_silence_behind_early_text_has_comments() -> None:
-    backend = GatedBackend(2, 256, hold_at=4)
-    engine = Engine(backend)
+    backend, engine = gated(hold_at=4)
     with engine, fake_app(engine=engine, status_after_s=1e6, keep_alive_s=0.01) as app:
-        text = _first_text(app, {**SHORT, "stream": True}, backend, n_comments=3)
+        text = answered_after(app, COMMENT, backend.release)
     assert "content" in text.partition(":\n\n")[0]
     assert text.endswith("data: [DONE]\n\n")
 
 
-def _first_text(
-    app: Starlette, body: dict[str, Any], backend: GatedBackend, n_comments: int
-) -> str:
-    """All of a stream; the engine is let go when so many comments have come."""
-    parts: list[bytes] = []
-
-    async def send(message: Any) -> None:
-        parts.append(message.get("body", b""))
-        if parts.count(b":\n\n") >= n_comments:
-            backend.release()
-
-    return _by_hand(app, body, send, parts)
-
-
 def test_message_in_silence_has_its_beginning_and_pings() -> None:
     backend, engine = gated()
-    parts: list[bytes] = []
-
-    async def send(message: Any) -> None:
-        parts.append(message.get("body", b""))
-        if sum(b"event: ping" in part for part in parts) == 3:
-            backend.release()
-
-    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
-        text = _by_hand(app, {**SHORT, "stream": True}, send, parts, MESSAGES)
+    with engine, fake_app(engine=engine, **EARLY) as app:
+        text = answered_after(app, b"event: ping", backend.release, MESSAGES)
     frames = [frame for frame in text.split("\n\n") if frame != ":"]
     names = [frame.partition("\n")[0].removeprefix("event: ") for frame in frames]
     assert names[:4] == ["message_start", "ping", "ping", "ping"]
@@ -177,133 +181,62 @@ def test_message_in_silence_has_its_beginning_and_pings() -> None:
     assert names[-2:] == ["message_stop", ""]
 
 
-@pytest.mark.parametrize(
-    ("path", "settings"),
-    [(MESSAGES, {}), (CHAT, {"max_queue_tokens": 99})],
-    ids=["messages", "queue"],
-)
+@pytest.mark.parametrize(("path", "settings"), [(MESSAGES, {}), (CHAT, {"max_queue_tokens": 99})])
 def test_silence_while_tokens_are_counted_has_comments(
     path: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = threading.Event()
-    parts: list[bytes] = []
 
     def count(engine: Engine, prompt: Any, options: Any) -> int:
         assert counts.wait(60)
         return 1
 
-    async def send(message: Any) -> None:
-        parts.append(message.get("body", b""))
-        if parts.count(b":\n\n") == 3:
-            counts.set()
-
     monkeypatch.setattr("cbatch.server.call.checked_tokens", count)
     monkeypatch.setattr(Desk, "has_queue", lambda desk, n_slots: True)
-    with fake_app(status_after_s=0, keep_alive_s=0.01, **settings) as app:
-        text = _by_hand(app, {**SHORT, "stream": True}, send, parts, path)
+    with fake_app(**EARLY, **settings) as app:
+        text = answered_after(app, COMMENT, counts.set, path)
     assert text.startswith(":\n\n:\n\n:\n\n")
     assert text.endswith(("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n'))
 
 
-def _by_hand(
-    app: Starlette, body: dict[str, Any], send: Any, parts: list[bytes], path: str = CHAT
-) -> str:
-    async def run() -> None:
-        sent = False
-
-        async def receive() -> Any:
-            nonlocal sent
-            if sent:
-                await anyio.sleep_forever()
-            sent = True
-            return {"type": "http.request", "body": json.dumps(body).encode()}
-
-        await app(scope_of(path), receive, send)
-
-    anyio.run(run)
-    return b"".join(parts).decode()
-
-
-def test_error_before_the_first_token_has_a_status_of_its_own() -> None:
-    with fake_app(2, 16, keep_alive_s=0.01) as app:
-        body = {"messages": [{"role": "user", "content": "x" * 99}], "stream": True}
-        error_of(call(app, CHAT, body), 400)
-
-
 def test_error_behind_the_status_is_an_event_and_ends_the_stream() -> None:
+    """The prompt is found too long when its turn comes: the first request holds the engine."""
     backend, engine = gated()
-    with engine, fake_app(engine=engine, status_after_s=0, keep_alive_s=0.01) as app:
-        parts: list[bytes] = []
-
-        async def send(message: Any) -> None:
-            parts.append(message.get("body", b""))
-            if b":\n\n" in parts:
-                backend.release()
-
-        body = {**SHORT, "stream": True, "messages": [{"role": "user", "content": "x" * 999}]}
-        # the prompt is found too long when its turn comes: the first request holds the engine
-        text = _by_hand(app, body, send, parts) if _holds(engine, backend) else ""
+    long = [{"role": "user", "content": "x" * 999}]
+    with engine, fake_app(engine=engine, **EARLY) as app:
+        engine.submit("ab", options={"max_tokens": 2})
+        backend.wait_until_held()
+        text = answered_after(app, COMMENT, backend.release, messages=long)
     last = text.split("\n\n")[-2]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "context_length_exceeded"
     assert "[DONE]" not in text
 
 
-def _holds(engine: Engine, backend: GatedBackend) -> bool:
-    engine.submit("ab", options={"max_tokens": 2})
-    backend.wait_until_held()
-    return True
-
-
 # ---- too many ----
 
 
-@dataclass(frozen=True)
-class Callers:
-    """Clients of an app in one loop, whose answers are kept in the order in which they come."""
-
-    client: httpx.AsyncClient
-    tasks: TaskGroup
-    answers: list[httpx.Response] = field(default_factory=list)
-
-    async def ask(self, path: str, body: Any) -> None:
-        self.answers.append(await self.client.post(path, json=body))
-
-    def start(self, path: str, body: Any) -> None:
-        """Have a call made meanwhile, which is answered when the block ends."""
-        self.tasks.start_soon(self.ask, path, body)
-
-
-@asynccontextmanager
-async def callers(app: Starlette) -> AsyncIterator[Callers]:
-    transport = httpx.ASGITransport(app)
-    async with (
-        httpx.AsyncClient(transport=transport, base_url="http://t") as client,
-        anyio.create_task_group() as tasks,
-    ):
-        yield Callers(client, tasks)
+def waiting(app: Starlette, n: int, path: str, body: Any) -> list[Callable[[], httpx.Response]]:
+    """Calls in flight, one behind the other; what is returned waits for their answers."""
+    found: list[Callable[[], httpx.Response]] = []
+    desk = app.state.desk
+    for _ in range(n):
+        n_before = desk.n_in_flight
+        found.append(in_thread(lambda: call(app, path, body)))
+        wait_until(lambda n_before=n_before: desk.n_in_flight > n_before)  # type: ignore[misc]
+    return found
 
 
 def test_queue_that_is_full_is_told() -> None:
     backend, engine = gated(1)
     with engine, fake_app(engine=engine, max_queue=1) as app:
         app.state.desk.clock = lambda: 100.0  # no time passes that the next might have to wait
-
-        async def main() -> list[httpx.Response]:
-            async with callers(app) as some:
-                for _ in range(2):
-                    some.start(CHAT, SHORT)
-                while app.state.desk.n_in_flight < 2:
-                    await anyio.lowlevel.checkpoint()
-                await some.ask(CHAT, SHORT)
-                some.answers.append(await some.client.get("/health"))
-                backend.release()
-            return some.answers
-
-        refused, health, *answers = anyio.run(main)
+        others = waiting(app, 2, CHAT, SHORT)
+        refused, health = call(app, CHAT, SHORT), call(app, "/health")
+        backend.release()
+        assert [answer().status_code for answer in others] == [200, 200]
     assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
     assert refused.headers["retry-after"] == "1"
     assert health.status_code == 200
-    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 @pytest.mark.parametrize(
@@ -321,9 +254,7 @@ def test_refused_client_is_told_when_there_will_be_room(
 
         async def main() -> HttpProblemError:
             with desk.visit(5, 2):
-                now[0] += (
-                    13  # the oldest call goes on as long again, so one of its two slots is free in 6.5 s
-                )
+                now[0] += 13  # as long again, so one of the two slots is free in 6.5 s
                 with pytest.raises(HttpProblemError) as told, desk.visit(n_choices, 2):
                     pass
             return told.value
@@ -333,66 +264,56 @@ def test_refused_client_is_told_when_there_will_be_room(
 
 
 def test_refused_client_is_told_when_there_will_be_room_for_its_prompt() -> None:
+    """Of the three that would wait, two thirds of one are too many."""
     with Engine(FakeBackend(1, 256)) as engine:
         desk = Desk(engine, ServerSettings(max_queue_tokens=70))
         desk.meters.slot_s = 12.0
 
-        async def main() -> HttpProblemError:
+        async def main() -> None:
             with ExitStack() as stack:
-                for _ in range(3):
+                for _ in range(4):
                     desk.count_tokens(stack.enter_context(desk.visit(1, 1)), 30, 1)
-                with pytest.raises(HttpProblemError) as told:
-                    desk.count_tokens(stack.enter_context(desk.visit(1, 1)), 30, 1)
-            return told.value
 
-        problem = anyio.run(main)
-    # of the three that would wait, two thirds of one are too many
-    assert (problem.status, problem.headers["retry-after"]) == (429, "8")
+        with pytest.raises(HttpProblemError) as told:
+            anyio.run(main)
+    assert (told.value.status, told.value.headers["retry-after"]) == (429, "8")
 
 
 def test_time_in_slots_is_a_mean_of_the_newest_answers() -> None:
     meters = Meters()
-    for _ in range(99):
-        meters.count_answers([result_of(queue_s=5.0, total_s=7.0)])
-    assert meters.slot_s == pytest.approx(2.0)
-    for _ in range(99):
-        meters.count_answers([result_of(queue_s=0.0, total_s=9.0)])
-    assert meters.slot_s == pytest.approx(9.0, rel=0.01)
+    for queue_s, total_s in ((5.0, 7.0), (0.0, 9.0)):
+        times = Timings(queue_s, None, total_s, None, None)
+        result: Any = SimpleNamespace(timings=times, usage=Usage(1, 1))
+        for _ in range(99):
+            meters.count_answers([result])
+        assert meters.slot_s == pytest.approx(total_s - queue_s, rel=0.01)
 
 
-def result_of(queue_s: float, total_s: float) -> Any:
-    """An answer with these times."""
-    times = Timings(queue_s, None, total_s, None, None)
-    return SimpleNamespace(timings=times, usage=Usage(1, 1))
-
-
-@pytest.mark.parametrize("n_more", [0, 2**16], ids=["short body", "long body"])
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("make", [Engine, engine_over], ids=["here", "in a worker"])
+@pytest.mark.parametrize(
+    ("make", "n_more", "is_streamed"),
+    [
+        *((Engine, n_more, is_streamed) for n_more, is_streamed in ((0, True), (2**16, False))),
+        *(
+            (engine_over, n_more, is_streamed)
+            for n_more, is_streamed in ((0, False), (2**16, True))
+        ),
+    ],
+)
 def test_prompt_that_is_too_long_is_told_while_others_wait(
     make: Callable[[GatedBackend], Engine], is_streamed: bool, n_more: int
 ) -> None:
     backend, engine = gated(1, make=make)
     asked = {"prompt": "x" * (300 + n_more), "max_tokens": 2, "stream": is_streamed}
     with engine, fake_app(engine=engine) as app:
-
-        async def main() -> list[httpx.Response]:
-            async with callers(app) as some:
-                for _ in range(3):
-                    some.start(CHAT, {**SHORT, "max_tokens": 40, "ignore_eos": True})
-                while app.state.desk.n_in_flight < 3:
-                    await anyio.lowlevel.checkpoint()
-                if make is engine_over:  # a worker tells it after the step in flight
-                    backend.step_when_asked()
-                await some.ask(COMPLETIONS, asked)
-                backend.release()
-            return some.answers
-
-        refused, *answers = anyio.run(main)
-    error = error_of(refused, 400)
+        others = waiting(app, 3, CHAT, {**SHORT, "max_tokens": 40, "ignore_eos": True})
+        backend.wait_until_held()
+        if make is engine_over:  # a worker tells it after the step in flight
+            backend.step_when_asked()
+        error = error_of(call(app, COMPLETIONS, asked), 400)
+        backend.release()
+        assert [answer().status_code for answer in others] == [200] * 3
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (300 + n_more, 256)
-    assert [answer.status_code for answer in answers] == [200] * 3
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -402,27 +323,17 @@ def test_queue_with_too_many_prompt_tokens_is_told(is_streamed: bool) -> None:
     with engine, fake_app(engine=engine, max_queue_tokens=70) as app:
         desk = app.state.desk
         desk.clock = lambda: 100.0  # no time passes that the next might have to wait
-
-        async def until(n_tokens: int) -> None:
-            await anyio.to_thread.run_sync(wait_until, lambda: desk.n_queued_tokens(1) == n_tokens)
-
-        async def main() -> list[httpx.Response]:
-            async with callers(app) as some:
-                for n in (1, 2, 3):  # the first has the slot, the others wait with 30 tokens each
-                    some.start(COMPLETIONS, asked)
-                    await until(30 * (n - 1))
-                await some.ask(COMPLETIONS, asked)
-                some.start(COMPLETIONS, {**asked, "prompt": "x"})
-                await until(61)
-                backend.release()
-            return some.answers
-
-        refused, *answers = anyio.run(main)
+        others = waiting(app, 3, COMPLETIONS, asked)  # the first has the slot
+        wait_until(lambda: desk.n_queued_tokens(1) == 60)
+        refused = call(app, COMPLETIONS, asked)
+        others += waiting(app, 1, COMPLETIONS, {**asked, "prompt": "x"})
+        wait_until(lambda: desk.n_queued_tokens(1) == 61)
+        backend.release()
+        assert [answer().status_code for answer in others] == [200] * 4
     error = error_of(refused, 429)
     assert error["code"] == "rate_limit_exceeded"
     assert "60 prompt tokens wait already, of at most 70" in error["message"]
     assert refused.headers["retry-after"] == "1"
-    assert [answer.status_code for answer in answers] == [200] * 4
 
 
 def test_lone_call_is_answered_whatever_its_prompts() -> None:

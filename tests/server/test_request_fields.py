@@ -20,8 +20,10 @@ from cbatch.server.sampler_order import SAMPLERS
 from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, USER, call, error_of, fake_app
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from starlette.applications import Starlette
 
     from cbatch.server.call import Call
 
@@ -44,6 +46,13 @@ of_all = pytest.mark.parametrize("path", BODIES)
 of_chats = pytest.mark.parametrize("path", CHATS)
 
 
+@pytest.fixture(scope="module")
+def shipped(test_model: Path) -> Iterator[Starlette]:
+    with load(test_model, parallel=2, n_threads=1) as engine:
+        yield (made := create_app(engine))
+        made.state.desk.close()
+
+
 def read(path: str, **more: Any) -> Call:
     """What a body of a dialect asks for."""
     return READERS[path]({**BODIES[path], **more})
@@ -60,47 +69,35 @@ def refusal(path: str, **more: Any) -> HttpProblemError:
 # ---- the last message ----
 
 
-@of_chats
-@pytest.mark.parametrize(
-    "said",
-    [
-        {},
-        {"continue_final_message": True},
-        {"continue_final_message": True, "add_generation_prompt": False},
-        {"add_generation_prompt": False},
-        {"add_generation_prompt": True},
-        {"continue_final_message": True, "add_generation_prompt": None},
-    ],
-)
-def test_last_message_of_the_assistant_is_continued(path: str, said: dict[str, Any]) -> None:
-    found = read(path, **{CHATS[path]: BEGUN}, **said)
-    assert found.prompts[0].messages is not None
-    assert found.prompts[0].messages[-1] == BEGUN[-1]
-    assert found.asked.ignored == []
+CONTINUED: list[dict[str, Any]] = [
+    *({}, {"continue_final_message": True}),
+    *({"add_generation_prompt": said} for said in (False, True)),
+    *({"continue_final_message": True, "add_generation_prompt": said} for said in (False, None)),
+]
 
 
 @of_chats
-def test_message_cannot_be_continued_and_begun(path: str) -> None:
+def test_last_message_of_the_assistant_is_continued(path: str) -> None:
+    for said in CONTINUED:
+        found = read(path, **{CHATS[path]: BEGUN}, **said)
+        assert found.prompts[0].messages is not None
+        assert found.prompts[0].messages[-1] == BEGUN[-1]
+        assert found.asked.ignored == []
+
+
+@of_chats
+def test_wish_about_the_last_message_that_is_not_done_is_refused(path: str) -> None:
     said = {"continue_final_message": True, "add_generation_prompt": True}
     problem = refusal(path, **{CHATS[path]: BEGUN}, **said)
     assert problem.param == "continue_final_message"
     assert "cannot both be true" in problem.message
-
-
-@of_chats
-@pytest.mark.parametrize(
-    ("messages", "field", "value"),
-    [
+    for messages, field, value in (
         (USER, "continue_final_message", True),
         (BEGUN, "continue_final_message", False),
         (USER, "add_generation_prompt", False),
         (USER, "add_generation_prompt", "no"),
-    ],
-)
-def test_wish_about_the_last_message_that_is_not_done_is_refused(
-    path: str, messages: Any, field: str, value: Any
-) -> None:
-    assert refusal(path, **{CHATS[path]: messages, field: value}).param == field
+    ):
+        assert refusal(path, **{CHATS[path]: messages, field: value}).param == field
 
 
 def test_text_has_no_last_message() -> None:
@@ -126,65 +123,49 @@ def test_parts_of_a_text_are_lines(path: str, kind: str) -> None:
 NONE = {option: value for options in SAMPLERS.values() for option, value in options.items()}
 
 
+KEPT: list[tuple[Any, tuple[str, ...]]] = [
+    *(([], ()), ("", ()), ("kpt", ("top_k", "top_p", "temperature"))),
+    (["top_k", "temperature"], ("top_k", "temperature")),
+    (["Top-K", "typ-p", "nucleus", "minp"], ("top_k", "typical_p", "top_p", "min_p")),
+    ("edskypmxt", tuple(NONE)),
+]
+
+
 @of_all
-@pytest.mark.parametrize(
-    ("samplers", "kept"),
-    [
-        ([], ()),
-        ("", ()),
-        (["top_k", "temperature"], ("top_k", "temperature")),
-        (["Top-K", "typ-p", "nucleus", "minp"], ("top_k", "typical_p", "top_p", "min_p")),
-        ("kpt", ("top_k", "top_p", "temperature")),
-        ("edskypmxt", tuple(NONE)),
-    ],
-)
-def test_samplers_that_are_not_named_do_nothing(
-    path: str, samplers: Any, kept: tuple[str, ...]
-) -> None:
+def test_samplers_that_are_not_named_do_nothing(path: str) -> None:
     given = {"top_k": 9, "top_p": 0.5, "temperature": 0.25, "dry_multiplier": 2.0}
-    options = read(path, samplers=samplers, **given).asked.options
-    assert {name: getattr(options, name) for name in NONE} == {
-        name: given.get(name) if name in kept else value for name, value in NONE.items()
-    }
+    for samplers, kept in KEPT:
+        options = read(path, samplers=samplers, **given).asked.options
+        assert {name: getattr(options, name) for name in NONE} == {
+            name: given.get(name) if name in kept else value for name, value in NONE.items()
+        }
 
 
 @of_all
-@pytest.mark.parametrize(
-    "samplers",
-    [["temperature", "top_k"], "tk", ["top_k", "top_k"], ["mirostat"], "a", "i", ["k"], [3], 3, {}],
-)
-def test_samplers_in_another_order_or_unknown_are_refused(path: str, samplers: Any) -> None:
-    assert refusal(path, samplers=samplers).param == "samplers"
+def test_samplers_in_another_order_or_unknown_are_refused(path: str) -> None:
+    orders: list[Any] = [["temperature", "top_k"], "tk", ["top_k", "top_k"]]
+    for samplers in [*orders, ["mirostat"], "a", "i", ["k"], [3], 3, {}]:
+        assert refusal(path, samplers=samplers).param == "samplers"
+
+
+NEUTRAL: dict[str, tuple[list[Any], Any]] = {
+    "post_sampling_probs": ([False], True),
+    "min_keep": ([0, 1], 2),
+    "t_max_predict_ms": ([-1, 0], 100),
+    "n_indent": ([0], 2),
+    "grammar_lazy": ([False], True),
+    "lora": ([[]], [{"id": 0, "scale": 1}]),
+}
 
 
 @of_all
-@pytest.mark.parametrize(
-    ("field", "neutral", "other"),
-    [
-        ("post_sampling_probs", [False], True),
-        ("min_keep", [0, 1], 2),
-        ("t_max_predict_ms", [-1, 0], 100),
-        ("n_indent", [0], 2),
-        ("grammar_lazy", [False], True),
-        ("lora", [[]], [{"id": 0, "scale": 1}]),
-    ],
-)
-def test_fields_of_llama_server_are_neutral_or_refused_with_what_to_do(
-    path: str, field: str, neutral: list[Any], other: Any
-) -> None:
-    for value in neutral:
-        assert read(path, **{field: value}).asked.ignored == [field]
-    problem = refusal(path, **{field: other})
-    assert (problem.param, problem.code) == (field, "unsupported_parameter")
-    assert ";" in problem.message
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("max_tokens", 9), ("n_predict", 9), ("reasoning_effort", "low"), ("n_cmpl", 2)],
-)
-def test_other_names_of_what_a_response_has_are_refused(field: str, value: Any) -> None:
-    assert refusal(RESPONSES, **{field: value}).param == field
+def test_fields_of_llama_server_are_neutral_or_refused_with_what_to_do(path: str) -> None:
+    for field, (neutral, other) in NEUTRAL.items():
+        for value in neutral:
+            assert read(path, **{field: value}).asked.ignored == [field]
+        problem = refusal(path, **{field: other})
+        assert (problem.param, problem.code) == (field, "unsupported_parameter")
+        assert ";" in problem.message
 
 
 def test_structures_of_vllm_bind_a_response() -> None:
@@ -196,31 +177,22 @@ def test_structures_of_vllm_bind_a_response() -> None:
 
 
 @of_all
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"grammar": ""},
-        {"regex": ""},
-        {"guided_grammar": "", "guided_regex": ""},
-        {"model": ""},
-        {"id_slot": -1},
-        {"logit_bias": []},
-        {"logit_bias": {}},
-    ],
-)
-def test_neutral_values_say_nothing(path: str, said: dict[str, Any]) -> None:
-    asked, plain = read(path, **said).asked, read(path).asked
-    assert (asked.common.model, asked.ignored) == (None, [])
-    assert asked.options.over(RunOptions(logit_bias={})) == plain.options.over(
-        RunOptions(logit_bias={})
-    )
+def test_neutral_values_say_nothing(path: str) -> None:
+    none, plain = RunOptions(logit_bias={}), read(path).asked
+    empty: list[dict[str, Any]] = [{name: ""} for name in ("grammar", "regex", "model")]
+    empty += [{"guided_grammar": "", "guided_regex": ""}, {"id_slot": -1}]
+    for said in [*empty, {"logit_bias": []}, {"logit_bias": {}}]:
+        asked = read(path, **said).asked
+        assert (asked.common.model, asked.ignored) == (None, [])
+        assert asked.options.over(none) == plain.options.over(none)
 
 
 @of_all
 @pytest.mark.parametrize("n_keep", [0, -1])
-def test_kept_tokens_of_a_window_that_does_not_move_are_taken(path: str, n_keep: int) -> None:
-    with fake_app() as app:
-        assert call(app, path, {**BODIES[path], "n_keep": n_keep}).status_code == 200
+def test_kept_tokens_of_a_window_that_does_not_move_are_taken(
+    app: Starlette, path: str, n_keep: int
+) -> None:
+    assert call(app, path, {**BODIES[path], "n_keep": n_keep}).status_code == 200
 
 
 def test_empty_model_is_a_missing_one() -> None:
@@ -232,24 +204,21 @@ def test_empty_model_is_a_missing_one() -> None:
         assert call(app, CHAT, {**BODIES[CHAT], "model": ""}).json()["model"] == "m"
 
 
-@pytest.mark.parametrize("prompt", ["", None, ["", "a"]])
-def test_empty_prompt_is_the_token_that_begins_a_text(prompt: Any, test_model: Path) -> None:
-    with load(test_model, parallel=2, n_threads=1, options={"temperature": 0}) as engine:
-        app = create_app(engine)
-        first = engine.model_facts.bos_id
-        asked = {"max_tokens": 4, "return_tokens": True, "ignore_eos": True}
-        found = call(app, COMPLETIONS, {**asked, "prompt": prompt}).json()["choices"][0]
-        same = call(app, COMPLETIONS, {**asked, "prompt": [first]}).json()["choices"][0]
-        app.state.desk.close()
-    assert found["token_ids"] == same["token_ids"]
-    assert len(found["token_ids"]) == 4
+def test_empty_prompt_is_the_token_that_begins_a_text(shipped: Starlette) -> None:
+    first = shipped.state.desk.engine.model_facts.bos_id
+    asked = {"max_tokens": 4, "return_tokens": True, "ignore_eos": True, "temperature": 0}
+    for prompt in ("", None, ["", "a"], [first]):
+        found = call(shipped, COMPLETIONS, {**asked, "prompt": prompt}).json()["choices"][0]
+        if prompt == "":
+            expected = found["token_ids"]
+            assert len(expected) == 4
+        assert found["token_ids"] == expected
 
 
-def test_empty_prompt_of_a_model_without_such_a_token_is_refused() -> None:
-    with fake_app() as app:
-        for prompt in ("", None):
-            assert error_of(call(app, COMPLETIONS, {"prompt": prompt}), 400)["param"] == "prompt"
-        assert error_of(call(app, COMPLETIONS, {}), 400)["param"] == "prompt"
+def test_empty_prompt_of_a_model_without_such_a_token_is_refused(app: Starlette) -> None:
+    for prompt in ("", None):
+        assert error_of(call(app, COMPLETIONS, {"prompt": prompt}), 400)["param"] == "prompt"
+    assert error_of(call(app, COMPLETIONS, {}), 400)["param"] == "prompt"
 
 
 # ---- slots ----
@@ -282,29 +251,27 @@ def test_bias_of_a_text_is_that_of_its_tokens(path: str) -> None:
             assert found.asked.options.logit_bias == biases
 
 
+BIASES: list[Any] = [
+    *([["a", "b"]], [["", 1]], {"": 1}, [[True, 1]], [[None, 1]], {"a": True}, {"a": 1e9}),
+    *([["a", 1]] * 4097, [[1, 1]] * 4097, {"a": None}, {"1": "x"}),
+    *({"-3": 1}, [[-3, 1]], [["a", 1, 2]], "a", [["a", 6000], ["a", 6000]], [[2**40, 1]]),
+]
+
+
 @of_all
-@pytest.mark.parametrize(
-    "said",
-    [
-        *([["a", "b"]], [["", 1]], {"": 1}, [[True, 1]], [[None, 1]], {"a": True}, {"a": 1e9}),
-        *([["a", 1]] * 4097, [[1, 1]] * 4097, {"a": None}, {"1": "x"}),
-        *({"-3": 1}, [[-3, 1]], [["a", 1, 2]], "a", [["a", 6000], ["a", 6000]], [[2**40, 1]]),
-    ],
-)
-def test_wrong_bias_is_refused_by_name(path: str, said: Any) -> None:
-    with Engine(FakeBackend(2, 64)) as engine, pytest.raises(HttpProblemError) as caught:
-        read(path, logit_bias=said).see_vocabulary(engine, engine.model_facts)
-    assert caught.value.param == "logit_bias"
+def test_wrong_bias_is_refused_by_name(path: str) -> None:
+    with Engine(FakeBackend(2, 64)) as engine:
+        for said in BIASES:
+            with pytest.raises(HttpProblemError) as caught:
+                read(path, logit_bias=said).see_vocabulary(engine, engine.model_facts)
+            assert caught.value.param == "logit_bias"
 
 
 @of_chats
-def test_banned_text_is_not_in_the_answer(path: str, test_model: Path) -> None:
+def test_banned_text_is_not_in_the_answer(path: str, shipped: Starlette) -> None:
     asked = {**BODIES[path], "temperature": 0}
-    with load(test_model, parallel=2, n_threads=1) as engine:
-        app = create_app(engine)
-        assert "Hello" in call(app, path, asked).text
-        assert "Hello" not in call(app, path, {**asked, "logit_bias": [["Hello", False]]}).text
-        app.state.desk.close()
+    assert "Hello" in call(shipped, path, asked).text
+    assert "Hello" not in call(shipped, path, {**asked, "logit_bias": [["Hello", False]]}).text
 
 
 # ---- tools ----
@@ -354,12 +321,11 @@ def test_choice_of_any_tool_demands_a_call(path: str) -> None:
     ],
 )
 def test_unknown_field_is_a_warning_of_the_log_once(
-    path: str, name: str, known: str, caplog: pytest.LogCaptureFixture
+    app: Starlette, path: str, name: str, known: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with fake_app() as app:
-        for _ in range(2):
-            answer = call(app, path, {**BODIES[path], name: 3, "user": "u"})
-            assert name in answer.headers["x-ignored-fields"]
+    for _ in range(2):
+        answer = call(app, path, {**BODIES[path], name: 3, "user": "u"})
+        assert name in answer.headers["x-ignored-fields"]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert warning.startswith(f"ignored the unknown field '{name}'; did you mean {known}")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch import Engine, load
+from cbatch import Engine
 from cbatch.backend.fake import FakeBackend
 from cbatch.errors import WorkerDiedError
 from cbatch.server import create_app
@@ -25,9 +25,8 @@ from tests.server.clients import call, error_of, fake_app, running
 from tests.server.test_anthropic_messages import PIECES, speaking
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import httpx
+    from starlette.applications import Starlette
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"input": "Hi", "max_output_tokens": 6, "seed": 3}
@@ -84,18 +83,17 @@ def both(app: Any, asked: dict[str, Any]) -> dict[str, Any]:
     return streamed
 
 
-def test_response_has_its_output_and_repeats_its_request() -> None:
-    with fake_app() as app:
-        response = both(app, {**ASKED, "instructions": "Be brief", "model": "m"})
+def test_response_has_its_output_and_repeats_its_request(app: Starlette) -> None:
+    asked = {"instructions": "Be brief", "model": "m"}
+    scored = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = both(app, {**ASKED, **asked, **scored})
     (item,) = response["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
-    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert (response["instructions"], response["model"]) == ("Be brief", "m")
-    assert (response["store"], response["background"], response["object"]) == (
-        False,
-        False,
-        "response",
-    )
+    scores = item["content"][0]["logprobs"]
+    assert [len(score["top_logprobs"]) for score in scores] == [2] * 6
+    told = {**asked, "store": False, "background": False, "object": "response"}
+    told["incomplete_details"] = {"reason": "max_output_tokens"}
+    assert {name: response[name] for name in told} == told
     assert response["usage"]["output_tokens"] == 6
 
 
@@ -139,14 +137,6 @@ def test_tokens_of_an_input_are_counted_with_its_tools() -> None:
     assert wrong["param"] == "input"
 
 
-def test_scores_stand_beside_their_text() -> None:
-    asked = {**ASKED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    with fake_app() as app:
-        (item,) = both(app, asked)["output"]
-    scores = item["content"][0]["logprobs"]
-    assert [len(score["top_logprobs"]) for score in scores] == [2] * 6
-
-
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     said=st.lists(st.sampled_from(PIECES), max_size=12),
@@ -166,11 +156,8 @@ def test_thinking_text_and_calls_are_items() -> None:
     with speaking(SAID) as app:
         response = both(app, {"input": "Hi", "tools": [TOOL]})
     thought, said, called = response["output"]
-    assert [item["type"] for item in response["output"]] == [
-        "reasoning",
-        "message",
-        "function_call",
-    ]
+    kinds = ["reasoning", "message", "function_call"]
+    assert [item["type"] for item in response["output"]] == kinds
     assert thought["content"] == [{"type": "reasoning_text", "text": "I häve to"}]
     assert said["content"][0]["text"] == "Wait."
     assert (called["name"], json.loads(called["arguments"])) == ("get_time", {"zone": "CET"})
@@ -207,68 +194,33 @@ def test_failure_in_a_stream_is_a_response_that_failed() -> None:
     assert last["response"]["error"]["code"] == "worker_died"
 
 
-def test_tools_that_are_no_functions_are_ignored_by_name() -> None:
+def test_tools_that_are_no_functions_are_ignored_by_name(app: Starlette) -> None:
     tools = [{"type": "web_search"}, {**TOOL, "strict": True}]
     asked = {**ASKED, "tools": tools, "store": True, "include": ["x"], "text": {"verbosity": "low"}}
-    with fake_app() as app:
-        answer = call(app, PATH, asked)
-    assert (
-        answer.headers["x-ignored-fields"]
-        == "store, tools[0], tools.strict, text.verbosity, include.x"
-    )
+    answer = call(app, PATH, asked)
+    named = "store, tools[0], tools.strict, text.verbosity, include.x"
+    assert answer.headers["x-ignored-fields"] == named
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [3]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": "reasoning", "content": [{"text": "x"}]}]}, "input"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input"),
-        ({"instructions": 3}, "instructions"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": "9"}, "max_output_tokens"),
-        ({"previous_response_id": "x"}, "previous_response_id"),
-        ({"conversation": "x"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"prompt": {"id": "x"}}, "prompt"),
-        ({"text": 3}, "text"),
-        ({"text": {"format": {"type": "xml"}}}, "text"),
-        ({"reasoning": {"effort": 3}}, "reasoning"),
-        ({"include": 3}, "include"),
-        ({"tools": {}}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": {"type": "custom"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"temperature": -1}, "temperature"),
-        ({"n": 2}, "n"),
-    ],
-)
-def test_wrong_field_is_named(more: dict[str, Any], param: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param
+WRONG: list[dict[str, Any]] = [
+    *({"input": said} for said in (None, [], [3], [{"type": "item_reference", "id": "x"}])),
+    {"input": [{"type": "reasoning", "content": [{"text": "x"}]}]},
+    {"input": [{"role": "tool", "content": "x"}]},
+    {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    {"input": [{"type": "function_call", "call_id": "a", "name": "f"}]},
+    *({"instructions": 3}, {"max_output_tokens": 0}, {"background": True}, {"n": 2}),
+    *({"previous_response_id": "x"}, {"conversation": "x"}, {"prompt": {"id": "x"}}),
+    *({"text": 3}, {"text": {"format": {"type": "xml"}}}, {"reasoning": {"effort": 3}}),
+    *({"include": 3}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}),
+    *({"tool_choice": {"type": "custom"}}, {"temperature": -1}, {"max_tokens": 9}),
+    *({"n_predict": 9}, {"reasoning_effort": "low"}, {"n_cmpl": 2}),  # it has names of its own
+]
 
 
-@pytest.mark.real
-def test_client_reads_responses_and_streams(test_model: Path) -> None:
-    with (
-        load(test_model, parallel=2, n_threads=1, options={"temperature": 0}) as engine,
-        running(create_app(engine)) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        asked: dict[str, Any] = {"model": "m", "input": "What is 2+3?"}
-        whole = client.responses.create(**asked)
-        assert (whole.output_text, whole.status) == ("5", "completed")
-        with client.responses.stream(**asked) as stream:
-            text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
-            final = stream.get_final_response()
-        assert (text, final.output_text) == ("5", "5")
-        with pytest.raises(openai.BadRequestError):
-            client.responses.create(**asked, previous_response_id="x")
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for more in WRONG:
+        (param,) = more
+        assert error_of(call(app, PATH, {**ASKED, **more}), 400)["param"] == param, more
 
 
 @pytest.mark.real

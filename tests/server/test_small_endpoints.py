@@ -17,6 +17,8 @@ from tests.server.clients import CHAT, COMPLETIONS, MESSAGES, USER, call, error_
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from starlette.applications import Starlette
+
 
 def test_models_are_the_engine_and_its_adapters() -> None:
     backend = FakeBackend(2, 64)
@@ -40,55 +42,46 @@ def test_adapter_answers_where_it_is_named_as_the_model() -> None:
     assert texts["b"] == texts["c"] != texts["a"]
 
 
-def test_tokens_of_a_chat_are_counted_as_its_answer_counts_them() -> None:
+def test_tokens_of_a_chat_are_counted_as_its_answer_counts_them(app: Starlette) -> None:
     asked = {"messages": USER, "max_tokens": 1}
-    with fake_app() as app:
-        counted = call(app, f"{CHAT}/input_tokens", asked).json()
-        answered = call(app, CHAT, asked).json()["usage"]["prompt_tokens"]
+    counted = call(app, f"{CHAT}/input_tokens", asked).json()
+    answered = call(app, CHAT, asked).json()["usage"]["prompt_tokens"]
     assert counted == {"input_tokens": answered, "object": "response.input_tokens"}
 
 
-@pytest.mark.parametrize(
-    ("body", "answer"),
-    [
-        ({"content": "ab"}, {"tokens": [97, 98]}),
-        ({"content": ""}, {"tokens": []}),
-        (
-            {"content": "é", "with_pieces": True},
-            {"tokens": [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]},
-        ),
-        ({"prompt": "ab"}, {"count": 2, "max_model_len": 256, "tokens": [97, 98]}),
-        ({"messages": USER}, {"count": 7, "max_model_len": 256, "tokens": [*b"user:Hi"]}),
-    ],
-)
-def test_tokens_of_text_and_chats(body: dict[str, Any], answer: dict[str, Any]) -> None:
-    with fake_app() as app:
+TOKENIZED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"content": "ab"}, {"tokens": [97, 98]}),
+    ({"content": ""}, {"tokens": []}),
+    (
+        {"content": "é", "with_pieces": True},
+        {"tokens": [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]},
+    ),
+    ({"prompt": "ab"}, {"count": 2, "max_model_len": 256, "tokens": [97, 98]}),
+    ({"messages": USER}, {"count": 7, "max_model_len": 256, "tokens": [*b"user:Hi"]}),
+]
+
+
+def test_tokens_of_text_and_chats(app: Starlette) -> None:
+    for body, answer in TOKENIZED:
         assert call(app, "/tokenize", body).json() == answer
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"content": 3}, "content"),
-        ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
-        ("/tokenize", {"content": "a", "with_pieces": 1}, "with_pieces"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": [999]}, "tokens"),
-        ("/apply-template", {}, "messages"),
-    ],
-)
-def test_wrong_field_is_named(path: str, body: dict[str, Any], param: str) -> None:
-    with fake_app() as app:
-        assert error_of(call(app, path, body), 400)["param"] == param
-
-
-def test_text_of_tokens_has_both_names() -> None:
-    with fake_app() as app:
-        answer = call(app, "/detokenize", {"tokens": [195, 169, 256]}).json()
+    answer = call(app, "/detokenize", {"tokens": [195, 169, 256]}).json()
     assert answer == {"content": "é<end>", "prompt": "é<end>"}
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"content": 3}, "content"),
+    ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
+    ("/tokenize", {"content": "a", "with_pieces": 1}, "with_pieces"),
+    *(("/detokenize", said, "tokens") for said in ({}, {"tokens": "a"})),
+    *(("/detokenize", {"tokens": said}, "tokens") for said in ([-1], [999])),
+    ("/apply-template", {}, "messages"),
+]
+
+
+def test_wrong_field_is_named(app: Starlette) -> None:
+    for path, body, param in WRONG:
+        assert error_of(call(app, path, body), 400)["param"] == param, body
 
 
 def test_shipped_model_tells_its_tokens_and_template(test_model: Path) -> None:
@@ -114,19 +107,14 @@ LONG_CHAT = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, LONG_CHAT),
-        (COMPLETIONS, {"prompt": LONG}),
-        (MESSAGES, LONG_CHAT),
-        (f"{MESSAGES}/count_tokens", LONG_CHAT),
-        ("/v1/responses", {"input": LONG}),
-        ("/v1/responses/input_tokens", {"input": LONG}),
-        ("/tokenize", LONG_CHAT),
-        ("/tokenize", {"prompt": LONG}),
+        *((path, LONG_CHAT) for path in (CHAT, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize")),
+        *((path, {"prompt": LONG}) for path in (COMPLETIONS, "/tokenize")),
+        *((path, {"input": LONG}) for path in ("/v1/responses", "/v1/responses/input_tokens")),
         ("/apply-template", LONG_CHAT),
     ],
 )
 def test_prompt_of_a_large_body_is_made_outside_of_the_event_loop(
-    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    app: Starlette, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check, threads = BatchPrompt.__post_init__, set()
 
@@ -135,19 +123,19 @@ def test_prompt_of_a_large_body_is_made_outside_of_the_event_loop(
         check(prompt)
 
     monkeypatch.setattr(BatchPrompt, "__post_init__", watched)
-    with fake_app() as app:
-        call(app, path, body)
+    call(app, path, body)
     assert threads
     assert get_ident() not in threads
 
 
-def test_lack_of_threads_is_told_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_threads_is_told_and_passes(
+    app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = {"content": "hello " * 40_000}
-    with fake_app() as app:
-        threads = NoThreads(monkeypatch, "")
-        answer = call(app, "/tokenize", asked)
-        assert threads.n_refused
-        assert error_of(answer, 503)["code"] == "no_threads"
-        assert "retry-after" in answer.headers
-        threads.is_over = True
-        assert call(app, "/tokenize", asked).status_code == 200
+    threads = NoThreads(monkeypatch, "")
+    answer = call(app, "/tokenize", asked)
+    assert threads.n_refused
+    assert error_of(answer, 503)["code"] == "no_threads"
+    assert "retry-after" in answer.headers
+    threads.is_over = True
+    assert call(app, "/tokenize", asked).status_code == 200

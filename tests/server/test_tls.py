@@ -118,6 +118,8 @@ def test_failed_handshake_is_closed_and_logs_nothing(
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_request_right_behind_the_handshake_is_answered(tls: Tls, version: ssl.TLSVersion) -> None:
     with fake_app() as app, running(app, tls=tls) as server:
+        with secured(server):
+            wait_until(lambda: any(one.scheme == "https" for one in [*connections_of(server)]))
         for _ in range(20):
             with secured(server, version) as one:
                 one.sendall(request(CHAT, ASKED))
@@ -127,11 +129,6 @@ def test_request_right_behind_the_handshake_is_answered(tls: Tls, version: ssl.T
             answer = client.post(CHAT, json=ASKED).json()
         assert answer["choices"] == call(app, CHAT, ASKED).json()["choices"]
         wait_until(lambda: not connections_of(server))
-
-
-def test_scheme_is_https(tls: Tls) -> None:
-    with fake_app() as app, running(app, tls=tls) as server, secured(server):
-        wait_until(lambda: any(one.scheme == "https" for one in [*connections_of(server)]))
 
 
 def test_server_ends_while_handshakes_stall(tls: Tls) -> None:

@@ -17,7 +17,7 @@ from tests.oracle.embeddings import PlainEmbedder
 from tests.server.clients import running, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tests.conftest import SynthFactory
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 TEXTS = ["the red house by the river", "why", "Count from one to ten. " * 9, "blue"]
-EMBEDDERS = ("bert", "qwen3-embedding")
-RERANKERS = ("bert-rerank", "qwen3-rerank")
 
 
 def served(path: Path, folder: Path) -> Iterator[Running]:
@@ -38,22 +36,23 @@ def served(path: Path, folder: Path) -> Iterator[Running]:
         app.state.desk.close()
 
 
-@pytest.fixture(scope="module", params=EMBEDDERS)
-def embedder(
-    request: pytest.FixtureRequest, synth: SynthFactory, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Running, Path]]:
-    path = synth(request.param, type="f32")
-    for found in served(path, tmp_path_factory.mktemp("kept")):
-        yield found, path
+def one_of(names: Sequence[str]) -> Any:
+    """A fixture: a server of each of these models, and the model's path."""
+
+    @pytest.fixture(scope="module", params=names)
+    def found(
+        request: pytest.FixtureRequest,
+        synth: SynthFactory,
+        tmp_path_factory: pytest.TempPathFactory,
+    ) -> Iterator[tuple[Running, Path]]:
+        path = synth(request.param, type="f32")
+        for server in served(path, tmp_path_factory.mktemp("kept")):
+            yield server, path
+
+    return found
 
 
-@pytest.fixture(scope="module", params=RERANKERS)
-def reranker(
-    request: pytest.FixtureRequest, synth: SynthFactory, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Running, Path]]:
-    path = synth(request.param, type="f32")
-    for found in served(path, tmp_path_factory.mktemp("kept")):
-        yield found, path
+embedder, reranker = one_of(("bert", "qwen3-embedding")), one_of(("bert-rerank", "qwen3-rerank"))
 
 
 def client_of(server: Running) -> openai.OpenAI:
@@ -81,68 +80,52 @@ def expected(path: Path) -> Any:
 @pytest.mark.parametrize("form", ["float", "base64", None])
 def test_openai_gets_llama_cpps_embeddings(embedder: tuple[Running, Path], form: Any) -> None:
     server, path = embedder
-    more = {} if form is None else {"encoding_format": form}
+    asked: dict[str, Any] = (
+        {"model": "m"} if form is None else {"model": "m", "encoding_format": form}
+    )
     with client_of(server) as client:
-        answer = client.embeddings.create(model="m", input=TEXTS, **more)
+        answer = client.embeddings.create(**asked, input=TEXTS)
+        few = client.embeddings.create(model="m", input=TEXTS[0], dimensions=16)
     said: list[Any] = [item.embedding for item in answer.data]
     if form == "base64":  # which the client leaves as it is
         said = [np.frombuffer(base64.b64decode(text), "<f4") for text in said]
-    found = np.array(said)
+    found, whole = np.array(said), expected(path)
     assert found.shape == (len(TEXTS), 64)
-    assert np.min(np.sum(found * expected(path), axis=1)) >= 0.9999
+    assert np.min(np.sum(found * whole, axis=1)) >= 0.9999
     assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
+    cut = whole[0][:16] / np.linalg.norm(whole[0][:16])
+    assert float(np.array(few.data[0].embedding) @ cut) >= 0.9999
+    assert np.linalg.norm(few.data[0].embedding) == pytest.approx(1, abs=1e-5)
 
 
-def test_openai_gets_fewer_dimensions_of_length_one(embedder: tuple[Running, Path]) -> None:
-    server, path = embedder
-    with client_of(server) as client:
-        answer = client.embeddings.create(model="m", input=TEXTS[0], dimensions=16)
-    found, whole = np.array(answer.data[0].embedding), expected(path)[0][:16]
-    assert float(found @ whole / np.linalg.norm(whole)) >= 0.9999
-    assert np.linalg.norm(found) == pytest.approx(1, abs=1e-5)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"input": "a", "dimensions": 65}, "dimensions"),
+    ({"input": ["a", ""]}, "input"),
+    ({"input": [[1, 99_999_999]]}, "input"),
+    ({"input": [[]]}, "input"),
+    ({"input": "a", "pooling": "none"}, "pooling"),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"input": "a", "dimensions": 65}, "dimensions"),
-        ({"input": ["a", ""]}, "input"),
-        ({"input": [[1, 99_999_999]]}, "input"),
-        ({"input": [[]]}, "input"),
-        ({"input": "a", "pooling": "none"}, "pooling"),
-    ],
-)
-def test_wrong_input_is_named_alone_and_in_a_batch(
-    embedder: tuple[Running, Path], body: dict[str, Any], param: str
+def test_batch_has_llama_cpps_embeddings_and_names_what_is_wrong(
+    embedder: tuple[Running, Path],
 ) -> None:
-    server, _ = embedder
-    alone = httpx.post(f"{server.url}/v1/embeddings", json=body)
-    assert alone.status_code == 400
-    assert alone.json()["error"]["param"] == param
-    with client_of(server) as client:
-        done = batch_of(client, body, {"input": "a"})
-        (wrong,) = client.files.content(done.error_file_id).text.splitlines()
-    assert json.loads(wrong)["response"]["body"]["error"]["param"] == param
-    assert done.request_counts.completed == 1
-
-
-def test_openai_gets_the_same_for_token_ids(embedder: tuple[Running, Path]) -> None:
     server, path = embedder
-    with PlainEmbedder(path) as model:
-        tokens = model.tokenize(TEXTS[0])
+    for body, param in WRONG:
+        alone = httpx.post(f"{server.url}/v1/embeddings", json=body)
+        assert (alone.status_code, alone.json()["error"]["param"]) == (400, param)
     with client_of(server) as client:
-        answer = client.embeddings.create(model="m", input=[tokens])
-    assert float(np.array(answer.data[0].embedding) @ expected(path)[0]) >= 0.9999
-
-
-def test_openai_runs_a_batch_of_embeddings(embedder: tuple[Running, Path]) -> None:
-    server, path = embedder
-    with client_of(server) as client:
-        done = batch_of(client, *({"model": "m", "input": text} for text in TEXTS))
-        answers = client.files.content(done.output_file_id).text.splitlines()
-    found = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, answers)}
-    rows = np.array([found[f"r{i}"]["data"][0]["embedding"] for i in range(len(TEXTS))])
+        good = [{"model": "m", "input": text} for text in TEXTS]
+        done = batch_of(client, *good, *(body for body, _ in WRONG))
+        answers, wrong = (
+            {line["custom_id"]: line["response"]["body"] for line in map(json.loads, file)}
+            for id in (done.output_file_id, done.error_file_id)
+            for file in [client.files.content(id).text.splitlines()]
+        )
+    rows = np.array([answers[f"r{i}"]["data"][0]["embedding"] for i in range(len(TEXTS))])
     assert np.min(np.sum(rows * expected(path), axis=1)) >= 0.9999
+    params = [wrong[f"r{i}"]["error"]["param"] for i in range(len(TEXTS), len(TEXTS) + len(WRONG))]
+    assert params == [param for _, param in WRONG]
 
 
 def test_chat_of_a_model_that_only_embeds_is_refused(synth: SynthFactory, tmp_path: Path) -> None:
@@ -176,19 +159,13 @@ def test_documents_have_llama_cpps_scores(reranker: tuple[Running, Path]) -> Non
     server, path = reranker
     with PlainEmbedder(path) as model:
         raw = [model.score("what is red?", text) for text in TEXTS]
-    body = {"query": "what is red?", "documents": TEXTS}
-    reply = httpx.post(f"{server.url}/v1/rerank", json={**body, "return_documents": True})
-    results = reply.json()["results"]
-    assert [r["index"] for r in results] == sorted(range(len(TEXTS)), key=lambda i: -raw[i])
+    best = sorted(range(len(TEXTS)), key=lambda i: -raw[i])
+    asked = {"query": "what is red?", "documents": TEXTS, "return_documents": True}
+    results = httpx.post(f"{server.url}/v1/rerank", json=asked).json()["results"]
+    assert [r["index"] for r in results] == best
     assert all(r["document"]["text"] == TEXTS[r["index"]] for r in results)
-    if all(0 <= score <= 1 for score in raw):  # the share of yes
-        assert [r["relevance_score"] for r in results] == pytest.approx(
-            sorted(raw, reverse=True), abs=1e-2
-        )
-    else:
-        logistic = [1 / (1 + np.exp(-score)) for score in sorted(raw, reverse=True)]
-        assert [r["relevance_score"] for r in results] == pytest.approx(logistic, abs=1e-2)
-    raw_reply = httpx.post(
-        f"{server.url}/rerank", json={"query": body["query"], "texts": TEXTS, "raw_scores": True}
-    ).json()
-    assert [r["index"] for r in raw_reply] == [r["index"] for r in results]
+    is_share = all(0 <= score <= 1 for score in raw)  # of yes
+    told = [raw[i] if is_share else 1 / (1 + np.exp(-raw[i])) for i in best]
+    assert [r["relevance_score"] for r in results] == pytest.approx(told, abs=1e-2)
+    asked = {"query": "what is red?", "texts": TEXTS, "raw_scores": True}
+    assert [r["index"] for r in httpx.post(f"{server.url}/rerank", json=asked).json()] == best

@@ -17,7 +17,7 @@ from cbatch.engine import Engine
 from cbatch.errors import EngineClosedError
 from tests.runtime.backends import GatedBackend, in_thread
 from tests.server.clients import CHAT, USER, call, error_of, fake_app, wait_until
-from tests.vector_engine import N_EMBEDDING, N_LIMIT, VectorEngine, score_of, vector_of
+from tests.vector_engine import N_LIMIT, VectorEngine, score_of, vector_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,31 +63,46 @@ def test_base64_has_the_same_numbers() -> None:
     assert (np.frombuffer(data, "<f4") == vector_of("abc", 4)).all()
 
 
-@pytest.mark.parametrize(
-    ("asked", "param", "words"),
-    [
-        ({}, "input", "input is missing"),
-        ({"input": []}, "input", "input must be"),
-        ({"input": 5}, "input", "input must be"),
-        ({"input": ["a", 5]}, "input", r"input\[1\] must be a string or token ids"),
-        ({"input": [["a"]]}, "input", r"input\[0\] must be a list of token ids"),
-        ({"input": {"text": "a"}}, "input", "input must be"),
-        ({"input": [True]}, "input", r"input\[0\] must be"),
-        ({"input": "a", "dimensions": 0}, "dimensions", "dimensions must be 1"),
-        ({"input": "a", "dimensions": "8"}, "dimensions", "dimensions must be a whole number"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "encoding_format must"),
-        ({"input": "a", "truncate": "middle"}, "truncate", "truncate must be"),
-        ({"input": "a", "pooling": "rank"}, "pooling", "pooling must be"),
-        ({"input": "a", "priority": 1000}, "priority", "priority must be"),
-        ({"input": ["a"] * 9}, "input", "input has 9 texts; at most 8 are allowed"),
-        ({"input": ["ab", ""]}, "input", r"input\[1\]: the text is empty"),
+IN_INPUT: dict[str, list[Any]] = {
+    "input must be": [[], 5, {"text": "a"}],
+    r"input\[1\] must be a string or token ids": [["a", 5]],
+    r"input\[0\] must be a list of token ids": [[["a"]]],
+    r"input\[0\] must be": [[True]],
+    "input has 9 texts; at most 8 are allowed": [["a"] * 9],
+    r"^input\[1\]: the text is empty$": [["ab", ""]],
+}
+IN_RERANK: dict[str, list[dict[str, Any]]] = {
+    "texts": [{"query": "q", "texts": ["a", ""]}],
+    "query": [
+        {"query": "", "texts": ["a"]},
+        {"documents": ["a"]},
+        {"query": [], "documents": ["a"]},
     ],
-)
-def test_wrong_field_of_embeddings_is_named(asked: Any, param: str, words: str) -> None:
+    "documents": [{"query": "a"}, *({"query": "a", "documents": said} for said in ("a", [], [1]))],
+    "top_n": [{"query": "a", "documents": ["a"], "top_n": 0}],
+    "return_documents": [{"query": "a", "documents": ["a"], "return_documents": "y"}],
+    "raw_scores": [{"query": "a", "texts": ["a"], "raw_scores": 1}],
+}
+WRONG = {"dimensions": 0, "encoding_format": "hex", "truncate": "middle", "pooling": "rank"}
+
+
+def test_wrong_field_is_named() -> None:
     with vector_app(max_choices=8) as app:
-        error = error_of(call(app, EMBEDDINGS, asked), 400)
-    assert error["param"] == param
-    assert re.search(words, error["message"])
+
+        def told(path: str, asked: dict[str, Any], param: str) -> str:
+            error = error_of(call(app, path, asked), 400)
+            assert error["param"] == param
+            return str(error["message"])
+
+        for words, inputs in IN_INPUT.items():
+            for said in inputs:
+                assert re.search(words, told(EMBEDDINGS, {"input": said}, "input"))
+        for name, value in WRONG.items():
+            assert f"{name} must be" in told(EMBEDDINGS, {"input": "a", name: value}, name)
+        for param, bodies in IN_RERANK.items():
+            for body in bodies:
+                assert param in told(RERANK, body, param)
+        told(SCORE, {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1")
 
 
 def test_text_that_is_too_long_has_openais_error() -> None:
@@ -98,34 +113,24 @@ def test_text_that_is_too_long_has_openais_error() -> None:
     assert f"input[1] has {N_LIMIT + 1} tokens: shorten it, or give truncate" in error["message"]
 
 
-def test_field_of_a_wrong_document_or_query_is_named() -> None:
-    with vector_app() as app:
-        error = error_of(call(app, "/rerank", {"query": "q", "texts": ["a", ""]}), 400)
-        assert (error["param"], error["message"]) == ("texts", "texts[1]: the text is empty")
-        error = error_of(call(app, "/rerank", {"query": "", "texts": ["a"]}), 400)
-        assert (error["param"], error["message"]) == ("query", "query is empty")
+SAME = {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "}
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"truncate": True}, {"truncate": "end"}),
+    ({"truncate": True, "truncation_direction": "Left"}, {"truncate": "start"}),
+    ({"truncate": False}, {}),
+    ({"truncate": "start"}, {"truncate": "start"}),
+    ({"dimensions": None, "user": "u"}, {}),
+    (SAME, SAME),
+    ({"priority": 3, "timeout_s": 9}, {"priority": 3, "timeout_s": 9}),
+]
 
 
-@pytest.mark.parametrize(
-    ("said", "given"),
-    [
-        ({"truncate": True}, {"truncate": "end"}),
-        ({"truncate": True, "truncation_direction": "Left"}, {"truncate": "start"}),
-        ({"truncate": False}, {}),
-        ({"truncate": "start"}, {"truncate": "start"}),
-        ({"dimensions": None, "user": "u"}, {}),
-        (
-            {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "},
-            {"dimensions": 4, "normalize": False, "pooling": "mean", "instruction": "q: "},
-        ),
-        ({"priority": 3, "timeout_s": 9}, {"priority": 3, "timeout_s": 9}),
-    ],
-)
-def test_settings_reach_the_engine(said: dict[str, Any], given: dict[str, Any]) -> None:
+def test_settings_reach_the_engine() -> None:
     engine = VectorEngine()
     with vector_app(engine) as app:
-        assert call(app, EMBEDDINGS, {"input": "a", **said}).status_code == 200
-    assert engine.asked == [(1, given)]
+        for said, _ in SETTINGS:
+            assert call(app, EMBEDDINGS, {"input": "a", **said}).status_code == 200
+    assert engine.asked == [(1, given) for _, given in SETTINGS]
 
 
 def test_unknown_fields_are_named_or_refused() -> None:
@@ -134,12 +139,6 @@ def test_unknown_fields_are_named_or_refused() -> None:
         assert call(app, EMBEDDINGS, asked).headers["x-ignored-fields"] == "colour"
     with vector_app(strict_fields=True) as app:
         assert error_of(call(app, EMBEDDINGS, asked), 400)["code"] == "unknown_parameter"
-
-
-def test_model_is_named_where_the_server_asks_for_it() -> None:
-    with vector_app(model_required=True) as app:
-        assert error_of(call(app, EMBEDDINGS, {"input": "a"}), 400)["param"] == "model"
-        assert call(app, EMBEDDINGS, {"input": "a", "model": "m"}).status_code == 200
 
 
 # ---- rerank ----
@@ -176,26 +175,6 @@ def test_texts_are_answered_as_tei_does() -> None:
     assert engine.asked == [(4, {"raw_scores": True})]
 
 
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"documents": ["a"]}, "query"),
-        ({"query": "a"}, "documents"),
-        ({"query": ["a"], "documents": ["a"]}, "query"),
-        ({"query": "a", "documents": "a"}, "documents"),
-        ({"query": "a", "documents": []}, "documents"),
-        ({"query": "a", "documents": [1]}, "documents"),
-        ({"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
-        ({"query": "a", "documents": ["a"], "return_documents": "yes"}, "return_documents"),
-        ({"query": "a", "texts": ["a"], "raw_scores": 1}, "raw_scores"),
-        ({"query": "a", "documents": ["a", ""]}, "documents"),
-    ],
-)
-def test_wrong_field_of_rerank_is_named(asked: Any, param: str) -> None:
-    with vector_app() as app:
-        assert error_of(call(app, RERANK, asked), 400)["param"] == param
-
-
 # ---- score ----
 
 
@@ -215,12 +194,6 @@ def test_scores_of_a_model_without_rerank_are_cosines() -> None:
         body = call(app, SCORE, {"text_1": "abc", "text_2": ["abc", "xyz"]}).json()
     scores = [item["score"] for item in body["data"]]
     assert scores == pytest.approx([1.0, float(vector_of("abc") @ vector_of("xyz"))], abs=1e-6)
-
-
-def test_texts_of_a_score_that_do_not_pair_are_refused() -> None:
-    with vector_app() as app:
-        asked = {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}
-        assert error_of(call(app, SCORE, asked), 400)["param"] == "text_1"
 
 
 # ---- what a model can ----
@@ -286,38 +259,24 @@ def test_client_that_leaves_cancels_its_texts() -> None:
     engine.may_go.set()
 
 
-def test_width_of_an_embedding_is_the_models() -> None:
-    with vector_app() as app:
-        body = call(app, EMBEDDINGS, {"input": "a"}).json()
-    assert len(body["data"][0]["embedding"]) == N_EMBEDDING
-
-
 @pytest.mark.parametrize(
-    ("url", "body"),
+    ("url", "body", "limits"),
     [
-        (RERANK, {"query": "q", "documents": ["a"] * 9}),
-        (SCORE, {"text_1": "q", "text_2": ["a"] * 9}),
+        (RERANK, {"query": "q", "documents": ["a"] * 9}, {"max_queue": 3}),
+        (SCORE, {"text_1": "q", "text_2": ["a"] * 9}, {"max_queue": 3}),
+        (RERANK, {"query": "q", "documents": ["a" * 99] * 9}, {"max_queue_tokens": 500}),
     ],
 )
-def test_documents_to_judge_count_as_requests(url: str, body: dict[str, Any]) -> None:
+def test_documents_to_judge_count_as_requests(
+    url: str, body: dict[str, Any], limits: dict[str, int]
+) -> None:
     backend = GatedBackend(2, 1024, hold_at=0)
-    with fake_app(engine=Engine(backend), max_queue=3) as app:
+    with fake_app(engine=Engine(backend), **limits) as app:
         first = in_thread(lambda: call(app, CHAT, {"messages": USER, "max_tokens": 2}))
         backend.wait_until_held()
-        assert "at most 3" in error_of(call(app, url, body), 429)["message"]
+        (limit,) = limits.values()
+        assert f"at most {limit}" in error_of(call(app, url, body), 429)["message"]
         backend.release()
         assert first().status_code == 200
         assert call(app, url, body).status_code == 200
         assert app.state.desk.n_in_flight == 0
-
-
-def test_tokens_of_documents_to_judge_count_in_the_queue() -> None:
-    backend = GatedBackend(2, 1024, hold_at=0)
-    with fake_app(engine=Engine(backend), max_queue_tokens=500) as app:
-        first = in_thread(lambda: call(app, CHAT, {"messages": USER, "max_tokens": 2}))
-        backend.wait_until_held()
-        body = {"query": "q", "documents": ["a" * 99] * 9}
-        assert "at most 500" in error_of(call(app, RERANK, body), 429)["message"]
-        backend.release()
-        assert first().status_code == 200
-        assert call(app, RERANK, body).status_code == 200

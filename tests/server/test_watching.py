@@ -41,15 +41,10 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 ASKED = {"messages": USER, "max_tokens": 9, "ignore_eos": True, "seed": 1}
 HISTOGRAMS = (
-    "cbatch:queue_seconds",
-    "cbatch:ttft_seconds",
-    "cbatch:e2e_seconds",
-    "cbatch:request_prompt_tokens",
-    "cbatch:request_output_tokens",
-    "vllm:request_queue_time_seconds",
-    "vllm:time_to_first_token_seconds",
-    "vllm:e2e_request_latency_seconds",
-    "vllm:request_prompt_tokens",
+    *(f"cbatch:{what}_seconds" for what in ("queue", "ttft", "e2e")),
+    *(f"cbatch:request_{what}_tokens" for what in ("prompt", "output")),
+    *("vllm:request_queue_time_seconds", "vllm:time_to_first_token_seconds"),
+    *("vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens"),
     "vllm:request_generation_tokens",
 )
 
@@ -84,6 +79,29 @@ def of(samples: Samples, name: str, **labels: str) -> float:
 # ---- metrics ----
 
 
+SAME = {
+    18: (
+        "cbatch:output_tokens_total",
+        "vllm:generation_tokens_total",
+        "llamacpp:tokens_predicted_total",
+    ),
+    14: (
+        "vllm:prompt_tokens_total",
+        "vllm:prefix_cache_queries_total",
+        "cbatch:request_prompt_tokens_sum",
+    ),
+    0: (
+        *(f"cbatch:requests_{what}" for what in ("running", "waiting", "paused")),
+        *(f"vllm:num_requests_{what}" for what in ("running", "waiting")),
+        *(f"llamacpp:requests_{what}" for what in ("processing", "deferred")),
+        *("cbatch:preemptions_total", "vllm:num_preemptions_total"),
+    ),
+    2 * 64: ("cbatch:cells",),
+    2: tuple(f"{name}_count" for name in HISTOGRAMS),
+}
+"""Figures that are equal where two answers have nine tokens each."""
+
+
 def test_figures_of_answers_have_the_names_of_three_servers() -> None:
     with fake_app(2, 64, model_name="m") as app:
         assert call(app, CHAT, ASKED).status_code == 200
@@ -93,49 +111,19 @@ def test_figures_of_answers_have_the_names_of_three_servers() -> None:
         of(found, "cbatch:prompt_tokens_total", source=source) for source in ("computed", "cached")
     )
     assert n_prompt + n_cached == 2 * 7
-    same = {
-        18: (
-            "cbatch:output_tokens_total",
-            "vllm:generation_tokens_total",
-            "llamacpp:tokens_predicted_total",
-        ),
-        14: ("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
-        n_cached: ("vllm:prefix_cache_hits_total", "llamacpp:prompt_tokens_cached_total"),
-        n_prompt: ("llamacpp:prompt_tokens_total",),
-        0: (
-            "cbatch:requests_running",
-            "cbatch:requests_waiting",
-            "cbatch:requests_paused",
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-            "llamacpp:requests_processing",
-            "llamacpp:requests_deferred",
-            "cbatch:preemptions_total",
-            "vllm:num_preemptions_total",
-        ),
-        2 * 64: ("cbatch:cells",),
-        2: tuple(f"{name}_count" for name in HISTOGRAMS),
-    }
-    assert {name: of(found, name) for names in same.values() for name in names} == {
-        name: n for n, names in same.items() for name in names
-    }
+    assert of(found, "vllm:prefix_cache_hits_total") == n_cached
+    assert of(found, "llamacpp:prompt_tokens_cached_total") == n_cached
+    assert of(found, "llamacpp:prompt_tokens_total") == n_prompt
+    for n, names in SAME.items():
+        assert {name: of(found, name) for name in names} == dict.fromkeys(names, n)
     assert of(found, "cbatch:steps_total") == of(found, "llamacpp:n_decode_total") > 0
     assert of(found, "cbatch:requests_finished_total", reason="length") == 2
     assert of(found, "vllm:request_success_total", finished_reason="length") == 2
-    assert of(found, "cbatch:request_prompt_tokens_sum") == 14
     assert of(found, "cbatch:request_output_tokens_sum") == 18
-    assert of(found, "cbatch:request_output_tokens_bucket", le="5.0") == 0
-    assert of(found, "cbatch:request_output_tokens_bucket", le="10.0") == 2
+    for bound, n in (("5.0", 0), ("10.0", 2)):
+        assert of(found, "cbatch:request_output_tokens_bucket", le=bound) == n
     for name in ("cbatch:itl_seconds", "vllm:inter_token_latency_seconds"):
         assert of(found, f"{name}_bucket", le="+Inf") == of(found, f"{name}_count") == 16
-
-
-def test_metrics_tell_their_start_and_rates_of_no_answer() -> None:
-    with fake_app() as app:
-        answer, found = call(app, "/metrics"), scrape(app)
-        assert answer.headers["process-start-time-unix"] == str(app.state.desk.created)
-    for name in ("llamacpp:prompt_tokens_seconds", "llamacpp:predicted_tokens_seconds"):
-        assert of(found, name) == 0
 
 
 def test_log_timings_metrics_and_stats_tell_the_same_times(
@@ -207,6 +195,9 @@ def test_metrics_are_made_once_for_all_that_ask_in_a_round_of_the_loop() -> None
 def test_labels_hold_neither_ids_nor_paths_of_clients() -> None:
     with fake_app(2, 64, model_name="m", api_keys=["k"]) as app:
         headers = {"x-api-key": "k"}
+        first = call(app, "/metrics", headers=headers)
+        assert first.headers["process-start-time-unix"] == str(app.state.desk.created)
+        assert "llamacpp:predicted_tokens_seconds 0.0" in first.text  # no rate of no answer
         for path in ("/v1/models/a", "/models/b", "/secret", "/v1/secret/2"):
             call(app, path, headers=headers)
         call(app, "/v1/models")
@@ -214,11 +205,10 @@ def test_labels_hold_neither_ids_nor_paths_of_clients() -> None:
         call(app, CHAT, {"messages": 3}, headers=headers)
         text = call(app, "/metrics", headers=headers).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    routes = {
-        (sample.labels["route"], sample.labels["status"]): sample.value
-        for sample in families["cbatch:http_requests"].samples
-    }
+    samples = families["cbatch:http_requests"].samples
+    routes = {(sample.labels["route"], sample.labels["status"]): sample.value for sample in samples}
     assert routes == {
+        ("/metrics", "200"): 1,
         ("/models/{name:path}", "404"): 2,
         ("other", "404"): 2,
         ("other", "401"): 1,
@@ -227,13 +217,6 @@ def test_labels_hold_neither_ids_nor_paths_of_clients() -> None:
     }
     assert "req_" not in text
     assert "secret" not in text
-
-
-def test_application_that_is_mounted_twice_counts_apart() -> None:
-    with fake_app(2, 64, model_name="m") as one, fake_app(2, 64, model_name="m") as other:
-        call(one, CHAT, ASKED)
-        assert of(scrape(one), "cbatch:output_tokens_total") == 9
-        assert of(scrape(other), "cbatch:output_tokens_total") == 0
 
 
 def test_workers_count_together() -> None:
@@ -246,14 +229,6 @@ def test_workers_count_together() -> None:
     assert of(found, "cbatch:output_tokens_total") == 6
     assert of(found, "cbatch:ttft_seconds_count") == 3
     assert [slot["id"] for slot in slots] == [0, 1, 2, 3]
-
-
-def test_histogram_counts_each_value_in_its_first_bound() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 9.0):
-        histogram.add(value)
-    assert histogram.cumulative() == [(1.0, 2), (2.0, 3), (float("inf"), 4)]
-    assert histogram.total == 12.0
 
 
 def test_histogram_of_percentiles_keeps_their_number_and_nearly_their_sum() -> None:
@@ -392,7 +367,7 @@ def silence(figures: Figures, pulse: Pulse, *times_s: float) -> float:
 def test_silence_counts_from_the_last_progress_though_no_answer_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.5)
     figures = Figures()
     some = figures.pulse()
     assert silence(figures, some, 0.0, 5.0) == 5.0
@@ -404,7 +379,7 @@ def test_silence_counts_from_the_last_progress_though_no_answer_comes(
 def test_engine_that_nobody_asked_for_long_is_silent_since_the_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.5)
     figures = Figures()
     some = figures.pulse()
     assert silence(figures, some, 0.0) == 0.0
@@ -417,10 +392,8 @@ def test_engine_that_nobody_asked_for_long_is_silent_since_the_question(
 def test_request_that_no_figure_counts_is_work_all_the_same(*, has_work: bool) -> None:
     figures = Figures()
     figures.found = EngineStats()
-    expected = 30.0 if has_work else 0.0
-    assert (
-        silence(figures, figures.pulse(has_work=has_work), 0.0, 10.0, 20.0, 30.0, 40.0) >= expected
-    )
+    times = (0.0, 10.0, 20.0, 30.0, 40.0)
+    assert (silence(figures, figures.pulse(has_work=has_work), *times) >= 30.0) is has_work
 
 
 def test_prompt_tokens_are_progress() -> None:
@@ -432,7 +405,7 @@ def test_prompt_tokens_are_progress() -> None:
 
 
 def test_engine_in_a_long_step_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.01)
+    monkeypatch.setattr("cbatch.server.pulse._PATIENCE_S", 0.5)
     backend = GatedBackend(1, 256, hold_at=0)
     with Engine(backend) as engine, fake_app(engine=engine) as app:
         response = engine.submit("ab", options={"max_tokens": 2})
@@ -442,51 +415,48 @@ def test_engine_in_a_long_step_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
         response.result()
 
 
-def test_health_tells_an_engine_that_has_ended() -> None:
+def test_engine_that_has_ended_is_told() -> None:
     with fake_app(1, 64) as app:
         app.state.desk.engine.close()
         for path in ("/health", "/slots"):
             answer = call(app, path)
             assert answer.status_code == 503
             assert answer.json()["error"]["type"] == "unavailable_error"
-
-
-def test_question_keeps_its_answer_until_the_next() -> None:
-    answers = iter((1, 2))
-    now = [0.0]
-    question = EngineQuestion(lambda: next(answers), lambda: now[0])
-    assert anyio.run(question.ask) == 1
-    now[0] = 5.0
-    assert (question.answer, question.age_s) == (1, 5.0)
-    assert anyio.run(question.ask) == 2
-    assert question.age_s == 0.0
+        assert call(app, CHAT, ASKED).json()["error"]["code"] == "engine_closed"
 
 
 # ---- the log ----
+
+
+def told_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of each line of the log."""
+    return [values for r in caplog.records if (values := getattr(r, FIELDS, None))]
 
 
 def test_log_has_a_line_for_each_request_and_no_prompt(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cbatch")
     with fake_app(2, 64, api_keys=["secret"], model_name="m") as app:
         headers = {"authorization": "Bearer secret"}
-        asked = {**ASKED, "messages": [{"role": "user", "content": "private"}]}
+        asked = {**ASKED, "messages": [{"role": "user", "content": "private"}], "odd": 1}
         answer = call(app, CHAT, asked, headers=headers)
-        call(app, CHAT, asked)
+        call(app, CHAT, asked, headers={"x-api-key": "a-secret-try"})
+        call(app, CHAT, {**asked, "stream": True, "temperature": -1}, headers=headers)
         call(app, "/nowhere?x=private", headers=headers)
-    lines = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
-    http = [line for line in lines if "path" in line]
-    (request,) = [line for line in lines if "finish_reason" in line]
+    told = told_in(caplog)
+    http = [line for line in told if "path" in line]
+    (request,) = [line for line in told if "finish_reason" in line]
     assert [(line["path"], line["status"]) for line in http] == [
-        (CHAT, 200),
-        (CHAT, 401),
+        *((CHAT, status) for status in (200, 401, 400)),
         ("/nowhere", 404),
     ]
     id = answer.headers["x-request-id"]
     assert http[0]["request_id"] == request["request_id"] == id
+    assert f"http request_id={id} method=POST path={CHAT} status=200" in caplog.text
     usage: dict[str, Any] = answer.json()["usage"]
-    assert request["prompt_tokens"] == usage["prompt_tokens"]
-    assert request["completion_tokens"] == usage["completion_tokens"]
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert request[name] == usage[name]
     said = " ".join(record.getMessage() for record in caplog.records)
+    assert "fields=odd" in said
     assert "private" not in said
     assert "secret" not in said
 
@@ -502,8 +472,7 @@ def test_polls_of_the_page_are_no_requests_of_somebody(
             assert call(app, path, headers=poll).status_code == 200
         call(app, "/slots")
         counted = app.state.desk.meters.n_http
-    lines = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
-    logged = [line["path"] for line in lines if "path" in line]
+    logged = [line["path"] for line in told_in(caplog) if "path" in line]
     polls = ["/slots", "/metrics", "/v1/slots"] if level == logging.DEBUG else []
     assert logged == [*polls, "/props", "/slots"]
     assert counted == {("/props", 200): 1, ("/slots", 200): 1}
@@ -513,8 +482,7 @@ def test_prompts_of_one_call_have_lines_of_their_own(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "cbatch")
     with fake_app(2, 64) as app:
         answer = call(app, COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 2, "n": 2})
-    lines = [values for r in caplog.records if (values := getattr(r, "cbatch", None))]
-    ids = sorted(line["request_id"] for line in lines if "finish_reason" in line)
+    ids = sorted(line["request_id"] for line in told_in(caplog) if "finish_reason" in line)
     id = answer.headers["x-request-id"]
     assert ids == [f"{id}.0", f"{id}.1"]
     assert json.loads(answer.text)["usage"]["completion_tokens"] <= 8
