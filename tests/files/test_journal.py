@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -61,11 +61,6 @@ def lines(path: Path) -> list[str]:
 
 
 # ---- claiming ----
-
-
-def test_claim_of_an_unknown_item_is_new(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        assert journal.claim("a", DIGEST, 1) == "new"
 
 
 def test_claim_of_a_record_of_an_earlier_run_is_done_or_failed(tmp_path: Path) -> None:
@@ -171,11 +166,6 @@ def test_unclaimed_records_without_an_id_are_removed(tmp_path: Path) -> None:
     assert lines(tmp_path / "out") == ["a", "\0:b", ""]
 
 
-def test_add_without_a_claim_is_refused(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal, pytest.raises(KeyError):
-        journal.add(1, b"a\n", is_error=False)
-
-
 IDS = ["", "a\0b", "a", "\0", "ä" * 12, "ä" * 13, "\ud800", "x" * 10**6, "x" * 10**6 + "y", "\n"]
 
 
@@ -229,24 +219,11 @@ def test_disk_is_waited_for_at_intervals_and_at_the_end(
     assert n_syncs == 3
 
 
-def test_commit_of_nothing_waits_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_journal(tmp_path, sync_s=0) as journal:
-        monkeypatch.setattr(disk, "sync", lambda fd: pytest.fail("nothing to wait for"))
-        monkeypatch.setattr(disk, "write_at", lambda *args: pytest.fail("nothing to write"))
-        journal.commit()
-
-
-def test_close_twice_is_harmless(tmp_path: Path) -> None:
+def test_journal_closed_twice_leaves_one_manifest(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
+    write(journal, "a")
     journal.close()
     journal.close()
-    fill(tmp_path, "a")
-
-
-def test_manifest_is_one_file_when_closed(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
     assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
 
 
@@ -305,21 +282,6 @@ def test_log_that_a_killed_run_left_is_folded_as_the_next_one_starts(tmp_path: P
     assert log_of(killed) > 2**15
     with open_journal(killed) as journal:
         assert (journal.n_done, log_of(killed)) == (1000, 0)
-
-
-def test_transaction_that_fails_leaves_no_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: Manifest) -> None:
-        raise self._failed(sqlite3.OperationalError("database or disk is full"))
-
-    with open_journal(tmp_path) as journal:
-        write(journal, *map(str, range(10_000)))
-        with monkeypatch.context() as patch:
-            patch.setattr(Manifest, "commit", fail)
-            with pytest.raises(OutputError):
-                journal.commit()
-        assert log_of(tmp_path) == 0
 
 
 # ---- a full disk ----
@@ -399,11 +361,12 @@ def test_manifest_that_cannot_be_written_leaves_what_was_committed(
     journal = open_journal(tmp_path)
     write(journal, "a")
     journal.commit()
-    write(journal, "b", start=2)
+    write(journal, *map(str, range(10_000)), start=2)
     monkeypatch.setattr(Manifest, "commit", fail)
     with pytest.raises(OutputError, match=r"out\.manifest: cannot be written: .* disk is full"):
         journal.close()
     monkeypatch.undo()
+    assert log_of(tmp_path) < 2**15
     with open_journal(tmp_path) as journal:
         assert lines(tmp_path / "out") == ["a"]
         write(journal, "b", start=2)
@@ -424,13 +387,12 @@ except OutputError as error:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("n_most", [20_001, 30_000, 45_003])
-def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path, n_most: int) -> None:
-    done = run_python(LIMITED, tmp_path, n_most)
+def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path) -> None:
+    done = run_python(LIMITED, tmp_path, 30_003)
     assert done.returncode == 2, done.stderr
-    assert "/out" in done.stdout
-    assert (
-        "larger than is allowed here (ulimit -f): raise the limit, then run the same" in done.stdout
+    assert re.search(
+        r"/out.* larger than is allowed here \(ulimit -f\): raise the limit, then run the same",
+        done.stdout,
     )
     run_pass(tmp_path, 0, 200)
     assert sum(map(len, records(tmp_path).values())) == 200
@@ -494,18 +456,12 @@ def test_second_journal_by_another_name_is_refused(tmp_path: Path) -> None:
             journal_of(tmp_path / "new", errors=tmp_path / "errors", header=HEADER)
 
 
-def test_refused_journal_leaves_no_manifest(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError):
-        open_journal(tmp_path)
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_refused_journal_holds_no_lock(tmp_path: Path) -> None:
+def test_refused_journal_holds_no_lock_and_leaves_no_manifest(tmp_path: Path) -> None:
     (tmp_path / "errors").write_text("mine", encoding="utf-8")
     for _ in range(2):
         with pytest.raises(ConfigError, match="errors: exists"):
             open_journal(tmp_path)
+    assert os.listdir(tmp_path) == ["errors"]
     (tmp_path / "errors").unlink()
     errors = tmp_path / "errors"
     with (
@@ -516,18 +472,11 @@ def test_refused_journal_holds_no_lock(tmp_path: Path) -> None:
     fill(tmp_path, "a", has_errors=False)
 
 
-@pytest.mark.real
-def test_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
-    program = OPEN.replace("True)", "False); import os; os.kill(os.getpid(), 9)")
-    assert run_python(program, tmp_path).returncode == -signal.SIGKILL
-    fill(tmp_path, "a")
-
-
 # ---- other settings ----
 
 
-def test_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
+def test_other_settings_are_refused_with_both_values_and_go_on_where_forced(tmp_path: Path) -> None:
+    fill(tmp_path, "a", "b")
     other = {"model": "small", "temperature": "0.5", "output format": "lines"}
     with pytest.raises(ConfigError) as caught:
         open_journal(tmp_path, settings=other)
@@ -535,11 +484,6 @@ def test_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
     assert "model was tiny, is small; temperature was nothing, is 0.5" in said
     assert "output format" not in said
     assert "--force" in said
-
-
-def test_other_settings_go_on_where_that_is_forced(tmp_path: Path) -> None:
-    fill(tmp_path, "a", "b")
-    other = {**SETTINGS, "model": "small"}
     with open_journal(tmp_path, settings=other, force=True) as journal:
         assert journal.claim("a", DIGEST, 1) == "done"
         assert journal.claim("b", OTHER, 2) == "new"
@@ -648,9 +592,10 @@ def test_output_without_its_manifest_is_refused_or_replaced(tmp_path: Path) -> N
     assert lines(tmp_path / "out") == ["b"]
 
 
-def test_empty_file_is_begun(tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    (tmp_path / "errors").touch()
+@pytest.mark.parametrize("names", [("out", "errors"), ("out.manifest",)])
+def test_empty_file_is_begun(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).touch()
     fill(tmp_path, "a")
     assert lines(tmp_path / "out") == ["a"]
 
@@ -725,22 +670,19 @@ def test_lines_added_before_the_first_record_are_refused(tmp_path: Path) -> None
 # ---- places that cannot be ----
 
 
-def test_output_that_is_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a directory: give a file"):
-        journal_of(tmp_path)
-
-
-def test_output_in_no_folder_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "no" / "out", tmp_path / "no" / "more" / "out"):
-        with pytest.raises(ConfigError, match=rf"the folder {path.parent} does not exist"):
-            journal_of(path)
-
-
-def test_output_that_is_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".", "is a directory: give a file"),
+        ("no/more/out", "the folder .*/no/more does not exist"),
+        ("/dev/null", "is not a regular file, so no later run"),
+        ("pipe", "is not a regular file, so no later run"),
+    ],
+)
+def test_output_that_cannot_be_a_file_is_refused(tmp_path: Path, name: str, words: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path in (Path("/dev/null"), tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match=r"is not a regular file, so no later run"):
-            journal_of(path)
+    with pytest.raises(ConfigError, match=words):
+        journal_of(tmp_path / name)
 
 
 def test_link_is_followed_to_one_manifest(tmp_path: Path) -> None:
@@ -766,12 +708,6 @@ def test_folder_without_permission_is_refused(
         open_journal(tmp_path)
 
 
-def test_manifest_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out.manifest").mkdir()
-    with pytest.raises(ConfigError, match=r"out\.manifest: the manifest cannot be opened"):
-        open_journal(tmp_path)
-
-
 # ---- manifests that are none ----
 
 
@@ -780,15 +716,6 @@ def change_manifest(folder: Path, *statements: str) -> None:
     for statement in statements:
         db.execute(statement)
     db.close()
-
-
-def test_manifest_of_a_newer_version_is_refused_or_replaced(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
-    change_manifest(tmp_path, "PRAGMA user_version = 9")
-    with pytest.raises(ConfigError, match=r"has version 9, but this cbatch knows 1: update"):
-        open_journal(tmp_path)
-    with open_journal(tmp_path, force=True) as journal:
-        assert journal.claim("a", DIGEST, 1) == "new"
 
 
 def test_database_of_another_program_is_never_touched(tmp_path: Path) -> None:
@@ -800,62 +727,48 @@ def test_database_of_another_program_is_never_touched(tmp_path: Path) -> None:
     assert (tmp_path / "out.manifest").read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["text", "cut", "middle"])
-def test_damaged_manifest_is_refused_or_replaced(tmp_path: Path, damage: str) -> None:
-    fill(tmp_path, *map(str, range(200)))
-    path = tmp_path / "out.manifest"
-    data = path.read_bytes()
-    middle = data[:1024] + bytes(len(data) - 1024)
-    path.write_bytes({"text": b"mine\n" * 300, "cut": data[:2000], "middle": middle}[damage])
-    with pytest.raises(ConfigError, match=r"out\.manifest: is damaged, or no manifest of cbatch"):
-        open_journal(tmp_path)
-    with open_journal(tmp_path, force=True) as journal:
-        write(journal, "a")
-    assert lines(tmp_path / "out") == ["a"]
-
-
-@pytest.mark.parametrize(
-    "damage", [bytes(1024), b"\xff" * 1024, b"mine" * 256], ids=["0", "255", "text"]
-)
+@pytest.mark.parametrize("damage", [b"\xff" * 1024, b"mine" * 256], ids=["255", "text"])
 def test_manifest_damaged_in_any_page_is_refused_or_replaced(tmp_path: Path, damage: bytes) -> None:
     fill(tmp_path, *map(str, range(200)))
     path = tmp_path / "out.manifest"
     whole, answers = path.read_bytes(), (tmp_path / "out").read_bytes()
-    for start in range(1024, len(whole), 1024):
-        path.write_bytes(whole[:start] + damage + whole[start + 1024 :])
-        with pytest.raises(ConfigError, match=r"is damaged, or no manifest .* \(--force\)"):
+    cut = (b"mine\n" * 300, whole[:2000], whole[:1024] + bytes(len(whole) - 1024))
+    pages = range(1024, len(whole), 1024)
+    for damaged in (*cut, *(whole[:at] + damage + whole[at + 1024 :] for at in pages)):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"out\.manifest: is damaged, or no .* \(--force\)"):
             open_journal(tmp_path)
         assert (tmp_path / "out").read_bytes() == answers
         with open_journal(tmp_path, force=True) as journal:
             assert journal.claim("7", DIGEST, 1) == "new"
             assert "is damaged" in journal.notes[0]
         (tmp_path / "out").write_bytes(answers)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"out\.manifest: the manifest cannot be opened"):
+        open_journal(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "words"),
     [
-        "DROP TABLE files",
-        "DROP INDEX records_by_key",
-        "ALTER TABLE records DROP COLUMN crc",
-        "ALTER TABLE settings RENAME TO mine",
+        ("PRAGMA user_version = 9", "has version 9, but this cbatch knows 1: update"),
+        ("DROP TABLE files", r"is damaged, or no manifest .* \(--force\)"),
+        ("DROP INDEX records_by_key", r"is damaged, or no manifest .* \(--force\)"),
+        ("ALTER TABLE records DROP COLUMN crc", r"is damaged, or no manifest .* \(--force\)"),
+        ("ALTER TABLE settings RENAME TO mine", r"is damaged, or no manifest .* \(--force\)"),
     ],
 )
-def test_manifest_without_one_of_its_tables_is_refused_or_replaced(
-    tmp_path: Path, change: str
+def test_manifest_that_is_not_as_written_is_refused_or_replaced(
+    tmp_path: Path, change: str, words: str
 ) -> None:
     fill(tmp_path, "a")
     change_manifest(tmp_path, change)
-    with pytest.raises(ConfigError, match=r"is damaged, or no manifest .* \(--force\)"):
+    with pytest.raises(ConfigError, match=words):
         open_journal(tmp_path)
     with open_journal(tmp_path, force=True) as journal:
         write(journal, "b")
     assert lines(tmp_path / "out") == ["b"]
-
-
-def test_empty_manifest_is_begun(tmp_path: Path) -> None:
-    (tmp_path / "out.manifest").touch()
-    fill(tmp_path, "a")
 
 
 # ---- in bulk ----
