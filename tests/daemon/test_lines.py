@@ -25,12 +25,6 @@ def daemon(tmp_path: Path) -> Daemon:
 # ---- one request ----
 
 
-def test_start_computes_the_first_quantum_and_pauses(daemon: Daemon) -> None:
-    daemon.start(5, 8, 2)
-    daemon.machine.work(daemon.lines)
-    assert daemon.out.frames == [(5, t) for t in daemon.expected(5, 2)] + [(5, MORE)]
-
-
 def test_steps_bring_the_rest_and_one_end(daemon: Daemon) -> None:
     daemon.start(5, 5, 2)
     daemon.say("SCHED_STEP", "SCHED_STEP", "SCHED_STEP")
@@ -46,12 +40,6 @@ def test_request_that_ends_by_itself_ends_once(daemon: Daemon) -> None:
     a, b, c = daemon.expected(5, 3)
     assert daemon.out.of(5) == [a, b, MORE, c, END]
     assert daemon.out.said("ended: stop, 3 tokens")
-
-
-def test_quantum_of_the_whole_total_needs_no_turn(daemon: Daemon) -> None:
-    daemon.start(5, 3, 99)
-    daemon.machine.work(daemon.lines)
-    assert daemon.out.of(5) == [*daemon.expected(5, 3), END]
 
 
 def test_failed_request_has_its_reason_and_one_end(daemon: Daemon) -> None:
@@ -134,23 +122,11 @@ def test_bad_prompt_files_are_refused_by_name(daemon: Daemon, tmp_path: Path) ->
     assert not daemon.machine.runs
 
 
-def test_null_device_is_no_prompt(daemon: Daemon) -> None:
-    daemon.say("REQ 1 START /dev/null 8 2", "REQ 2 START /dev/zero 8 2")
-    assert daemon.out.frames == [(1, END), (2, END)]
-
-
-def test_prompt_may_have_blanks_in_its_name(daemon: Daemon) -> None:
-    path = daemon.prompt(9, 9, name="my  prompt.bin")
-    daemon.say(f"REQ 1 START {path} 2 2")
-    assert daemon.out.of(1) == [*stream([9, 9], 2), END]
-
-
 # ---- the ten defects of the daemon whose lines these are ----
 
 
-def test_defect_1_longer_word_request_is_read(daemon: Daemon) -> None:
-    path = daemon.prompt(9)
-    daemon.say(f"REQUEST 7 START {path} 2 2")
+def test_defect_1_longer_word_request_and_blanks_in_a_name_are_read(daemon: Daemon) -> None:
+    daemon.say(f"REQUEST 7 START {daemon.prompt(9, name='my  prompt.bin')} 2 2")
     assert daemon.out.of(7) == [*stream([9], 2), END]
 
 
@@ -227,26 +203,20 @@ def test_defect_8_every_error_has_its_id_and_an_end(daemon: Daemon, line: str) -
     assert [id for id, _ in daemon.out.texts] == [0, 7]
 
 
-def test_defect_9_prompt_that_is_computed_blocks_nobody(daemon: Daemon) -> None:
+@pytest.mark.parametrize(("order", "n_steps"), [("SCHED_DRAIN", 3), ("SCHED_STEP", 1)])
+def test_defect_9_prompt_that_is_computed_blocks_nobody(
+    daemon: Daemon, order: str, n_steps: int
+) -> None:
     daemon.start(5, 6, 2)
     daemon.machine.work(daemon.lines)
     daemon.start(6, 4, 2, n_prompt=60)
-    daemon.send("SCHED_DRAIN")
-    for _ in range(3):
+    daemon.send(order)
+    for _ in range(n_steps):
         daemon.machine.step(daemon.lines)
     assert daemon.out.of(6) == []
-    assert daemon.out.tokens_of(5) == daemon.expected(5, 5)
-    daemon.machine.work(daemon.lines)
+    assert daemon.out.tokens_of(5) == daemon.expected(5, 2 + n_steps)
+    daemon.say("SCHED_DRAIN")
     assert daemon.out.tokens_of(6) == daemon.expected(6, 4, n_prompt=60)
-
-
-def test_defect_9_step_by_hand_passes_a_prompt(daemon: Daemon) -> None:
-    daemon.start(5, 6, 2)
-    daemon.machine.work(daemon.lines)
-    daemon.start(6, 4, 2, n_prompt=60)
-    daemon.send("SCHED_STEP")
-    daemon.machine.step(daemon.lines)
-    assert daemon.out.tokens_of(5) == daemon.expected(5, 3)
 
 
 def test_defect_10_shared_step_is_one_order_to_the_machine(daemon: Daemon) -> None:
@@ -272,22 +242,15 @@ def test_drain_gives_nobody_two_quanta_before_another_one(daemon: Daemon) -> Non
         assert daemon.out.tokens_of(id) == daemon.expected(id, 12)
 
 
-def test_steps_go_round_over_slots(daemon: Daemon) -> None:
+def test_steps_go_round_over_slots_and_wait_for_each_other(daemon: Daemon) -> None:
     for id in (5, 6, 7):
         daemon.start(id, 8, 1)
-    daemon.say(*["SCHED_STEP"] * 7)
-    assert [turn[0][0] for turn in daemon.machine.turns] == [
-        *("5.0.0", "6.1.0", "7.2.0", "5.0.0", "6.1.0", "7.2.0", "5.0.0")
-    ]
-
-
-def test_steps_that_come_together_are_done_one_after_the_other(daemon: Daemon) -> None:
-    daemon.start(5, 8, 2)
-    daemon.start(6, 8, 2)
-    for _ in range(3):
+    for _ in range(4):
         daemon.send("SCHED_STEP")
     daemon.machine.work(daemon.lines)
-    assert [turn[0] for turn in daemon.machine.turns] == [("5.0.0", 2), ("6.1.0", 2), ("5.0.0", 2)]
+    daemon.say(*["SCHED_STEP"] * 3)
+    keys = ("5.0.0", "6.1.0", "7.2.0", "5.0.0", "6.1.0", "7.2.0", "5.0.0")
+    assert daemon.machine.turns == [[(key, 1)] for key in keys]
 
 
 def test_request_is_admitted_during_a_drain(daemon: Daemon) -> None:
@@ -459,12 +422,6 @@ def test_shared_step_goes_round(daemon: Daemon) -> None:
     assert daemon.machine.turns == [[("5.0.0", 1), ("6.1.0", 1)], [("7.2.0", 1), ("6.1.0", 1)]]
 
 
-def test_shared_step_of_one_is_a_single_one(daemon: Daemon) -> None:
-    daemon.start(5, 4, 2)
-    daemon.say("SCHED_BATCH_TARGET_STEP")
-    assert daemon.out.of(5) == [*daemon.expected(5, 2), MORE, daemon.expected(5, 3)[2], MORE]
-
-
 def test_shared_drain_ends_where_nobody_is_left_to_share_with(daemon: Daemon) -> None:
     three(daemon)
     daemon.say("SCHED_BATCH_DRAIN")
@@ -628,12 +585,15 @@ def test_prompt_that_begins_with_its_snapshot_is_answered(daemon: Daemon) -> Non
     assert daemon.out.of(7) == [*stream([5, 1, *stream([5, 1], 2), 8], 4), END]
 
 
-def test_snapshot_waits_for_the_prompt_before_it(daemon: Daemon) -> None:
+@pytest.mark.parametrize(("more", "n"), [("LIST_REQUESTS", 5), ("CANCEL 0", 2)])
+def test_snapshot_waits_for_the_end_of_the_prompt_before_it(
+    daemon: Daemon, more: str, n: int
+) -> None:
     daemon.send(f"{daemon.prompt(5, 1)} 3")
     daemon.send("SNAPSHOT 0")
     assert daemon.out.said("[snap]") == []
-    daemon.machine.work(daemon.lines)
-    assert daemon.out.said("[snap]") == ["[snap] inline slot=0 cur_pos=5"]
+    daemon.say(more)
+    assert daemon.out.said("[snap]") == [f"[snap] inline slot=0 cur_pos={n}"]
 
 
 @pytest.mark.parametrize(
@@ -656,13 +616,6 @@ def test_snapshot_that_cannot_be_is_refused_with_an_end(
     daemon.say(f"REQ 4 {line.format(other=other, short=short)}")
     assert daemon.out.of(4) == [END]
     assert daemon.out.said(words)
-
-
-def test_cancel_of_no_id_leaves_a_snapshot_that_waits(daemon: Daemon) -> None:
-    daemon.send(f"{daemon.prompt(5, 1)} 3")
-    daemon.send("SNAPSHOT 0")
-    daemon.say("CANCEL 0")
-    assert daemon.out.said("[snap]") == ["[snap] inline slot=0 cur_pos=2"]
 
 
 # ---- chance ----
