@@ -649,7 +649,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moves=MOVES, is_tagged=st.booleans(), n_end=st.integers(0, 5))
 def test_random_lines_stop_nothing_and_every_start_ends_once(
     moves: list[str | int],

@@ -133,7 +133,7 @@ def test_options_of_every_name_are_tried() -> None:
 
 
 @BOTH
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(said=st.fixed_dictionaries({}, optional=OPTIONS))
 def test_options_are_the_same_on_the_other_side(frames: wire.Frames, said: dict[str, Any]) -> None:
     try:
@@ -164,7 +164,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 @given(
     st.one_of(
         st.builds(lambda m: {"messages": m}, MESSAGES),
@@ -174,10 +174,7 @@ MESSAGES = st.lists(
     st.text("ab é\n", min_size=1, max_size=9),
 )
 def test_prompt_is_the_same_on_the_other_side(kind: dict[str, Any], id: str) -> None:
-    try:
-        prompt = BatchPrompt(**kind, id=id, options={"seed": 2**64 - 1})
-    except ConfigError:
-        return
+    prompt = BatchPrompt(**kind, id=id, options={"seed": 2**64 - 1})
     for frames in get_args(wire.Frames):
         assert sent(wire.WireItem.of(prompt, id, "name"), wire.WireItem, frames).made() == prompt
 
@@ -189,12 +186,9 @@ def test_prompt_is_the_same_on_the_other_side(kind: dict[str, Any], id: str) -> 
         {"prompt": "a", "id": "x\0y"},
         {"prompt": "a", "id": 5},
         {"prompt": "a", "tokens": [1]},
-        {"prompt": "a", "color": "red"},
         {"prompt": "a", "options": {"color": "red"}},
         {"prompt": "a", "options": [1]},
-        {},
         [],
-        None,
     ],
 )
 def test_malformed_prompt_is_refused_by_name(said: object) -> None:
@@ -215,26 +209,18 @@ def test_whatever_a_worker_says_can_be_read(frames: wire.Frames) -> None:
     assert (found["half"], str(found["large"]), found["set"]) == ("a?", str(2**70), [1])
 
 
-def nested(n: int) -> object:
+def test_value_that_is_too_deep_or_no_object_is_refused() -> None:
     value: object = 0
-    for _ in range(n):
+    for _ in range(100_000):
         value = [value]
-    return value
-
-
-def test_value_that_is_too_deep_is_refused() -> None:
     with pytest.raises(ConfigError, match="only plain values"):
-        wire.encode_call(nested(100_000))
+        wire.encode_call(value)
     for frames, opening in (("lines", b"["), ("msgpack", b"\x91")):
         with pytest.raises(ConfigError, match="recursion depth"):
             wire.reader(Any, frames)(opening * 100_000)
-
-
-@pytest.mark.parametrize("line", [b"", b"{", b"\xff\xfe", b"[1]", b"null", b'"a"', b"{} {}"])
-def test_line_that_is_no_object_is_refused(line: bytes) -> None:
-    for frames in get_args(wire.Frames):
-        with pytest.raises(ConfigError):
-            wire.decode(line, dict, frames)
+        for line in (b"", b"{", b"\xff\xfe", b"[1]", b"null", b"{} {}"):
+            with pytest.raises(ConfigError):
+                wire.decode(line, dict, frames)
 
 
 # ---- from the worker ----
@@ -270,31 +256,18 @@ def bits(tokens: Sequence[TokenLogprob | None] | None) -> object:
 @st.composite
 def results(draw: st.DrawFn, n_choices: int = 2) -> BatchResult:
     maybe = st.none() | SECONDS
-    options = draw(
-        st.sampled_from(
-            [
-                None,
-                RequestFailedError("it broke é"),
-                errors.CacheError("k", "gone", is_missing=True),
-            ]
-        )
-    )
+    gone = errors.CacheError("k", "gone", is_missing=True)
     scored = st.lists(st.none() | logprobs(), max_size=3).map(tuple)
+    counts = [draw(NUMBERS) for _ in DRAFT_COUNTS]
     return BatchResult(
         id="x",
         text=draw(TEXTS),
         token_ids=tuple(draw(st.lists(NUMBERS, max_size=5))),
         finish_reason=draw(st.sampled_from(["stop", "length", "window", "tool_calls", "error"])),
-        error=options,
+        error=draw(st.sampled_from([None, RequestFailedError("it broke é"), gone])),
         usage=Usage(*(draw(NUMBERS) for _ in range(7))),
         timings=Timings(
-            draw(SECONDS),
-            draw(maybe),
-            draw(SECONDS),
-            draw(maybe),
-            draw(maybe),
-            draw(maybe),
-            *(draw(NUMBERS) for _ in DRAFT_COUNTS),
+            *(draw(s) for s in (SECONDS, maybe, SECONDS, maybe, maybe, maybe)), *counts
         ),
         seed=draw(st.integers(0, 2**64 - 1)),
         warnings=tuple(draw(st.lists(TEXTS, max_size=2))),
@@ -338,7 +311,7 @@ def same_error(one: BaseException | None, other: BaseException | None) -> bool:
     )
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(results())
 def test_result_is_the_same_on_the_other_side(result: BatchResult) -> None:
     said = sent(wire.told_result(result), BatchResult)
@@ -390,22 +363,16 @@ class UnknownError(Exception):
     """Of somebody else."""
 
 
-@pytest.mark.parametrize("error", [UnknownError("it broke"), KeyboardInterrupt(), SystemExit(3)])
-def test_error_of_another_class_is_told_by_its_name(error: BaseException) -> None:
-    found = sent(error, CBatchError)
-    assert type(found) is RequestFailedError
-    assert type(error).__name__ in str(found)
-
-
 @pytest.mark.parametrize(
-    "cause", [UnknownError("it broke"), UnicodeDecodeError("utf-8", b"a", 0, 1, "no")]
+    "foreign",
+    [UnknownError("it broke"), KeyboardInterrupt(), UnicodeDecodeError("utf-8", b"a", 0, 1, "no")],
 )
-def test_cause_of_another_class_is_told_by_its_name(cause: Exception) -> None:
+def test_error_and_cause_of_another_class_are_told_by_their_names(foreign: BaseException) -> None:
     error = RequestFailedError("no")
-    error.__cause__ = cause
-    found = sent(error, CBatchError)
-    assert type(found.__cause__) is RequestFailedError
-    assert type(cause).__name__ in str(found.__cause__)
+    error.__cause__ = foreign
+    for found in (sent(foreign, CBatchError), sent(error, CBatchError).__cause__):
+        assert type(found) is RequestFailedError
+        assert type(foreign).__name__ in str(found)
 
 
 # ---- figures ----
