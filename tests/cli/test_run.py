@@ -93,41 +93,6 @@ def test_windows_are_made_to_the_measure_of_the_file(
     assert all(line["error"] is None for line in parse(out.read_bytes()))
 
 
-def test_settings_of_memory_reach_the_engine(
-    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {}
-    really_load = cbatch.load
-
-    def load_noted(*args: Any, **settings: Any) -> cbatch.Engine:
-        given.update(settings)
-        return really_load(*args, **settings)
-
-    monkeypatch.setattr("cbatch.files.settings.load", load_noted)
-    options = ("--cache-type-k", "q8_0", "--cache-type-v", "q5_0", "--flash-attn", "on")
-    source = write_input({"prompt": "a", "options": SHORT})
-    assert run(source, out, test_model, *options, "--memory-mib", 50).exit_code == 0
-    expected = {
-        "cache_type_k": "q8_0",
-        "cache_type_v": "q5_0",
-        "flash_attn": "on",
-        "memory_mib": 50,
-    }
-    assert {name: given[name] for name in expected} == expected
-    [(prompt, asked)] = given["look_ahead"].prompts
-    assert (prompt.prompt, asked.max_tokens, given["look_ahead"].is_all) == ("a", 3, True)
-
-
-def test_run_writes_what_the_library_answers(
-    write_input: WriteInput, out: Path, test_model: Path
-) -> None:
-    source = write_input({"prompt": "Once upon", "options": {"seed": 1, "max_tokens": 8}})
-    assert run(source, out, test_model).exit_code == 0
-    with cbatch.load(test_model, parallel=2, n_threads=1) as engine:
-        result = engine.submit("Once upon", options={"seed": 1, "max_tokens": 8}).result()
-    assert parse(out.read_bytes())[0]["text"] == result.text
-
-
 def test_run_wide_options_hold_where_a_line_says_nothing(
     write_input: WriteInput, out: Path, test_model: Path
 ) -> None:
@@ -273,25 +238,21 @@ def test_forced_output_is_kept_where_the_run_cannot_start(
     assert (result.exit_code, out.read_text()) == (2, "precious")
 
 
-def test_input_without_permission_is_named(
-    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl"])
+def test_file_without_permission_is_named_and_kept(
+    write_input: WriteInput,
+    out: Path,
+    test_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    source = write_input({"prompt": "a"})
-    forbid_opening(source, monkeypatch)
-    result = run(source, out, test_model)
-    assert (result.exit_code, out.exists()) == (2, False)
-    assert result.stderr == f"cbatch: {source}: cannot be read: Permission denied\n"
-
-
-def test_output_without_permission_is_named_and_kept(
-    write_input: WriteInput, out: Path, test_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    source = write_input({"prompt": "a", "options": SHORT})
     out.write_text("precious")
     with monkeypatch.context() as patch:
-        forbid_opening(out, patch)
-        result = run(write_input({"prompt": "a", "options": SHORT}), out, test_model, "--force")
+        forbid_opening(out.with_name(name), patch)
+        result = run(source, out, test_model, "--force")
     assert (result.exit_code, out.read_bytes()) == (2, b"precious")
-    assert result.stderr == f"cbatch: {out}: cannot be read: Permission denied\n"
+    assert result.stderr == f"cbatch: {out.with_name(name)}: cannot be read: Permission denied\n"
 
 
 @pytest.mark.parametrize("link", ["hardlink_to", "symlink_to"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.cli.option_table import Given, shares_of, template_of
+from cbatch.cli.option_table import Given, template_of
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
@@ -245,6 +245,10 @@ MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "n_ubatch": (("--n-ubatch", 64), 64),
     "draft": (("--draft", "d.gguf"), "d.gguf"),
     "cache_mib": (("--cache-mib", 5), 5),
+    "cache_type_k": (("--cache-type-k", "q8_0"), "q8_0"),
+    "cache_type_v": (("--cache-type-v", "f32"), "f32"),
+    "flash_attn": (("--flash-attn", "on"), "on"),
+    "memory_mib": (("--memory-mib", 50), 50),
     "cache_media": (("--cache-media",), True),
     "repack": (("--repack", "llama"), "llama"),
     "use_mmap": (("--no-mmap",), False),
@@ -300,10 +304,6 @@ def test_flags_that_contradict_are_refused(args: tuple[object, ...], words: str)
     done = invoke("run", "in.jsonl", "-o", "-", *args)
     assert done.exit_code == 2
     assert words in done.stderr
-
-
-def test_shares_are_numbers() -> None:
-    assert (shares_of(None), shares_of("3,1.5")) == (None, [3.0, 1.5])
 
 
 def test_chat_template_is_a_name_jinja_or_a_file(

@@ -23,7 +23,6 @@ from cbatch.files.report.recorder import (
     RunRecorder,
     WorkOverTime,
     phases,
-    tee,
 )
 from cbatch.files.report.spans import GAP_S, SlotSpan, SlotSpans, SpanStore
 from cbatch.runtime.step_record import StepRecord, StepRow
@@ -95,11 +94,6 @@ def test_cells_are_those_before_the_run() -> None:
     assert [r.n_cells for r in records] == [0, 4]
 
 
-def test_times_of_a_record_follow_from_its_phases() -> None:
-    record = run_of(1.0, seconds=4.0, admit_s=1.0, build_s=2.0, apply_s=8.0, deliver_s=16.0)
-    assert (record.ran_s, record.end_s) == (8.0, 32.0)
-
-
 # ---- spans ----
 
 
@@ -167,20 +161,20 @@ def test_buckets_lose_no_work_and_stay_few(entries: list[tuple[float, float, int
         assert seconds_of_each.sum() == pytest.approx(start_s)
 
 
-def test_work_is_spread_over_its_time() -> None:
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "n_most", "expected"),
+    [
+        (0.5, 2.75, 512, ([0, 1, 2], [1, 1, 0.75], [2, 4, 3])),
+        (0.0, 2.25, 9, ([0, 1], [1, 1.25], [4, 5])),  # the last piece is too short for a rate
+    ],
+)
+def test_work_is_spread_over_its_time(
+    start_s: float, end_s: float, n_most: int, expected: tuple[list[float], ...]
+) -> None:
     time = WorkOverTime(width_s=1.0)
-    time.add(0.5, 2.75, (9, 0, 0, 0, 0))
-    starts_s, seconds, figures = time.joined(512)
-    assert list(starts_s) == [0, 1, 2]
-    assert list(seconds) == [1, 1, 0.75]
-    assert list(figures[:, 0]) == [2, 4, 3]
-
-
-def test_last_piece_that_is_too_short_for_a_rate_joins_the_one_before() -> None:
-    time = WorkOverTime(width_s=1.0)
-    time.add(0.0, 2.25, (9, 0, 0, 0, 0))
-    starts_s, seconds, figures = time.joined(9)
-    assert (list(starts_s), list(seconds), list(figures[:, 0])) == ([0, 1], [1, 1.25], [4, 5])
+    time.add(start_s, end_s, (9, 0, 0, 0, 0))
+    starts_s, seconds, figures = time.joined(n_most)
+    assert (list(starts_s), list(seconds), list(figures[:, 0])) == expected
 
 
 # ---- the first and the last spans ----
@@ -315,13 +309,6 @@ def test_failed_step_computed_no_prompt() -> None:
 def test_recorder_of_no_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"at least 1, not 0: give engine\.parallel"):
         RunRecorder(0)
-
-
-def test_tee_calls_each_in_turn() -> None:
-    seen: list[tuple[str, StepRecord]] = []
-    record = run_of(0.0, decode(0, "a"))
-    tee(lambda r: seen.append(("first", r)), lambda r: seen.append(("second", r)))(record)
-    assert seen == [("first", record), ("second", record)]
 
 
 def test_recorder_counts_what_an_engine_did() -> None:
