@@ -249,31 +249,6 @@ def test_log_is_events_for_programs(write_input: WriteInput, test_model: Path) -
     assert {"level", "logger", "text"} <= logs[0].keys()
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_limit_that_stopped_a_run_is_in_summary_and_events(
-    write_input: WriteInput, tmp_path: Path, test_model: Path, n: int
-) -> None:
-    source = write_input(*[{"prompt": "a", "options": SHORT}] * 3)
-    asked = ("run", source, "-m", test_model, *SMALL, "--limit", n)
-    done = invoke(*asked, "-o", tmp_path / "a.jsonl")
-    assert done.exit_code == 0
-    assert ("ended   stopped at the limit" in done.stderr) == (n < 3)
-    assert ("run the same command again" in done.stderr) == (n < 3)
-    events = parse(invoke(*asked, "-o", tmp_path / "b.jsonl", "--json").stderr)
-    [summary] = [event for event in events if event["event"] == "summary"]
-    assert summary["ending"] == ("limit" if n < 3 else "done")
-
-
-def test_time_that_stopped_a_run_is_in_its_summary(
-    write_input: WriteInput, tmp_path: Path, test_model: Path
-) -> None:
-    source = write_input(*[ENDLESS] * 3)
-    asked = (*SMALL, "--ctx-per-seq", 30_000, "--max-time-s", 0.2, "--json")
-    done = invoke("run", source, "-m", test_model, "-o", tmp_path / "a.jsonl", *asked)
-    [summary] = [event for event in parse(done.stderr) if event["event"] == "summary"]
-    assert (done.exit_code, summary["ending"]) == (0, "time")
-
-
 @posix
 @pytest.mark.parametrize("how", ["run", "ask"])
 def test_live_line_never_hides_the_cursor(
@@ -300,13 +275,6 @@ def test_live_line_never_hides_the_cursor(
     os.close(ours)
     assert b"\x1b[?25l" in seen
     assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
-
-
-def test_bad_line_on_stdin_is_named(test_model: Path) -> None:
-    with start("run", "-", "-o", "-", "-m", test_model, "--strict", "--quiet") as process:
-        answers, said = process.communicate(b'{"prompt": "a"}\n\n{"prompt"}\n')
-    assert (process.returncode, answers) == (2, b"")
-    assert said.startswith(b"cbatch: <stdin>, line 3: not JSON")
 
 
 # ---- whole lines ----
@@ -368,24 +336,6 @@ def test_ctrl_c_pressed_again_and_again_ends_as_one(
     assert said.count(b"\n") <= 3
     assert b"Traceback" not in said
     assert out.read_bytes().endswith(b"\n")
-
-
-@posix
-def test_ctrl_c_at_the_prompt_of_a_conversation_exits_130(test_model: Path) -> None:
-    import pty
-
-    ours, theirs = pty.openpty()
-    try:
-        with start("ask", "-i", "-m", test_model, "--threads", 1, stdin=theirs) as process:
-            assert process.stderr is not None
-            assert process.stderr.readline().startswith(b"cbatch: ")  # how it ends
-            assert process.stderr.read(2) == b"> "
-            process.send_signal(signal.SIGINT)
-            assert process.communicate() == (b"", b"\n")
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert process.returncode == 130
 
 
 @posix

@@ -24,7 +24,6 @@ from cbatch.errors import (
 )
 from cbatch.files.file_run import run_file, stream_file
 from cbatch.files.outcome import Interrupted, Stopper
-from cbatch.files.output.journal import Journal
 from cbatch.files.output.sorting import Sorted, sort_in_place
 from cbatch.files.preview import check_file, estimate_file
 from cbatch.progress import PlainView, SilentView, summary_lines
@@ -241,19 +240,6 @@ def test_finished_run_tells_its_errors_again(engine: Engine, source: Path, out: 
     )
 
 
-def test_errors_of_a_run_that_was_killed_are_counted_without_kinds(
-    engine: Engine, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with source.open("a") as file:
-        file.write(json.dumps({"id": "long", "prompt": "a" * 999}) + "\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note_errors", lambda *_: None)
-        run_file(source, out, engine=engine)
-    again = run_file(source, out, engine=engine)
-    assert (again.n_failed_before, again.errors_before) == (1, {})
-    assert again.failures.endswith("1 in earlier runs")
-
-
 def test_row_that_has_gone_takes_its_record_with_it(engine: Engine, tmp_path: Path) -> None:
     table, out = tmp_path / "in.csv", tmp_path / "out.csv"
     for rows in ("abcd", "bcd", "xbcd", ""):
@@ -322,16 +308,6 @@ def test_shuffle_runs_all_in_another_order_that_its_seed_gives(
     assert orders[0] != orders[2]
 
 
-def test_strict_names_the_first_wrong_item_and_writes_nothing(
-    engine: Engine, source: Path, out: Path
-) -> None:
-    with source.open("a") as file:
-        file.write('{"id": "r5", "prompt": "a"}\n{bad\n')
-    with pytest.raises(ConfigError, match=r"line 101: .*twice.*duplicate_custom_id"):
-        run_file(source, out, engine=engine, strict=True)
-    assert not out.exists()
-
-
 def test_what_time_ends_is_left_but_not_what_ends_by_its_own(tmp_path: Path, out: Path) -> None:
     source = write_requests(tmp_path / "in.jsonl", 6, max_tokens=120, timeout_s=1e-6)
     with make_engine() as engine:
@@ -361,29 +337,23 @@ def test_choice_out_of_time_is_the_error_of_its_record_beside_the_others(
     assert (summary.n_done, summary.n_failed) == (1, 1)
 
 
-def test_engine_that_dies_leaves_its_items(source: Path, out: Path) -> None:
+@pytest.mark.parametrize("kind", [EngineClosedError, LookupError])
+def test_run_that_an_error_ends_leaves_what_was_written(
+    source: Path, out: Path, kind: type[Exception]
+) -> None:
     engine = make_engine()
 
-    def close(item: Item, result: BatchResult | None) -> None:
+    def end(item: Item, result: BatchResult | None) -> None:
         engine.close()
+        if kind is LookupError:
+            raise LookupError("mine")
 
-    with pytest.raises(EngineClosedError):
-        run_file(source, out, engine=engine, on_result=close)
+    with pytest.raises(kind):
+        run_file(source, out, engine=engine, on_result=end)
     n_before = len(records(out))
     assert n_before >= 1
-    with make_engine() as engine:
-        assert run_file(source, out, engine=engine).n_before == n_before
-    assert len(answers(out)) == 100
-
-
-def test_error_of_the_callers_function_leaves_what_was_written(source: Path, out: Path) -> None:
-    def explode(item: Item, result: BatchResult | None) -> None:
-        raise LookupError("mine")
-
-    with make_engine() as engine:
-        with pytest.raises(LookupError):
-            run_file(source, out, engine=engine, on_result=explode)
-        assert run_file(source, out, engine=engine).n_before >= 1
+    with make_engine() as again:
+        assert run_file(source, out, engine=again).n_before == n_before
     assert len(answers(out)) == 100
 
 
@@ -739,24 +709,19 @@ class Notes(SilentView):
         self.lines.append(line)
 
 
-def test_run_without_work_keeps_report_and_trace(engine: Engine, source: Path, out: Path) -> None:
-    report, trace = out.with_name("r.html"), out.with_name("t.json")
-    run_file(source, out, engine=engine, report=report, trace=trace)
-    before = report.read_bytes(), trace.read_bytes()
-    summary = run_file(source, out, engine=engine, report=report, trace=trace)
-    assert (summary.n_done, summary.n_before) == (0, summary.n_items)
-    assert (report.read_bytes(), trace.read_bytes()) == before
-
-
-def test_report_of_a_later_part_tells_how_many_items_ran_before(
-    engine: Engine, source: Path, out: Path
+def test_report_of_a_later_part_counts_the_earlier_one_and_stays_without_work(
+    engine: Engine, tmp_path: Path, out: Path
 ) -> None:
-    report, trace = out.with_name("r.html"), out.with_name("t.json")
-    run_file(source, out, engine=engine, report=report, trace=trace, limit=5)
-    run_file(source, out, engine=engine, report=report, trace=trace, limit=2)
-    assert "none failed; 5 in earlier runs" in report.read_text()
-    names = {event.get("name") for event in json.loads(trace.read_text())}
+    source = write_requests(tmp_path / "in.jsonl", 9)
+    places = {"report": out.with_name("r.html"), "trace": out.with_name("t.json")}
+    run_file(source, out, engine=engine, limit=5, **places)
+    run_file(source, out, engine=engine, **places)
+    assert "none failed; 5 in earlier runs" in places["report"].read_text()
+    names = {event.get("name") for event in json.loads(places["trace"].read_text())}
     assert {"run", "deliver"} <= names
+    before = [path.read_bytes() for path in places.values()]
+    assert run_file(source, out, engine=engine, **places).n_before == 9
+    assert [path.read_bytes() for path in places.values()] == before
 
 
 @pytest.fixture
