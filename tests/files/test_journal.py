@@ -63,17 +63,6 @@ def lines(path: Path) -> list[str]:
 # ---- claiming ----
 
 
-def test_claim_of_a_record_of_an_earlier_run_is_done_or_failed(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        write(journal, "a")
-        write(journal, "b", start=2, is_error=True)
-    with open_journal(tmp_path) as journal:
-        assert (journal.n_done, journal.n_failed) == (1, 1)
-        assert journal.claim("a", DIGEST, 1) == "done"
-        assert journal.claim("b", DIGEST, 2) == "failed"
-        assert journal.claim("c", DIGEST, 3) == "new"
-
-
 @pytest.mark.parametrize("when", ["claimed", "added", "committed", "done before"])
 def test_second_claim_of_an_id_is_a_duplicate(tmp_path: Path, when: str) -> None:
     if when == "done before":
@@ -89,42 +78,6 @@ def test_second_claim_of_an_id_is_a_duplicate(tmp_path: Path, when: str) -> None
         assert journal.claim("a", OTHER, 6) == "duplicate"
 
 
-def test_error_of_a_duplicate_is_written_once(tmp_path: Path) -> None:
-    for i_run in range(3):
-        with open_journal(tmp_path) as journal:
-            assert journal.claim("a", DIGEST, 1) == ("done" if i_run else "new")
-            assert journal.claim("a", DIGEST, 2) == ("failed" if i_run else "duplicate")
-            if not i_run:
-                journal.add(1, b"a\n", is_error=False)
-                journal.add(2, b"twice\n", is_error=True)
-        assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["twice"])
-
-
-def test_duplicate_that_comes_first_later_has_no_error_any_more(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        write(journal, "a")
-        assert journal.claim("a", DIGEST, 2) == "duplicate"
-        journal.add(2, b"twice\n", is_error=True)
-    with open_journal(tmp_path) as journal:
-        assert journal.claim("a", DIGEST, 2) == "done"
-        assert journal.claim("a", DIGEST, 1) == "duplicate"
-        journal.add(1, b"again\n", is_error=True)
-        journal.commit()
-        assert (journal.n_done, journal.n_failed) == (1, 1)
-    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["again"])
-
-
-def test_item_that_changed_takes_the_place_of_its_record(tmp_path: Path) -> None:
-    fill(tmp_path, "a", "b", "c")
-    with open_journal(tmp_path) as journal:
-        assert journal.claim("b", OTHER, 2) == "new"
-        journal.add(2, b"new b\n", is_error=False)
-        journal.commit()
-        assert journal.n_done == 3
-        assert lines(tmp_path / "out") == ["a", "b", "c", "new b"]
-    assert lines(tmp_path / "out") == ["a", "c", "new b"]
-
-
 def test_item_that_changed_keeps_its_record_until_there_is_another(tmp_path: Path) -> None:
     fill(tmp_path, "a")
     with open_journal(tmp_path) as journal:
@@ -132,18 +85,6 @@ def test_item_that_changed_keeps_its_record_until_there_is_another(tmp_path: Pat
     with open_journal(tmp_path) as journal:
         assert journal.claim("a", OTHER, 1) == "new"
         assert lines(tmp_path / "out") == ["a"]
-
-
-def test_errors_are_retried_where_that_is_asked(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        write(journal, "a", "b", is_error=True)
-    with open_journal(tmp_path, retry_errors=True) as journal:
-        assert journal.claim("a", DIGEST, 1) == "new"
-        assert journal.claim("b", DIGEST, 2) == "new"
-        journal.add(1, b"a\n", is_error=False)
-        journal.commit()
-        assert (journal.n_done, journal.n_failed) == (1, 1)
-    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["b"])
 
 
 def test_errors_without_a_file_of_their_own_are_in_the_output(tmp_path: Path) -> None:
@@ -252,8 +193,7 @@ def test_log_of_the_manifest_stays_small(tmp_path: Path) -> None:
     assert 2**19 < most < 1.25 * 2**20
 
 
-@pytest.mark.parametrize("names", [["out", "out.manifest"], ["out", "out.manifest", "errors"]])
-def test_output_and_manifest_copied_after_a_kill_go_on(tmp_path: Path, names: list[str]) -> None:
+def test_output_and_manifest_copied_after_a_kill_go_on(tmp_path: Path) -> None:
     now_s = 0.0
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -265,7 +205,7 @@ def test_output_and_manifest_copied_after_a_kill_go_on(tmp_path: Path, names: li
         journal.commit()  # which waits for the disk
         write(journal, "101", start=101)
         journal.commit()
-        for name in names:
+        for name in ("out", "out.manifest"):
             shutil.copy(tmp_path / name, copy / name)
     with open_journal(copy) as journal:
         assert [journal.claim(str(n), DIGEST, n) for n in range(100)] == ["done"] * 100
@@ -610,7 +550,7 @@ def test_errors_of_somebody_else_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "errors").read_text(encoding="utf-8") == "mine\n"
 
 
-@pytest.mark.parametrize("n_left", [0, 3, 7, 8, 9, 100, 101])
+@pytest.mark.parametrize("n_left", [0, 7, 9, 101])
 def test_shorter_output_loses_what_is_not_whole(tmp_path: Path, n_left: int) -> None:
     ids = [str(i) for i in range(1, 100)]
     fill(tmp_path, *ids)
@@ -629,12 +569,10 @@ def test_shorter_output_loses_what_is_not_whole(tmp_path: Path, n_left: int) -> 
 
 EDITS: dict[str, Callable[[str], str]] = {
     "sorted": lambda text: "".join(sorted(text.splitlines(keepends=True))),
-    "a line less": lambda text: text.replace("50\n", ""),
     "a line twice": lambda text: text.replace("50\n", "50\n50\n"),
     "a line more": lambda text: text + "mine\n",
     "other ends of lines": lambda text: text.replace("\n", "\r\n"),
     "another first line": lambda text: text.replace("header", "HEADER"),
-    "another file": lambda text: "mine\n" * 1000,
     "a shorter file": lambda text: "mine\n",
     "a shorter file with the header": lambda text: "header\n\n",
     "reversed": lambda text: "header\n" + "".join(text.splitlines(keepends=True)[:0:-1]),

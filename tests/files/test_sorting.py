@@ -95,16 +95,6 @@ def test_line_put_in_at_the_top_moves_all_in_bounded_memory(
     assert numbers_in(out) == [n for n in range(n_items + 1) if n % 5 or not n]
 
 
-def test_order_is_restored_after_kills_and_changes(tmp_path: Path) -> None:
-    for i_pass in range(3):
-        run_pass(tmp_path, i_pass)
-    before = records(tmp_path)
-    sort_in_place(tmp_path / "out")
-    assert records(tmp_path) == before
-    for name in ("out", "errors"):
-        assert numbers_in(tmp_path / name) == sorted(numbers_in(tmp_path / name))
-
-
 def test_what_a_killed_run_left_is_repaired_first(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
     for number in (2, 1):
