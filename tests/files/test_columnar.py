@@ -317,8 +317,14 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", ["in.parquet", "in.arrow"])
-@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("in.parquet", how) for how in REPLACED),
+        ("in.arrow", "others"),
+        ("in.arrow", "other types"),
+    ],
+)
 def test_input_that_was_replaced_pairs_no_answer_with_another_row(
     tmp_path: Path, name: str, how: str
 ) -> None:
