@@ -95,14 +95,18 @@ def test_every_option_of_a_request_has_its_value_here() -> None:
     assert {*VALUES, "logits_processor"} == {f.name for f in fields(RunOptions)}
 
 
+def options_with(name: str, *, sign: str = "_") -> RunOptions:
+    """Options with the value of `VALUES`, and with another that it needs."""
+    more = {"best_of": ["n=2"], "top_logprobs": ["logprobs=true"]}.get(name, [])
+    return options_of(f"{name.replace('_', sign)}={VALUES[name][0]}", *more)
+
+
 @pytest.mark.parametrize("name", [name for name in VALUES if name != "pause_every"])
 def test_value_is_read_by_the_type_of_its_option(name: str) -> None:
-    text, value = VALUES[name]
-    more = {"best_of": ["n=2"], "top_logprobs": ["logprobs=true"]}.get(name, [])
-    found = getattr(options_of(f"{name}={text}", *more), name)
+    found, (_, value) = getattr(options_with(name), name), VALUES[name]
     assert found == value
     assert isinstance(found, bool) == isinstance(value, bool)
-    assert getattr(options_of(f"{name.replace('_', '-')}={text}", *more), name) == value
+    assert getattr(options_with(name, sign="-"), name) == value
 
 
 def test_template_variables_have_a_flag_with_json_or_a_file(tmp_path: Path) -> None:
@@ -259,7 +263,14 @@ def test_every_option_of_scheduling_has_a_flag() -> None:
     assert FLAGS.keys() == {f.name for f in fields(ScheduleOptions)}
 
 
-@pytest.mark.parametrize("name", [*FLAGS, *MORE_FLAGS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FLAGS,
+        *[name for name in MORE_FLAGS if name != "library"],
+        pytest.param("library", marks=pytest.mark.real),  # which another process tries
+    ],
+)
 def test_flag_reaches_the_engine(
     monkeypatch: pytest.MonkeyPatch, write_input: Callable[..., Path], name: str
 ) -> None:

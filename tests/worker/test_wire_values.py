@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import struct
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
@@ -29,6 +29,7 @@ from cbatch.runtime.row_comparison import RowComparison
 from cbatch.runtime.step_record import StepRecord, StepRow
 from cbatch.stats import EngineStats, Percentiles
 from cbatch.worker import wire
+from tests.cli.test_sets import VALUES, options_with
 from tests.profiles import examples
 
 if TYPE_CHECKING:
@@ -50,108 +51,32 @@ BOTH = pytest.mark.parametrize("frames", ["lines", "msgpack"])
 
 # ---- to the worker ----
 
-OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "max_tokens": st.integers(1, 2**31 - 1),
-    "strict_max_tokens": st.booleans(),
-    "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3) | st.text(min_size=1, max_size=5),
-    "stop_token_ids": st.lists(NUMBERS, max_size=4),
-    "include_stop": st.booleans(),
-    "ignore_eos": st.booleans(),
-    "temperature": st.floats(0, 1e4),
-    "top_k": NUMBERS,
-    "top_p": st.floats(0, 1),
-    "min_p": st.floats(0, 1),
-    "typical_p": st.floats(0, 1),
-    "top_n_sigma": st.floats(-1, 1e3),
-    "xtc_probability": st.floats(0, 1),
-    "xtc_threshold": st.floats(0, 1),
-    "repeat_penalty": st.floats(0.01, 100),
-    "repeat_last_n": st.integers(0, 2**20),
-    "presence_penalty": st.floats(-100, 100),
-    "frequency_penalty": st.floats(-100, 100),
-    "dry_multiplier": st.floats(0, 100),
-    "dry_base": st.floats(0, 100),
-    "dry_allowed_length": NUMBERS,
-    "dry_penalty_last_n": st.integers(0, 2**20),
-    "dry_sequence_breakers": st.lists(st.text('ab\n"é', min_size=1, max_size=3), max_size=3),
-    "logit_bias": st.dictionaries(NUMBERS, st.floats(-1e4, 1e4) | st.just(-math.inf), max_size=4),
-    "seed": st.integers(0, 2**64 - 1) | st.sampled_from([2**53 + 1, 2**64 - 1]),
-    "prompt_logprobs": st.integers(0, 20),
-    "prompt_logprobs_start": NUMBERS,
-    "choice_probs": st.booleans(),
-    "echo": st.booleans(),
-    "priority": st.integers(-100, 100),
-    "slot": st.integers(0, 100),
-    "pause_every": st.integers(1, 2**31 - 1),
-    "timeout_s": st.floats(0.001, 1e6),
-    "cache_key": st.text("abc-é", min_size=1, max_size=9),
-    "n_discard": st.integers(0, 1000),
-    "n_keep": st.integers(-1, 1000),
-    "adapter": st.text("abc", min_size=1, max_size=3)
-    | st.dictionaries(st.text("abc", min_size=1, max_size=3), st.floats(-2, 2), min_size=1),
-    "parallel_tool_calls": st.booleans(),
-    "chat_template_kwargs": st.dictionaries(
-        st.sampled_from(["enable_thinking", "tone"]), st.booleans() | st.text(max_size=5) | NUMBERS
-    ),
-    "reasoning_format": st.sampled_from(["auto", "none"]),
-    "thinking_budget": st.integers(0, 10**6),
-    "skip_special_tokens": st.booleans(),
-}
-AT_ODDS: dict[str, Any] = {
-    "max_completion_tokens": 7,
-    "n": 3,
-    "best_of": 5,
-    "logprobs": 4,
-    "top_logprobs": 3,
-    "save_cache": True,
-    "cache_required": True,
-    "prefill_only": True,
-    "tools": [
-        {
-            "type": "function",
-            "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
-        }
-    ],
-    "tool_choice": {"type": "function", "function": {"name": "f"}},
-    "json_schema": {"type": "object", "properties": {"é": {"enum": [1, None, "\u2028"]}}},
-    "response_format": {"type": "json_object"},
-    "regex": r"[a-z]+\0?",
-    "choice": ("a", "b\0"),
-    "grammar": 'start: "a"',
-}
-"""Options that others exclude or need, with a value."""
-NEEDS: dict[str, dict[str, Any]] = {
-    "top_logprobs": {"logprobs": True},
-    "save_cache": {"cache_key": "k"},
-    "cache_required": {"cache_key": "k"},
-    "tool_choice": {"tools": AT_ODDS["tools"]},
-}
-
-
-def test_options_of_every_name_are_tried() -> None:
-    assert {*OPTIONS, *AT_ODDS, "logits_processor"} == {f.name for f in fields(RunOptions)}
-
 
 @BOTH
-@settings(max_examples=examples(150))
-@given(said=st.fixed_dictionaries({}, optional=OPTIONS))
-def test_options_are_the_same_on_the_other_side(frames: wire.Frames, said: dict[str, Any]) -> None:
-    try:
-        options = RunOptions(**said)
-    except ConfigError:
-        return  # at odds with each other
+@pytest.mark.parametrize("name", VALUES)
+def test_option_is_the_same_on_the_other_side(name: str, frames: wire.Frames) -> None:
+    options = RunOptions(pause_every=4) if name == "pause_every" else options_with(name)
     assert wire.heard_options(sent(wire.told_options(options), dict, frames)) == options
 
 
+FLOATS = st.floats(0, 1)
+
+
 @BOTH
-@pytest.mark.parametrize("name", AT_ODDS)
-def test_option_that_needs_others_is_the_same_on_the_other_side(
-    name: str, frames: wire.Frames
+@settings(max_examples=examples(100))
+@given(numbers=st.tuples(FLOATS, FLOATS, st.floats(-1e4, 1e4)), seed=st.integers(0, 2**64 - 1))
+def test_numbers_of_options_cross_to_the_bit(
+    frames: wire.Frames, numbers: tuple[float, float, float], seed: int
 ) -> None:
-    options = RunOptions(**{name: AT_ODDS[name], **NEEDS.get(name, {})})
+    top_p, xtc, bias = numbers
+    stop = ["\0", "\u2028é\U0001f600"]
+    options = RunOptions(
+        top_p=top_p, xtc_threshold=xtc, logit_bias={7: bias}, seed=seed, stop=stop, cache_key="é"
+    )
     assert wire.heard_options(sent(wire.told_options(options), dict, frames)) == options
 
 
+"""Options that others exclude or need, with a value."""
 MESSAGES = st.lists(
     st.builds(
         lambda role, content, name: {"role": role, "content": content, **name},
