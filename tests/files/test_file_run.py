@@ -709,7 +709,7 @@ class Notes(SilentView):
         self.lines.append(line)
 
 
-def test_report_of_a_later_part_counts_the_earlier_one_and_stays_without_work(
+def test_report_of_a_later_part_counts_the_earlier_and_stays_without_work(
     engine: Engine, tmp_path: Path, out: Path
 ) -> None:
     source = write_requests(tmp_path / "in.jsonl", 9)

@@ -415,7 +415,7 @@ def test_refused_journal_holds_no_lock_and_leaves_no_manifest(tmp_path: Path) ->
 # ---- other settings ----
 
 
-def test_other_settings_are_refused_with_both_values_and_go_on_where_forced(tmp_path: Path) -> None:
+def test_other_settings_are_refused_with_both_values_and_go_on_if_forced(tmp_path: Path) -> None:
     fill(tmp_path, "a", "b")
     other = {"model": "small", "temperature": "0.5", "output format": "lines"}
     with pytest.raises(ConfigError) as caught:

@@ -220,7 +220,7 @@ def test_wrong_command_is_answered_by_name_or_among_errors(program: Program) -> 
         assert error["type"] == "ConfigError"
 
 
-def test_empty_lines_and_those_of_windows_are_taken_and_the_last_needs_no_end(
+def test_empty_lines_of_windows_and_a_last_one_without_an_end_are_taken(
     program: Program,
 ) -> None:
     line = b'{"op": "count", "n": 1, "prompt": {"prompt": "abc"}}'
