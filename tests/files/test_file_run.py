@@ -713,7 +713,7 @@ def test_report_of_a_later_part_counts_the_earlier_and_stays_without_work(
     engine: Engine, tmp_path: Path, out: Path
 ) -> None:
     source = write_requests(tmp_path / "in.jsonl", 9)
-    places = {"report": out.with_name("r.html"), "trace": out.with_name("t.json")}
+    places: dict[str, Any] = {"report": out.with_name("r.html"), "trace": out.with_name("t.json")}
     run_file(source, out, engine=engine, limit=5, **places)
     run_file(source, out, engine=engine, **places)
     assert "none failed; 5 in earlier runs" in places["report"].read_text()

@@ -193,7 +193,13 @@ def results(draw: st.DrawFn, n_choices: int = 2) -> BatchResult:
         error=draw(st.sampled_from([None, RequestFailedError("it broke é"), gone])),
         usage=Usage(*(draw(NUMBERS) for _ in range(7))),
         timings=Timings(
-            *(draw(s) for s in (SECONDS, maybe, SECONDS, maybe, maybe, maybe)), *counts
+            draw(SECONDS),
+            draw(maybe),
+            draw(SECONDS),
+            draw(maybe),
+            draw(maybe),
+            draw(maybe),
+            *counts,
         ),
         seed=draw(st.integers(0, 2**64 - 1)),
         warnings=tuple(draw(st.lists(TEXTS, max_size=2))),
