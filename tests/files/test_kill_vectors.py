@@ -45,8 +45,9 @@ def test_killed_embedding_run_has_one_vector_for_each_text_in_the_end(
             with suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
     assert subprocess.run(command, check=False).returncode == 0, seed
-    found = {int(record["id"]): record for record in map(json.loads, out.open())}
-    assert len(found) == len(out.read_text().splitlines()) == N_TEXTS, seed
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {int(line["id"]): line for line in lines}
+    assert len(found) == len(lines) == N_TEXTS, seed
     compared = chance.sample(range(N_TEXTS), 300)
     with cbatch.load(model) as engine:
         expected = engine.embed([texts[i] for i in compared]).array()
