@@ -199,11 +199,9 @@ def test_model_without_template_says_how_to_go_on(synth: SynthFactory) -> None:
     ("args", "stdin", "words"),
     [
         (("",), "", "the question is empty"),
-        ((), " \n", "the question is empty"),
         ((), b"\xff", "<stdin>: not UTF-8"),
         (("-i",), b"\xff\n", "<stdin>: not UTF-8"),
         (("Hi", "--top-p", 2), "", "top_p must be 0 … 1, not 2"),
-        (("Hi", "--ctx-per-seq", 0), "", "ctx_per_seq must be 1 …"),
         (("Hi", "--chat-template", "mine"), "", "chat_template='mine'"),
     ],
     ids=str,
@@ -215,12 +213,6 @@ def test_bad_input_of_ask_is_one_line(
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_ask_of_no_model_is_one_line() -> None:
-    result = invoke("ask", "Hi", "-m", "none.gguf")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("cbatch: none.gguf: cannot be read")
 
 
 def test_every_part_of_an_answer_is_written_at_once(

@@ -147,54 +147,45 @@ def test_arrivals_by_chance_and_a_file_of_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_exact_answers_are_compared_with_those_alone(
-    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_answers_are_compared_with_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
 
-    def seen(
+    def spoilt(
         alone: dict[str, tuple[int, ...]], answers: list[MeasuredAnswer], **more: Any
     ) -> list[str]:
         here = {answer.id: answer.tokens for answer in answers}
         compared.extend(len(tokens) for id, tokens in alone.items() if tokens == here[id])
-        if is_wrong:
-            alone = {id: (*tokens[:-1], tokens[-1] + 1) for id, tokens in alone.items()}
-        return differences(alone, answers, **more)
+        wrong = {id: (*tokens[:-1], tokens[-1] + 1) for id, tokens in alone.items()}
+        return differences(wrong, answers, **more)
 
-    monkeypatch.setattr(comparison, "differences", seen)
+    monkeypatch.setattr(comparison, "differences", spoilt)
     shown = invoke("bench", *SHORT, "--at-once", 2, "--sides", "engine", "--exact", "--parallel", 2)
-    assert shown.exit_code == int(is_wrong), shown.stderr
+    assert shown.exit_code == 1, shown.stderr
     assert len(compared) == 4
     assert all(n >= 4 for n in compared)  # whole answers
-    assert (
-        "4 of 4 answers differ from those of the same requests alone" in shown.stderr
-    ) == is_wrong
+    assert "4 of 4 answers differ from those of the same requests alone" in shown.stderr
 
 
 @pytest.mark.real
-def test_servers_are_measured_beside_ours_and_broken_ones_are_named(tmp_path: Path) -> None:
+def test_servers_are_measured_beside_ours_and_wrong_ones_are_named(
+    synth: SynthFactory, tmp_path: Path
+) -> None:
     args = (*SHORT, "--at-once", 2, "--sides", "engine,serve")
-    with served(None, "--parallel", "2") as server:
-        url, gone = f"http://127.0.0.1:{server.port}", "http://127.0.0.1:9"
+    sizes = ("--parallel", "2")
+    with served(None, *sizes) as server, served(str(synth("test")), *sizes) as wrong:
+        urls = [f"http://127.0.0.1:{port}" for port in (server.port, 9, wrong.port)]
         file = tmp_path / "a.json"
-        shown = invoke("bench", *args, "--against", url, "--against", gone, "--json", file)
+        against = [word for url in urls for word in ("--against", url)]
+        shown = invoke("bench", *args, *against, "--json", file)
     assert shown.exit_code == 1
-    assert f"refused: {gone}/v1: {gone}/v1: cannot connect: " in shown.stderr
+    ours, gone, other = (f"{url}/v1" for url in urls)
+    assert f"refused: {gone}: {gone}: cannot connect: " in shown.stderr
+    assert re.search(rf"refused: {other}: .*it has another model", shown.stderr), shown.stderr
     rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [row["side"] for row in rows] == ["engine", "serve", f"{url}/v1"]
+    assert [row["side"] for row in rows] == ["engine", "serve", ours]
     assert [row["ours"] for row in rows] == [None, None, "serve"]
     assert rows[2]["ratio"]["median"] > 0
     assert {row["n_counted"] for row in rows} == {1}
-
-
-@pytest.mark.real
-def test_server_with_another_model_is_named(synth: SynthFactory) -> None:
-    with served(str(synth("test")), "--parallel", "2") as server:
-        url = f"http://127.0.0.1:{server.port}/v1"
-        shown = invoke("bench", *SHORT, "--at-once", 2, "--sides", "engine", "--against", url)
-    assert shown.exit_code == 1
-    assert re.search(rf"refused: {url}: .*it has another model", shown.stderr), shown.stderr
 
 
 @pytest.mark.real
@@ -257,10 +248,7 @@ http.server.ThreadingHTTPServer(place, Handler).serve_forever()
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signal_ends_the_servers_that_it_started(
-    test_model: Path, tmp_path: Path, number: int
-) -> None:
+def test_signal_ends_the_servers_that_it_started(test_model: Path, tmp_path: Path) -> None:
     program, pid = tmp_path / "llama-server", tmp_path / "pid"
     program.write_text(SERVER.format(python=sys.executable, pid=str(pid)))
     program.chmod(0o755)
@@ -269,8 +257,8 @@ def test_signal_ends_the_servers_that_it_started(
     while not (pid.exists() and pid.read_text()):
         assert running.poll() is None
         time.sleep(0.05)
-    running.send_signal(number)
+    running.send_signal(signal.SIGTERM)
     _, said = running.communicate()
-    assert running.returncode == 128 + number, said.decode()
+    assert running.returncode == 128 + signal.SIGTERM, said.decode()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from datetime import datetime
@@ -135,23 +134,11 @@ def test_ls_on_a_terminal_gives_the_model_what_short_keys_leave(folder: Path) ->
 
 
 def test_ls_of_a_time_beyond_the_calendar_goes_on(tmp_path: Path) -> None:
-    files = [CacheFile("a", 1, 1, used_at, {}, tmp_path) for used_at in (1e12, -1e12, 1e300)]
-    assert [line.split()[-1] for line in table(files)][1:] == ["?", "?", "?"]
+    files = [CacheFile("a", 1, 512, used_at, {}, tmp_path) for used_at in (1e12, -1e12, 1e300)]
+    assert [line.split()[-3:] for line in table(files)][1:] == [["0.5", "KiB", "?"]] * 3
 
 
-NASTY = [
-    "\x1b[2J",
-    "a\nb",
-    "\r",
-    "\x07",
-    "\x7f",
-    "\x9b31m",
-    "\u202eabc",
-    "\u2028",
-    "\ud800",
-    "\0",
-    "",
-]
+NASTY = ["\x1b[2J", "a\nb\r\x07", "\x9b31m\x7f", "\u202eabc\u2028", "\ud800\0", '"\\é猫', ""]
 
 
 @pytest.mark.parametrize("key", NASTY, ids=repr)
@@ -199,8 +186,8 @@ def test_rm_names_unknown_keys_and_removes_the_others(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "is_gone"),
-    [("y\n", True), (" YES \n", True), ("yes", True), ("n\n", False), ("\n", False), ("", False), ("yak\n", False)],
-)  # fmt: skip
+    [("y\n", True), (" YES \n", True), ("", False), ("yak\n", False)],
+)
 def test_rm_all_asks_first(folder: Path, answer: str, is_gone: bool) -> None:
     store = keep(folder, "a", "b")
     done = cache("rm", "--all", folder=folder, answer=answer)
@@ -308,14 +295,13 @@ def test_folder_that_cannot_be_read_is_one_line(tmp_path: Path, args: tuple[str,
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
-@pytest.mark.parametrize("columns", ["40", "200"])
-def test_help_has_one_example_and_cuts_nothing(command: str | None, columns: str) -> None:
+def test_help_has_one_example_and_cuts_nothing(command: str | None) -> None:
     args = ["cache", *filter(None, [command]), "--help"]
-    result = CliRunner(env={"COLUMNS": columns}).invoke(app, args)
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(app, args)
     assert result.exit_code == 0
     assert result.output.count("Example: cbatch cache ") == 1
     assert "…" not in result.output
-    assert max(map(len, result.output.splitlines())) <= int(columns) + 4
+    assert max(map(len, result.output.splitlines())) <= 44
     if command:
         assert "--cache-dir" in result.output
 
@@ -342,6 +328,7 @@ def test_cache_commands_import_no_llama_cpp(folder: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
+        assert b"\x1b" not in done.stdout + done.stderr  # no colour but on a terminal
 
 
 @pytest.mark.real
@@ -356,15 +343,6 @@ def test_reader_who_leaves_ends_ls_quietly(folder: Path) -> None:
 
 
 @pytest.mark.real
-def test_ls_elsewhere_than_on_a_terminal_has_no_colour(folder: Path) -> None:
-    keep(folder, "a")
-    with start("cache", "ls", "--cache-dir", folder) as process:
-        listed, said = process.communicate()
-    assert b"\x1b" not in listed + said
-    assert FINGERPRINT["model"].encode() in listed
-
-
-@pytest.mark.real
 def test_question_that_nobody_can_answer_removes_nothing(folder: Path) -> None:
     store = keep(folder, "a")
     for how, code, words in (("</dev/null", 1, "nothing removed"), ("<&-", 2, "stdin is closed")):
@@ -372,16 +350,3 @@ def test_question_that_nobody_can_answer_removes_nothing(folder: Path) -> None:
         assert (done.exit_code, done.stdout) == (code, "")
         assert f"cbatch: {words}" in done.stderr
         assert len(store.files()) == 1
-
-
-def test_keys_survive_json(folder: Path) -> None:
-    keys = ["é", "猫", '"', "\\", "\x7f", "\x00", "\ud800"]
-    keep(folder, *keys)
-    lines = cache("ls", "--json", folder=folder).stdout.splitlines()
-    assert [json.loads(line)["key"] for line in lines] == keys[::-1]
-
-
-def test_size_below_a_mebibyte_is_in_kibibytes() -> None:
-    from cbatch.cli.cache import _mib
-
-    assert [_mib(n) for n in (0, 512, 3 * 2**20)] == ["0.0 MiB", "0.5 KiB", "3.0 MiB"]

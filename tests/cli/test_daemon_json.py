@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from codecs import BOM_UTF8
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def lines_of(*messages: dict[str, Any], end: str = "\n") -> bytes:
     return "".join(json.dumps(message) + end for message in messages).encode()
 
 
+@cache
 def expected() -> dict[str, list[int]]:
     """What the library answers."""
     items: Any = RUN["items"]
@@ -52,16 +54,9 @@ def answers_in(out: bytes) -> dict[str, list[int]]:
 @pytest.mark.real
 @pytest.mark.parametrize(("mark", "end"), [(b"", "\n"), (BOM_UTF8, "\r\n")])
 def test_input_of_a_program_that_is_closed_at_once_is_answered(mark: bytes, end: str) -> None:
+    lines = mark + lines_of(HELLO, RUN, end=end)
     with daemon() as process:
-        out, _ = process.communicate(mark + lines_of(HELLO, RUN, end=end), PATIENCE_S)
-        assert process.returncode == 0
-    assert answers_in(out) == expected()
-
-
-@pytest.mark.real
-def test_last_line_needs_no_end() -> None:
-    with daemon() as process:
-        out, _ = process.communicate(lines_of(HELLO, RUN).removesuffix(b"\n"), PATIENCE_S)
+        out, _ = process.communicate(lines.rstrip() if mark else lines, PATIENCE_S)
         assert process.returncode == 0
     assert answers_in(out) == expected()
 
@@ -137,11 +132,7 @@ def test_daemon_that_dies_gives_typed_errors(tmp_path: Path) -> None:
     ("first", "word"),
     [
         (b'{"cbatch": 3}', "not 3"),
-        (b"{}", "first line must have"),
-        (b'{"cbatch": true}', "not True"),
-        (b'{"cbatch": 2, "frame": "lines"}', "frame"),
         (b'{"cbatch": 2, "load": {}}', "has loaded its model"),
-        (b'{"cbatch": 2, "credit": 0}', "credit"),
         (b"{", "not a line of JSON"),
     ],
 )

@@ -74,14 +74,13 @@ def struck(
     return process.returncode, said
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("module", ["numpy", "typer"])
 @pytest.mark.parametrize(
-    ("number", "code", "words"),
+    ("entry", "module", "number", "code", "words"),
     [
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 143, "ended by SIGTERM"),
-        (signal.SIGHUP, 129, "ended by SIGHUP"),
+        ("python -m", "numpy", signal.SIGINT, 130, "interrupted"),
+        ("console script", "typer", signal.SIGINT, 130, "interrupted"),
+        ("python -m", "typer", signal.SIGTERM, 143, "ended by SIGTERM"),
+        ("console script", "numpy", signal.SIGHUP, 129, "ended by SIGHUP"),
     ],
 )
 def test_signal_while_python_imports_ends_with_a_line(
@@ -91,8 +90,17 @@ def test_signal_while_python_imports_ends_with_a_line(
     assert struck(tmp_path, module, arguments, number) == (code, f"cbatch: {words}\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("run", signal.SIGINT),
+        ("run", signal.SIGTERM),
+        ("ask", signal.SIGTERM),
+        ("serve", signal.SIGINT),
+        ("serve", signal.SIGTERM),
+        ("daemon", signal.SIGINT),
+    ],
+)
 def test_signal_while_a_model_loads_ends_with_a_line(
     tmp_path: Path, command: str, number: signal.Signals
 ) -> None:

@@ -47,19 +47,6 @@ def test_dry_run_says_how_long_it_would_take(source: Path, test_model: Path) -> 
     assert [path.name for path in source.parent.iterdir()] == ["in.jsonl"]
 
 
-def test_raw_rows_are_completed_as_they_stand(tmp_path: Path, test_model: Path) -> None:
-    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
-    source.write_text("Once upon a time\n")
-    counts = []
-    for more in ((), ("--raw", "--force")):
-        assert run(source, test_model, "-o", out, *more).exit_code == 0
-        [answer] = parse(out.read_bytes())
-        counts.append(answer["usage"]["prompt_tokens"])
-    assert counts[1] < counts[0]  # without the chat template
-    done = run(source, test_model, "-o", out)
-    assert (done.exit_code, "rows was text to complete, is chats" in done.stderr) == (2, True)
-
-
 def test_prompt_of_a_request_is_text_or_a_chat_as_asked(tmp_path: Path, test_model: Path) -> None:
     source, table = tmp_path / "in.jsonl", tmp_path / "in.csv"
     source.write_text(
@@ -124,11 +111,9 @@ def test_run_goes_on_behind_its_limit(source: Path, test_model: Path) -> None:
     [
         (("--temperature", 0.5), "temperature=0.5"),
         (("--cache-type-k", "q8_0"), "cache_type_k was f16, is q8_0"),
-        (("--cache-type-v", "f32"), "cache_type_v was f16, is f32"),
         (("--chat-template", "chatml"), "chat template was"),
         (("--parallel", 3, "--ctx-per-seq", 512, "--policy", "shortest"), ""),
         (("--flash-attn", "off"), ""),
-        (("--flash-attn", "on"), ""),
     ],
 )
 def test_settings_that_change_answers_are_refused_and_others_not(
@@ -146,10 +131,14 @@ def test_settings_that_change_answers_are_refused_and_others_not(
 
 def test_errors_and_retries_have_their_own_file(source: Path, test_model: Path) -> None:
     out, errors = source.with_name("out.jsonl"), source.with_name("errors.jsonl")
+    report, trace = source.with_name("r.html"), source.with_name("t.json")
+    beside = ("--errors", errors, "--report", report, "--trace", trace)
     for args in ((), ("--retry-errors",)):
-        done = run(source, test_model, "-o", out, "--errors", errors, *args)
+        done = run(source, test_model, "-o", out, *beside, *args)
         assert done.exit_code == 1
         assert (len(parse(out.read_bytes())), len(parse(errors.read_bytes()))) == (20, 1)
+    assert "invalid_json_line" in report.read_text()
+    assert json.loads(trace.read_text())
 
 
 def test_events_are_json_lines(source: Path, test_model: Path) -> None:
@@ -169,35 +158,6 @@ def test_what_a_look_finds_is_an_event_too(source: Path, test_model: Path) -> No
     )
     [found] = parse(run(source, test_model, "--dry-run", "--json").stderr)
     assert (found["event"], found["output_tokens"]) == ("estimate", 60)
-
-
-def test_table_is_answered_by_a_template(tmp_path: Path, test_model: Path) -> None:
-    source, out = tmp_path / "in.csv", tmp_path / "out.csv"
-    source.write_text("word\nred\nblue\n")
-    args = ("-o", out, "--template", "Say {word}.", "--system", "Be brief.", "--shuffle")
-    assert run(source, test_model, *args).exit_code == 0
-    head, *rows = out.read_text().splitlines()
-    assert head.startswith("word,response")
-    assert sorted(row.split(",")[0] for row in rows) == ["blue", "red"]
-    done = run(source, test_model, "-o", tmp_path / "b.csv", "--template", "Say {colour}.")
-    assert done.exit_code == 2
-    assert "colour" in done.stderr
-
-
-def test_several_files_and_patterns_are_one_input(tmp_path: Path, test_model: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"{name} 1\n{name} 2\n")
-    out = tmp_path / "out.jsonl"
-    assert invoke("run", tmp_path / "*.txt", "-o", out, "-m", test_model, *SMALL).exit_code == 0
-    assert len(parse(out.read_bytes())) == 4
-
-
-def test_report_and_trace_are_written(source: Path, test_model: Path) -> None:
-    report, trace = source.with_name("r.html"), source.with_name("t.json")
-    out = source.with_name("out.jsonl")
-    run(source, test_model, "-o", out, "--report", report, "--trace", trace, "--quiet")
-    assert "invalid_json_line" in report.read_text()
-    assert json.loads(trace.read_text())
 
 
 def test_ctrl_c_while_stdin_is_silent_ends_the_command(tmp_path: Path, test_model: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cbatch.cli.option_table import Given, shares_of, template_of
+from cbatch.cli.option_table import Given, template_of
 from cbatch.engine_options import EngineOptions, ScheduleOptions
 from cbatch.errors import ConfigError
 from cbatch.options import RunOptions
@@ -95,14 +95,18 @@ def test_every_option_of_a_request_has_its_value_here() -> None:
     assert {*VALUES, "logits_processor"} == {f.name for f in fields(RunOptions)}
 
 
+def options_with(name: str, *, sign: str = "_") -> RunOptions:
+    """Options with the value of `VALUES`, and with another that it needs."""
+    more = {"best_of": ["n=2"], "top_logprobs": ["logprobs=true"]}.get(name, [])
+    return options_of(f"{name.replace('_', sign)}={VALUES[name][0]}", *more)
+
+
 @pytest.mark.parametrize("name", [name for name in VALUES if name != "pause_every"])
 def test_value_is_read_by_the_type_of_its_option(name: str) -> None:
-    text, value = VALUES[name]
-    more = {"best_of": ["n=2"], "top_logprobs": ["logprobs=true"]}.get(name, [])
-    found = getattr(options_of(f"{name}={text}", *more), name)
+    found, (_, value) = getattr(options_with(name), name), VALUES[name]
     assert found == value
     assert isinstance(found, bool) == isinstance(value, bool)
-    assert getattr(options_of(f"{name.replace('_', '-')}={text}", *more), name) == value
+    assert getattr(options_with(name, sign="-"), name) == value
 
 
 def test_template_variables_have_a_flag_with_json_or_a_file(tmp_path: Path) -> None:
@@ -124,7 +128,6 @@ def test_template_variables_that_are_no_object_are_refused_by_the_flag(text: str
     [
         ("logprobs=3", "top_logprobs", 3),
         ('stop=["a", "b"]', "stop", ("a", "b")),
-        ("stop=[", "stop", ("[",)),
         ("stop=a=b", "stop", ("a=b",)),
         ("stop=5", "stop", ("5",)),
         ("stop=@none", "stop", ("@none",)),
@@ -144,17 +147,12 @@ def test_value_of_an_option_of_several_types(text: str, name: str, value: object
         ("xyz=1", "unknown option; known are adapter, best_of"),
         ("pause_every=4", "pause_every=4 needs a program that calls engine.resume"),
         ("temperature=hot", "temperature: must be a number, not 'hot'"),
-        ("temperature=nan", "temperature must be a finite number"),
         ("temperature=-1", "temperature must be 0 … 10000, not -1"),
         ("max_tokens=2.5", "max_tokens: must be a whole number, not '2.5'"),
-        ("max_tokens=", "max_tokens: must be a whole number"),
-        ("max_tokens=1_0", "must be a whole number"),
         (f"max_tokens={'9' * 5000}", "must be a whole number"),
         ("logprobs=maybe", "must be true or false or a whole number"),
         ("ignore_eos=maybe", "must be true or false, not 'maybe'"),
         ("stop_token_ids=5", "must be a JSON list, not '5'"),
-        ('stop_token_ids={"a": 1}', "must be a JSON list"),
-        ("logit_bias=[1]", "must be a JSON object"),
         ("logit_bias={5: 1}", "must be a JSON object"),
         (f"tools={'[' * 5000}", "must be a JSON list"),
         ("json_schema={", "json_schema: not JSON: Expecting"),
@@ -245,6 +243,10 @@ MORE_FLAGS: dict[str, tuple[tuple[object, ...], object]] = {
     "n_ubatch": (("--n-ubatch", 64), 64),
     "draft": (("--draft", "d.gguf"), "d.gguf"),
     "cache_mib": (("--cache-mib", 5), 5),
+    "cache_type_k": (("--cache-type-k", "q8_0"), "q8_0"),
+    "cache_type_v": (("--cache-type-v", "f32"), "f32"),
+    "flash_attn": (("--flash-attn", "on"), "on"),
+    "memory_mib": (("--memory-mib", 50), 50),
     "cache_media": (("--cache-media",), True),
     "repack": (("--repack", "llama"), "llama"),
     "use_mmap": (("--no-mmap",), False),
@@ -261,7 +263,14 @@ def test_every_option_of_scheduling_has_a_flag() -> None:
     assert FLAGS.keys() == {f.name for f in fields(ScheduleOptions)}
 
 
-@pytest.mark.parametrize("name", [*FLAGS, *MORE_FLAGS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FLAGS,
+        *[name for name in MORE_FLAGS if name != "library"],
+        pytest.param("library", marks=pytest.mark.real),  # which another process tries
+    ],
+)
 def test_flag_reaches_the_engine(
     monkeypatch: pytest.MonkeyPatch, write_input: Callable[..., Path], name: str
 ) -> None:
@@ -283,8 +292,6 @@ def test_flag_reaches_the_engine(
     ("args", "words"),
     [
         (("--quantum", 8), "quantum=8 needs policy='round_robin'"),
-        (("--when-full", "wait"), "needs max_queue"),
-        (("--admission", "never"), "admission must be one of reserve, optimistic"),
         (("--itl-ms", 5, "--prefill-budget", 5), "not both"),
         (
             ("--speculate", "16"),
@@ -300,10 +307,6 @@ def test_flags_that_contradict_are_refused(args: tuple[object, ...], words: str)
     done = invoke("run", "in.jsonl", "-o", "-", *args)
     assert done.exit_code == 2
     assert words in done.stderr
-
-
-def test_shares_are_numbers() -> None:
-    assert (shares_of(None), shares_of("3,1.5")) == (None, [3.0, 1.5])
 
 
 def test_chat_template_is_a_name_jinja_or_a_file(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,13 +63,6 @@ def test_reader_of_stdout_who_leaves_ends_it(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
-
-
-def test_sort_by_the_input_goes_by_ids(tmp_path: Path) -> None:
-    out = write_lines(tmp_path / "out", {"id": "b"}, {"id": "a"})
-    by = requests(tmp_path / "in.jsonl", "a", "b")
-    done = invoke("sort", out, "--by", by, "-o", "-")
-    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

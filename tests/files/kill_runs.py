@@ -1,9 +1,8 @@
-"""Runs that are ended anywhere and gone on with: `python -m tests.files.kill_runs --kills 40 --exits 200 --batch 30`.
+"""Runs that are ended anywhere and gone on with: `python -m tests.files.kill_runs --kills 40 --exits 200`.
 
 An exit is injected before, in or behind a step to the disk; a kill is SIGKILL to `cbatch run` itself at some moment. In
-between, what is left may be copied or moved, the input replaced, the manifest lost. One long batch is killed so many
-times in its midst, command or workers. In the end every item has one record, and it is the one that a run without all
-that writes. `--seed` repeats what was drawn.
+between, what is left may be copied or moved, the input replaced, the manifest lost. In the end every item has one
+record, and it is the one that a run without all that writes. `--seed` repeats what was drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from cbatch.files.output.manifest import Manifest
 from tests.files.runs import make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.process import BaseProcess
 
 PLACES = os.pathsep.join(map(str, (Path(cbatch.__file__).parents[1], Path(__file__).parents[2])))
@@ -512,68 +511,15 @@ def kills(folder: Path, n: int, seed: int, n_items: int = 40) -> Tally:
     return trial.tally
 
 
-def batch(folder: Path, n: int, seed: int, n_items: int = 2000) -> Tally:
-    """Kill one batch so many times: the command, or one of the two workers that it computes in.
-
-    Raises:
-        AssertionError: something was lost, doubled or mispaired, or the run could not go on.
-    """
-    chance, tally = random.Random(seed), Tally()
-    source, whole, out = (folder / f"{name}.jsonl" for name in ("in", "whole", "out"))
-    write_input(source, rows(n_items, 0))
-    options = ("--exact", "--temperature", 0, "--max-tokens", 6, "--threads", 2, "--parallel", 8)
-    command = ("run", source, *options, "--replicas", 2, "--quiet", "-o")
-    with _started(*command, whole) as process:
-        assert process.wait() == 0
-    marks = sorted(chance.randrange(_size(whole) * 9 // 10) for _ in range(n))
-    while not tally.n_records:
-        with _started(*command, out) as process:
-            n_before = _size(out)
-            while process.poll() is None:
-                # what was killed has to work again before the next kill: three failed starts would end the run
-                if marks and _size(out) >= max(marks[0], n_before + 1):
-                    time.sleep(chance.random() * 0.02)
-                    n_before = _size(out)
-                    with suppress(ProcessLookupError):
-                        os.kill(
-                            chance.choice([process.pid, *children_of(process.pid)]), signal.SIGKILL
-                        )
-                        tally.n_kills += 1
-                        marks.pop(0)
-                time.sleep(0.001)
-        assert process.returncode in (0, -signal.SIGKILL)
-        if (
-            process.returncode == 0 and marks
-        ):  # done before all kills: anew, with those that are left
-            for path in folder.glob(f"{out.name}*"):
-                path.unlink()
-        elif process.returncode == 0:
-            case = Case(folder, "jsonl", False, "nothing")
-            tally.compare(case, read_output(out), read_output(whole), {})
-    return tally
-
-
-@contextmanager
-def _started(*command: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the command; it has ended behind the block."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "cbatch", *map(str, command)],
-        env={**os.environ, "PYTHONPATH": PLACES},
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        yield process
-
-
 def main() -> None:
     """Do what was asked for, and tell what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--exits", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=30)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     asked = parser.parse_args()
     sys.stdout.write(f"seed {asked.seed}\n")
-    for way, n in ((exits, asked.exits), (kills, asked.kills), (batch, asked.batch)):
+    for way, n in ((exits, asked.exits), (kills, asked.kills)):
         if n == 0:
             continue
         with tempfile.TemporaryDirectory(prefix="cbatch-") as folder:

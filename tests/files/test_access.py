@@ -11,7 +11,7 @@ import pytest
 from cbatch.files.file_run import run_file
 from cbatch.files.output import durable as disk
 from cbatch.files.output.sorting import sort_in_place, sort_to
-from tests.files.journals import HEADER, open_journal, run_pass
+from tests.files.journals import open_journal, run_pass
 from tests.files.runs import make_engine, write_requests
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ def test_group_that_a_file_cannot_keep_is_not_replaced_by_another(
 def test_nothing_that_is_written_on_the_way_is_read_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("out", "errors"):
-        (tmp_path / name).touch(0o600)
+    (tmp_path / "out").touch(0o600)
     seen = dict[str, int]()
     really_write = disk.write_at
 
@@ -111,13 +110,6 @@ def test_manifest_of_an_output_made_private_later_is_made_so_too(tmp_path: Path)
     with open_journal(tmp_path):
         assert mode(tmp_path / "out.manifest") == 0o600
         assert mode(tmp_path / "out.manifest-wal") == 0o600
-
-
-def test_errors_of_a_private_output_are_private(tmp_path: Path) -> None:
-    (tmp_path / "out").touch(0o600)
-    run_pass(tmp_path, 0)
-    assert mode(tmp_path / "errors") == 0o600
-    assert (tmp_path / "errors").read_bytes() != HEADER
 
 
 def test_file_that_replaces_another_keeps_its_mode(tmp_path: Path) -> None:

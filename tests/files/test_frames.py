@@ -140,11 +140,6 @@ def test_row_of_bytes_that_are_no_text_costs_itself(engine: cbatch.Engine) -> No
     assert "not UTF-8" in out["error"][1].as_py()
 
 
-def test_template_without_fields_is_asked_for_each_row(engine: cbatch.Engine) -> None:
-    out = run_table(pa.table({"n": [1, 2]}), engine=engine, template="Say red.")
-    assert out["response"].to_pylist() == ["red"] * 2
-
-
 @pytest.mark.parametrize("as_text", [True, False])
 def test_options_of_a_row_come_before_those_of_all(engine: cbatch.Engine, as_text: bool) -> None:
     own = [{"max_tokens": 1}, None, {"max_tokens": 0.5}, {"choice": ["green"]}]
@@ -166,17 +161,15 @@ def test_options_of_a_row_come_before_those_of_all(engine: cbatch.Engine, as_tex
         assert out["response"][3].as_py() == "green"
 
 
-@pytest.mark.parametrize("value", ["{", "[1]", "7", '{"nope": 1}', '{"pause_every": 2}'])
-def test_wrong_options_of_a_row_are_its_error(engine: cbatch.Engine, value: str) -> None:
-    table = pa.table({"prompt": ["Say red.", "Say blue."], "own": [value, None]})
-    out = run_table(table, engine=engine, options_column="own")
-    assert any(word in out["error"][0].as_py() for word in ("nope", "options", "pause_every"))
-    assert out["response"][1].as_py() == "blue"
-
-
-def test_column_of_options_must_be_there(engine: cbatch.Engine) -> None:
-    with pytest.raises(ConfigError, match="no column 'own' with options"):
-        run_table(pa.table({"prompt": ["a"]}), engine=engine, options_column="own")
+def test_wrong_options_of_a_row_are_its_error(engine: cbatch.Engine) -> None:
+    values = ["{", "[1]", "7", '{"nope": 1}', '{"pause_every": 2}', None]
+    table = pa.table({"own": values})
+    out = run_table(table, engine=engine, template="Say blue.", options_column="own")
+    words = ("nope", "options", "pause_every")
+    assert all(any(w in error for w in words) for error in out["error"].to_pylist()[:-1])
+    assert out["response"][5].as_py() == "blue"
+    with pytest.raises(ConfigError, match="no column 'mine' with options"):
+        run_table(table, engine=engine, template="a", options_column="mine")
 
 
 @pytest.mark.parametrize(
@@ -186,12 +179,6 @@ def test_table_without_rows_gets_empty_columns(engine: cbatch.Engine, table: Any
     out = run_table(table, engine=engine)
     assert len(out) == 0
     assert list(out.to_pandas() if isinstance(out, pa.Table) else out) == ["text", *ADDED]
-
-
-def test_options_hold_for_every_row(engine: cbatch.Engine) -> None:
-    table = pa.table({"text": ["Tell me a story.", "Tell me a long story."]})
-    out = run_table(table, engine=engine, options={"max_tokens": 3})
-    assert out["completion_tokens"].to_pylist() == [3, 3]
 
 
 @pytest.mark.parametrize(

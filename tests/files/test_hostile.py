@@ -108,20 +108,6 @@ def _all(folder: Path, data: str, format: str) -> list[bytes]:
     return records(write(folder / "in", data), format=format).splitlines()
 
 
-@pytest.mark.parametrize("format", ["openai", "cbatch", "jsonl"])
-def test_any_depth_is_read_or_refused(folder: Path, format: str) -> None:
-    start, end = {
-        "openai": (json.dumps(OPENAI)[:-2] + ', "tools": ', "}}"),
-        "cbatch": ('{"prompt": "\\ud83d\\ude00", "options": {"tools": ', "}}"),
-        "jsonl": ('{"a": ', "}"),
-    }[format]
-    lines = [start + "[" * n + "]" * n + end for n in range(900, 1000)]
-    said: dict[str, Any] = {"template": "{a}"} if format == "jsonl" else {}
-    data = '{"a": 1}\n' + "\n".join(lines)
-    out = records(write(folder / "in", data), format=format, **said)
-    assert len(out.splitlines()) == 101
-
-
 def test_error_that_repeats_a_long_value_is_cut(folder: Path) -> None:
     data = json.dumps(OPENAI | {"body": "x" * 100_000})
     assert len(records(write(folder / "in", data), format="openai")) < 5000

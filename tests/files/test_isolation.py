@@ -51,18 +51,20 @@ def test_poison_has_a_record_of_its_error_and_all_others_answers(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "n"),
-    [({}, None), ({"isolate": True}, 1), ({"isolate": False}, None), ({"replicas": 3}, 3),
-     ({"replicas": 2, "isolate": True}, 2), ({"replicas": "auto"}, "auto")],
-)  # fmt: skip
-def test_options_say_how_many_workers_there_are(given: dict[str, Any], n: object) -> None:
+    ("given", "n", "n_by_default"),
+    [
+        ({}, None, 1),
+        ({"isolate": True}, 1, 1),
+        ({"isolate": False}, None, None),
+        ({"replicas": 2, "isolate": True}, 2, 2),
+        ({"replicas": "auto"}, "auto", "auto"),
+    ],
+)
+def test_options_say_how_many_workers_there_are(
+    given: dict[str, Any], n: object, n_by_default: object
+) -> None:
     assert FileOptions(**given).n_workers() == n
-
-
-def test_worker_is_the_default_where_a_run_says_so() -> None:
-    assert FileOptions().n_workers(isolates=True) == 1
-    assert FileOptions(isolate=False).n_workers(isolates=True) is None
-    assert FileOptions(replicas="auto").n_workers(isolates=True) == "auto"
+    assert FileOptions(**given).n_workers(isolates=True) == n_by_default
 
 
 @pytest.mark.parametrize(

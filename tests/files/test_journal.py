@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -63,22 +63,6 @@ def lines(path: Path) -> list[str]:
 # ---- claiming ----
 
 
-def test_claim_of_an_unknown_item_is_new(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        assert journal.claim("a", DIGEST, 1) == "new"
-
-
-def test_claim_of_a_record_of_an_earlier_run_is_done_or_failed(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        write(journal, "a")
-        write(journal, "b", start=2, is_error=True)
-    with open_journal(tmp_path) as journal:
-        assert (journal.n_done, journal.n_failed) == (1, 1)
-        assert journal.claim("a", DIGEST, 1) == "done"
-        assert journal.claim("b", DIGEST, 2) == "failed"
-        assert journal.claim("c", DIGEST, 3) == "new"
-
-
 @pytest.mark.parametrize("when", ["claimed", "added", "committed", "done before"])
 def test_second_claim_of_an_id_is_a_duplicate(tmp_path: Path, when: str) -> None:
     if when == "done before":
@@ -94,42 +78,6 @@ def test_second_claim_of_an_id_is_a_duplicate(tmp_path: Path, when: str) -> None
         assert journal.claim("a", OTHER, 6) == "duplicate"
 
 
-def test_error_of_a_duplicate_is_written_once(tmp_path: Path) -> None:
-    for i_run in range(3):
-        with open_journal(tmp_path) as journal:
-            assert journal.claim("a", DIGEST, 1) == ("done" if i_run else "new")
-            assert journal.claim("a", DIGEST, 2) == ("failed" if i_run else "duplicate")
-            if not i_run:
-                journal.add(1, b"a\n", is_error=False)
-                journal.add(2, b"twice\n", is_error=True)
-        assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["twice"])
-
-
-def test_duplicate_that_comes_first_later_has_no_error_any_more(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        write(journal, "a")
-        assert journal.claim("a", DIGEST, 2) == "duplicate"
-        journal.add(2, b"twice\n", is_error=True)
-    with open_journal(tmp_path) as journal:
-        assert journal.claim("a", DIGEST, 2) == "done"
-        assert journal.claim("a", DIGEST, 1) == "duplicate"
-        journal.add(1, b"again\n", is_error=True)
-        journal.commit()
-        assert (journal.n_done, journal.n_failed) == (1, 1)
-    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["again"])
-
-
-def test_item_that_changed_takes_the_place_of_its_record(tmp_path: Path) -> None:
-    fill(tmp_path, "a", "b", "c")
-    with open_journal(tmp_path) as journal:
-        assert journal.claim("b", OTHER, 2) == "new"
-        journal.add(2, b"new b\n", is_error=False)
-        journal.commit()
-        assert journal.n_done == 3
-        assert lines(tmp_path / "out") == ["a", "b", "c", "new b"]
-    assert lines(tmp_path / "out") == ["a", "c", "new b"]
-
-
 def test_item_that_changed_keeps_its_record_until_there_is_another(tmp_path: Path) -> None:
     fill(tmp_path, "a")
     with open_journal(tmp_path) as journal:
@@ -137,18 +85,6 @@ def test_item_that_changed_keeps_its_record_until_there_is_another(tmp_path: Pat
     with open_journal(tmp_path) as journal:
         assert journal.claim("a", OTHER, 1) == "new"
         assert lines(tmp_path / "out") == ["a"]
-
-
-def test_errors_are_retried_where_that_is_asked(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal:
-        write(journal, "a", "b", is_error=True)
-    with open_journal(tmp_path, retry_errors=True) as journal:
-        assert journal.claim("a", DIGEST, 1) == "new"
-        assert journal.claim("b", DIGEST, 2) == "new"
-        journal.add(1, b"a\n", is_error=False)
-        journal.commit()
-        assert (journal.n_done, journal.n_failed) == (1, 1)
-    assert (lines(tmp_path / "out"), lines(tmp_path / "errors")) == (["a"], ["b"])
 
 
 def test_errors_without_a_file_of_their_own_are_in_the_output(tmp_path: Path) -> None:
@@ -169,11 +105,6 @@ def test_unclaimed_records_without_an_id_are_removed(tmp_path: Path) -> None:
         assert journal.settle_unclaimed() == (2, 2)
         assert (journal.n_done, journal.n_failed) == (3, 0)
     assert lines(tmp_path / "out") == ["a", "\0:b", ""]
-
-
-def test_add_without_a_claim_is_refused(tmp_path: Path) -> None:
-    with open_journal(tmp_path) as journal, pytest.raises(KeyError):
-        journal.add(1, b"a\n", is_error=False)
 
 
 IDS = ["", "a\0b", "a", "\0", "ä" * 12, "ä" * 13, "\ud800", "x" * 10**6, "x" * 10**6 + "y", "\n"]
@@ -229,24 +160,11 @@ def test_disk_is_waited_for_at_intervals_and_at_the_end(
     assert n_syncs == 3
 
 
-def test_commit_of_nothing_waits_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_journal(tmp_path, sync_s=0) as journal:
-        monkeypatch.setattr(disk, "sync", lambda fd: pytest.fail("nothing to wait for"))
-        monkeypatch.setattr(disk, "write_at", lambda *args: pytest.fail("nothing to write"))
-        journal.commit()
-
-
-def test_close_twice_is_harmless(tmp_path: Path) -> None:
+def test_journal_closed_twice_leaves_one_manifest(tmp_path: Path) -> None:
     journal = open_journal(tmp_path)
+    write(journal, "a")
     journal.close()
     journal.close()
-    fill(tmp_path, "a")
-
-
-def test_manifest_is_one_file_when_closed(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
     assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
 
 
@@ -275,8 +193,7 @@ def test_log_of_the_manifest_stays_small(tmp_path: Path) -> None:
     assert 2**19 < most < 1.25 * 2**20
 
 
-@pytest.mark.parametrize("names", [["out", "out.manifest"], ["out", "out.manifest", "errors"]])
-def test_output_and_manifest_copied_after_a_kill_go_on(tmp_path: Path, names: list[str]) -> None:
+def test_output_and_manifest_copied_after_a_kill_go_on(tmp_path: Path) -> None:
     now_s = 0.0
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -288,7 +205,7 @@ def test_output_and_manifest_copied_after_a_kill_go_on(tmp_path: Path, names: li
         journal.commit()  # which waits for the disk
         write(journal, "101", start=101)
         journal.commit()
-        for name in names:
+        for name in ("out", "out.manifest"):
             shutil.copy(tmp_path / name, copy / name)
     with open_journal(copy) as journal:
         assert [journal.claim(str(n), DIGEST, n) for n in range(100)] == ["done"] * 100
@@ -305,21 +222,6 @@ def test_log_that_a_killed_run_left_is_folded_as_the_next_one_starts(tmp_path: P
     assert log_of(killed) > 2**15
     with open_journal(killed) as journal:
         assert (journal.n_done, log_of(killed)) == (1000, 0)
-
-
-def test_transaction_that_fails_leaves_no_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: Manifest) -> None:
-        raise self._failed(sqlite3.OperationalError("database or disk is full"))
-
-    with open_journal(tmp_path) as journal:
-        write(journal, *map(str, range(10_000)))
-        with monkeypatch.context() as patch:
-            patch.setattr(Manifest, "commit", fail)
-            with pytest.raises(OutputError):
-                journal.commit()
-        assert log_of(tmp_path) == 0
 
 
 # ---- a full disk ----
@@ -399,11 +301,12 @@ def test_manifest_that_cannot_be_written_leaves_what_was_committed(
     journal = open_journal(tmp_path)
     write(journal, "a")
     journal.commit()
-    write(journal, "b", start=2)
+    write(journal, *map(str, range(10_000)), start=2)
     monkeypatch.setattr(Manifest, "commit", fail)
     with pytest.raises(OutputError, match=r"out\.manifest: cannot be written: .* disk is full"):
         journal.close()
     monkeypatch.undo()
+    assert log_of(tmp_path) < 2**15
     with open_journal(tmp_path) as journal:
         assert lines(tmp_path / "out") == ["a"]
         write(journal, "b", start=2)
@@ -424,13 +327,12 @@ except OutputError as error:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("n_most", [20_001, 30_000, 45_003])
-def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path, n_most: int) -> None:
-    done = run_python(LIMITED, tmp_path, n_most)
+def test_run_over_a_limit_of_the_system_goes_on_afterwards(tmp_path: Path) -> None:
+    done = run_python(LIMITED, tmp_path, 30_003)
     assert done.returncode == 2, done.stderr
-    assert "/out" in done.stdout
-    assert (
-        "larger than is allowed here (ulimit -f): raise the limit, then run the same" in done.stdout
+    assert re.search(
+        r"/out.* larger than is allowed here \(ulimit -f\): raise the limit, then run the same",
+        done.stdout,
     )
     run_pass(tmp_path, 0, 200)
     assert sum(map(len, records(tmp_path).values())) == 200
@@ -494,18 +396,12 @@ def test_second_journal_by_another_name_is_refused(tmp_path: Path) -> None:
             journal_of(tmp_path / "new", errors=tmp_path / "errors", header=HEADER)
 
 
-def test_refused_journal_leaves_no_manifest(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError):
-        open_journal(tmp_path)
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_refused_journal_holds_no_lock(tmp_path: Path) -> None:
+def test_refused_journal_holds_no_lock_and_leaves_no_manifest(tmp_path: Path) -> None:
     (tmp_path / "errors").write_text("mine", encoding="utf-8")
     for _ in range(2):
         with pytest.raises(ConfigError, match="errors: exists"):
             open_journal(tmp_path)
+    assert os.listdir(tmp_path) == ["errors"]
     (tmp_path / "errors").unlink()
     errors = tmp_path / "errors"
     with (
@@ -516,18 +412,11 @@ def test_refused_journal_holds_no_lock(tmp_path: Path) -> None:
     fill(tmp_path, "a", has_errors=False)
 
 
-@pytest.mark.real
-def test_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
-    program = OPEN.replace("True)", "False); import os; os.kill(os.getpid(), 9)")
-    assert run_python(program, tmp_path).returncode == -signal.SIGKILL
-    fill(tmp_path, "a")
-
-
 # ---- other settings ----
 
 
-def test_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
+def test_other_settings_are_refused_with_both_values_and_go_on_if_forced(tmp_path: Path) -> None:
+    fill(tmp_path, "a", "b")
     other = {"model": "small", "temperature": "0.5", "output format": "lines"}
     with pytest.raises(ConfigError) as caught:
         open_journal(tmp_path, settings=other)
@@ -535,11 +424,6 @@ def test_other_settings_are_refused_with_both_values(tmp_path: Path) -> None:
     assert "model was tiny, is small; temperature was nothing, is 0.5" in said
     assert "output format" not in said
     assert "--force" in said
-
-
-def test_other_settings_go_on_where_that_is_forced(tmp_path: Path) -> None:
-    fill(tmp_path, "a", "b")
-    other = {**SETTINGS, "model": "small"}
     with open_journal(tmp_path, settings=other, force=True) as journal:
         assert journal.claim("a", DIGEST, 1) == "done"
         assert journal.claim("b", OTHER, 2) == "new"
@@ -648,9 +532,10 @@ def test_output_without_its_manifest_is_refused_or_replaced(tmp_path: Path) -> N
     assert lines(tmp_path / "out") == ["b"]
 
 
-def test_empty_file_is_begun(tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    (tmp_path / "errors").touch()
+@pytest.mark.parametrize("names", [("out", "errors"), ("out.manifest",)])
+def test_empty_file_is_begun(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).touch()
     fill(tmp_path, "a")
     assert lines(tmp_path / "out") == ["a"]
 
@@ -665,7 +550,7 @@ def test_errors_of_somebody_else_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "errors").read_text(encoding="utf-8") == "mine\n"
 
 
-@pytest.mark.parametrize("n_left", [0, 3, 7, 8, 9, 100, 101])
+@pytest.mark.parametrize("n_left", [0, 7, 9, 101])
 def test_shorter_output_loses_what_is_not_whole(tmp_path: Path, n_left: int) -> None:
     ids = [str(i) for i in range(1, 100)]
     fill(tmp_path, *ids)
@@ -684,12 +569,10 @@ def test_shorter_output_loses_what_is_not_whole(tmp_path: Path, n_left: int) -> 
 
 EDITS: dict[str, Callable[[str], str]] = {
     "sorted": lambda text: "".join(sorted(text.splitlines(keepends=True))),
-    "a line less": lambda text: text.replace("50\n", ""),
     "a line twice": lambda text: text.replace("50\n", "50\n50\n"),
     "a line more": lambda text: text + "mine\n",
     "other ends of lines": lambda text: text.replace("\n", "\r\n"),
     "another first line": lambda text: text.replace("header", "HEADER"),
-    "another file": lambda text: "mine\n" * 1000,
     "a shorter file": lambda text: "mine\n",
     "a shorter file with the header": lambda text: "header\n\n",
     "reversed": lambda text: "header\n" + "".join(text.splitlines(keepends=True)[:0:-1]),
@@ -725,22 +608,19 @@ def test_lines_added_before_the_first_record_are_refused(tmp_path: Path) -> None
 # ---- places that cannot be ----
 
 
-def test_output_that_is_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a directory: give a file"):
-        journal_of(tmp_path)
-
-
-def test_output_in_no_folder_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "no" / "out", tmp_path / "no" / "more" / "out"):
-        with pytest.raises(ConfigError, match=rf"the folder {path.parent} does not exist"):
-            journal_of(path)
-
-
-def test_output_that_is_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".", "is a directory: give a file"),
+        ("no/more/out", "the folder .*/no/more does not exist"),
+        ("/dev/null", "is not a regular file, so no later run"),
+        ("pipe", "is not a regular file, so no later run"),
+    ],
+)
+def test_output_that_cannot_be_a_file_is_refused(tmp_path: Path, name: str, words: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path in (Path("/dev/null"), tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match=r"is not a regular file, so no later run"):
-            journal_of(path)
+    with pytest.raises(ConfigError, match=words):
+        journal_of(tmp_path / name)
 
 
 def test_link_is_followed_to_one_manifest(tmp_path: Path) -> None:
@@ -766,12 +646,6 @@ def test_folder_without_permission_is_refused(
         open_journal(tmp_path)
 
 
-def test_manifest_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out.manifest").mkdir()
-    with pytest.raises(ConfigError, match=r"out\.manifest: the manifest cannot be opened"):
-        open_journal(tmp_path)
-
-
 # ---- manifests that are none ----
 
 
@@ -780,15 +654,6 @@ def change_manifest(folder: Path, *statements: str) -> None:
     for statement in statements:
         db.execute(statement)
     db.close()
-
-
-def test_manifest_of_a_newer_version_is_refused_or_replaced(tmp_path: Path) -> None:
-    fill(tmp_path, "a")
-    change_manifest(tmp_path, "PRAGMA user_version = 9")
-    with pytest.raises(ConfigError, match=r"has version 9, but this cbatch knows 1: update"):
-        open_journal(tmp_path)
-    with open_journal(tmp_path, force=True) as journal:
-        assert journal.claim("a", DIGEST, 1) == "new"
 
 
 def test_database_of_another_program_is_never_touched(tmp_path: Path) -> None:
@@ -800,62 +665,48 @@ def test_database_of_another_program_is_never_touched(tmp_path: Path) -> None:
     assert (tmp_path / "out.manifest").read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["text", "cut", "middle"])
-def test_damaged_manifest_is_refused_or_replaced(tmp_path: Path, damage: str) -> None:
-    fill(tmp_path, *map(str, range(200)))
-    path = tmp_path / "out.manifest"
-    data = path.read_bytes()
-    middle = data[:1024] + bytes(len(data) - 1024)
-    path.write_bytes({"text": b"mine\n" * 300, "cut": data[:2000], "middle": middle}[damage])
-    with pytest.raises(ConfigError, match=r"out\.manifest: is damaged, or no manifest of cbatch"):
-        open_journal(tmp_path)
-    with open_journal(tmp_path, force=True) as journal:
-        write(journal, "a")
-    assert lines(tmp_path / "out") == ["a"]
-
-
-@pytest.mark.parametrize(
-    "damage", [bytes(1024), b"\xff" * 1024, b"mine" * 256], ids=["0", "255", "text"]
-)
+@pytest.mark.parametrize("damage", [b"\xff" * 1024, b"mine" * 256], ids=["255", "text"])
 def test_manifest_damaged_in_any_page_is_refused_or_replaced(tmp_path: Path, damage: bytes) -> None:
     fill(tmp_path, *map(str, range(200)))
     path = tmp_path / "out.manifest"
     whole, answers = path.read_bytes(), (tmp_path / "out").read_bytes()
-    for start in range(1024, len(whole), 1024):
-        path.write_bytes(whole[:start] + damage + whole[start + 1024 :])
-        with pytest.raises(ConfigError, match=r"is damaged, or no manifest .* \(--force\)"):
+    cut = (b"mine\n" * 300, whole[:2000], whole[:1024] + bytes(len(whole) - 1024))
+    pages = range(1024, len(whole), 1024)
+    for damaged in (*cut, *(whole[:at] + damage + whole[at + 1024 :] for at in pages)):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"out\.manifest: is damaged, or no .* \(--force\)"):
             open_journal(tmp_path)
         assert (tmp_path / "out").read_bytes() == answers
         with open_journal(tmp_path, force=True) as journal:
             assert journal.claim("7", DIGEST, 1) == "new"
             assert "is damaged" in journal.notes[0]
         (tmp_path / "out").write_bytes(answers)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"out\.manifest: the manifest cannot be opened"):
+        open_journal(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "words"),
     [
-        "DROP TABLE files",
-        "DROP INDEX records_by_key",
-        "ALTER TABLE records DROP COLUMN crc",
-        "ALTER TABLE settings RENAME TO mine",
+        ("PRAGMA user_version = 9", "has version 9, but this cbatch knows 1: update"),
+        ("DROP TABLE files", r"is damaged, or no manifest .* \(--force\)"),
+        ("DROP INDEX records_by_key", r"is damaged, or no manifest .* \(--force\)"),
+        ("ALTER TABLE records DROP COLUMN crc", r"is damaged, or no manifest .* \(--force\)"),
+        ("ALTER TABLE settings RENAME TO mine", r"is damaged, or no manifest .* \(--force\)"),
     ],
 )
-def test_manifest_without_one_of_its_tables_is_refused_or_replaced(
-    tmp_path: Path, change: str
+def test_manifest_that_is_not_as_written_is_refused_or_replaced(
+    tmp_path: Path, change: str, words: str
 ) -> None:
     fill(tmp_path, "a")
     change_manifest(tmp_path, change)
-    with pytest.raises(ConfigError, match=r"is damaged, or no manifest .* \(--force\)"):
+    with pytest.raises(ConfigError, match=words):
         open_journal(tmp_path)
     with open_journal(tmp_path, force=True) as journal:
         write(journal, "b")
     assert lines(tmp_path / "out") == ["b"]
-
-
-def test_empty_manifest_is_begun(tmp_path: Path) -> None:
-    (tmp_path / "out.manifest").touch()
-    fill(tmp_path, "a")
 
 
 # ---- in bulk ----

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.files.kill_runs import batch, exits, kills
+from tests.files.kill_runs import exits, kills
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,11 +30,3 @@ def test_command_killed_at_any_moment_loses_doubles_and_mispairs_nothing(tmp_pat
     seed = random.randrange(2**32)
     tally = kills(tmp_path, 2, seed)
     assert (tally.n_kills >= 2, tally.is_clean) == (True, True), seed
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_batch_whose_command_and_workers_are_killed_has_each_item_once(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    tally = batch(tmp_path, 4, seed, n_items=600)
-    assert (tally.n_kills, tally.n_records, tally.is_clean) == (4, 600, True), seed

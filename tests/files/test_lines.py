@@ -42,11 +42,6 @@ def test_line_is_an_item_with_its_id_place_and_options(tmp_path: Path) -> None:
     assert (found.prompt.id, found.prompt.options) == (None, RunOptions(seed=3))
 
 
-@pytest.mark.parametrize("content", [{"prompt": "x"}, {"tokens": [1, 2]}])
-def test_line_may_have_a_prompt_or_tokens(tmp_path: Path, content: dict[str, Any]) -> None:
-    assert item(tmp_path, **content).error is None
-
-
 def test_blank_lines_are_not_counted_but_places_are_those_of_the_file(tmp_path: Path) -> None:
     found = items(tmp_path, "", '{"prompt": "x"}', "  \r", '{"prompt": "y"}\r')
     assert [(i.number, i.id, i.place[-6:], i.is_labelled) for i in found] == [
@@ -106,11 +101,6 @@ def test_line_that_is_wrong_is_an_item_with_its_error(
     assert good.error is None
 
 
-def test_wrong_line_keeps_its_id(tmp_path: Path) -> None:
-    found = item(tmp_path, id="a", prompt="")
-    assert (found.id, found.is_labelled) == ("a", True)
-
-
 FLAWS = {
     "half of a pair": (b'"\\ud800"', "invalid_json_line"),
     "no UTF-8": (b'"\xff"', "invalid_utf8"),
@@ -129,11 +119,6 @@ def test_flaw_in_a_text_leaves_the_line_its_id(tmp_path: Path, flaw: str) -> Non
 def test_id_that_is_no_text_is_none(tmp_path: Path, id: bytes) -> None:
     [found] = items(tmp_path, b'{"prompt": "\xff", "id": %b}' % id)
     assert (found.id, found.is_labelled, error_of(found).code) == ("line-1", False, "invalid_utf8")
-
-
-def test_error_names_the_option_it_is_about(tmp_path: Path) -> None:
-    [found] = items(tmp_path, '{"prompt": "x", "options": {"foo": 1}}')
-    assert error_of(found).param == "foo"
 
 
 def test_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
@@ -260,6 +245,8 @@ def test_wrong_line_becomes_a_line_with_place_and_reason(tmp_path: Path) -> None
         "message": f"{tmp_path}/in.jsonl, line 1: the prompt is empty",
         "code": "invalid_request",
     }
+    [found] = items(tmp_path, '{"tokens": [1, 2], "options": {"foo": 1}}')
+    assert error_of(found).param == "foo"
 
 
 def test_half_a_surrogate_pair_in_an_answer_is_written_as_an_escape(tmp_path: Path) -> None:

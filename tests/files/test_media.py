@@ -59,16 +59,17 @@ def test_cells_are_names_of_files_or_data_urls(tmp_path: Path, engine: Engine, k
         answered(source, engine, tmp_path / "out")
 
 
-def test_names_of_files_are_in_the_folder_of_their_own_table(
-    tmp_path: Path, engine: Engine
-) -> None:
+def test_row_has_a_picture_and_a_sound_beside_its_own_table(tmp_path: Path, engine: Engine) -> None:
     sources = []
     for name, text, data in zip("ab", TEXTS, DATA, strict=False):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0").write_bytes(data)
-        sources.append(as_csv(tmp_path / name / "in.csv", image=["0"], text=[text]))
-    lines = answered(sources, engine, tmp_path / "out", image_column="image")
-    assert [line["prompt_tokens"] for line in lines] == N_TOKENS[:2]
+        columns = {"image": ["0"], "sound": ["0"], "text": [text]}
+        sources.append(as_csv(tmp_path / name / "in.csv", **columns))
+    asked = {"image_column": "image", "audio_column": "sound"}
+    lines = answered(sources, engine, tmp_path / "out", **asked)
+    expected = [n + len(data) for n, data in zip(N_TOKENS, DATA, strict=True)]
+    assert [line["prompt_tokens"] for line in lines] == expected[:2]
 
 
 @of_each
@@ -87,14 +88,6 @@ def test_cells_are_bytes_or_mappings_with_bytes(
     assert sorted(parquet.read_table(out)["prompt_tokens"].to_pylist()) == sorted(N_TOKENS)
     again = run_table(table, engine=engine, options=OPTIONS, **column)
     assert again["prompt_tokens"].to_pylist() == N_TOKENS
-
-
-def test_row_has_a_picture_and_a_sound(tmp_path: Path, engine: Engine) -> None:
-    (tmp_path / "0").write_bytes(DATA[1])
-    source = as_csv(tmp_path / "in.csv", image=["0"], sound=["0"], text=["one"])
-    columns = {"image_column": "image", "audio_column": "sound"}
-    [line] = answered(source, engine, tmp_path / "out", **columns)
-    assert line["prompt_tokens"] == len("user:one") + 2 * len(DATA[1])
 
 
 @pytest.mark.parametrize(("kind", "word"), [("image", "picture"), ("audio", "sound")])

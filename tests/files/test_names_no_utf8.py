@@ -164,14 +164,10 @@ def test_commands_take_such_names_and_say_them_to_people_and_programs(
     ("args", "words"),
     [
         (("run", "in.csv", "-o", "out.csv", "--system", b"\xff"), "system "),
-        (("run", "in.csv", "-o", "out.csv", "--template", b"\xff"), "template "),
-        (("run", "in.csv", "-o", "out.csv", "--stop", b"\xff"), "stop "),
         (("run", "in.csv", "-o", "out.csv", "--chat-template", b"\xff"), "chat_template "),
         (("run", "in.csv", "-o", "out.csv", "--set", b"cache_key=\xff"), "cache_key "),
         (("run", "in.csv", "-o", "out.csv", "--adapter", b"\xff=x.gguf"), "an adapter's name"),
-        (("run", "in.csv", "-o", "out.csv", "--format", b"\xff"), "format "),
         (("ask", b"\xff"), "the question "),
-        (("ask", "Hi", "--system", b"\xff"), "system "),
     ],
     ids=str,
 )

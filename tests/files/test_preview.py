@@ -8,8 +8,7 @@ import pytest
 
 from cbatch.cli.run import _in_flags
 from cbatch.errors import PromptTooLongError
-from cbatch.files import preview
-from cbatch.files.preview import Sample, check_file, estimate_file, extrapolated
+from cbatch.files.preview import Sample, estimate_file, extrapolated
 from cbatch.response import BatchResult, Timings, Usage
 from cbatch.stats import EngineStats
 from tests.files.runs import make_engine, write_requests
@@ -58,20 +57,6 @@ def test_estimate_of_items_that_all_fail_is_of_their_time() -> None:
     results = [result_of(0, 0, "error")] * 5
     found = extrapolated(Sample(results, [0] * 5, 0, 0.5), 50, EngineStats())
     assert found.seconds == (5.0, 5.0)
-
-
-def test_check_gives_no_lower_bound_as_a_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> int:
-        raise PromptTooLongError(2087, 128, is_least=True)
-
-    monkeypatch.setattr(preview, "checked_tokens", refuse)
-    source = write_requests(tmp_path / "in.jsonl", 1)
-    with make_engine() as engine:
-        lines = check_file(source, engine=engine).lines()
-    assert "the prompt has at least 2087 tokens, and a slot holds 128" in lines[0]
-    assert [line.split()[0] for line in lines[1:]] == ["items"]  # nothing was counted
 
 
 def test_run_names_flags_to_a_commands_user() -> None:

@@ -23,7 +23,6 @@ from cbatch.files.report.recorder import (
     RunRecorder,
     WorkOverTime,
     phases,
-    tee,
 )
 from cbatch.files.report.spans import GAP_S, SlotSpan, SlotSpans, SpanStore
 from cbatch.runtime.step_record import StepRecord, StepRow
@@ -83,21 +82,6 @@ def test_choices_of_a_request_are_told_apart() -> None:
         engine.submit(cbatch.BatchPrompt(prompt="word", id="a")).result()
         engine.record_steps(None)
     assert {row.id for r in records for row in r.rows} == {"a[0]", "a[1]"}
-
-
-def test_cells_are_those_before_the_run() -> None:
-    rig = make_scheduler(1)
-    loop, records = recorded(rig)
-    submit(loop, rig, *make_sequences(1, max_tokens=3))
-    for _ in range(2):
-        rig.backend.interrupt()
-        loop.step()
-    assert [r.n_cells for r in records] == [0, 4]
-
-
-def test_times_of_a_record_follow_from_its_phases() -> None:
-    record = run_of(1.0, seconds=4.0, admit_s=1.0, build_s=2.0, apply_s=8.0, deliver_s=16.0)
-    assert (record.ran_s, record.end_s) == (8.0, 32.0)
 
 
 # ---- spans ----
@@ -167,20 +151,20 @@ def test_buckets_lose_no_work_and_stay_few(entries: list[tuple[float, float, int
         assert seconds_of_each.sum() == pytest.approx(start_s)
 
 
-def test_work_is_spread_over_its_time() -> None:
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "n_most", "expected"),
+    [
+        (0.5, 2.75, 512, ([0, 1, 2], [1, 1, 0.75], [2, 4, 3])),
+        (0.0, 2.25, 9, ([0, 1], [1, 1.25], [4, 5])),  # the last piece is too short for a rate
+    ],
+)
+def test_work_is_spread_over_its_time(
+    start_s: float, end_s: float, n_most: int, expected: tuple[list[float], ...]
+) -> None:
     time = WorkOverTime(width_s=1.0)
-    time.add(0.5, 2.75, (9, 0, 0, 0, 0))
-    starts_s, seconds, figures = time.joined(512)
-    assert list(starts_s) == [0, 1, 2]
-    assert list(seconds) == [1, 1, 0.75]
-    assert list(figures[:, 0]) == [2, 4, 3]
-
-
-def test_last_piece_that_is_too_short_for_a_rate_joins_the_one_before() -> None:
-    time = WorkOverTime(width_s=1.0)
-    time.add(0.0, 2.25, (9, 0, 0, 0, 0))
-    starts_s, seconds, figures = time.joined(9)
-    assert (list(starts_s), list(seconds), list(figures[:, 0])) == ([0, 1], [1, 1.25], [4, 5])
+    time.add(start_s, end_s, (9, 0, 0, 0, 0))
+    starts_s, seconds, figures = time.joined(n_most)
+    assert (list(starts_s), list(seconds), list(figures[:, 0])) == expected
 
 
 # ---- the first and the last spans ----
@@ -255,13 +239,10 @@ def test_gaps_between_tokens_are_counted_in_whatever_slot() -> None:
     assert itl_s.n == 5
     assert itl_s.at(50) == pytest.approx(1.0, rel=0.025)
     assert itl_s.at(100) == pytest.approx(8.0, rel=0.025)
-
-
-def test_run_of_steps_that_begins_with_a_prompt_has_gaps_after_its_first() -> None:
-    recorder = RunRecorder(1)
-    recorder(run_of(0.0, prefill(0, "a", 4, 3), seconds=8.0, n_steps=3, first_s=2.0))
-    assert recorder.steps.itl_s.n == 2
-    assert recorder.steps.itl_s.at(50) == pytest.approx(3.0, rel=0.025)
+    other = RunRecorder(1)  # a run of steps that begins with a prompt
+    other(run_of(0.0, prefill(0, "a", 4, 3), seconds=8.0, n_steps=3, first_s=2.0))
+    assert other.steps.itl_s.n == 2
+    assert other.steps.itl_s.at(50) == pytest.approx(3.0, rel=0.025)
 
 
 def test_results_are_counted_by_how_they_ended() -> None:
@@ -282,20 +263,17 @@ def test_results_are_counted_by_how_they_ended() -> None:
     assert results.ttft_s.n == 2
 
 
-def test_message_of_an_error_is_one_line_and_cut() -> None:
+def test_errors_are_kept_in_bounds() -> None:
     recorder = RunRecorder(1)
     recorder.add_error("a", "first\n   second")
     recorder.add_error("b", "x" * 100_000)
-    assert recorder.results.errors["a"].message == "first second"
-    assert len(recorder.results.errors["b"].message) == N_MESSAGE
-
-
-def test_kinds_of_errors_beyond_the_limit_count_together() -> None:
-    recorder = RunRecorder(1)
     for i in range(N_KINDS + 3):
         recorder.add_error(f"kind {i}", "it failed")
-    assert len(recorder.results.errors) == N_KINDS + 1
-    assert recorder.results.errors[OTHER].n == 3
+    errors = recorder.results.errors
+    assert errors["a"].message == "first second"
+    assert len(errors["b"].message) == N_MESSAGE
+    assert len(errors) == N_KINDS + 1
+    assert errors[OTHER].n == 5
 
 
 def test_phases_sum_up_to_the_run() -> None:
@@ -315,13 +293,6 @@ def test_failed_step_computed_no_prompt() -> None:
 def test_recorder_of_no_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"at least 1, not 0: give engine\.parallel"):
         RunRecorder(0)
-
-
-def test_tee_calls_each_in_turn() -> None:
-    seen: list[tuple[str, StepRecord]] = []
-    record = run_of(0.0, decode(0, "a"))
-    tee(lambda r: seen.append(("first", r)), lambda r: seen.append(("second", r)))(record)
-    assert seen == [("first", record), ("second", record)]
 
 
 def test_recorder_counts_what_an_engine_did() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,6 +31,7 @@ from cbatch.stats import Percentiles
 from tests.files.steps import decode, prefill, result_of, run_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 NOW = datetime(2026, 3, 1, 9, 5, tzinfo=timezone.utc)
@@ -130,7 +131,7 @@ def test_page_needs_nothing_from_elsewhere() -> None:
     assert policy == {"default-src 'none'; style-src 'unsafe-inline'"}
 
 
-@pytest.mark.parametrize("id", ["<script>x</script>", '"><b>', "a & b", "]]>", "'", "\ud800"])
+@pytest.mark.parametrize("id", ["<script>x</script>", "]]>", "\ud800"])
 def test_id_and_title_are_text_whatever_they_say(tmp_path: Path, id: str) -> None:
     path = tmp_path / "report.html"
     write_report(path, a_run(id=id), title=id, settings={id: id}, facts={}, now=NOW)
@@ -194,10 +195,9 @@ def test_long_run_shows_its_beginning_and_its_end() -> None:
     assert len(bars) <= 2 * N_SPANS_PER_SLOT + 2
 
 
-@pytest.mark.parametrize("n_slots", [1, 64, 256])
-def test_page_is_made_for_any_number_of_slots(n_slots: int) -> None:
-    recorder = RunRecorder(n_slots)
-    recorder(run_of(0.0, *(prefill(i, str(i)) for i in range(n_slots))))
+def test_page_is_made_for_many_slots() -> None:
+    recorder = RunRecorder(256)
+    recorder(run_of(0.0, *(prefill(i, str(i)) for i in range(256))))
     assert Reader(page_of(recorder)).all("h2")[0] == "Timeline of the slots"
 
 
@@ -207,10 +207,6 @@ def test_run_without_a_step_has_a_page() -> None:
     page = Reader(page_of(recorder))
     assert page.all("h2") == ["How items ended"]
     assert page.all("code") == ["invalid_json_line"]
-
-
-def test_run_without_an_item_has_a_page() -> None:
-    assert Reader(page_of(RunRecorder(2))).all("h2") == []
 
 
 def test_report_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -257,30 +253,30 @@ def test_distribution_shows_every_time_once(times: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("say", "values", "said"),
     [
-        (None, "–"), (0.0, "0 s"), (1.2e-5, "12 µs"), (0.99951e-3, "1 ms"), (0.0123, "12.3 ms"), (0.99951, "1 s"),
-        (59.94, "59.9 s"), (99.96, "1 min 40 s"), (3725, "1 h 02 min"), (266_400, "3 d 2 h"),
+        (
+            duration,
+            [None, 0.0, 1.2e-5, 0.99951e-3, 0.0123],
+            ["–", "0 s", "12 µs", "1 ms", "12.3 ms"],
+        ),
+        (duration, [0.99951, 59.94, 99.96, 3725], ["1 s", "59.9 s", "1 min 40 s", "1 h 02 min"]),
+        (duration, [266_400], ["3 d 2 h"]),
+        (count, [0, 2.0, 2.25, 1234.5], ["0", "2", "2.2", "1,234"]),
+        (short, [0.5, 950, 1200, 3e6], ["0.5", "950", "1.2k", "3M"]),
+        (
+            lambda n: percent(*n),
+            [(1, 400), (1, 3), (0, 9), (1, 0)],
+            ["0.2 %", "33 %", "0 %", "0 %"],
+        ),
+        (lambda n: clock(*n), [(2.0, 1.0), (0.25, 0.05)], ["2 s", "0.25 s"]),
+        (lambda n: clock(*n), [(120, 60), (5400, 600)], ["2 min", "1:30 h"]),
     ],
-)  # fmt: skip
-def test_duration_is_said_in_the_unit_that_suits_it(seconds: float | None, said: str) -> None:
-    assert duration(seconds) == said
-
-
-@pytest.mark.parametrize(("n", "said"), [(0, "0"), (2.0, "2"), (2.25, "2.2"), (1234.5, "1,234")])
-def test_count_has_one_digit_behind_the_point_where_it_is_small(n: float, said: str) -> None:
-    assert count(n) == said
-
-
-def test_small_share_is_not_nothing() -> None:
-    assert [percent(1, 400), percent(1, 3), percent(0, 9), percent(1, 0)] == [
-        "0.2 %", "33 %", "0 %", "0 %",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("n", "said"), [(0.5, "0.5"), (950, "950"), (1200, "1.2k"), (3e6, "3M")])
-def test_tick_of_values_is_short(n: float, said: str) -> None:
-    assert short(n) == said
+)
+def test_figures_are_said_in_the_unit_that_suits_them(
+    say: Callable[[Any], str], values: list[Any], said: list[str]
+) -> None:
+    assert [say(value) for value in values] == said
 
 
 def test_ticks_are_round_and_few() -> None:
@@ -289,11 +285,3 @@ def test_ticks_are_round_and_few() -> None:
     assert [time_step(s, 9) for s in (8, 90, 600, 36_000, 2_000_000)] == [
         1, 10, 120, 7200, 259_200,
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("seconds", "step", "said"),
-    [(2.0, 1.0, "2 s"), (0.25, 0.05, "0.25 s"), (120, 60, "2 min"), (5400, 600, "1:30 h")],
-)
-def test_tick_of_times_is_as_fine_as_its_step(seconds: float, step: float, said: str) -> None:
-    assert clock(seconds, step) == said

@@ -50,8 +50,9 @@ def redirected(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield source
 
 
-@pytest.mark.parametrize("name", ["output", "errors", "report", "trace"])
-@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("name", "force"), [("output", True), ("errors", False), ("report", True), ("trace", False)]
+)
 def test_file_that_stdin_is_redirected_from_is_not_written_over(
     engine: Engine, redirected: Path, name: str, force: bool
 ) -> None:
@@ -124,9 +125,12 @@ def test_adapter_is_not_written_over(source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "taken", ["out", "link", "hard", "out.manifest", "out.manifest-wal", ".out.cbatch-part"]
+    ("name", "taken"),
+    [
+        *(("errors", "out"), ("report", "link"), ("trace", "hard"), ("errors", "out.manifest")),
+        *(("report", "out.manifest-wal"), ("trace", ".out.cbatch-part")),
+    ],
 )
-@pytest.mark.parametrize("name", ["errors", "report", "trace"])
 def test_file_beside_the_output_in_its_place_is_refused(
     engine: Engine, source: Path, name: str, taken: str
 ) -> None:

@@ -43,36 +43,23 @@ def numbers_in(path: Path) -> list[int]:
     return [int(line.split()[0]) for line in lines]
 
 
-def test_sort_in_place_restores_the_order_of_both_files(tmp_path: Path) -> None:
+def test_sort_in_place_restores_the_order_of_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = fill(tmp_path, [3, 12, 10, 1, 2, 5])
+    (tmp_path / ".out.part").write_text("mine")
     assert sort_in_place(out) == {out: Sorted(4), tmp_path / "errors": Sorted(2)}
     assert numbers_in(out) == [1, 2, 3, 12]
     assert numbers_in(tmp_path / "errors") == [5, 10]
-    assert sorted(os.listdir(tmp_path)) == ["errors", "out", "out.manifest"]
-
-
-def test_file_of_the_user_beside_the_output_stays(tmp_path: Path) -> None:
-    (tmp_path / ".out.part").write_text("mine")
-    sort_in_place(fill(tmp_path, [3, 1]))
-    assert (tmp_path / ".out.part").read_text() == "mine"
-
-
-def test_run_goes_on_with_a_sorted_file(tmp_path: Path) -> None:
-    out = fill(tmp_path, [3, 2, 1])
-    sort_in_place(out)
+    assert sorted(os.listdir(tmp_path)) == [".out.part", "errors", "out", "out.manifest"]
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "create", lambda *args: pytest.fail("it is sorted"))
+        assert sort_in_place(out)[out] == Sorted(4)
     with open_journal(tmp_path) as journal:
-        assert [journal.claim(f"item-{n}", DIGEST, n) for n in (1, 2, 3)] == ["done"] * 3
-        assert journal.claim("item-4", DIGEST, 4) == "new"
+        claims = [journal.claim(f"item-{n}", DIGEST, n) for n in (1, 2, 3, 4)]
+        assert claims == ["done"] * 3 + ["new"]
         journal.add(4, b"4 new\n", is_error=False)
-    assert numbers_in(out) == [1, 2, 3, 4]
-
-
-def test_sort_of_a_sorted_file_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = fill(tmp_path, [1, 2, 3])
-    monkeypatch.setattr(disk, "create", lambda *args: pytest.fail("it is sorted"))
-    assert sort_in_place(out)[out] == Sorted(3)
+    assert numbers_in(out) == [1, 2, 3, 12, 4]
 
 
 def test_order_is_that_of_the_latest_input(tmp_path: Path) -> None:
@@ -106,16 +93,6 @@ def test_line_put_in_at_the_top_moves_all_in_bounded_memory(
         journal.add(1, b"0 first\n", is_error=False)
     sort_in_place(out)
     assert numbers_in(out) == [n for n in range(n_items + 1) if n % 5 or not n]
-
-
-def test_order_is_restored_after_kills_and_changes(tmp_path: Path) -> None:
-    for i_pass in range(3):
-        run_pass(tmp_path, i_pass)
-    before = records(tmp_path)
-    sort_in_place(tmp_path / "out")
-    assert records(tmp_path) == before
-    for name in ("out", "errors"):
-        assert numbers_in(tmp_path / name) == sorted(numbers_in(tmp_path / name))
 
 
 def test_what_a_killed_run_left_is_repaired_first(tmp_path: Path) -> None:
@@ -209,8 +186,11 @@ app(sys.argv[2:])
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("n_most", [100_000, 1_200_000])  # in the first block, and behind it
-@pytest.mark.parametrize("target", [None, "sorted"])
+@pytest.mark.parametrize(
+    ("n_most", "target"),
+    [(100_000, None), (1_200_000, "sorted")],
+    ids=["in place", "behind a block"],
+)
 def test_sort_on_a_full_disk_says_one_line_and_loses_nothing(
     tmp_path: Path, n_most: int, target: str | None
 ) -> None:
@@ -250,26 +230,19 @@ def test_sort_of_an_edited_file_is_refused(tmp_path: Path) -> None:
         sort_in_place(out)
 
 
-def test_sort_without_a_manifest_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("{}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"no manifest beside it"):
-        sort_in_place(tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"give the input \(--by INPUT\)"):
-        sort_to(tmp_path / "out", tmp_path / "sorted")
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_sort_of_a_missing_file_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nope: cannot be read: No such file"):
-        sort_in_place(tmp_path / "nope")
-
-
-def test_sort_with_an_empty_manifest_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("{}\n", encoding="utf-8")
-    (tmp_path / "out.manifest").touch()
-    with pytest.raises(ConfigError, match=r"no manifest beside it that lists"):
-        sort_in_place(tmp_path / "out")
-    assert (tmp_path / "out").read_text(encoding="utf-8") == "{}\n"
+def test_sort_without_a_manifest_or_a_file_is_refused(tmp_path: Path) -> None:
+    out, by = tmp_path / "out", requests(tmp_path / "in.jsonl", "a")
+    for sort in (sort_in_place, lambda path: sort_to(path, tmp_path / "sorted", by=[by])):
+        with pytest.raises(ConfigError, match="out: cannot be read: No such file"):
+            sort(out)
+    out.write_text("{}\n", encoding="utf-8")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"no manifest beside it"):
+            sort_in_place(out)
+        with pytest.raises(ConfigError, match=r"give the input \(--by INPUT\)"):
+            sort_to(out, tmp_path / "sorted")
+        assert out.read_text(encoding="utf-8") == "{}\n"
+        (tmp_path / "out.manifest").touch()  # an empty one lists nothing
 
 
 # ---- by the input ----
@@ -288,26 +261,17 @@ def ids_in(path: Path) -> list[str]:
     return [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_records_of_items_that_are_gone_come_last(tmp_path: Path) -> None:
+def test_records_of_items_that_are_gone_come_last_until_they_come_back(tmp_path: Path) -> None:
     out = fill(tmp_path, [3, 1, 2, 4])
-    with open_journal(tmp_path) as journal:
-        for number, name in enumerate(("item-4", "item-2"), 1):
-            assert journal.claim(name, DIGEST, number) == "done"
-        assert journal.settle_unclaimed() == (0, 2)
-    assert sort_in_place(out)[out] == Sorted(4, 2)
-    assert numbers_in(out) == [4, 2, 1, 3]
-    assert sort_to(out, tmp_path / "sorted") == Sorted(4, 2)
-
-
-def test_gone_items_that_come_back_have_their_places_again(tmp_path: Path) -> None:
-    out = fill(tmp_path, [3, 1, 2])
-    for names in (("item-2",), ("item-1", "item-2", "item-3")):
+    for names, order in (((4, 2), [4, 2, 1, 3]), ((1, 2, 3, 4), [1, 2, 3, 4])):
+        n_gone = 4 - len(names)
         with open_journal(tmp_path) as journal:
             for number, name in enumerate(names, 1):
-                assert journal.claim(name, DIGEST, number) == "done"
-            assert journal.settle_unclaimed() == (0, 3 - len(names))
-    assert sort_in_place(out)[out] == Sorted(3)
-    assert numbers_in(out) == [1, 2, 3]
+                assert journal.claim(f"item-{name}", DIGEST, number) == "done"
+            assert journal.settle_unclaimed() == (0, n_gone)
+        assert sort_to(out, tmp_path / "sorted", force=True) == Sorted(4, n_gone)
+        assert sort_in_place(out)[out] == Sorted(4, n_gone)
+        assert numbers_in(out) == numbers_in(tmp_path / "sorted") == order
 
 
 def test_sort_by_the_input_needs_no_manifest(tmp_path: Path) -> None:
@@ -373,12 +337,6 @@ def test_input_is_refused_where_there_is_a_manifest(tmp_path: Path) -> None:
     out = fill(tmp_path, [2, 1])
     with pytest.raises(ConfigError, match=r"has a manifest, which knows the order"):
         sort_to(out, tmp_path / "sorted", by=[tmp_path / "in.jsonl"])
-
-
-def test_output_that_is_not_there_is_named(tmp_path: Path) -> None:
-    by = requests(tmp_path / "in.jsonl", "a")
-    with pytest.raises(ConfigError, match=r"out: cannot be read: No such file"):
-        sort_to(tmp_path / "out", tmp_path / "sorted", by=[by])
 
 
 def test_records_larger_than_a_buffer_are_copied_whole(tmp_path: Path) -> None:

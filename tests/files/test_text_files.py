@@ -54,20 +54,12 @@ def names(folder: Path, *files: str) -> list[str]:
     return [write(folder / file, "x") for file in files]
 
 
-def test_find_files_of_patterns_are_in_order_of_names(tmp_path: Path) -> None:
-    b, a, c = names(tmp_path, "b.jsonl", "a.jsonl", "c.txt")
-    assert find_files([c, f"{tmp_path}/*.jsonl"]) == [c, a, b]
-
-
-def test_find_files_takes_a_name_with_brackets_as_it_is(tmp_path: Path) -> None:
-    [file] = names(tmp_path, "a[1].jsonl")
-    assert find_files([file]) == [file]
-
-
-def test_find_files_of_a_deep_pattern_leaves_out_folders(tmp_path: Path) -> None:
+def test_find_files_are_in_order_of_names_and_no_folders(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
-    [file] = names(tmp_path / "inner", "a.jsonl")
-    assert find_files([f"{tmp_path}/**"]) == [file]
+    b, a, c, odd, deep = names(tmp_path, "b.jsonl", "a.jsonl", "c.txt", "d[1].x", "inner/e.jsonl")
+    assert find_files([c, f"{tmp_path}/*.jsonl"]) == [c, a, b]
+    assert find_files([odd]) == [odd]  # a name that is there is no pattern
+    assert find_files([f"{tmp_path}/**"]) == [a, b, c, odd, deep]
 
 
 @pytest.mark.parametrize(
@@ -157,25 +149,33 @@ def test_file_packed_in_another_way_is_refused_by_name(
         list(file.lines())
 
 
-@pytest.mark.parametrize("module", ["bz2", "lzma"])
+@pytest.mark.parametrize(
+    ("modules", "pack", "words"),
+    [
+        (["bz2"], bz2.compress, "without bz2: unpack it"),
+        (["lzma"], lzma.compress, "without lzma: unpack it"),
+        (["compression.zstd", "backports.zstd"], zstd.compress, r"pip install backports\.zstd"),
+    ],
+)
 def test_python_without_a_module_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, opened: OpenFile
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: OpenFile,
+    modules: list[str],
+    pack: Callable[[bytes], bytes],
+    words: str,
 ) -> None:
-    path = write(tmp_path / "file", {"bz2": bz2, "lzma": lzma}[module].compress(TEXT))
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=f"without {module}: unpack it"):
+    path = write(tmp_path / "file", pack(TEXT))
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=words):
         list(opened(path).lines())
 
 
-def test_lines_begin_behind_a_bom(tmp_path: Path, opened: OpenFile) -> None:
-    file = opened(write(tmp_path / "file", b"\xef\xbb\xbf" + TEXT))
-    assert list(file.lines()) == LINES
-
-
-def test_utf16_is_refused_by_name(tmp_path: Path, opened: OpenFile) -> None:
-    file = opened(write(tmp_path / "file", "one\n".encode("utf-16")))
+def test_lines_begin_behind_a_bom_and_utf16_is_refused(tmp_path: Path, opened: OpenFile) -> None:
+    assert list(opened(write(tmp_path / "a", b"\xef\xbb\xbf" + TEXT)).lines()) == LINES
     with pytest.raises(ConfigError, match="UTF-16: save it as UTF-8"):
-        list(file.lines())
+        list(opened(write(tmp_path / "b", "one\n".encode("utf-16"))).lines())
 
 
 def test_line_over_the_limit_takes_no_memory(tmp_path: Path, opened: OpenFile) -> None:
@@ -192,13 +192,6 @@ def test_line_over_the_limit_is_passed_over(tmp_path: Path, end: bytes, opened: 
     assert list(file.lines()) == [b"1234\n", LongLine(300_000 + len(end), 300_000, 4)]
 
 
-def test_lines_ahead_come_again(tmp_path: Path, opened: OpenFile) -> None:
-    file = opened(write(tmp_path / "file", TEXT))
-    assert next(file.ahead()) == LINES[0]
-    file.rewind()
-    assert list(file.lines()) == LINES
-
-
 def test_lines_ahead_of_stdin_come_again(monkeypatch: pytest.MonkeyPatch, opened: OpenFile) -> None:
     monkeypatch.setattr("sys.stdin", Stdin(TEXT))
     file = opened("-")
@@ -207,17 +200,6 @@ def test_lines_ahead_of_stdin_come_again(monkeypatch: pytest.MonkeyPatch, opened
         file.rewind()
     assert list(file.lines()) == LINES
     assert (file.name, file.n_bytes, file.n_bytes_read) == ("<stdin>", None, len(TEXT))
-
-
-def test_stdin_may_be_packed(monkeypatch: pytest.MonkeyPatch, opened: OpenFile) -> None:
-    monkeypatch.setattr("sys.stdin", Stdin(gzip.compress(TEXT)))
-    assert list(opened("-").lines()) == LINES
-
-
-def test_closed_stdin_is_named(monkeypatch: pytest.MonkeyPatch, opened: OpenFile) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(ConfigError, match="stdin is closed"):
-        list(opened("-").lines())
 
 
 def test_pipe_has_no_size(tmp_path: Path, opened: OpenFile) -> None:
@@ -253,12 +235,3 @@ def test_damaged_file_says_so(
     file = opened(write(tmp_path / "file", bytes(data)))
     with pytest.raises(ConfigError, match="compressed data is damaged"):
         list(file.lines())
-
-
-def test_zstd_without_its_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: OpenFile
-) -> None:
-    for module in ("compression.zstd", "backports.zstd"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"pip install backports\.zstd"):
-        list(opened(write(tmp_path / "file", zstd.compress(TEXT))).lines())

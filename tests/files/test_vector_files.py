@@ -105,13 +105,6 @@ def test_lines_and_csv_have_lists_of_numbers(engine: Any, table: Path) -> None:
     assert rows == by_name
 
 
-def test_lines_of_text_are_embedded(engine: Any, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("one\n\ntwo\n")
-    out = tmp_path / "out.npy"
-    embed_file(tmp_path / "in.txt", out, engine=engine)
-    assert (np.load(out) == np.stack([vector_of("one"), vector_of("two")])).all()
-
-
 def test_texts_go_to_the_engine_in_groups_with_the_settings(engine: Any, table: Path) -> None:
     settings: dict[str, Any] = {
         "dimensions": 4,
@@ -207,10 +200,11 @@ def test_lines_for_embeddings_are_answered(engine: Any, tmp_path: Path) -> None:
         {"input": "", "model": "m"},
         {"input": 5, "model": "m"},
         {"input": "a", "colour": 1, "model": "m"},
+        {"input": ["b", "c", "x" * 99], "model": "m"},
     )
     out = tmp_path / "out.jsonl"
     summary = run_file(source, out, engine=engine)
-    assert (summary.n_done, summary.n_failed) == (6, 3)
+    assert (summary.n_done, summary.n_failed) == (7, 4)
     found = {line["custom_id"]: line for line in lines_of(out)}
     first, second, third = (found[f"r{i}"]["response"]["body"] for i in range(3))
     assert (np.float32(first["data"][0]["embedding"]) == vector_of("abc")).all()
@@ -218,19 +212,12 @@ def test_lines_for_embeddings_are_answered(engine: Any, tmp_path: Path) -> None:
     packed = [base64.b64decode(item["embedding"]) for item in second["data"]]
     assert (np.frombuffer(packed[1], "<f4") == vector_of("b", 4)).all()
     assert (np.float32(third["data"][0]["embedding"]) == vector_of([1, 2])).all()
-    errors = [found[f"r{i}"]["response"]["body"]["error"] for i in (3, 4, 5)]
+    errors = [found[f"r{i}"]["response"]["body"]["error"] for i in (3, 4, 5, 6)]
     assert "input must be" in errors[1]["message"]
     assert errors[2]["param"] == "colour"
+    assert errors[3]["message"].startswith("input[2]: ")
     again = run_file(source, out, engine=engine)
-    assert (again.n_done, again.n_before) == (0, 6)
-
-
-def test_error_of_one_of_several_texts_names_it(engine: Any, tmp_path: Path) -> None:
-    long = "x" * 99
-    source = requests(tmp_path / "in.jsonl", {"input": ["a", long]}, {"input": ["b", "c", long]})
-    run_file(source, tmp_path / "out.jsonl", engine=engine)
-    said = [line["response"]["body"]["error"] for line in lines_of(tmp_path / "out.jsonl")]
-    assert sorted(error["message"].split(":")[0] for error in said) == ["input[1]", "input[2]"]
+    assert (again.n_done, again.n_before) == (0, 7)
 
 
 def test_lines_for_scores_are_answered(engine: Any, tmp_path: Path) -> None:
@@ -322,12 +309,3 @@ def test_rerank_keeps_a_file_that_came_meanwhile(
     with pytest.raises(ConfigError, match="exists already"):
         rerank_file(table, out, "abc", engine=engine)
     assert out.read_text() == "mine\n"
-
-
-def test_rerank_onto_a_full_device_is_an_output_error(
-    engine: Any, tmp_path: Path, table: Path
-) -> None:
-    full = tmp_path / "full.csv"
-    full.symlink_to("/dev/full")
-    with pytest.raises(OutputError, match="full"):
-        rerank_file(table, full, "abc", engine=engine)

@@ -34,16 +34,14 @@ def taken(window: ItemWindow) -> list[int]:
     return [window.take().item.number for _ in range(len(window))]
 
 
-def test_like_beginnings_go_together_the_longest_first() -> None:
-    groups = "abab"
-    window = filled(entry(i, groups[i], n_chars=i) for i in range(4))
-    assert taken(window) == [2, 0, 3, 1]
-
-
-def test_at_the_end_of_the_input_the_longest_of_all_goes_first() -> None:
-    window = filled(entry(i, "ab"[i % 2], n_chars=i) for i in range(4))
-    window.end()
-    assert taken(window) == [3, 2, 1, 0]
+@pytest.mark.parametrize(("has_ended", "expected"), [(False, [2, 0, 3, 1]), (True, [3, 2, 1, 0])])
+def test_like_beginnings_go_together_until_the_end_the_longest_first(
+    has_ended: bool, expected: list[int]
+) -> None:
+    window = filled(entry(i, "abab"[i], n_chars=i) for i in range(4))
+    if has_ended:
+        window.end()
+    assert taken(window) == expected
 
 
 def test_nobody_is_passed_by_more_than_twice_the_window() -> None:

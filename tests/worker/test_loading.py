@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("replicas", [0, -1, 65, 1.5, "many", True])
-def test_wrong_number_of_replicas_is_refused(replicas: Any) -> None:
-    with pytest.raises(ConfigError, match="replicas"):
-        cbatch.load(replicas=replicas)
-
-
-def test_replicas_without_a_thread_are_refused() -> None:
-    with pytest.raises(ConfigError, match="threaded=True"):
-        cbatch.load(replicas=2, threaded=False)
-
-
-def test_model_that_is_an_object_is_refused_for_other_processes() -> None:
-    with pytest.raises(ConfigError, match="the model's path, not object"):
-        cbatch.load(object(), replicas=1)
+@pytest.mark.parametrize(
+    ("model", "given", "words"),
+    [
+        (None, {"replicas": 0}, "replicas"),
+        (None, {"replicas": 65}, "replicas"),
+        (None, {"replicas": 1.5}, "replicas"),
+        (None, {"replicas": "many"}, "replicas"),
+        (None, {"replicas": True}, "replicas"),
+        (None, {"replicas": 2, "threaded": False}, "threaded=True"),
+        (object(), {"replicas": 1}, "the model's path, not object"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(model: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cbatch.load(model, **given)
 
 
 @pytest.fixture

@@ -74,9 +74,7 @@ def test_things_are_divided_with_what_is_left_over_first() -> None:
     ("nodes", "mib", "n_slots", "expected"),
     [
         ([[0, 1]], 12, 16, 2),
-        ([[0, 1]], 200, 16, 1),
         ([[0, 1]], 200, 32, 1),
-        ([[0, 1]], 200, None, 1),
         ([[0, 1]], 12, None, 2),
         ([[0, 1]], 12, 15, 1),
         ([[0]], 12, 64, 1),

@@ -125,28 +125,21 @@ class Asleep:
         self.engine.close()
 
 
-def test_idle_worker_gets_what_waits_at_another() -> None:
-    with Asleep(4, n_slots=2) as scene:
+@pytest.mark.parametrize(("n", "n_slots"), [(4, 2), (2, 1)])
+def test_idle_worker_gets_what_waits_at_another(n: int, n_slots: int) -> None:
+    """Its beginning is at the first worker, which has no more to do than others; but that one has no slot free."""
+    with Asleep(n, n_slots) as scene:
         scene.take_over()
         scene.backends[0].release()
         scene.backends[1].wait_until_held()
+        if n_slots == 1:
+            assert at_each(scene.engine)[1] == ["r1"]
         scene.release()
         assert tokens_of(all_results(scene.response)) == answers(scene.prompts)
         assert all(backend.n_runs for backend in scene.backends)
         stats = scene.engine.stats()
-        assert (stats.n_submitted, stats.n_finished) == (4, {"length": 4})
+        assert (stats.n_submitted, stats.n_finished) == (n, {"length": n})
         check_empty(scene.engine)
-
-
-def test_request_that_is_given_back_goes_to_who_asked_for_it() -> None:
-    """Its beginning is at the first worker, which has no more to do than others; but that one has no slot free."""
-    with Asleep(2) as scene:
-        scene.take_over()
-        scene.backends[0].release()
-        scene.backends[1].wait_until_held()
-        assert at_each(scene.engine)[1] == ["r1"]
-        scene.release()
-        assert tokens_of(all_results(scene.response)) == answers(scene.prompts)
 
 
 def test_request_that_was_just_admitted_stays() -> None:
@@ -220,43 +213,20 @@ def test_paused_request_does_not_change_its_worker() -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [None, 2])
+@pytest.mark.parametrize("is_extension", [False, True])
 def test_request_paused_while_no_worker_is_there_begins_paused(
-    n_tokens: int | None,
+    n_tokens: int | None, *, is_extension: bool
 ) -> None:
     launches = Launches(partial(MortalBackend, 1, 256, 256))
     with launches.engine(options={**OPTIONS, "max_tokens": 5}) as engine:
+        first = all_results(engine.run(alike(1))) if is_extension else []
         launches.gate.clear()
         launches.links[0].kill()
         wait_until(lambda: not workers_of(engine).ready)
-        wait = in_thread(lambda: engine.run(alike(1)))
+        wait = in_thread(lambda: engine.extend(first[0], 4) if first else engine.run(alike(1)))
         wait_until(lambda: bool(workers_of(engine).pool.held))
         assert engine.pause("r0")
         assert not engine.pause("r0")
-        if n_tokens:
-            assert engine.resume("r0", n_tokens)
-        launches.gate.set()
-        response = wait()
-        if n_tokens:
-            wait_until(lambda: [(s.status, s.n_output) for s in engine.slots()] == [("paused", 2)])
-        wait_until(lambda: bool(workers_of(engine).ready))
-        engine.stats()  # the worker has read all that came before
-        assert launches.backends[1].n_runs == (n_tokens or 0)
-        assert engine.resume("r0")
-        assert tokens_of(all_results(response)) == [expected(alike(1)[0].tokens or (), 5)]
-        check_empty(engine)
-
-
-@pytest.mark.parametrize("n_tokens", [None, 2])
-def test_extension_paused_while_no_worker_is_there_begins_paused(n_tokens: int | None) -> None:
-    launches = Launches(partial(MortalBackend, 1, 256, 256))
-    with launches.engine(options={**OPTIONS, "max_tokens": 5}) as engine:
-        [first] = all_results(engine.run(alike(1)))
-        launches.gate.clear()
-        launches.links[0].kill()
-        wait_until(lambda: not workers_of(engine).ready)
-        wait = in_thread(lambda: engine.extend(first, 4))
-        wait_until(lambda: bool(workers_of(engine).pool.held))
-        assert engine.pause("r0")
         if n_tokens:
             assert engine.resume("r0", n_tokens)
         launches.gate.set()
@@ -267,7 +237,8 @@ def test_extension_paused_while_no_worker_is_there_begins_paused(n_tokens: int |
         engine.stats()  # the worker has read all that came before
         assert launches.backends[1].n_runs == (n_tokens or 0)
         assert engine.resume("r0")
-        assert tokens_of(all_results(response)) == [expected(alike(1)[0].tokens or (), 9)]
+        n = 9 if first else 5
+        assert tokens_of(all_results(response)) == [expected(alike(1)[0].tokens or (), n)]
         check_empty(engine)
 
 
@@ -319,7 +290,7 @@ def of_two_and_three_slots() -> tuple[list[FakeBackend], Engine]:
     return backends, engine_over(*backends, options=OPTIONS)
 
 
-@pytest.mark.parametrize("slot", range(5))
+@pytest.mark.parametrize("slot", [0, 1, 2, 4])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_slot_is_numbered_over_all_workers(slot: int, *, is_own: bool) -> None:
     backends, engine = of_two_and_three_slots()

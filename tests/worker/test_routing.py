@@ -30,24 +30,13 @@ def n_common(a: list[int], b: list[int]) -> int:
 @pytest.mark.parametrize(("n", "n_keys"), [(N_BLOCK - 1, 0), (N_BLOCK, 1), (5 * N_BLOCK + 1, 5)])
 def test_text_has_a_beginning_for_each_whole_block(n: int, n_keys: int) -> None:
     assert len({*keys("x" * n)}) == n_keys
-
-
-def test_no_more_than_the_first_blocks_are_looked_at() -> None:
-    text = "x" * (N_BLOCK * N_BLOCKS_MAX)
-    assert keys(text) == keys(text + "y" * N_BLOCK)
-    assert len(keys(text)) == N_BLOCKS_MAX
-
-
-def test_prompts_have_the_beginnings_in_common_that_are_equal() -> None:
-    start = "x" * 2 * N_BLOCK
-    a, b = keys(start + "a" * N_BLOCK * 2), keys(start + "b" * N_BLOCK * 2)
+    long = "x" * (N_BLOCK * N_BLOCKS_MAX)
+    assert keys(long) == keys(long + "y" * N_BLOCK)
+    assert len(keys(long)) == N_BLOCKS_MAX
+    start, other = "x" * 2 * N_BLOCK, "c" * N_BLOCK
+    a, b = (keys(start + letter * N_BLOCK + other) for letter in "ab")
     assert n_common(a, b) == 2
-    assert not {*a[2:]} & {*b[2:]}
-
-
-def test_equal_blocks_behind_other_ones_are_no_common_beginning() -> None:
-    same = "x" * N_BLOCK
-    assert not {*keys("a" * N_BLOCK + same)} & {*keys("b" * N_BLOCK + same)}
+    assert not {*a[2:]} & {*b[2:]}  # also of equal blocks behind other ones
 
 
 def test_tokens_have_a_beginning_for_each_whole_block() -> None:
@@ -112,16 +101,11 @@ def test_longest_known_beginning_counts() -> None:
     assert made.choose([1, 3, 8], [0.0, 0.0]) == 1
 
 
-def test_worker_that_takes_none_is_passed_over() -> None:
+def test_worker_that_takes_none_or_is_gone_is_passed_over() -> None:
     made = Routing()
     made.choose([1], [0.0, 0.0, 9.0])
     assert made.choose([1], [inf, 7.0, 5.0]) == 2
     assert made.choose([2], [inf, inf, 5.0]) == 2
-
-
-def test_number_of_a_place_that_is_gone_is_not_chosen() -> None:
-    made = Routing()
-    made.choose([1], [9.0, 9.0, 0.0])
     assert made.choose([1], [1.0, 0.0]) == 1
 
 
